@@ -32,17 +32,30 @@ Wall time: unknown
 import optax
 
 from tpu_embedding import optimizers
-from tpu_embedding.tools.data.yambda.event_samples import BENCHMARK_TABLE_SIZES
 from tpu_embedding.tools.train import RunConfig, Target, YambdaSource, warm_up
 from tpu_embedding.tools.train.models import DLRMv4Config
 from tpu_embedding.tools.train.models.hstu import HSTUSizes
 
 WARM_UP_STEPS = 24_000
 
+TABLE_SIZES = {
+    "item_id": 9_390_624,
+    "artist_id": 1_293_395,
+    "album_id": 3_367_692,
+    "uid": 1_000_001,
+    "user_x_artist": 100_000_000,
+    "user_x_album": 40_000_000,
+    "user_x_hour": 24_000_000,
+    "item_x_hour": 40_000_000,
+    "artist_x_hour": 32_000_000,
+    "user_x_is_organic": 2_000_000,
+    "user_x_artist_x_hour": 40_000_000,
+}
+
 config = RunConfig(
     name="dlrm_v4",
     # Data: histories of up to 4,086 events, 2,663 in the mean.
-    data=YambdaSource(table_sizes=dict(BENCHMARK_TABLE_SIZES)),
+    data=YambdaSource(table_sizes=TABLE_SIZES),
     batch_size=8192,
     # Model
     model=DLRMv4Config(

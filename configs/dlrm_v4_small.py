@@ -27,21 +27,33 @@ Wall time: about 4 minutes (measured on 1 device: 213 s, 256 s of CPU time)
 import optax
 
 from tpu_embedding import optimizers
-from tpu_embedding.tools.data.yambda.synthetic_yambda import (
-    SMALL_HISTORY,
-    SMALL_TABLE_SIZES,
-)
+from tpu_embedding.tools.data.yambda.event_samples import HistorySettings
 from tpu_embedding.tools.train import RunConfig, SyntheticYambdaSource, Target, warm_up
 from tpu_embedding.tools.train.models import DLRMv4Config
 from tpu_embedding.tools.train.models.hstu import HSTUSizes
 
 WARM_UP_STEPS = 100
 
+TABLE_SIZES = {
+    "item_id": 5_000,
+    "artist_id": 1_001,
+    "album_id": 2_001,
+    "uid": 3_000,
+    "user_x_artist": 50_000,
+    "user_x_album": 20_000,
+    "user_x_hour": 12_000,
+    "item_x_hour": 20_000,
+    "artist_x_hour": 16_000,
+    "user_x_is_organic": 2_000,
+    "user_x_artist_x_hour": 20_000,
+}
+
 config = RunConfig(
     name="dlrm_v4_small",
-    # Data
+    # Data: histories of up to 42 events of each action.
     data=SyntheticYambdaSource(
-        table_sizes=dict(SMALL_TABLE_SIZES), history=SMALL_HISTORY
+        table_sizes=TABLE_SIZES,
+        history=HistorySettings(history_length=126, min_history=30),
     ),
     batch_size=64,
     # Model

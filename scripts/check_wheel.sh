@@ -37,5 +37,5 @@ python -m tpu_embedding.tools.cli train synthetic --devices 8 --output-dir run \
 rm -r site/tpu_embedding/tools
 files=(quickstart.md examples/{linen_dlrm,loaders,micro_batches,pretrained,resume}.py
     examples/{scanned_layers,serving,two_towers,weighted_ragged}.py
-    guides/{checkpoints,deltas}.md)
+    guides/{checkpoints,serving}.md)
 python "$root/tests/docs/run_without_tools.py" "${files[@]}" | grep ': run$'

@@ -251,6 +251,12 @@ FILES = {
         "a path",
         "te.save(directory, state)",
     ),
+    "export: as te.save": (
+        lambda x: te.export.save_tables("export", x.model),
+        "got 'export'",
+        "an nnx.Module",
+        "te.export.save_tables(model, directory)",
+    ),
     "import: variables": (
         lambda x: te.checkpoint.import_tables("values.npz", x.variables),
         "got dict with the keys",

@@ -60,11 +60,7 @@ def test_peers_run_in_turns_and_agree(tmp_path):
         ("checkpoint_speed.py", ["--rounds", "1", "--gb", "0.05"]),
         ("compile_time.py", ["--rounds", "1"]),
         ("device_count.py", ["--setting", "T0", "--devices", "1", "2"]),
-        # Text is compared with pandas, which tests do not install.
-        (
-            "input_speed.py",
-            ["--gb", "0.03", "--windows", "1", "--format", "parquet"],
-        ),
+        ("input_speed.py", ["--gb", "0.03", "--windows", "1"]),
         ("first_step.py", ["--rounds", "1"]),
         ("table_size.py", ["--devices", "1", "--steps", "2", "--rows", "100", "200"]),
         (

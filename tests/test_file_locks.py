@@ -1,4 +1,4 @@
-"""Tests locks on files, as far as `tools/jobs/test_run_lock.py` does not."""
+"""Tests locks on files."""
 
 import errno
 import fcntl

@@ -510,27 +510,6 @@ def test_tables_of_one_stack_share_their_counts(tmp_path):
 
 
 @pytest.mark.full
-def test_a_record_by_another_count_follows_no_export(tmp_path):
-    rules = {
-        name: te.optimizers.track_touched_rows(te.optimizers.adagrad(rate))
-        for name, rate in zip(SIZES, (0.1, 0.2), strict=True)
-    }
-    apart = plan_of(rules=rules)
-    state = state_of(apart)
-    first, second = SIZES
-    values = {
-        first: {"update_count": 3, "base_step": 1, "base_id": 9},
-        second: {"update_count": 5, "base_step": 4, "base_id": 9},
-    }
-    slots = te.functional.with_slot_values(state["slots"], values, apart)
-    te.save(tmp_path / "a", state | {"slots": slots}, plan=apart)
-    together = plan_of(rules=rules[first])
-    restored = te.restore(tmp_path / "a", state_of(together), plan=together)
-    found = numbers_of(restored, together)[1][first]
-    assert (found["update_count"], found["base_id"]) == (5, 0)
-
-
-@pytest.mark.full
 def test_hyperparameters_that_were_set_apart_are_refused(tmp_path):
     rules = {
         name: optax.inject_hyperparams(te.optimizers.adagrad)(learning_rate=rate)
@@ -583,21 +562,6 @@ def test_the_count_of_tables_that_stay_is_kept(tmp_path):
     assert not slots["movie"]["momenta"].any()
     _, slots = numbers_of(restore(state_of(plan)), plan)
     assert slots["movie"]["count"] == 7
-
-
-@pytest.mark.full
-def test_renamed_tables_follow_no_export(tmp_path):
-    sizes = {"movie": 10, "user": 10}
-    rule = te.optimizers.track_touched_rows(te.optimizers.adagrad(0.1))
-    plan = plan_of(sizes, rules=rule)
-    state = state_of(plan)
-    ids = {name: {"base_id": 5} for name in sizes}
-    state["slots"] = te.functional.with_slot_values(state["slots"], ids, plan)
-    te.save(tmp_path / "a", state, plan=plan)
-    for rename, wanted in (None, 5), ({"movie": "user", "user": "movie"}, 0):
-        state = te.restore(tmp_path / "a", state_of(plan), plan=plan, rename=rename)
-        _, slots = numbers_of(state, plan)
-        assert slots["movie"]["base_id"] == wanted
 
 
 WRONG_ARGUMENTS = {

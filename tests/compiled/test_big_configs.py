@@ -9,7 +9,8 @@ import pytest
 
 from tpu_embedding.tools import compile_report
 from tpu_embedding.tools.train import apply_overrides, load_config, make_run_plan
-from tpu_embedding.tools.train.loop.ahead_of_time import abstract_step, other_programs
+from tpu_embedding.tools.train.ahead_of_time import other_programs
+from tpu_embedding.tools.train.steps import abstract_step
 
 # Slice, rows, and bytes of a row with its slots: Adagrad's are one per element, those
 # of row-wise Adagrad one per row.

@@ -275,23 +275,6 @@ def test_every_optimizer_is_in_place_on_tpu(name, kernels):
     check(plan, compile_step(plan, 128, batch_size=256))
 
 
-@pytest.mark.tpu_compiler
-@pytest.mark.full
-@pytest.mark.parametrize(
-    "kernels", ["xla", pytest.param("sparse_core", marks=needs_kernels)]
-)
-def test_tracking_touched_rows_is_in_place_on_tpu(kernels):
-    mesh = compile_report.topology_mesh(TOPOLOGIES["v6e"])
-    rules = te.optimizers.track_touched_rows(ADAGRAD), ADAGRAD
-    tracked, plain = (make_plan(mesh, 128, rule, 1, kernels=kernels) for rule in rules)
-    check(tracked, compile_step(tracked, 128))
-    # 4 bytes per row, beside 512 of the row and 512 of its accumulator.
-    more = tracked.slot_bytes_per_device - plain.slot_bytes_per_device
-    rows = tracked.stacks[0].num_rows / tracked.num_shards
-    assert more == pytest.approx(4 * rows, rel=0.01)
-    assert tracked.stacks[0].backends.update.backend == kernels
-
-
 # One of each way to update a table.
 ON_CPU = {
     **REPRESENTATIVE,

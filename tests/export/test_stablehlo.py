@@ -1,7 +1,3 @@
-import datetime
-import hashlib
-import importlib.util
-import json
 import pathlib
 import re
 
@@ -10,36 +6,30 @@ import jax.export
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import safetensors.numpy
 from flax import nnx
 
 import tpu_embedding as te
 from tests.conftest import mesh_of
 from tests.export.served_models import (
-    DENSE_KINDS,
     FEATURES,
     MOVIES,
-    Model,
     UniqueRowsModel,
     batch_of,
     live_outputs,
     trained_model,
     unique_rows_batch,
 )
-from tests.tiers import quick_cases
 
 
 @pytest.fixture(
     scope="module",
     params=[
         pytest.param((1, 0), id="untrained"),
-        pytest.param((1, 2), id="1device", marks=pytest.mark.full),
         pytest.param((8, 2), id="8devices", marks=pytest.mark.full),
     ],
 )
 def trained(request):
-    num_devices, num_steps = request.param
-    return trained_model(num_devices, num_steps)
+    return trained_model(*request.param)
 
 
 @pytest.fixture(scope="module")
@@ -54,7 +44,7 @@ def served(directory):
     return te.export.load(directory)
 
 
-@pytest.mark.parametrize("batch_size", quick_cases([1, 7, 512], "7"))
+@pytest.mark.parametrize("batch_size", [1, 7])
 def test_outputs_are_those_of_the_live_model(trained, served, batch_size):
     features, inputs = batch_of(batch_size)
     outputs = served(features, inputs)
@@ -65,78 +55,17 @@ def test_outputs_are_those_of_the_live_model(trained, served, batch_size):
         np.testing.assert_allclose(outputs[name], values, rtol=0, atol=1e-6)
 
 
-@pytest.mark.full
-def test_program_runs_with_jax_and_safetensors_alone(trained, directory):
-    exported = jax.export.deserialize(
-        bytearray((directory / "program.stablehlo").read_bytes())
-    )
-    document = json.loads((directory / "export.json").read_text())
-    tables = {}
-    for entry in document["tables"].values():
-        tables |= safetensors.numpy.load_file(directory / entry["file"])
-    dense = safetensors.numpy.load_file(directory / "dense.safetensors")
-    features, inputs = batch_of(16)
-    arrays = {"features/user": features["user"], "inputs": inputs}
-    arrays["features/watched"] = features["watched"]
-    arrays["features/weighted/ids"] = features["weighted"].ids
-    arrays["features/weighted/weights"] = features["weighted"].weights
-    for name in ("ragged", "weighted_ragged", "defaulted", "sequence"):
-        arrays[f"features/{name}/values"] = features[name].values
-        arrays[f"features/{name}/row_splits"] = features[name].row_splits
-    arrays["features/weighted_ragged/weights"] = features["weighted_ragged"].weights
-    arrays = {
-        name: np.asarray(array, np.int32 if array.dtype.kind == "i" else np.float32)
-        for name, array in arrays.items()
-    }
-    outputs = exported.call(tables, dense, arrays)
-    expected = live_outputs(trained, features, inputs)
-    for name, values in expected.items():
-        np.testing.assert_allclose(outputs[name], values, rtol=0, atol=1e-6)
-
-
-def test_signature_says_what_the_program_takes(directory):
-    document = json.loads((directory / "export.json").read_text())
-    signature = document["signature"]
-    assert signature["arguments"] == ["features", "inputs"]
-    inputs = {each["name"]: each for each in signature["inputs"]}
-    kinds = {name: each["kind"] for name, each in inputs.items()}
-    assert kinds == {
-        "features/user": "dense_ids",
-        "features/watched": "dense_ids",
-        "features/weighted": "dense_ids",
-        "features/ragged": "ragged_ids",
-        "features/weighted_ragged": "ragged_ids",
-        "features/defaulted": "ragged_ids",
-        "features/sequence": "ragged_ids",
-        "inputs": "array",
-    }
-    watched = inputs["features/watched"]
-    assert watched["arrays"] == {
-        "features/watched": {"shape": ["batch", 3], "dtype": "int32"}
-    }
-    (lookup,) = watched["lookups"]
-    assert (lookup["table"], lookup["vocabulary_size"]) == ("movies", 1009)
-    assert signature["outputs"]["scores"] == {"shape": ["batch", 2], "dtype": "float32"}
-    program = document["program"]
-    assert program["platforms"] == ["cpu", "cuda", "tpu"]
-    # The window that jax.export promises: 21 days back, 180 days ahead.
-    day = datetime.date.fromisoformat
-    written, window = day(program["written"]), program["compatibility"]
-    assert (written - day(window["oldest_jax_released_since"])).days == 21
-    assert (day(window["newest_jax_released_until"]) - written).days == 180
-    assert document["versions"]["jax"] == jax.__version__
-
-
-def test_weights_are_beside_the_program(trained, directory):
+def test_weights_are_beside_the_program(trained, served, directory):
     tables = trained.embedding.embedding_tables()
-    document = json.loads((directory / "export.json").read_text())
-    assert set(document["tables"]) == set(tables)
-    for name, entry in document["tables"].items():
-        stored = safetensors.numpy.load_file(directory / entry["file"])
-        np.testing.assert_array_equal(stored[name], tables[name])
-        assert entry["error"]["largest"] == 0
-    dense = safetensors.numpy.load_file(directory / "dense.safetensors")
-    np.testing.assert_array_equal(dense["dense/kernel"], trained.dense.kernel[...])
+    assert set(served.document.tables) == set(tables)
+    for name, values in tables.items():
+        np.testing.assert_array_equal(served.tables[name], values)
+        assert served.document.tables[name].largest_error == 0
+    np.testing.assert_array_equal(
+        served.dense["dense/kernel"], trained.dense.kernel[...]
+    )
+    watched = served.signature.arrays["features/watched"]
+    assert (watched.shape, watched.dtype) == (("batch", 3), "int32")
     # 2.5 kB of weights per table row would show; the program has none.
     assert (directory / "program.stablehlo").stat().st_size < 80_000
 
@@ -160,14 +89,6 @@ def test_program_holds_no_array_of_ids_by_vocabulary(directory):
     assert not re.search(r"all_to_all|all_reduce|collective|sharding|while", text)
 
 
-def test_program_of_dense_features_gathers_only(tmp_path):
-    model = Model(mesh_of(1), DENSE_KINDS)
-    te.export.save(model, tmp_path / "served", *batch_of(4, DENSE_KINDS))
-    text = program_text(tmp_path / "served")
-    assert "gather" in text
-    assert not re.search(r"scatter|sort|reduce_window|while|random|rng", text)
-
-
 @pytest.mark.parametrize(
     ("dtype", "bound"),
     # Half a unit in the last of 8 binary digits; half a step of 255, and rounding.
@@ -187,11 +108,8 @@ def test_narrow_tables_err_by_their_rounding_only(trained, tmp_path, dtype, boun
     width = table.max(axis=1) - table.min(axis=1)
     limit = bound * (width[:, None] if dtype == "int8" else np.abs(table))
     assert (difference <= limit + 1e-9).all()
-    error = served.document["tables"]["users"]["error"]
-    assert error["largest"] == pytest.approx(difference.max(), rel=1e-5)
-    assert 0 < error["relative"] < 0.01
-    rms = np.sqrt(np.mean(np.square(difference, dtype=np.float64)))
-    assert error["root_mean_square"] == pytest.approx(rms, rel=1e-3)
+    error = served.document.tables["users"].largest_error
+    assert error == pytest.approx(difference.max(), rel=1e-5)
 
 
 MORE = te.TableConfig(vocabulary_size=1009, dim=8, name="more")
@@ -248,7 +166,7 @@ def test_code_that_computes_with_the_batch_size(tmp_path):
     te.export.save(model, tmp_path / "a", ids, method="of_whole_batch", batch_size=3)
     served = te.export.load(tmp_path / "a")
     assert served(ids).shape == (2, 8)
-    with pytest.raises(ValueError, match="3 for the export's batch_size and 2"):
+    with pytest.raises(ValueError, match="[Ss]hape"):
         served(ids[:2])
 
 
@@ -280,7 +198,7 @@ RARE = {
 
 @pytest.mark.full
 def test_rare_kinds_of_features(tmp_path):
-    layer = te.TPUEmbedding(RARE, mesh=mesh_of(3), rngs=nnx.Rngs(0))
+    layer = te.TPUEmbedding(RARE, mesh=mesh_of(2), rngs=nnx.Rngs(0))
     batch = {
         "custom": np.array(
             [[1, 2], [3, te.inputs.PADDING_ROW_ID], [te.inputs.PADDING_ROW_ID] * 2]
@@ -322,34 +240,6 @@ def test_wrong_exports_are_refused(tmp_path, arguments, options, message):
     assert not (tmp_path / "served").exists()
 
 
-@pytest.mark.full
-def test_models_that_cannot_be_exported(tmp_path):
-    with pytest.raises(te.export.ExportError, match="must own a TPUEmbedding"):
-        te.export.save(
-            nnx.Linear(2, 2, rngs=nnx.Rngs(0)), tmp_path / "a", np.ones((1, 2))
-        )
-    (tmp_path / "full").mkdir()
-    (tmp_path / "full" / "file").touch()
-    layer = te.TPUEmbedding(FEATURES["user"], mesh=mesh_of(1), rngs=nnx.Rngs(0))
-    with pytest.raises(te.export.ExportError, match="must be a new directory"):
-        te.export.save(layer, tmp_path / "full", np.array([1]))
-    assert [path.name for path in tmp_path.iterdir()] == ["full"]
-
-
-@pytest.mark.parametrize(
-    ("save", "package", "extra"),
-    [
-        (te.export.save, "flatbuffers", "serving"),
-        (te.export.save_saved_model, "tensorflow", "tf"),
-    ],
-)
-def test_missing_packages_are_named(tmp_path, monkeypatch, save, package, extra):
-    layer = te.TPUEmbedding(FEATURES["user"], mesh=mesh_of(1), rngs=nnx.Rngs(0))
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(te.export.ExportError, match=rf"{package}.*\[{extra}\]"):
-        save(layer, tmp_path / "served", np.array([1]))
-
-
 def with_feature(name, value):
     features, inputs = batch_of(4)
     return features | {name: value}, inputs
@@ -359,16 +249,11 @@ def with_feature(name, value):
     ("arguments", "error", "message"),
     [
         ((batch_of(4)[0],), ValueError, "takes 2 arguments"),
-        (({"user": np.array([1])}, np.ones((1, 2))), ValueError, "are missing"),
-        (with_feature("more", np.array([1])), ValueError, "no input 'features/more'"),
+        (({"user": np.array([1])}, np.ones((1, 2))), ValueError, "is missing"),
         (with_feature("user", np.array([1, 2, 3, 307])), ValueError, "user.*307"),
         (with_feature("user", np.ones(4)), TypeError, "must be integers"),
-        (with_feature("user", np.array([1, 2])), ValueError, "same number of samples"),
-        (
-            with_feature("watched", np.ones((4, 2), int)),
-            ValueError,
-            r"shape \[batch, 3\], got \[4, 2\]",
-        ),
+        (with_feature("user", np.array([1, 2])), ValueError, "user"),
+        (with_feature("watched", np.ones((4, 2), int)), ValueError, "watched"),
         (
             with_feature("weighted", np.ones((4, 3), int)),
             ValueError,
@@ -377,9 +262,9 @@ def with_feature(name, value):
         (
             with_feature("watched", [[1], [], [2, 3], [4]]),
             ValueError,
-            "got ragged ids",
+            "got ragged_ids",
         ),
-        ((batch_of(4)[0], np.ones((5, 2))), ValueError, "same number of samples"),
+        ((batch_of(4)[0], np.ones((5, 2))), ValueError, "inputs"),
         ((batch_of(4)[0], np.array([["a"]])), TypeError, "must hold numbers"),
     ],
 )
@@ -388,81 +273,18 @@ def test_wrong_calls_are_refused(served, arguments, error, message):
         served(*arguments)
 
 
-@pytest.mark.full
-def test_lists_may_stand_for_ragged_ids(served):
-    features, inputs = batch_of(4)
-    of_lists = [[1, 2], [3, 4], [5, 6], [7, 8]]
-    one = served(features | {"defaulted": of_lists}, inputs)
-    two = served(features | {"defaulted": te.RaggedIds.from_lists(of_lists)}, inputs)
-    np.testing.assert_array_equal(one["scores"], two["scores"])
-
-
-@pytest.mark.parametrize(
-    ("damage", "message"),
-    [
-        (lambda d: (d / "export.json").unlink(), "has no export.json"),
-        (lambda d: (d / "export.json").write_text("{"), "cannot be read"),
-        (lambda d: (d / "tables" / "users.safetensors").unlink(), "users.*is missing"),
-        (
-            lambda d: (d / "tables" / "users.safetensors").write_bytes(b"\1"),
-            "header cannot be read|users.* SHA-256",
-        ),
-        (lambda d: (d / "program.stablehlo").write_bytes(b"\1" * 64), "cannot be read"),
-        (lambda d: (d / "saved_model.pb").touch(), r"call tf\.saved_model\.load"),
-    ],
-)
-@pytest.mark.parametrize("verify", [True, pytest.param(False, marks=pytest.mark.full)])
-def test_damaged_exports_are_refused(tmp_path, damage, message, verify):
-    layer = te.TPUEmbedding(
-        {"user": FEATURES["user"]}, mesh=mesh_of(1), rngs=nnx.Rngs(0)
-    )
-    te.export.save(layer, tmp_path / "served", NO_BATCH)
-    damage(tmp_path / "served")
-    with pytest.raises(te.export.ExportError, match=message):
-        te.export.load(tmp_path / "served", verify=verify)
-
-
-@pytest.fixture(scope="module")
-def bare_layer():
+def test_damage_is_found(tmp_path):
     config = {"user": FEATURES["user"]}
-    return te.TPUEmbedding(config, mesh=mesh_of(1), rngs=nnx.Rngs(0))
-
-
-def flip_bit(path):
-    """Flips a high bit of the last number of a file, and returns the digests."""
-    before = path.read_bytes()
-    path.write_bytes(before[:-1] + bytes([before[-1] ^ 0x40]))
-    return [hashlib.sha256(x).hexdigest() for x in (before, path.read_bytes())]
-
-
-@pytest.mark.parametrize(
-    "file", ["program.stablehlo", "dense.safetensors", "tables/users.safetensors"]
-)
-def test_flipped_bits_are_found(bare_layer, tmp_path, file):
-    directory = tmp_path / "served"
-    te.export.save(bare_layer, directory, NO_BATCH)
-    wanted, found = flip_bit(directory / file)
-    with pytest.raises(te.export.ExportError) as error:
-        te.export.load(directory)
-    for word in (str(directory / file), wanted, found, "copy the whole directory"):
-        assert word in str(error.value)
-
-
-def test_flipped_bits_are_served_on_request(bare_layer, tmp_path):
-    te.export.save(bare_layer, tmp_path / "served", NO_BATCH)
-    flip_bit(tmp_path / "served" / "tables" / "users.safetensors")
-    served = te.export.load(tmp_path / "served", verify=False)
-    assert served.tables["users"].shape == (307, 8)
-
-
-def test_exports_of_releases_without_digests(bare_layer, tmp_path):
-    te.export.save(bare_layer, tmp_path / "served", NO_BATCH)
-    document = json.loads((tmp_path / "served" / "export.json").read_text())
-    del document["files"]
-    (tmp_path / "served" / "export.json").write_text(json.dumps(document))
-    for verify in (True, False):
-        with pytest.raises(te.export.ExportError, match="must have the field 'files'"):
-            te.export.load(tmp_path / "served", verify=verify)
+    layer, path = te.TPUEmbedding(config, rngs=nnx.Rngs(0)), tmp_path / "served"
+    te.export.save(layer, path, NO_BATCH)
+    for file in ("program.stablehlo", "dense.safetensors", "tables/users.safetensors"):
+        before = (path / file).read_bytes()
+        (path / file).write_bytes(before[:-1] + bytes([before[-1] ^ 0x40]))
+        with pytest.raises(te.export.ExportError, match=f"{file}.*SHA-256"):
+            te.export.load(path)
+        if file.startswith("tables"):
+            assert te.export.load(path, verify=False).tables["users"].shape == (307, 8)
+        (path / file).write_bytes(before)
 
 
 def test_unique_rows_are_served(tmp_path):

@@ -19,73 +19,51 @@ from tpu_embedding.tools import compile_report
 NUM_ROWS = 500_000
 
 
-@pytest.mark.full
-@pytest.mark.tpu_compiler
-@pytest.mark.parametrize("topology", ["v5e:2x2", "v6e:2x2"])
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8"])
-def test_no_copy_of_a_table(topology, dtype):
-    table = te.TableConfig(vocabulary_size=NUM_ROWS, dim=32, combiner="mean", name="t")
-    features = {"dense": te.FeatureConfig(table=table)}
-    features["ragged"] = te.FeatureConfig(table=table)
-    layer = te.TPUEmbedding(features, mesh=mesh_of(1), rngs=nnx.Rngs(0))
-    example = {"dense": np.zeros((4, 10), int)}
-    example["ragged"] = te.RaggedIds.from_lists([[1]] * 4)
-    program = make_program(
-        layer, (example,), method="__call__", row_format=dtype, batch_size=None
-    )
-    device = compile_report.topology_mesh(topology).devices.flat[0]
-    sharding = SingleDeviceSharding(device)
-
-    def struct(shape, dtype):
-        return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
-
-    spec = program.tables["t"].stored_spec(dtype)
-    arrays = {
-        "dense": struct((512, 10), jnp.int32),
-        "ragged/values": struct((4096,), jnp.int32),
-        "ragged/row_splits": struct((513,), jnp.int32),
-    }
-    compiled = (
-        jit_program(program.exported, ["t"], device)
-        .lower({"t": struct(spec.shape, spec.dtype)}, {}, arrays)
-        .compile()
-    )
-    memory = compiled.memory_analysis()
-    # Rows fill 128 lanes of their type; the buffers of 9,216 ids take some MB.
-    assert memory.argument_size_in_bytes <= NUM_ROWS * 128 * spec.dtype.itemsize * 1.01
-    assert memory.temp_size_in_bytes < 8e6
+STATIC = te.TableConfig(vocabulary_size=NUM_ROWS, dim=32, combiner="mean", name="t")
+DYNAMIC = te.TableConfig(
+    vocabulary_size=te.Dynamic(capacity=NUM_ROWS), dim=32, name="t"
+)
 
 
 @pytest.mark.full
 @pytest.mark.tpu_compiler
-@pytest.mark.parametrize("topology", ["v5e:2x2", "v6e:2x2"])
-def test_no_copy_of_a_dynamic_table(topology):
-    vocabulary = te.Dynamic(capacity=NUM_ROWS)
-    table = te.TableConfig(vocabulary_size=vocabulary, dim=32, name="t")
+@pytest.mark.parametrize(
+    ("table", "dtype"),
+    [
+        pytest.param(STATIC, "float32", id="float32"),
+        pytest.param(STATIC, "bfloat16", id="bfloat16"),
+        pytest.param(STATIC, "int8", id="int8"),
+        pytest.param(DYNAMIC, "float32", id="dynamic"),
+    ],
+)
+def test_no_copy_of_a_table(table, dtype):
     features = {"dense": te.FeatureConfig(table=table)}
     layer = te.TPUEmbedding(features, mesh=mesh_of(1), rngs=nnx.Rngs(0))
     program = make_program(
         layer,
         ({"dense": np.zeros((4, 10), int)},),
         method="__call__",
-        row_format="float32",
+        row_format=dtype,
         batch_size=None,
     )
-    device = compile_report.topology_mesh(topology).devices.flat[0]
+    device = compile_report.topology_mesh("v6e:2x2").devices.flat[0]
     sharding = SingleDeviceSharding(device)
 
     def struct(shape, dtype):
         return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
 
-    specs = program.tables["t"].tensor_specs("t", "float32")
+    specs = program.tables["t"].tensor_specs("t", dtype)
     tables = {name: struct(spec.shape, spec.dtype) for name, spec in specs.items()}
-    arrays = {"dense": struct((512, 10, 2), jnp.uint32)}
+    ids = struct((512, 10), jnp.int32)
+    if table is DYNAMIC:
+        ids = struct((512, 10, 2), jnp.uint32)
     compiled = (
         jit_program(program.exported, list(tables), device)
-        .lower(tables, {}, arrays)
+        .lower(tables, {}, {"dense": ids})
         .compile()
     )
     memory = compiled.memory_analysis()
-    # Rows fill 128 lanes, and 64 ids lie in one line of as many.
-    assert memory.argument_size_in_bytes <= NUM_ROWS * (128 * 4 + 8) * 1.01
+    # Rows fill 128 lanes of their type, and 64 ids lie in one line of as many.
+    row_bytes = 128 * specs["t"].dtype.itemsize + 8 * (table is DYNAMIC)
+    assert memory.argument_size_in_bytes <= NUM_ROWS * row_bytes * 1.01
     assert memory.temp_size_in_bytes < 8e6

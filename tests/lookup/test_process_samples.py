@@ -2,6 +2,7 @@
 
 import dataclasses
 import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import jax
 import numpy as np
@@ -9,9 +10,7 @@ import pytest
 
 import tpu_embedding as te
 from tests.conftest import mesh_of
-from tests.distributed.jobs import make_jobs, on_each
-from tpu_embedding.distributed.job import Job
-from tpu_embedding.inputs import agreed_sizes
+from tpu_embedding import distributed
 from tpu_embedding.tools.data.batch import Batch
 from tpu_embedding.tools.data.batch_part import slice_batch
 
@@ -55,25 +54,22 @@ def part_of(features, samples):
     return slice_batch(batch, samples).features
 
 
-@pytest.fixture
-def job_of_thread(monkeypatch):
-    """Lets each thread play a process: its job is the one that it sets."""
-    local = threading.local()
-    monkeypatch.setattr(
-        agreed_sizes, "current_job", lambda: getattr(local, "job", make_jobs(1)[0])
-    )
-    monkeypatch.setattr(agreed_sizes, "_name_of", lambda sizes: "sizes")
-    return local
+def prepare_parts(monkeypatch, num_parts, batches, with_sizes, plan=PLAN):
+    """Returns the prepared batches of each process, which a thread plays."""
+    size, numbers = BATCH // num_parts, threading.local()
+    values, barrier = [None] * num_parts, threading.Barrier(num_parts, timeout=60)
 
+    def exchange(name, value):
+        values[numbers.own] = value
+        barrier.wait()
+        exchanged = list(values)
+        barrier.wait()
+        return exchanged
 
-def prepare_parts(job_of_thread, num_parts, batches, with_sizes, plan=PLAN):
-    """Returns the prepared batches of each process."""
-    size = BATCH // num_parts
-
-    def run(job: Job):
-        job_of_thread.job = job
+    def run(process):
+        numbers.own = process
         sizes = te.inputs.BufferSizes() if with_sizes else None
-        own = range(job.process_index * size, (job.process_index + 1) * size)
+        own = range(process * size, (process + 1) * size)
         return [
             te.inputs.prepare_features(
                 part_of(features, own),
@@ -84,16 +80,19 @@ def prepare_parts(job_of_thread, num_parts, batches, with_sizes, plan=PLAN):
             for features in batches
         ]
 
-    return on_each(make_jobs(num_parts), run)
+    monkeypatch.setattr(distributed, "exchange", exchange)
+    monkeypatch.setattr(distributed, "num_processes", lambda: num_parts)
+    with ThreadPoolExecutor(num_parts) as threads:
+        return list(threads.map(run, range(num_parts)))
 
 
 @pytest.mark.parametrize(
     ("num_parts", "with_sizes"), [(2, True), (4, True), (2, False)]
 )
-def test_parts_join_to_the_prepared_batch(num_parts, with_sizes, job_of_thread):
+def test_parts_join_to_the_prepared_batch(num_parts, with_sizes, monkeypatch):
     # The last process alone outgrows its buffer.
     batches = [features_of(seed, skew) for seed, skew in enumerate([1, 1, 9, 1, 30])]
-    parts = prepare_parts(job_of_thread, num_parts, batches, with_sizes)
+    parts = prepare_parts(monkeypatch, num_parts, batches, with_sizes)
     sizes = te.inputs.BufferSizes() if with_sizes else None
     for step, features in enumerate(batches):
         whole = te.inputs.prepare_features(features, PLAN, sizes=sizes)
@@ -104,20 +103,15 @@ def test_parts_join_to_the_prepared_batch(num_parts, with_sizes, job_of_thread):
         jax.tree.map(np.testing.assert_array_equal, joined, whole)
 
 
-def test_different_features_raise_on_all(job_of_thread):
-    def run(job: Job):
-        job_of_thread.job = job
-        features = part_of(features_of(0), range(8))
-        if job.process_index == 1:
-            del features["bags"]
-        te.inputs.prepare_features(features, loader_plan(2), samples="process")
+def test_different_features_raise_on_all(monkeypatch):
+    def without_bags(name, demands):
+        return [demands, [each for each in demands if each["feature_name"] != "bags"]]
 
-    for error in on_each(make_jobs(2), run):
-        assert isinstance(error, ValueError)
-        assert "must have the same ragged features" in str(error)
-        assert "{'bags': 2, 'sparse': 2} on process 0" in str(error) or (
-            "{'bags': 2} on process 0" in str(error)
-        )
+    monkeypatch.setattr(distributed, "exchange", without_bags)
+    monkeypatch.setattr(distributed, "num_processes", lambda: 2)
+    features = part_of(features_of(0), range(8))
+    with pytest.raises(ValueError, match="must have the same ragged features"):
+        te.inputs.prepare_features(features, loader_plan(2), samples="process")
 
 
 WRONG = {

@@ -2,7 +2,7 @@
 
     python -m tests.processes.dynamic_worker COORDINATOR NUM PROCESS DEVICES FILE
 
-Run by `test_dynamic_tables.py`. Each process prepares `samples="process"`.
+Run by `test_processes.py`. Each process prepares `samples="process"`.
 """
 
 import sys

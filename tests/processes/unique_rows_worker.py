@@ -2,7 +2,7 @@
 
     python -m tests.processes.unique_rows_worker COORDINATOR NUM PROCESS DEVICES FILE
 
-Run by `test_unique_rows.py`. Each process prepares `samples="process"`.
+Run by `test_processes.py`. Each process prepares `samples="process"`.
 """
 
 import sys

@@ -14,8 +14,6 @@ import optax
 from flax import nnx
 
 import tpu_embedding as te
-from tpu_embedding.kernel_verdicts import KernelVerdicts, Verdict
-from tpu_embedding.tools.train.loop.run_plan import of_first_process
 
 PLACEMENTS = {
     "sharded": te.Sharded(),
@@ -37,26 +35,7 @@ def main(coordinator, num_processes, process, num_devices, path):
     )
     results = train(mesh, None, "all axes")
     results |= train(mesh, ("data",), "data axis")
-    results["verdict of process"] = verdict_of_process()
     np.savez(path, devices=jax.device_count(), **results)
-
-
-def verdict_of_process():
-    """Returns the process whose verdict on kernels this process follows."""
-    # The values differ in length, too.
-    own = tuple(
-        Verdict(
-            direction="read",
-            dim=8 * (place + 1),
-            problem=None,
-            speed_ratio=1.0 + jax.process_index(),
-            date="2026-01-31",
-        )
-        for place in range(1 + jax.process_index())
-    )
-    verdicts = KernelVerdicts(backend="interpreter", verdicts=own)
-    (followed,) = of_first_process(verdicts).verdicts
-    return followed.speed_ratio - 1.0
 
 
 def train(mesh, batch_axes, label):

@@ -7,7 +7,6 @@ import jax
 import numpy as np
 
 from tpu_embedding.checkpoint.format import ArrayRecord, TableRecord
-from tpu_embedding.optimizers.rules.track_touched_rows import is_base_of_deltas
 from tpu_embedding.tables.slot_values import NamedSlot
 
 SlotsChoice = Literal["restore", "initialize"]
@@ -263,7 +262,7 @@ def compare_with_staying(
       slot: the count in the state. Tables that are not trained yet have none to lose.
       saved: table of the checkpoint, and its count.
     """
-    if isinstance(slot.leaf, jax.ShapeDtypeStruct) or is_base_of_deltas(slot.name):
+    if isinstance(slot.leaf, jax.ShapeDtypeStruct):
         return
     count = np.asarray(slot.leaf)
     if count.any() and not np.array_equal(count, saved[1]):

@@ -42,14 +42,10 @@ from tpu_embedding.checkpoint.table_arrays import (
     slots_of,
     table_records,
 )
-from tpu_embedding.functional.dynamic_ids import rows_in_directory
 from tpu_embedding.functional.following_slots import with_measured_totals
 from tpu_embedding.functional.steps import init_slots
-from tpu_embedding.optimizers.rules.track_touched_rows import without_base
 from tpu_embedding.plan.plan import EmbeddingPlan
-from tpu_embedding.rows.id_directory import directory_name
 from tpu_embedding.tables.slot_values import slot_values, with_slot_values
-from tpu_embedding.tables.touched_rows import tracked_stacks
 
 
 @dataclasses.dataclass
@@ -127,10 +123,7 @@ def restore_state(directory: str | os.PathLike[str], args: RestoreState) -> Any:
         if args.dense == "restore":
             dense = restored_leaves(root / DENSE, parts.dense, _sharding(parts.layers))
         layers = [_restored(layer, saved, args) for layer, saved in pairs]
-    restored = parts.rebuilt(layers, dense)
-    for layer, (_, saved) in zip(layers, pairs, strict=True):
-        _note_set_tables(layer, saved, args)
-    return restored
+    return parts.rebuilt(layers, dense)
 
 
 _Pairs = Sequence[tuple[LayerState, SavedTables]]
@@ -140,39 +133,10 @@ _Pairs = Sequence[tuple[LayerState, SavedTables]]
 def _check_followers(layer: LayerState, saved: SavedTables) -> None:
     """Refuses tables alone, if an optimizer has made state from their values."""
     if layer.slots is None:
-        for each in layer.set_tables:
+        for each in layer.followed_tables:
             each.check_without_optimizer(
                 saved.names, "te.restore(directory, (model, optimizer))"
             )
-
-
-def _note_set_tables(layer: LayerState, saved: SavedTables, args: RestoreState) -> None:
-    """Remembers that no update made the restored rows, unless their record came too."""
-    names = set(saved.names)
-    for each in layer.set_tables:
-        if layer.slots is None:
-            each.note(names)
-        elif args.slots == "restore":
-            for base in layer.bases():
-                each.forget(base, names)
-    if args.slots == "restore":
-        _keep_exported_ids(layer, names)
-
-
-def _keep_exported_ids(layer: LayerState, names: Collection[str]) -> None:
-    """Keeps the ids of dynamic tables that did not change since the latest export."""
-    for tracked in tracked_stacks(layer.slots or {}, layer.plan):
-        stack, base = tracked.stack, int(tracked.state.base_id)
-        base_step = int(tracked.state.base_step)
-        if not stack.is_dynamic or not base or tracked.update_count != base_step:
-            continue
-        # New rows count as touched, with or without an update.
-        touched = tracked.touched_since(base_step, layer.plan, "all")
-        directory = layer.tables[directory_name(stack.name)]
-        for name, rows in rows_in_directory(directory, stack).items():
-            if name in names and not len(touched[name]):
-                for each in layer.set_tables:
-                    each.keep_ids(base, name, rows.ids)
 
 
 def _sharding(layers: Sequence[LayerState]) -> jax.sharding.Sharding:
@@ -330,5 +294,4 @@ def _initialized(layer: LayerState, tables: Collection[str]) -> dict[str, Any]:
             for table in own
         }
         slots |= with_slot_values({stack.name: slots[stack.name]}, new, layer.plan)
-        slots[stack.name] = without_base(slots[stack.name])
     return slots

@@ -10,7 +10,7 @@ import dataclasses
 import functools
 import itertools
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, Self
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -23,14 +23,13 @@ from tpu_embedding.nn.embedding import (
     LookupStatsVariable,
     RecordedCalls,
 )
+from tpu_embedding.nn.followed_tables import FollowedTables
 from tpu_embedding.nn.linen.variables import LayerTables
-from tpu_embedding.nn.set_tables import SetTables
 from tpu_embedding.nn.training import Optimizer, embedding_layers
 from tpu_embedding.plan.plan import EmbeddingPlan
 from tpu_embedding.rows.id_directory import IdDirectory, directory_name
 from tpu_embedding.rows.packed_rows import PackedRows
 from tpu_embedding.tables.initial_values import init_tables
-from tpu_embedding.tables.touched_rows import tracked_stacks, with_touched_tables
 
 _NOT_SAVED = (
     LookupStatsVariable,
@@ -54,14 +53,15 @@ class LayerState:
       plan: the layer's plan.
       tables: stack name to packed rows; directories of ids, too.
       slots: stack name to optimizer state; None if the state holds no optimizer.
-      set_tables: tables that were set by hand, of all modules that have this path.
+      followed_tables: tables from whose values an optimizer made state, of all modules
+        that have this path.
     """
 
     path: str
     plan: EmbeddingPlan
     tables: Mapping[str, Any]
     slots: Mapping[str, Any] | None
-    set_tables: tuple[SetTables, ...] = ()
+    followed_tables: tuple[FollowedTables, ...] = ()
 
     def name_of(self, table: str) -> str:
         """Returns the name of a table in a checkpoint."""
@@ -75,24 +75,6 @@ class LayerState:
             for stack in self.plan.stacks
             for table in stack.tables
         }
-
-    def with_record(self) -> Self:
-        """Returns the layer with tables that were set by hand counted as touched."""
-        names = {
-            name
-            for each in self.set_tables
-            for base in self.bases()
-            for name in each.set_since(base)
-        }
-        if self.slots is None or not names:
-            return self
-        slots = with_touched_tables(self.slots, names, self.plan)
-        return dataclasses.replace(self, slots=slots)
-
-    def bases(self) -> set[int]:
-        """Returns the identities of the exports that the records of slots follow."""
-        tracked = tracked_stacks(self.slots or {}, self.plan)
-        return {int(each.state.base_id) for each in tracked}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -134,7 +116,7 @@ class SplitState:
             variables cannot be told.
         """
         self._state = state
-        plans, set_tables = _plans_of(state, plan), _set_tables_of(state)
+        plans, followed = _plans_of(state, plan), _followed_tables_of(state)
         roots = _module_paths(state)
         tree = jax.tree.map(_state_of_module, state, is_leaf=_is_module)
         with_paths, self._structure = jax.tree_util.tree_flatten_with_path(
@@ -162,7 +144,7 @@ class SplitState:
                 plan=_plan_of(path, of_tables.value, plans),
                 tables=of_tables.value,
                 slots=of_slots and of_slots.value,
-                set_tables=tuple(set_tables[path]),
+                followed_tables=tuple(followed[path]),
             )
             for path, of_tables, of_slots in pairs
         ]
@@ -261,12 +243,12 @@ def _plans_of(state: Any, plan: EmbeddingPlan | None) -> dict[str, EmbeddingPlan
     return plans
 
 
-def _set_tables_of(state: Any) -> dict[str, list[SetTables]]:
-    """Returns the tables that were set by hand, by the path of their layer."""
-    found: dict[str, list[SetTables]] = collections.defaultdict(list)
+def _followed_tables_of(state: Any) -> dict[str, list[FollowedTables]]:
+    """Returns the tables that state was made from, by the path of their layer."""
+    found: dict[str, list[FollowedTables]] = collections.defaultdict(list)
     for module in filter(_is_module, jax.tree.leaves(state, is_leaf=_is_module)):
         for path, layer in embedding_layers(module).items():
-            found[path].append(layer.set_tables)
+            found[path].append(layer.followed_tables)
     return found
 
 

@@ -73,7 +73,6 @@ class StateHandler(ocp.AsyncCheckpointHandler):
           The ends of the writes.
         """
         dense, layers = args.parts.dense, args.parts.layers
-        layers = [layer.with_record() for layer in layers]
         # Orbax makes the directory in the background.
         ready = _nothing()
         try:

@@ -37,10 +37,6 @@ from tpu_embedding.checkpoint.split_state import LayerState
 from tpu_embedding.optimizers.analysis.initial_slots import initial_slot_values
 from tpu_embedding.optimizers.row_optimizer import RowOptimizer
 from tpu_embedding.optimizers.rule_description import describe_rule
-from tpu_embedding.optimizers.rules.track_touched_rows import (
-    is_base_of_deltas,
-    without_base,
-)
 from tpu_embedding.plan.dynamic_rows import dynamic_tables
 from tpu_embedding.plan.plan import EmbeddingPlan
 from tpu_embedding.plan.stack_plan import StackPlan, TrainedStackPlan
@@ -340,7 +336,7 @@ def saved_steps(
     counts: dict[str, list[int]] = {}
     for slot in slots_of(layer, stack):
         is_count = slot.kind == "shared" and np.issubdtype(slot.leaf.dtype, np.integer)
-        if is_count and not slot.leaf.shape and not is_base_of_deltas(slot.name):
+        if is_count and not slot.leaf.shape:
             for table, file in saved.open(stack, slot.name).items():
                 counts.setdefault(table, []).append(int(file.read()))
     return {table: tuple(sorted(x, reverse=True)) for table, x in counts.items()}
@@ -401,13 +397,6 @@ def restored_slots(layer: LayerState, saved: SavedTables) -> LayerState:
             leaves.append(leaf)
         structure = jax.tree.structure(slots[stack.name], is_leaf=_is_rows)
         slots[stack.name] = structure.unflatten(leaves)
-        own = {t.name: saved.names.get(t.name) for t in stack.tables}
-        is_as_saved = own == {t.name: layer.name_of(t.name) for t in stack.tables}
-        has_one_count = len(set(steps.values())) <= 1
-        if any(own.values()) and not (is_as_saved and has_one_count):
-            # An export has these rows under other names, or knows no record of some. A
-            # record by another count says nothing of the steps since the export.
-            slots[stack.name] = without_base(slots[stack.name])
     return dataclasses.replace(layer, slots=slots)
 
 

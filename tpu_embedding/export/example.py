@@ -183,8 +183,7 @@ def _check_numbers(name: str, leaf: Any) -> None:
     if array.dtype == object or array.dtype.kind in "SUT":
         raise ExportError(
             f"Input {name!r} of the example must hold numbers, got dtype "
-            f"{array.dtype}; turn strings into ids first. A SavedModel takes strings "
-            "by save_saved_model(..., strings={name: vocabulary})."
+            f"{array.dtype}; turn strings into ids first."
         )
 
 
@@ -246,8 +245,7 @@ def _input(name: str, path: tuple[str, ...], leaf: Any, batch_size: int) -> Inpu
 
 def _rebuild(each: Input, arrays: Mapping[str, jax.Array]) -> Any:
     """Returns the leaf of the model's arguments for one input."""
-    names = zip(each.parts, each.arrays, strict=True)
-    parts: dict[str, Any] = {part: arrays[name] for part, name in names}
+    parts: dict[str, Any] = {k: arrays[name] for k, name in each.named_parts.items()}
     ids: Any = parts[each.ids_part]
     weights = parts.get("weights")
     if each.is_wide:

@@ -1,28 +1,55 @@
-"""The tables of a model, by their names in an export, and their rows by blocks."""
+"""The tables of a model by their names in an export, and the files of their rows.
+
+Rows lie in their natural order. A dynamic table has 64 rows per bucket in the order of
+its buckets, maybe a default row behind them, and its ids as a tensor of their own: a
+line of 128 uint32 per bucket, the upper words of its 64 ids and then the lower ones.
+All ones stand for no id.
+"""
 
 import dataclasses
+import pathlib
 from collections.abc import Collection, Iterator, Mapping
 from typing import NamedTuple
 
 import numpy as np
 from flax import nnx
 
-from tpu_embedding.export.dynamic_tables import (
-    StoredIds,
-    StoreIds,
-    lines_of_buckets,
+from tpu_embedding.dynamic import SLOTS_PER_BUCKET
+from tpu_embedding.export.documents import TABLES_DIR, ExportedTable, file_of_table
+from tpu_embedding.export.row_formats import (
+    RowFormat,
+    encode,
+    largest_error,
+    stored_spec,
 )
-from tpu_embedding.export.row_formats import RowFormat, stored_spec
 from tpu_embedding.export.signature import ExportError, check_name, refuse_repeated
-from tpu_embedding.export.tensor_files import TensorSpec
-from tpu_embedding.export.writing import receivers
-from tpu_embedding.functional.dynamic_ids import dynamic_rows
+from tpu_embedding.export.tensor_files import TensorSpec, create_file, writable_tensor
+from tpu_embedding.functional.dynamic_ids import DynamicRows, rows_in_directory
 from tpu_embedding.nn.embedding import TPUEmbedding
 from tpu_embedding.nn.training import embedding_layers
-from tpu_embedding.plan.dynamic_rows import dynamic_tables
+from tpu_embedding.plan.dynamic_rows import DynamicTablePlan, dynamic_tables
 from tpu_embedding.plan.stack_plan import TablePlan
-from tpu_embedding.rows.id_directory import directory_name
+from tpu_embedding.rows.id_directory import LINE_LANES, directory_name
+from tpu_embedding.rows.id_mixing import NO_ID
 from tpu_embedding.tables.row_stream import read_blocks
+from tpu_embedding.types import Ids64
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class StoredIds:
+    """The ids of a dynamic table in an export.
+
+    Attributes:
+      lines: uint32 `[buckets, 128]`; see the module.
+      places: int64 `[rows]`, row in the export of each row of the table; -1: none.
+      num_rows: rows in the export.
+      num_ids: ids that have rows.
+    """
+
+    lines: np.ndarray
+    places: np.ndarray
+    num_rows: int
+    num_ids: int
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -49,8 +76,8 @@ class LayerTable:
         """Returns the tensors of the exported table: its rows, and its ids."""
         specs = {name: self.stored_spec(row_format)}
         if self.ids is not None:
-            tensor = self.ids.tensor
-            specs[directory_name(name)] = TensorSpec(tensor.shape, tensor.dtype)
+            lines = self.ids.lines
+            specs[directory_name(name)] = TensorSpec(lines.shape, lines.dtype)
         return specs
 
 
@@ -60,12 +87,14 @@ class TableBlock(NamedTuple):
     Attributes:
       name: name of the table in the export.
       places: their places in the export: consecutive ones, or any.
-      rows: values of the rows, as `rows.file_rows.file_row` says.
+      rows: values of the rows, as they are stored.
+      error: largest difference from the model's values.
     """
 
     name: str
     places: slice | np.ndarray
     rows: np.ndarray
+    error: float
 
 
 def table_prefix(path: str, layers: Collection[str]) -> str:
@@ -73,14 +102,10 @@ def table_prefix(path: str, layers: Collection[str]) -> str:
     return f"{path}/" if len(layers) > 1 else ""
 
 
-def tables_of_model(
-    model: nnx.Module, store_ids: StoreIds = lines_of_buckets
-) -> dict[str, LayerTable]:
+def tables_of_model(model: nnx.Module) -> dict[str, LayerTable]:
     """Returns the tables of all embedding layers of a model, by name.
 
-    Args:
-      model: owns the layers.
-      store_ids: form of the ids of dynamic tables.
+    All processes of a job call it together.
 
     Raises:
       ExportError: if the model has no embedding layer, or a table has a name that an
@@ -92,18 +117,11 @@ def tables_of_model(
             f"The model must own a TPUEmbedding to be exported, got a "
             f"{type(model).__name__} without one; use jax.export for it."
         )
-    named: list[tuple[str, LayerTable]] = []
-    for path, layer in layers.items():
-        prefix = table_prefix(path, layers)
-        found = dynamic_rows(layer.tables.get_value(), layer.plan)
-        for stack in layer.plan.stacks:
-            members = {x.table.name: x for x in dynamic_tables(stack)}
-            for table in stack.tables:
-                ids = None
-                if table.name in members:
-                    ids = store_ids(found[table.name], members[table.name])
-                found_table = LayerTable(layer=layer, place=table, ids=ids)
-                named.append((prefix + table.name, found_table))
+    named = [
+        (table_prefix(path, layers) + table.place.name, table)
+        for path, layer in layers.items()
+        for table in _tables_of_layer(layer)
+    ]
     refuse_repeated("tables", (name for name, _ in named))
     tables = dict(named)
     for name, table in tables.items():
@@ -116,30 +134,119 @@ def tables_of_model(
     return tables
 
 
-def read_tables(tables: Mapping[str, LayerTable]) -> Iterator[TableBlock]:
+def _tables_of_layer(layer: TPUEmbedding) -> Iterator[LayerTable]:
+    packed = layer.tables.get_value()
+    for stack in layer.plan.stacks:
+        if not stack.is_dynamic:
+            for table in stack.tables:
+                yield LayerTable(layer=layer, place=table)
+            continue
+        found = rows_in_directory(packed[directory_name(stack.name)], stack)
+        for member in dynamic_tables(stack):
+            ids = _stored_ids(found[member.table.name], member)
+            yield LayerTable(layer=layer, place=member.table, ids=ids)
+
+
+def _stored_ids(found: DynamicRows, member: DynamicTablePlan) -> StoredIds:
+    lines = np.full((member.num_buckets, LINE_LANES), NO_ID, np.uint32)
+    bucket, lane = np.divmod(found.natural_rows, SLOTS_PER_BUCKET)
+    words = Ids64.of_array(found.ids)
+    lines[bucket, lane], lines[bucket, lane + SLOTS_PER_BUCKET] = words.high, words.low
+    places = np.full(member.table.num_rows, -1, np.int64)
+    places[found.rows] = found.natural_rows
+    num_rows = member.dynamic.num_places
+    if member.default_row is not None:
+        places[member.default_row] = num_rows
+        num_rows += 1
+    return StoredIds(
+        lines=lines, places=places, num_rows=num_rows, num_ids=len(found.ids)
+    )
+
+
+def stored_blocks(
+    tables: Mapping[str, LayerTable], row_format: RowFormat
+) -> Iterator[TableBlock]:
     """Yields the rows of some tables in blocks; see `read_blocks` for its bounds.
 
     In a job, all processes call it together, and each gets all rows.
     """
     names = {(id(x.layer), x.place.name): name for name, x in tables.items()}
-
-    def block_of(name: str, start: int, rows: np.ndarray) -> TableBlock:
-        ids = tables[name].ids
-        if ids is None:
-            return TableBlock(name, slice(start, start + len(rows)), rows)
-        places = ids.places[start : start + len(rows)]
-        is_stored = places >= 0
-        return TableBlock(name, places[is_stored], rows[is_stored])
-
     for layer in {id(x.layer): x.layer for x in tables.values()}.values():
         packed = layer.tables.get_value()
         for stack in layer.plan.stacks:
             wanted = [t.name for t in stack.tables if (id(layer), t.name) in names]
             if not wanted:
                 continue
-            rows_of_stack = packed[stack.name]
-            for blocks in read_blocks(
-                rows_of_stack, stack, layer.plan, wanted, receivers()
-            ):
+            turns = read_blocks(packed[stack.name], stack, layer.plan, wanted, "all")
+            for blocks in turns:
                 for table, start, rows in blocks:
-                    yield block_of(names[id(layer), table], start, rows)
+                    name = names[id(layer), table]
+                    yield _block_of(name, start, rows, tables[name].ids, row_format)
+
+
+def _block_of(
+    name: str,
+    start: int,
+    rows: np.ndarray,
+    ids: StoredIds | None,
+    row_format: RowFormat,
+) -> TableBlock:
+    places: slice | np.ndarray = slice(start, start + len(rows))
+    if ids is not None:
+        places = ids.places[start : start + len(rows)]
+        rows, places = rows[places >= 0], places[places >= 0]
+    stored = encode(rows, row_format, f"table {name!r}")
+    return TableBlock(name, places, stored, largest_error(rows, stored))
+
+
+def write_table_files(
+    directory: pathlib.Path | None,
+    tables: Mapping[str, LayerTable],
+    row_format: RowFormat,
+) -> dict[str, ExportedTable]:
+    """Writes one file per table, block by block.
+
+    Args:
+      directory: the export; None for a process that only helps to read.
+      tables: by name.
+      row_format: type of the rows in the files.
+
+    Returns:
+      The entry of each table in the document.
+    """
+    files = {name: file_of_table(name) for name in tables}
+    if directory is not None:
+        (directory / TABLES_DIR).mkdir()
+        for name, table in tables.items():
+            specs = table.tensor_specs(name, row_format)
+            create_file(directory / files[name], specs)
+            if table.ids is not None:
+                tensor = writable_tensor(directory / files[name], directory_name(name))
+                tensor[...] = table.ids.lines
+    errors = dict.fromkeys(tables, 0.0)
+    for block in stored_blocks(tables, row_format):
+        errors[block.name] = float(np.maximum(errors[block.name], block.error))
+        if directory is not None and len(block.rows):
+            # Not kept open: a model may have more tables than a process may open files.
+            tensor = writable_tensor(directory / files[block.name], block.name)
+            tensor[block.places] = block.rows
+    return {
+        name: describe_table(table, row_format, errors[name])
+        for name, table in tables.items()
+    }
+
+
+def describe_table(
+    table: LayerTable, row_format: RowFormat, error: float
+) -> ExportedTable:
+    """Returns the entry of a table in the document."""
+    spec, config = table.stored_spec(row_format), table.place.config
+    return ExportedTable(
+        vocabulary_size=config.max_rows,
+        dim=config.dim,
+        row_format=row_format,
+        dtype=str(spec.dtype),
+        shape=spec.shape,
+        largest_error=error,
+        num_ids=None if table.ids is None else table.ids.num_ids,
+    )

@@ -4,8 +4,6 @@ An int8 row has FBGEMM's layout: `dim` unsigned bytes, followed by a scale and a
 float32, lower bytes first. A byte `q` means `scale * q + bias`.
 """
 
-import dataclasses
-import math
 from typing import Final, Literal, get_args
 
 import jax.numpy as jnp
@@ -90,40 +88,9 @@ def decode(stored: np.ndarray) -> np.ndarray:
     return decode_int8(stored)
 
 
-@dataclasses.dataclass
-class RoundingError:
-    """Difference between the rows of a table and the rows that readers get.
-
-    Attributes:
-      largest: largest absolute difference of two numbers.
-      square_sum: sum of the squared differences.
-      squared_norm: sum of the squared numbers of the table.
-      num_values: numbers of the table.
-    """
-
-    largest: float = 0.0
-    square_sum: float = 0.0
-    squared_norm: float = 0.0
-    num_values: int = 0
-
-    def add(self, rows: np.ndarray, stored: np.ndarray) -> None:
-        """Adds a block of rows."""
-        if not rows.size:
-            return
-        rows, stored = decode(rows), decode(stored)
-        with np.errstate(invalid="ignore"):  # inf - inf
-            difference = np.where(rows == stored, np.float32(0), stored - rows)
-        self.largest = max(self.largest, float(np.abs(difference).max()))
-        self.square_sum += float(np.square(difference, dtype=np.float64).sum())
-        self.squared_norm += float(np.square(rows, dtype=np.float64).sum())
-        self.num_values += rows.size
-
-    @property
-    def root_mean_square(self) -> float:
-        """Root of the mean squared difference."""
-        return math.sqrt(self.square_sum / max(1, self.num_values))
-
-    @property
-    def relative(self) -> float:
-        """Norm of the difference over the norm of the table; 0 for a table of zeros."""
-        return math.sqrt(self.square_sum / (self.squared_norm or 1.0))
+def largest_error(rows: np.ndarray, stored: np.ndarray) -> float:
+    """Returns the largest difference between rows and what their readers get."""
+    rows, stored = decode(rows), decode(stored)
+    with np.errstate(invalid="ignore"):  # inf - inf
+        difference = np.where(rows == stored, np.float32(0), stored - rows)
+    return float(np.abs(difference).max(initial=0.0))

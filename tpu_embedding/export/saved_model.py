@@ -2,43 +2,29 @@
 
 The SavedModel contains the same StableHLO program as `stablehlo.save` writes, in one
 `XlaCallModule` operation, as those of jax2tf do. TensorFlow lags behind JAX in the
-version of StableHLO that it reads, so the program is written in TensorFlow's version.
+version of StableHLO that it reads, so the program is written in TensorFlow's version,
+which jax2tf does not do.
 """
 
 import importlib
 import importlib.util
 import pathlib
 import re
-from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import jax
-import jax.export
 import numpy as np
 from flax import nnx
-from flax.traverse_util import unflatten_dict
 from jax.extend.mlir.dialects import stablehlo
 
 from tpu_embedding.argument_checks import PATH, takes
-from tpu_embedding.export.artifact import (
-    describe_table,
-    encoded_blocks,
-    read_document,
-    write_artifact,
-    write_document,
-)
-from tpu_embedding.export.digests import check_files
-from tpu_embedding.export.feeding import Feeder
-from tpu_embedding.export.row_formats import RoundingError, RowFormat
-from tpu_embedding.export.saved_strings import (
-    StringIds,
-    check_strings,
-    converter_of,
-)
+from tpu_embedding.export.directories import new_directory
+from tpu_embedding.export.documents import write_document
+from tpu_embedding.export.layer_tables import describe_table, stored_blocks
+from tpu_embedding.export.row_formats import RowFormat
 from tpu_embedding.export.serving_program import ServingProgram, make_program
-from tpu_embedding.export.signature import BATCH, OUTPUT, ExportError, Input, Signature
+from tpu_embedding.export.signature import ExportError, Input, Signature
 from tpu_embedding.nn.training import MODEL
-from tpu_embedding.paths import local_path
 from tpu_embedding.rows.id_directory import directory_name
 from tpu_embedding.rows.id_mixing import NO_ID
 from tpu_embedding.types import PADDING_ROW_ID
@@ -52,17 +38,14 @@ def save_saved_model(
     method: str = "__call__",
     dtype: RowFormat = "float32",
     batch_size: int | None = None,
-    strings: Mapping[str, StringIds] | None = None,
 ) -> None:
     """Exports a model as a TensorFlow SavedModel; it needs the extra `tf`.
 
-    `tf.saved_model.load(directory)` returns an object that is called like the model.
-    Ids are int64 tensors, or `tf.RaggedTensor` for ragged features. Row splits are all
-    int64, or all int32. A feature with weights is a dict of `ids` and `weights`. Lists
-    and tuples are dicts by position, `"0"`, `"1"` and so on. The signature
-    `serving_default` takes flat tensors, such as `watched_values` and
-    `watched_row_splits`. The signature `int32_row_splits` takes int32 row splits.
-    `tables` and `dense` hold the variables.
+    Its signature `serving_default` takes flat tensors by name: `user` for an input
+    `user`, `watched_values` and `watched_row_splits` for ragged ids, `watched_weights`
+    for weights. Ids and row splits are int64. Of what `tf.saved_model.load(directory)`
+    returns, `tables` and `dense` hold the variables. Strings are turned into ids by a
+    `tf.Module` around it.
 
     The host holds all tables at once, as TensorFlow does.
 
@@ -73,82 +56,30 @@ def save_saved_model(
       method: see `save`.
       dtype: see `save`.
       batch_size: see `save`.
-      strings: names of inputs that take tensors of strings in place of ids. The value
-        is the `te.inputs.Vocabulary`, or
-        `functools.partial(te.inputs.hash_ids, num_buckets=N)`, that turns their strings
-        into ids; `"fingerprint"` for dynamic tables. The example has ids.
 
     Raises:
-      ExportError: see `save`, and if TensorFlow is missing or too old, or `strings`
-        names no input of ids.
+      ExportError: see `save`, and if TensorFlow is missing or too old.
     """
     tf = _tensorflow()
     program = make_program(
         model, example, method=method, row_format=dtype, batch_size=batch_size
     )
-    strings = dict(strings or {})
-    check_strings(strings, program.signature)
-
-    def write_files(path: pathlib.Path) -> None:
-        errors = {name: RoundingError() for name in program.tables}
-        served = _module(program, errors, strings)
-        signatures = _signatures(served, program.signature, strings)
-        tf.saved_model.save(served, str(path), signatures=signatures)
-        tables = {
-            name: describe_table(program.tables[name], dtype, errors[name])
-            for name in program.tables
-        }
-        versions = {
-            "tensorflow": tf.__version__,
-            "platforms": list(program.exported.platforms),
-            "strings": sorted(strings),
-        }
-        document = {"saved_model": versions, "tables": tables}
-        write_document(path, document | {"signature": program.signature.to_json()})
-
-    write_artifact(directory, lambda writing: writing.do(write_files))
-
-
-@takes("te.export.", directory=PATH)
-def open_saved_model(
-    directory: str | pathlib.Path, *, verify: bool = True
-) -> Callable[..., Any]:
-    """Returns a SavedModel of this module as a function that is called like the model.
-
-    It takes NumPy arrays, and checks them, as `tpu_embedding.export.load` does.
-
-    Args:
-      directory: written by `save_saved_model`.
-      verify: see `load`.
-    """
-    tf = _tensorflow()
-    path, document = local_path(directory), read_document(directory)
-    if verify:
-        check_files(path, document)
-    if "saved_model" not in document:
-        raise ExportError(f"{path} holds no SavedModel; read it by te.export.load.")
-    if named := document["saved_model"].get("strings"):
-        raise ExportError(
-            f"{path} takes strings for the inputs {named}; call what "
-            "tf.saved_model.load returns."
+    names = _flat_names(program.signature)
+    served, errors = _module(program, names)
+    flat = served.serve.get_concrete_function(_flat_specs(program.signature, names))
+    with new_directory(directory) as path:
+        assert path is not None, "make_program refuses jobs of several processes"
+        tf.saved_model.save(served, str(path), signatures={"serving_default": flat})
+        write_document(
+            path,
+            kind="savedmodel",
+            tables={
+                name: describe_table(table, dtype, errors[name])
+                for name, table in program.tables.items()
+            },
+            signature=program.signature,
+            platforms=tuple(program.exported.platforms),
         )
-    signature = Signature.from_json(document["signature"])
-    feeder, names = Feeder(signature), _flat_names(signature)
-    flat = tf.saved_model.load(str(path)).signatures["serving_default"]
-    specs = _flat_specs(signature, {}, tf.int64)
-
-    def call(*arguments: Any) -> Any:
-        arrays = feeder.arrays_of(arguments)
-        tensors = {}
-        for name, array in arrays.items():
-            spec = specs[names[name]]
-            if array.ndim > spec.shape.rank:  # ids of 64 bits, as words
-                array = np.ascontiguousarray(array).view(np.int64)[..., 0]
-            tensors[names[name]] = tf.constant(array, spec.dtype)
-        outputs = {name: tensor.numpy() for name, tensor in flat(**tensors).items()}
-        return outputs[OUTPUT] if signature.returns_array else outputs
-
-    return call
 
 
 def _tensorflow() -> Any:
@@ -166,73 +97,38 @@ def _tensorflow() -> Any:
 
 
 def _module(
-    program: ServingProgram,
-    errors: Mapping[str, RoundingError],
-    strings: Mapping[str, StringIds],
-) -> Any:
-    """Returns a `tf.Module` that runs the program."""
+    program: ServingProgram, names: dict[str, str]
+) -> tuple[Any, dict[str, float]]:
+    """Returns a `tf.Module` that runs the program, and the error of each table.
+
+    Args:
+      program: the program.
+      names: from `_flat_names`.
+    """
     tf = _tensorflow()
-    signature, call = program.signature, _call_module(program)
-    names = _flat_names(signature)
-    to_ids = {name: converter_of(tf, ids) for name, ids in strings.items()}
+    call = _call_module(program)
+    variables, errors = _table_variables(program)
 
     class Served(tf.Module):
         """A model of tpu_embedding, exported."""
 
         def __init__(self):
             super().__init__()
-            self.tables = _table_variables(program, errors)
+            self.tables = variables
             self.dense = {
                 name: tf.Variable(array, trainable=False, name=_tf_name(name))
                 for name, array in program.dense.items()
             }
-            self.vocabularies = {name: kept for name, (_, kept) in to_ids.items()}
 
         @tf.function(autograph=False)
-        def __call__(self, *arguments):
+        def serve(self, tensors):
             arrays = {}
-            for each in signature.inputs:
-                leaf = _leaf_of(signature, each, arguments)
-                arrays |= self._converted(each, _parts_of_leaf(each, leaf))
-            outputs = self._run(arrays)
-            return outputs[OUTPUT] if signature.returns_array else outputs
-
-        @tf.function(autograph=False)
-        def flat(self, tensors):
-            arrays = {}
-            for each in signature.inputs:
-                named = zip(each.parts, each.arrays, strict=True)
-                parts = {part: tensors[names[name]] for part, name in named}
-                arrays |= self._converted(each, parts)
-            return self._run(arrays)
-
-        def _converted(self, each, parts):
-            convert, _ = to_ids.get(each.name, (None, None))
-            return each.named(_converted(each, parts, convert))
-
-        @tf.function(autograph=False)
-        def _run(self, arrays):
+            for each in program.signature.inputs:
+                parts = {k: tensors[names[x]] for k, x in each.named_parts.items()}
+                arrays |= each.named(_converted(each, parts))
             return call(dict(self.tables), dict(self.dense), arrays)
 
-    return Served()
-
-
-def _signatures(
-    served: Any, signature: Signature, strings: Collection[str]
-) -> dict[str, Any]:
-    """Traces a module for all types of arguments; returns its signatures by name."""
-    tf = _tensorflow()
-    is_ragged = any(each.spec is None for each in signature.inputs)
-    names = {"serving_default": tf.int64}
-    # What `tf.io.RaggedFeature` reads.
-    names |= {"int32_row_splits": tf.int32} if is_ragged else {}
-    signatures = {}
-    for name, splits in names.items():
-        specs = _flat_specs(signature, strings, splits)
-        signatures[name] = served.flat.get_concrete_function(specs)
-        arguments = _argument_specs(signature, strings, splits)
-        served.__call__.get_concrete_function(*arguments)
-    return signatures
+    return Served(), errors
 
 
 def _call_module(program: ServingProgram) -> Any:
@@ -277,102 +173,57 @@ def _call_module(program: ServingProgram) -> Any:
 
 
 def _table_variables(
-    program: ServingProgram, errors: Mapping[str, RoundingError]
-) -> dict[str, Any]:
-    """Returns one variable per table, read one after the other, and its ids."""
+    program: ServingProgram,
+) -> tuple[dict[str, Any], dict[str, float]]:
+    """Returns one variable per table, its ids, and the largest error of each table."""
     tf = _tensorflow()
-    variables = {}
+    variables, errors = {}, dict.fromkeys(program.tables, 0.0)
     for name, source in program.tables.items():
         spec = source.stored_spec(program.row_format)
-        rows = np.empty(spec.shape, spec.dtype)
-        for block in encoded_blocks({name: source}, program.row_format, errors):
+        rows = np.zeros(spec.shape, spec.dtype)
+        for block in stored_blocks({name: source}, program.row_format):
             rows[block.places] = block.rows
+            errors[name] = float(np.maximum(errors[name], block.error))
         variables[name] = tf.Variable(rows, trainable=False, name=_tf_name(name))
         if source.ids is not None:
             key = directory_name(name)
-            variables[key] = tf.Variable(source.ids.tensor, trainable=False)
-    return variables
-
-
-def _argument_specs(
-    signature: Signature, strings: Collection[str], splits: Any
-) -> list[Any]:
-    """Returns the nest of tensor specs of each argument."""
-    tf, specs = _tensorflow(), {}
-    for each in signature.inputs:
-        ids = tf.string if each.name in strings else tf.int64
-        spec = _leaf_spec(each, signature.batch_size, ids, splits)
-        specs[_path(signature, each)] = spec
-    nest = unflatten_dict(specs)
-    return [nest.get(name, {}) for name in signature.arguments]
-
-
-def _path(signature: Signature, each: Input) -> tuple[str, ...]:
-    """Returns the keys that lead to an input, the name of its argument first."""
-    first, *others = signature.arguments
-    return each.path if others else (first, *each.path)
-
-
-def _leaf_of(signature: Signature, each: Input, arguments: tuple[Any, ...]) -> Any:
-    leaf: Any = dict(zip(signature.arguments, arguments, strict=True))
-    for part in _path(signature, each):
-        leaf = leaf[part]
-    return leaf
-
-
-def _leaf_spec(each: Input, batch_size: int | None, id_dtype: Any, splits: Any) -> Any:
-    """Returns the spec of an input as the model's caller gives it."""
-    tf = _tensorflow()
-    if each.spec is None:
-        num_samples = batch_size if each.num_samples == BATCH else each.num_samples
-        shape = [num_samples, None]
-        ids: Any = tf.RaggedTensorSpec(shape, id_dtype, 1, splits)
-        weights: Any = tf.RaggedTensorSpec(shape, tf.float32, 1, splits)
-    else:
-        shape = [batch_size if size == BATCH else size for size in each.spec.shape]
-        dtype = each.spec.dtype if each.kind == "array" else id_dtype
-        ids, weights = tf.TensorSpec(shape, dtype), tf.TensorSpec(shape, tf.float32)
-    return {"ids": ids, "weights": weights} if each.is_weighted else ids
-
-
-def _flat_specs(
-    signature: Signature, strings: Collection[str], splits: Any
-) -> dict[str, Any]:
-    """Returns the specs of a signature, by `_flat_names`."""
-    tf, names = _tensorflow(), iter(_flat_names(signature).values())
-    specs = {}
-    for each in signature.inputs:
-        for part, spec in each.parts.items():
-            shape = [size if isinstance(size, int) else None for size in spec.shape]
-            dtype = spec.dtype
-            if each.kind != "array" and part == each.ids_part:
-                dtype = tf.string if each.name in strings else tf.int64
-                shape = shape[:-1] if each.is_wide else shape
-            elif part == "row_splits":
-                dtype = splits
-            flat = next(names)
-            specs[flat] = tf.TensorSpec(shape, dtype, name=flat)
-    return specs
+            variables[key] = tf.Variable(source.ids.lines, trainable=False)
+    return variables, errors
 
 
 def _flat_names(signature: Signature) -> dict[str, str]:
-    """Returns the name in a signature of TensorFlow of each array of the program.
+    """Returns the name in the signature of TensorFlow of each array of the program.
 
     Raises:
       ExportError: if two arrays have the same one.
     """
-    names, owners = {}, {}
-    for each in signature.inputs:
-        for part, name in zip(each.parts, each.arrays, strict=True):
-            flat = _tf_name(f"{each.name}/{part}" if part else each.name)
-            if flat in owners:
-                raise ExportError(
-                    "Names of inputs must differ in letters and digits, but the "
-                    f"inputs {owners[flat]!r} and {each.name!r} both have a tensor "
-                    f"{flat!r} in the signatures of a SavedModel; rename a feature."
-                )
-            names[name], owners[flat] = flat, each.name
+    names: dict[str, str] = {}
+    for name in signature.arrays:
+        flat = _tf_name(name)
+        if flat in names.values():
+            raise ExportError(
+                "Names of inputs must differ in letters and digits, but several have a "
+                f"tensor {flat!r} in the signature of a SavedModel, one of them "
+                f"{name!r}; rename a feature."
+            )
+        names[name] = flat
     return names
+
+
+def _flat_specs(signature: Signature, names: dict[str, str]) -> dict[str, Any]:
+    """Returns the specs of the tensors of a signature, by `_flat_names`."""
+    tf, specs = _tensorflow(), {}
+    for each in signature.inputs:
+        for part, spec in each.parts.items():
+            shape = [size if isinstance(size, int) else None for size in spec.shape]
+            dtype = spec.dtype
+            if each.kind != "array" and part in (each.ids_part, "row_splits"):
+                dtype = tf.int64
+                is_words = each.is_wide and part == each.ids_part
+                shape = shape[:-1] if is_words else shape
+            flat = names[each.named_parts[part]]
+            specs[flat] = tf.TensorSpec(shape, dtype, name=flat)
+    return specs
 
 
 def _tf_name(name: str) -> str:
@@ -383,23 +234,7 @@ def _tf_name(name: str) -> str:
     return f"x_{flat}" if flat[:1] in ("", "_") or flat == "self" else flat
 
 
-def _parts_of_leaf(each: Input, leaf: Any) -> dict[str, Any]:
-    """Returns the tensors of one input, by the keys of `Input.parts`."""
-    weights = None
-    if each.is_weighted:
-        leaf, weights = leaf["ids"], leaf["weights"]
-    parts: dict[str, Any] = {each.ids_part: leaf}
-    if each.spec is None:
-        parts = {"values": leaf.values, "row_splits": leaf.row_splits}
-        weights = None if weights is None else weights.values
-    if weights is not None:
-        parts["weights"] = weights
-    return parts
-
-
-def _converted(
-    each: Input, parts: Mapping[str, Any], to_ids: Callable[[Any], Any] | None
-) -> dict[str, Any]:
+def _converted(each: Input, parts: dict[str, Any]) -> dict[str, Any]:
     """Converts ids to 32 bits, and gives ragged ids the place that a program needs."""
     tf = _tensorflow()
     converted = {}
@@ -407,8 +242,6 @@ def _converted(
         array = parts[part]
         padding: Any = 0
         if part == each.ids_part and each.kind != "array":
-            if to_ids is not None and array.dtype == tf.string:
-                array = to_ids(array)
             if each.is_wide:
                 array, padding = tf.bitcast(array, tf.uint32), [NO_ID, NO_ID]
             else:

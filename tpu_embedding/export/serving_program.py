@@ -15,8 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from tpu_embedding.combiners import CustomCombiner
-from tpu_embedding.export.example import Example, ids_of, is_wide
+from tpu_embedding.export.example import Example, ids_of
 from tpu_embedding.export.layer_tables import (
     LayerTable,
     table_prefix,
@@ -30,13 +29,12 @@ from tpu_embedding.export.signature import (
     ArraySpec,
     ExportError,
     Input,
-    Lookup,
     Signature,
+    arrays_of,
     keys_of,
     quoted_path,
     refuse_repeated,
 )
-from tpu_embedding.export.writing import check_one_process
 from tpu_embedding.functional.serving_lookup import ServedCall, table_of
 from tpu_embedding.nn.embedding import (
     DynamicStatsVariable,
@@ -48,7 +46,6 @@ from tpu_embedding.nn.embedding import (
 from tpu_embedding.nn.training import embedding_layers
 from tpu_embedding.plan.features import FeaturePlan
 from tpu_embedding.rows.id_directory import directory_name
-from tpu_embedding.types import ShardedRaggedIds
 
 PLATFORMS: Final = ("cpu", "cuda", "tpu")
 
@@ -107,7 +104,12 @@ def make_program(
         size; if the format is unknown, or the job has several processes.
     """
     check_row_format(row_format)
-    check_one_process()
+    if jax.process_count() > 1:
+        raise ExportError(
+            f"A program is exported by one process, got a job of {jax.process_count()};"
+            " save a checkpoint by te.save, and export it in a process of its own. "
+            "te.export.save_tables works in a job."
+        )
     function = getattr(model, method, None)
     if not callable(function):
         raise ExportError(
@@ -127,22 +129,26 @@ def make_program(
             return served, specs, jax.eval_shape(served, *specs)
 
     served, specs, outputs = trace(example)
+    if shared := sorted(served.wide & served.narrow):
+        raise ExportError(
+            f"The ids of the inputs {shared} are looked up in tables with a te.Dynamic "
+            "vocabulary and in others; make two inputs of them."
+        )
     if served.wide:
-        served.refuse_shared()
         example = example.with_wide(served.wide)
         served, specs, outputs = trace(example)
-    served.refuse_narrow()
     tables = {k: table for k, table in all_tables.items() if k in served.used_tables}
     specs = (_table_specs(tables, row_format), *specs[1:])
     with _explained_errors():
         exported = jax.export.export(jax.jit(served), platforms=PLATFORMS)(*specs)
     _check_portable(exported, model)
+    inputs = tuple(
+        _with_limit(each, served.looked_up.get(each.name)) for each in example.inputs
+    )
     signature = Signature(
         arguments=example.arguments,
-        inputs=tuple(
-            _with_lookups(each, served.lookups.get(each.name, ()))
-            for each in example.inputs
-        ),
+        inputs=inputs,
+        arrays=arrays_of(inputs),
         outputs={name: _array_spec(x) for name, x in outputs.items()},
         returns_array=served.returns_array,
         batch_size=batch_size,
@@ -163,8 +169,10 @@ class _ServedMethod:
       dense: name to value of each dense parameter.
       returns_array: True if the latest call returned an array, not a nest of arrays.
       used_tables: names of the tables that the latest call looked up in.
-      lookups: lookups of the latest call, by the name of their input.
+      looked_up: names of the inputs whose ids the latest call looked up, to the
+        number that they must be below; 0: any.
       wide: names of the inputs that the latest call looked up in dynamic tables.
+      narrow: names of those that it looked up in others.
     """
 
     def __init__(self, model: nnx.Module, method: str, example: Example):
@@ -178,9 +186,9 @@ class _ServedMethod:
         self.dense = {_parameter_name(path): leaf for path, leaf in leaves}
         self.returns_array = False
         self.used_tables: set[str] = set()
-        self.lookups: dict[str, tuple[Lookup, ...]] = {}
+        self.looked_up: dict[str, int] = {}
         self.wide: set[str] = set()
-        self._narrow: set[str] = set()
+        self.narrow: set[str] = set()
 
     def __call__(
         self,
@@ -203,8 +211,8 @@ class _ServedMethod:
             layer.start_recording("serving", own)
         arguments, owners = self._example.rebuild(arrays)
         outputs = getattr(model, self._method)(*arguments)
-        self.used_tables, self.lookups = set(), {}
-        self.wide, self._narrow = set(), set()
+        self.used_tables, self.looked_up = set(), {}
+        self.wide, self.narrow = set(), set()
         for path, layer in layers.items():
             for call in layer.stop_recording():
                 self._keep(call, table_prefix(path, layers), owners)
@@ -223,78 +231,26 @@ class _ServedMethod:
             if feature.table_index == 0:
                 ids = next(all_ids)
                 parts = list(ids.values()) if isinstance(ids, Mapping) else [ids]
-            table = prefix + table_of(feature, plan)
-            self.used_tables.add(table)
+            self.used_tables.add(prefix + table_of(feature, plan))
             for part in parts:
                 name = owners.get(id(ids_of(part)))
                 if name is not None:
-                    lookup = _lookup(feature, table, part)
-                    self.lookups[name] = (*self.lookups.get(name, ()), lookup)
-                if feature.table.dynamic is not None:
-                    self._keep_wide(part, name, feature)
+                    self._keep_limit(name, feature)
 
-    def _keep_wide(self, ids: Any, name: str | None, feature: FeaturePlan) -> None:
-        """Remembers the input that the ids of a dynamic table came from."""
-        if name is not None:
-            self.wide.add(name)
-        if not is_wide(ids):
-            self._narrow.add(feature.name)
-
-    def refuse_shared(self) -> None:
-        """Refuses ids that go to dynamic and static tables, which take other forms.
-
-        Raises:
-          ExportError: if there are some.
-        """
-        for name in sorted(self.wide):
-            static = {x.table for x in self.lookups[name] if not x.is_dynamic}
-            if static:
-                raise ExportError(
-                    f"The ids of input {name!r} are looked up in tables with a "
-                    "te.Dynamic vocabulary and in others, here "
-                    f"{sorted(static)}; make two inputs of them."
-                )
-
-    def refuse_narrow(self) -> None:
-        """Refuses ids of dynamic tables that are no inputs, and so have 32 bits.
-
-        Raises:
-          ExportError: if there are some.
-        """
-        if self._narrow:
-            raise ExportError(
-                f"Ids of the features {sorted(self._narrow)} of tables with a "
-                "te.Dynamic vocabulary must be inputs of the model as they are, but "
-                "its code computes them in 32 bits; compute them before, or pass "
-                "te.functional.Ids64 in the example."
-            )
+    def _keep_limit(self, name: str, feature: FeaturePlan) -> None:
+        """Remembers the smallest number of rows that the ids of an input go to."""
+        limit = self.looked_up.setdefault(name, 0)
+        is_dynamic = feature.table.dynamic is not None
+        (self.wide if is_dynamic else self.narrow).add(name)
+        if not is_dynamic and feature.config.out_of_range_ids == "error":
+            num_rows = feature.table.max_rows
+            self.looked_up[name] = min(limit or num_rows, num_rows)
 
 
-def _lookup(feature: FeaturePlan, table: str, ids: Any) -> Lookup:
-    combiner, config = feature.table.combiner, feature.config
-    if config.unique_rows:
-        combiner = "sum"  # It is not used, and any number of ids is right.
-        if not isinstance(ids, ShardedRaggedIds):
-            config = dataclasses.replace(config, max_sequence_length=0)
-    is_custom = isinstance(combiner, CustomCombiner)
-    return Lookup(
-        feature=feature.name,
-        table=table,
-        vocabulary_size=feature.table.max_rows,
-        is_dynamic=feature.table.dynamic is not None,
-        combiner="custom" if is_custom else combiner,
-        max_sequence_length=config.max_sequence_length,
-        max_valence=combiner.max_valence if is_custom else None,
-        out_of_range_ids=config.out_of_range_ids,
-        default_id=config.default_id,
-        output_shape=config.output_shape,
-    )
-
-
-def _with_lookups(each: Input, lookups: tuple[Lookup, ...]) -> Input:
-    is_ids = each.kind == "array" and (lookups or each.is_wide)
+def _with_limit(each: Input, limit: int | None) -> Input:
+    is_ids = each.kind == "array" and (limit is not None or each.is_wide)
     kind = "dense_ids" if is_ids else each.kind
-    return dataclasses.replace(each, kind=kind, lookups=lookups)
+    return dataclasses.replace(each, kind=kind, vocabulary_size=limit or None)
 
 
 def _table_specs(

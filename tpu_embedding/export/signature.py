@@ -10,11 +10,9 @@ sign. No input lies inside another one, so no two arrays have the same name.
 import collections
 import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, Final, Literal, Self, TypeVar
+from typing import Any, Final, Literal, TypeVar
 
 import jax
-
-from tpu_embedding.config import OutOfRangePolicy
 
 BATCH: Final = "batch"
 """Size of the axis of samples, in shapes of a signature."""
@@ -46,35 +44,6 @@ class ArraySpec:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Lookup:
-    """A table that the ids of an input are looked up in, and its rules.
-
-    Attributes:
-      feature: name in the layer's `feature_config`.
-      table: name of the table.
-      vocabulary_size: rows of the table; the capacity of a dynamic one.
-      combiner: "sum", "mean", "sqrtn" or "custom".
-      max_sequence_length: see `FeatureConfig`; 0: ids are combined.
-      max_valence: maximum number of ids of a sample for a custom combiner, or None.
-      out_of_range_ids: see `FeatureConfig`.
-      default_id: see `FeatureConfig`.
-      output_shape: see `FeatureConfig`.
-      is_dynamic: True if the table has a `te.Dynamic` vocabulary.
-    """
-
-    feature: str
-    table: str
-    vocabulary_size: int
-    combiner: str
-    max_sequence_length: int
-    max_valence: int | None
-    out_of_range_ids: OutOfRangePolicy
-    default_id: int | None
-    output_shape: tuple[int, ...] | None
-    is_dynamic: bool = False
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
 class Input:
     """An input of the model.
 
@@ -89,7 +58,8 @@ class Input:
       spec: shape and dtype of the array or of the ids; None if ragged.
       is_wide: True for ids of 64 bits, of dynamic tables. The program takes the eight
         bytes of each as two uint32 along a last axis, the lower one first.
-      lookups: tables that the ids go to; empty if the model computes with them first.
+      vocabulary_size: ids must be below it; None if ids beyond it are left out or
+        clipped, or the model computes with them first.
     """
 
     name: str
@@ -99,7 +69,7 @@ class Input:
     num_samples: int | str
     spec: ArraySpec | None
     is_wide: bool = False
-    lookups: tuple[Lookup, ...] = ()
+    vocabulary_size: int | None = None
 
     @property
     def places(self) -> str:
@@ -137,6 +107,11 @@ class Input:
         """Name and shape of each array that the program takes for it."""
         return self.named(self.parts)
 
+    @property
+    def named_parts(self) -> dict[str, str]:
+        """Key in `parts` to the name of the program's array."""
+        return dict(zip(self.parts, self.arrays, strict=True))
+
     def named(self, parts: Mapping[str, _T]) -> dict[str, _T]:
         """Returns values of `parts` by the names of the program's arrays."""
         name = quoted_path(self.path) if self.path else self.name
@@ -156,48 +131,41 @@ class Signature:
     Attributes:
       arguments: names of the arguments of the model.
       inputs: inputs of the model, in the order of their names in the arguments.
+      arrays: name and shape of each array that the program takes: `arrays_of(inputs)`.
       outputs: name to shape and dtype. A single array has the name "output".
       returns_array: True if the model returns that array, not a nest that holds it.
       batch_size: None: any; else the only one.
 
     Raises:
-      ExportError: if two inputs have the same name, or two arrays.
+      ExportError: if two inputs or arrays have the same name, or the arrays are others.
     """
 
     arguments: tuple[str, ...]
     inputs: tuple[Input, ...]
+    arrays: dict[str, ArraySpec]
     outputs: dict[str, ArraySpec]
     returns_array: bool
     batch_size: int | None = None
 
     def __post_init__(self):
-        refuse_repeated("inputs", (each.name for each in self.inputs))
-        names = (name for each in self.inputs for name in each.arrays)
-        refuse_repeated("arrays of the program", names)
+        if self.arrays != arrays_of(self.inputs):
+            raise ExportError(
+                "The arrays of a signature must be those of its inputs, "
+                f"{list(arrays_of(self.inputs))}, got {list(self.arrays)}."
+            )
 
-    @property
-    def arrays(self) -> dict[str, ArraySpec]:
-        """Name and shape of each array that the program takes."""
-        return {name: x for each in self.inputs for name, x in each.arrays.items()}
 
-    def to_json(self) -> dict[str, Any]:
-        """Returns the signature as JSON, with the arrays of each input."""
-        document = dataclasses.asdict(self)
-        for entry, each in zip(document["inputs"], self.inputs, strict=True):
-            arrays = {k: dataclasses.asdict(x) for k, x in each.arrays.items()}
-            entry["arrays"] = arrays
-        return document
+def arrays_of(inputs: Iterable[Input]) -> dict[str, ArraySpec]:
+    """Returns name and shape of each array that the program takes for some inputs.
 
-    @classmethod
-    def from_json(cls, document: dict[str, Any]) -> Self:
-        """Returns the signature of `to_json`."""
-        return cls(
-            arguments=tuple(document["arguments"]),
-            inputs=tuple(_input(entry) for entry in document["inputs"]),
-            outputs={k: _spec(entry) for k, entry in document["outputs"].items()},
-            returns_array=document["returns_array"],
-            batch_size=document["batch_size"],
-        )
+    Raises:
+      ExportError: if two inputs or arrays have the same name.
+    """
+    inputs = tuple(inputs)
+    refuse_repeated("inputs", (each.name for each in inputs))
+    names = (name for each in inputs for name in each.arrays)
+    refuse_repeated("arrays of the program", names)
+    return {name: x for each in inputs for name, x in each.arrays.items()}
 
 
 def keys_of(path: Sequence[Any]) -> tuple[str, ...]:
@@ -254,26 +222,3 @@ def refuse_repeated(kind: str, names: Iterable[str]) -> None:
             f"the name {', '.join(map(repr, repeated))}; rename a feature, table or "
             "attribute whose name holds a slash."
         )
-
-
-def _input(entry: dict[str, Any]) -> Input:
-    return Input(
-        name=entry["name"],
-        path=tuple(entry["path"]),
-        kind=entry["kind"],
-        is_weighted=entry["is_weighted"],
-        num_samples=entry["num_samples"],
-        spec=None if entry["spec"] is None else _spec(entry["spec"]),
-        is_wide=entry["is_wide"],
-        lookups=tuple(map(_lookup, entry["lookups"])),
-    )
-
-
-def _lookup(entry: dict[str, Any]) -> Lookup:
-    lookup, shape = Lookup(**entry), entry["output_shape"]
-    output_shape = None if shape is None else tuple(shape)
-    return dataclasses.replace(lookup, output_shape=output_shape)
-
-
-def _spec(entry: dict[str, Any]) -> ArraySpec:
-    return ArraySpec(shape=tuple(entry["shape"]), dtype=entry["dtype"])

@@ -4,7 +4,7 @@ import dataclasses
 import importlib.util
 import pathlib
 from collections.abc import Iterable, Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.export
@@ -14,37 +14,28 @@ from jax.experimental.layout import Format, Layout
 from jax.sharding import SingleDeviceSharding
 
 from tpu_embedding.argument_checks import PATH, takes
-from tpu_embedding.export.artifact import (
+from tpu_embedding.export.directories import new_directory
+from tpu_embedding.export.documents import (
     DENSE_FILE,
-    PROGRAM_FILE,
-    SAVED_MODEL_FILE,
-    TABLES_DIR,
-    describe_program,
-    read_document,
-    write_artifact,
-    write_document,
-    write_table_files,
-)
-from tpu_embedding.export.delta_chain import DeltaChain
-from tpu_embedding.export.digests import (
     DOCUMENT_FILE,
+    PROGRAM_FILE,
+    ExportDocument,
     check_files,
-    digests_of_files,
+    file_of_table,
+    read_document,
+    write_document,
 )
-from tpu_embedding.export.dynamic_tables import rising_ids
 from tpu_embedding.export.feeding import Feeder
-from tpu_embedding.export.layer_tables import tables_of_model
+from tpu_embedding.export.layer_tables import tables_of_model, write_table_files
 from tpu_embedding.export.row_formats import RowFormat, check_row_format
 from tpu_embedding.export.serving_program import make_program
 from tpu_embedding.export.signature import OUTPUT, ExportError, Signature
 from tpu_embedding.export.tensor_files import (
-    TensorSpec,
     check_tensors,
     read_tensors,
     write_tensors,
 )
-from tpu_embedding.export.writing import Writing
-from tpu_embedding.nn.training import MODEL, Optimizer
+from tpu_embedding.nn.training import MODEL
 from tpu_embedding.paths import local_path
 
 
@@ -71,7 +62,7 @@ def save(
         dtypes matter. Axes as long as the batch are free, all others are fixed.
       method: name of the method to export.
       dtype: type of the tables in the files: "float32", "bfloat16", or "int8" per row,
-        in FBGEMM's layout. `export.json` holds the error that it makes.
+        in FBGEMM's layout. `export.json` holds the largest error that it makes.
       batch_size: None: any. A number: only this one, for models whose code computes
         with the batch size or whose features have an `output_shape`.
 
@@ -97,32 +88,23 @@ def save(
     program = make_program(
         model, example, method=method, row_format=dtype, batch_size=batch_size
     )
-
-    def write(writing: Writing) -> None:
-        document = {
-            "program": describe_program(program.exported),
-            "signature": program.signature.to_json(),
-            "dense": {"file": DENSE_FILE},
-            "tables": write_table_files(writing, program.tables, dtype),
-        }
-
-        def write_others(path: pathlib.Path) -> None:
-            (path / PROGRAM_FILE).write_bytes(program.exported.serialize())
-            write_tensors(path / DENSE_FILE, program.dense)
-            write_document(path, document)
-
-        writing.do(write_others)
-
-    write_artifact(directory, write)
+    with new_directory(directory) as path:
+        assert path is not None, "make_program refuses jobs of several processes"
+        tables = write_table_files(path, program.tables, dtype)
+        write_tensors(path / DENSE_FILE, program.dense)
+        (path / PROGRAM_FILE).write_bytes(program.exported.serialize())
+        write_document(
+            path,
+            kind="stablehlo",
+            tables=tables,
+            signature=program.signature,
+            platforms=tuple(program.exported.platforms),
+        )
 
 
 @takes("te.export.", model=MODEL, directory=PATH)
 def save_tables(
-    model: nnx.Module,
-    directory: str | pathlib.Path,
-    *,
-    dtype: RowFormat = "float32",
-    optimizer: Optimizer | None = None,
+    model: nnx.Module, directory: str | pathlib.Path, *, dtype: RowFormat = "float32"
 ) -> None:
     """Writes each table of a model to a safetensors file of its own.
 
@@ -130,20 +112,18 @@ def save_tables(
     table. A file holds one tensor, named like the table. `export.json` lists them. All
     processes of a job call it together, and the first one writes.
 
-    The file of a dynamic table `NAME` has the ids, rising, in a tensor `NAME:ids`, and
-    their rows in that order in `NAME`. A learned default row is the last one. The host
-    holds all of these ids, but never all rows.
+    A dynamic table `NAME` has 64 rows per bucket, in the order of its buckets; a
+    learned default row is the last one. Its ids are a tensor `NAME:ids`, uint32
+    `[buckets, 128]`: the upper words of the 64 ids of a bucket, and then the lower
+    ones. All ones stand for no id. The host holds all of these ids, but never all rows.
 
     Args:
       model: owns `TPUEmbedding` layers, or is one.
       directory: new directory for the files.
       dtype: see `save`.
-      optimizer: the model's, to start a chain of deltas, see `save_delta`. It changes:
-        the next delta follows this export.
 
     Raises:
-      ExportError: a ValueError, if the directory holds files, or the optimizer does not
-        track the touched rows of all tables.
+      ExportError: a ValueError, if the directory holds files.
 
     Example:
       >>> import pathlib, tempfile
@@ -156,23 +136,11 @@ def save_tables(
       ['movie.safetensors']
     """
     check_row_format(dtype)
-    tables = tables_of_model(model, rising_ids)
-    chain = None if optimizer is None else DeltaChain(model, optimizer)
-    document: dict[str, Any] = {}
-
-    def write(writing: Writing) -> None:
-        document["tables"] = write_table_files(writing, tables, dtype)
-        writing.do(write_others)
-
-    def write_others(path: pathlib.Path) -> None:
-        document["files"] = digests_of_files(path)
-        if chain is not None:
-            document["deltas"] = chain.first_record(document["files"])
-        write_document(path, document)
-
-    write_artifact(directory, write)
-    if chain is not None:
-        chain.follow(document.get("deltas"))
+    tables = tables_of_model(model)
+    with new_directory(directory) as path:
+        described = write_table_files(path, tables, dtype)
+        if path is not None:
+            write_document(path, kind="tables", tables=described)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -183,13 +151,13 @@ class ServedModel:
       signature: names, kinds, shapes and dtypes of inputs and outputs.
       tables: the tables, and the ids of dynamic ones, as they are stored.
       dense: the dense parameters.
-      document: the whole of `export.json`.
+      document: the content of `export.json`.
     """
 
     signature: Signature
     tables: Mapping[str, jax.Array]
     dense: Mapping[str, jax.Array]
-    document: Mapping[str, Any]
+    document: ExportDocument
     _call: Any
     _feeder: Feeder
 
@@ -227,87 +195,69 @@ def load(directory: str | pathlib.Path, *, verify: bool = True) -> ServedModel:
       ExportError: a ValueError, if the directory holds no program, or a damaged file.
     """
     path = local_path(directory)
-    if (path / SAVED_MODEL_FILE).exists():
-        raise ExportError(
-            f"{path} holds a TensorFlow SavedModel, which te.export.load does not "
-            f"read; call tf.saved_model.load({str(path)!r})."
-        )
     document = read_document(path)
-    _check_flatbuffers()
-    if "program" not in document:
+    signature = document.signature
+    if document.kind != "stablehlo" or signature is None:
         raise ExportError(
-            f"{path} holds tables without a program; read them with safetensors, "
-            "or export the model with te.export.save."
+            f"{path} holds no program of te.export.save, but {document.kind}; read "
+            f"tables with safetensors, or call tf.saved_model.load({str(path)!r})."
         )
+    _check_flatbuffers()
     if verify:
-        check_files(path, document)
-    signature = Signature.from_json(document["signature"])
-    try:
-        serialized = bytearray((path / PROGRAM_FILE).read_bytes())
-        exported = jax.export.deserialize(serialized)
-        specs = _argument_specs(exported)
-    except Exception as error:  # Damaged bytes raise anything.
-        raise ExportError(
-            f"{path / PROGRAM_FILE} cannot be read by jax {jax.__version__}: "
-            f"{error}. It was written by jax {document['versions']['jax']} on "
-            f"{document['program']['written']}; export the model again."
-        ) from error
-    stored = {
-        name: tensor
-        for entry in document["tables"].values()
-        for name, tensor in read_tensors(path / entry["file"]).items()
-    }
-    check_tensors(path / TABLES_DIR, stored, specs.tables)
-    parameters = read_tensors(path / DENSE_FILE, specs.dense)
-    _check_arrays(path, signature, specs.arrays)
+        check_files(path, document.files)
+    exported = _read_program(path, document)
+    tables, dense = _read_weights(path, document, exported)
     device = jax.devices()[0]
-    tables = {k: jax.device_put(x, _by_rows(device)) for k, x in stored.items()}
-    call = jit_program(exported, tables, device)
-    dense = {name: jnp.asarray(x) for name, x in parameters.items()}
+    on_device = {k: jax.device_put(x, _by_rows(device)) for k, x in tables.items()}
     return ServedModel(
         signature=signature,
-        tables=tables,
-        dense=dense,
+        tables=on_device,
+        dense={name: jnp.asarray(x) for name, x in dense.items()},
         document=document,
-        _call=call,
+        _call=jit_program(exported, tables, device),
         _feeder=Feeder(signature),
     )
 
 
-class _ArgumentSpecs(NamedTuple):
-    """The arrays that a program takes, by name."""
-
-    tables: dict[str, TensorSpec]
-    dense: dict[str, TensorSpec]
-    arrays: dict[str, TensorSpec]
-
-
-def _argument_specs(exported: jax.export.Exported) -> _ArgumentSpecs:
-    """Returns what a program takes; sizes that may change are -1."""
-    specs = [
-        TensorSpec(
-            tuple(x if isinstance(x, int) else -1 for x in aval.shape), aval.dtype
-        )
-        for aval in exported.in_avals
-    ]
-    arguments, _ = jax.tree.unflatten(exported.in_tree, specs)
-    return _ArgumentSpecs(*arguments)
+def _read_program(path: pathlib.Path, document: ExportDocument) -> jax.export.Exported:
+    try:
+        serialized = (path / PROGRAM_FILE).read_bytes()
+        return jax.export.deserialize(bytearray(serialized))
+    except Exception as error:  # Damaged bytes raise anything.
+        raise ExportError(
+            f"{path / PROGRAM_FILE} cannot be read by jax {jax.__version__}: {error}. "
+            f"It was written by {document.versions} on {document.written}; jax reads "
+            "programs for 180 days, so export the model again."
+        ) from error
 
 
-def _check_arrays(
-    path: pathlib.Path, signature: Signature, wanted: Mapping[str, TensorSpec]
-) -> None:
-    """Refuses a signature that is another program's."""
-    found = {
-        name: (len(spec.shape), spec.dtype) for name, spec in signature.arrays.items()
-    }
-    taken = {name: (len(spec.shape), str(spec.dtype)) for name, spec in wanted.items()}
+def _read_weights(
+    path: pathlib.Path, document: ExportDocument, exported: jax.export.Exported
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Returns the tables and dense parameters that a program takes.
+
+    Raises:
+      ExportError: if they are others, or the signature is another program's.
+    """
+    tables, dense = {}, read_tensors(path / DENSE_FILE)
+    for name in document.tables:
+        tables |= read_tensors(path / file_of_table(name))
+    assert document.signature is not None
+    (wanted_tables, wanted_dense, inputs), _ = jax.tree.unflatten(
+        exported.in_tree, exported.in_avals
+    )
+    check_tensors(path, tables, wanted_tables)
+    check_tensors(path / DENSE_FILE, dense, wanted_dense)
+    taken = {name: (x.ndim, str(x.dtype)) for name, x in inputs.items()}
+    arrays = document.signature.arrays
+    found = {name: (len(x.shape), x.dtype) for name, x in arrays.items()}
     if found != taken:
         raise ExportError(
             f"The signature in {path / DOCUMENT_FILE} must have the arrays that the "
             f"program takes, with their numbers of axes and dtypes, {taken}, got "
             f"{found}; export the model again."
         )
+    return tables, dense
 
 
 def jit_program(

@@ -37,10 +37,6 @@ from tpu_embedding.tables.initial_values import init_tables as init_tables
 from tpu_embedding.tables.slot_values import slot_values as slot_values
 from tpu_embedding.tables.slot_values import with_slot_values as with_slot_values
 from tpu_embedding.tables.table_values import unstack_tables as unstack_tables
-from tpu_embedding.tables.touched_rows import touched_rows as touched_rows
-from tpu_embedding.tables.touched_rows import (
-    with_touched_tables as with_touched_tables,
-)
 from tpu_embedding.types import DynamicStats as DynamicStats
 from tpu_embedding.types import Ids64 as Ids64
 from tpu_embedding.types import LookupStats as LookupStats

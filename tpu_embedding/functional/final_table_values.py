@@ -6,7 +6,6 @@ from typing import Any
 import jax
 
 from tpu_embedding.argument_checks import takes
-from tpu_embedding.optimizers.rules.track_touched_rows import without_base
 from tpu_embedding.plan.check_rows import check_slots, check_tables
 from tpu_embedding.plan.plan import PLAN, EmbeddingPlan
 from tpu_embedding.plan.shard_map import on_shards
@@ -73,5 +72,5 @@ def finalize_variable_values(
         out_specs={name: (of_tables[name], of_slots[name]) for name in of_tables},
     )(old_tables, old_slots)
     new_tables = {name: result[0] for name, result in results.items()}
-    new_slots = {name: without_base(result[1]) for name, result in results.items()}
+    new_slots = {name: result[1] for name, result in results.items()}
     return tables | new_tables, slots | new_slots

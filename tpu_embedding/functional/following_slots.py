@@ -24,7 +24,6 @@ from tpu_embedding.rows.consecutive_rows import blocks_of, read_block, write_blo
 from tpu_embedding.rows.packed_rows import PackedRows, store_rows
 from tpu_embedding.tables import table_values
 from tpu_embedding.tables.initial_values import init_tables
-from tpu_embedding.tables.touched_rows import with_touched_tables
 from tpu_embedding.update.lazy_update import is_slot
 from tpu_embedding.update.partition_specs import slot_specs, table_specs
 from tpu_embedding.update.shard_rows import rows_of_stack
@@ -60,8 +59,7 @@ def with_table_values(
     """Returns the stacks with the values of the given tables replaced.
 
     With `slots`, the optimizer state that was made from the old values follows, in rows
-    whose values change: moving averages of rows, and Adafactor's scale of a table. The
-    rows also count as touched; see `with_touched_tables`.
+    whose values change: moving averages of rows, and Adafactor's scale of a table.
 
     Args:
       stacked: stack name to packed rows, as in `unstack_tables`.
@@ -107,7 +105,6 @@ def with_table_values(
     if slots:
         num_rows = {name: len(values[name]) for name in values}
         slots = with_following_slots(slots, new, num_rows, plan, stacked)
-        slots = with_touched_tables(slots, values, plan)
     return new, dict(slots)
 
 

@@ -72,7 +72,7 @@ def serve(
       tables: table name to its rows in logical order: `[vocabulary_size, dim]` of a
         float type, or uint8 `[vocabulary_size, dim + 8]` in FBGEMM's layout. A dynamic
         table has 64 rows per bucket, maybe a default row behind them, and under its
-        `directory_name` the mixed words of its ids, uint32 `[buckets, 128]`.
+        `directory_name` the upper and lower words of its ids, uint32 `[buckets, 128]`.
       features: see `tpu_embedding.functional.lookup`; ragged ids are of one shard.
       plan: plan of the layer.
 
@@ -135,10 +135,10 @@ def _find(ids: Any, dynamic: Dynamic, keys: UInt32[Array, "buckets _"]) -> Array
     if not isinstance(ids, Ids64):
         ids = Ids64.of_array(ids)  # jnp.asarray would cut NumPy's int64.
     high, low = (jnp.asarray(x).reshape(-1) for x in (ids.high, ids.low))
-    first, second = mix_ids(high, low)
-    buckets = multiply_high(first, dynamic.num_buckets)
+    mixed, _ = mix_ids(high, low)
+    buckets = multiply_high(mixed, dynamic.num_buckets)
     is_id = ~((high == NO_ID) & (low == NO_ID))
-    lanes = jax.vmap(functools.partial(find_lane, keys))(buckets, first, second)
+    lanes = jax.vmap(functools.partial(find_lane, keys))(buckets, high, low)
     missing = PADDING_ROW_ID
     if dynamic.default_row == "learned":
         missing = dynamic.num_places

@@ -12,7 +12,7 @@ import weakref
 from collections.abc import Sequence
 from typing import Any
 
-from tpu_embedding.distributed.job import current_job
+from tpu_embedding import distributed
 from tpu_embedding.inputs.buffer_sizes import BufferSizes, RaggedDemand
 
 _numbers: weakref.WeakKeyDictionary[BufferSizes, int] = weakref.WeakKeyDictionary()
@@ -33,26 +33,16 @@ def agree_on_demands(
       RuntimeError: in a process that has no part in the job, such as a loader's.
       ValueError: if the processes have different features or numbers of samples.
     """
-    job = current_job()
-    if job.num_processes == 1:
+    if distributed.num_processes() == 1:
         raise RuntimeError(
             "Ragged features with samples='process' are prepared in the process that "
             "trains, because all processes agree on their sizes, and this one is a "
             "loader process; send it ids, and prepare them where they arrive."
         )
-    merged = job.exchange(
-        _name_of(sizes),
-        [dataclasses.asdict(demand) for demand in demands],
-        _merge,
+    of_processes = distributed.exchange(
+        _name_of(sizes), [dataclasses.asdict(demand) for demand in demands]
     )
-    if isinstance(merged, str):
-        raise ValueError(merged)
-    return [RaggedDemand(**demand) for demand in merged]
-
-
-def abandon_agreement(sizes: BufferSizes) -> None:
-    """Ends the wait of a thread that loads a batch ahead, because the run ends."""
-    current_job().abandon(_name_of(sizes))
+    return [RaggedDemand(**demand) for demand in _merge(of_processes)]
 
 
 def _name_of(sizes: BufferSizes | None) -> str:
@@ -61,15 +51,15 @@ def _name_of(sizes: BufferSizes | None) -> str:
     return f"sizes of ragged features {0 if sizes is None else _numbers[sizes]}"
 
 
-def _merge(demands: list[list[dict[str, Any]]]) -> list[dict[str, Any]] | str:
-    """Joins the demands of all processes, or says what keeps them apart."""
+def _merge(demands: list[list[dict[str, Any]]]) -> list[dict[str, Any]]:
+    """Joins the demands of all processes."""
     fixed = [
         [(each["feature_name"], each["samples_per_shard"]) for each in of_process]
         for of_process in demands
     ]
     for process, of_process in enumerate(fixed):
         if of_process != fixed[0]:
-            return (
+            raise ValueError(
                 "All processes must have the same ragged features and numbers of "
                 f"samples per device, got {dict(fixed[0])} on process 0 and "
                 f"{dict(of_process)} on process {process}."

@@ -11,7 +11,7 @@ needs; `te.linen` is the folder `linen/`.
 * `each_step`: a train step that sets hyper-parameters before each step.
 * `dense_optimizer`: checks that a dense optimizer and the tables step together.
 * `final_model_values`: sets a model to its moving averages, after training.
-* `set_tables`: tables that were set by hand.
+* `followed_tables`: tables from whose values an optimizer made state.
 * `linen/`: the same for Flax Linen.
 """
 

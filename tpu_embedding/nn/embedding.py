@@ -24,6 +24,7 @@ from tpu_embedding.functional.unique_rows import with_index
 from tpu_embedding.inputs.buffer_sizes import BufferSizes
 from tpu_embedding.inputs.prepare import Samples, prepare_features
 from tpu_embedding.inputs.shard_inputs import attach_weights
+from tpu_embedding.nn.followed_tables import FollowedTables
 from tpu_embedding.nn.recording import (
     attach_taps,
     guard_activations,
@@ -32,7 +33,6 @@ from tpu_embedding.nn.recording import (
     without_derivative,
     zero_activations,
 )
-from tpu_embedding.nn.set_tables import SetTables
 from tpu_embedding.optimizers.row_optimizer import TableOptimizer
 from tpu_embedding.plan.make_plan import make_plan
 from tpu_embedding.plan.plan import PLAN, EmbeddingPlan
@@ -122,7 +122,7 @@ class TPUEmbedding(nnx.Module):
       dynamic_stats: hits, new ids and evictions by table, of the latest `insert_ids`;
         only with a dynamic table.
       buffer_sizes: sizes of ragged features, which `prepare` remembers.
-      set_tables: tables that were set by hand, for deltas.
+      followed_tables: tables from whose values an optimizer made state.
 
     Example:
       >>> import numpy as np
@@ -210,7 +210,7 @@ class TPUEmbedding(nnx.Module):
         if any(stack.is_dynamic for stack in plan.stacks):
             self.dynamic_stats = DynamicStatsVariable(_no_dynamic_stats(plan))
         self.buffer_sizes = BufferSizes()
-        self.set_tables = SetTables()
+        self.followed_tables = FollowedTables()
         self.gradient_guard = GradientGuard(jnp.zeros(()))
         self.recorded = RecordedCalls(())
         self.recording: Recording = "off"
@@ -329,13 +329,12 @@ class TPUEmbedding(nnx.Module):
             call `Optimizer.set_embedding_tables`.
         """
         check_values(values, self.plan)
-        self.set_tables.check_without_optimizer(
+        self.followed_tables.check_without_optimizer(
             values, "optimizer.set_embedding_tables(model, values)"
         )
         self.tables.set_value(
             with_table_values(self.tables.get_value(), values, self.plan)
         )
-        self.set_tables.note(values)
 
     def _keep_stats(self, stats: LookupStats) -> None:
         """Stores the stats, unless a JAX transformation closes over the layer or maps.

@@ -258,7 +258,7 @@ class Optimizer(nnx.Module):
             stacklevel=6,  # Three frames are Flax's.
         )
         for layer in layers.values():
-            layer.set_tables.followed |= tables_with_followers(layer.plan)
+            layer.followed_tables.names |= tables_with_followers(layer.plan)
         put_on_mesh(self, plan)
 
     def update(self, model: nnx.Module, gradients: Gradients) -> None:

@@ -98,9 +98,6 @@ from tpu_embedding.optimizers.rules.rowwise import (
 )
 from tpu_embedding.optimizers.rules.rowwise import rowwise_rmsprop as rowwise_rmsprop
 from tpu_embedding.optimizers.rules.sgd import sgd as sgd
-from tpu_embedding.optimizers.rules.track_touched_rows import (
-    track_touched_rows as track_touched_rows,
-)
 from tpu_embedding.optimizers.rules.user_defined import user_defined as user_defined
 from tpu_embedding.optimizers.rules.yogi import online_yogi as online_yogi
 from tpu_embedding.optimizers.rules.yogi import proximal_yogi as proximal_yogi

@@ -45,11 +45,6 @@ class ModelNorm:
     """The rule asks for the norm of all gradients of the model."""
 
 
-@dataclasses.dataclass(frozen=True)
-class TrackTouchedRows:
-    """The rule records which rows it touched."""
-
-
 @dataclasses.dataclass(frozen=True, eq=False)
 class MustBeLast:
     """The rule must be the last of a chain: the table must change by these updates."""
@@ -57,9 +52,7 @@ class MustBeLast:
     updates: Any
 
 
-RuleMode = (
-    EveryRow | InSequence | OccurrenceNorm | ModelNorm | TrackTouchedRows | MustBeLast
-)
+RuleMode = EveryRow | InSequence | OccurrenceNorm | ModelNorm | MustBeLast
 
 _NOTES: contextvars.ContextVar[list[RuleMode] | None] = contextvars.ContextVar(
     "modes", default=None

@@ -31,7 +31,6 @@ from tpu_embedding.optimizers.modes import (
     InSequence,
     ModelNorm,
     OccurrenceNorm,
-    TrackTouchedRows,
 )
 from tpu_embedding.optimizers.names import transformation_of
 from tpu_embedding.optimizers.row_optimizer import RowOptimizer, TableOptimizer
@@ -203,13 +202,6 @@ def _row_optimizer(transformation: optax.GradientTransformation) -> RowOptimizer
             "A rule that asks for totals over the rows of a table cannot run once per "
             "occurrence of an id; take in_sequence or "
             "use_gradient_accumulation=False away."
-        )
-    if every and TrackTouchedRows() in trace.modes:
-        raise ValueError(
-            "track_touched_rows needs a rule that updates touched rows only, got "
-            "every_row: each step changes all rows, so a delta would hold the whole "
-            "table. Take one of them away; without track_touched_rows, export whole "
-            "tables by te.export.save_tables."
         )
     if every and takes_norm:
         raise ValueError(

@@ -5,7 +5,6 @@
 * `initial_values`: initial values, equal on any number of devices.
 * `table_values`: tables as NumPy arrays, and back.
 * `slot_values`: slot variables as NumPy arrays, and back.
-* `touched_rows`: the rows that updates touched.
 * `row_stream`: streams rows to and from hosts, block by block.
 * `row_windows`: cuts tables into the blocks of such a stream.
 * `line_exchange`: moves lines between owners and the devices that serve a block.

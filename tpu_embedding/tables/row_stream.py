@@ -1,7 +1,7 @@
 """Streams the rows of a stack to and from hosts, in natural order, block by block.
 
 Rows of a table are dealt round-robin to devices, so no device holds a range of rows.
-Checkpoints, exports and deltas want ranges. In each turn, every device serves one range
+Checkpoints and exports want ranges. In each turn, every device serves one range
 of at most `rows_per_block` rows. To read, all owners send it their lines of the range
 in one all-to-all, and the host puts the rows into their order while it copies them. To
 write, the host deals the rows into lines, one all-to-all brings the lines to their

@@ -10,7 +10,6 @@ from jaxtyping import Array, Float, Int, UInt32
 
 from tpu_embedding.initializers import RowFunction, RowInitializer, threefry_key
 from tpu_embedding.optimizers.rules._sums import CompensatedSum, coarse_part, is_sum
-from tpu_embedding.optimizers.rules.track_touched_rows import with_new_rows_touched
 from tpu_embedding.optimizers.table_rows import AllReduce, table_rows_context
 from tpu_embedding.plan.stack_plan import StackPlan, TrainedStackPlan
 from tpu_embedding.row_random_bits import threefry
@@ -193,8 +192,7 @@ def _initial_state(
         is_touched = jnp.zeros(row_ids.shape, bool)
         known = shard_rows(row_ids, is_touched, lambda totals, _: totals, stack)
     with table_rows_context(known):
-        state = stack.optimizer.init(values)
-    return with_new_rows_touched(state, inner)
+        return stack.optimizer.init(values)
 
 
 def _plus(

@@ -31,7 +31,7 @@ def test_a_file_of_reports_is_replaced_as_a_whole(
 
     with monkeypatch.context() as full_disk:
         full_disk.setattr(pathlib.Path, "write_text", write_half)
-        assert cli.main([*compile_command, str(path)]) == cli.FAILED
+        assert cli.main([*compile_command, str(path)]) == 1
     assert "the disk is full" in capsys.readouterr().err
     assert path.read_text() == "earlier"
     assert list(tmp_path.iterdir()) == [path]

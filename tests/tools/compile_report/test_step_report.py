@@ -13,12 +13,12 @@ from tpu_embedding.tools import compile_report
 from tpu_embedding.tools.compile_report.cost import program_cost
 from tpu_embedding.tools.compile_report.hlo import parse_module
 from tpu_embedding.tools.train import (
-    abstract_batch,
     apply_overrides,
     load_config,
     make_run_plan,
 )
-from tpu_embedding.tools.train.loop.ahead_of_time import abstract_step
+from tpu_embedding.tools.train.feeding import prepare_batch
+from tpu_embedding.tools.train.steps import abstract_step
 
 SMALL_DLRM = (
     "batch_size=512",
@@ -307,7 +307,9 @@ def test_an_outline_has_the_shapes_of_the_data(name, request):
         config.data.outline(batch_size=60, seed=1),
     ):
         plan = make_run_plan(config, data, mesh_of(3))
-        batch = abstract_batch(data.train_batch(0), plan)
+        batch = compile_report.abstract_batch(
+            prepare_batch(data.train_batch(0), plan), plan
+        )
         leaves, tree = jax.tree.flatten(batch)
         tables = {table.name: table.config for s in plan.stacks for table in s.tables}
         sizes = {n: (t.vocabulary_size, t.dim) for n, t in tables.items()}

@@ -1,21 +1,19 @@
 """Parts of a batch hold the same samples as the whole, in every form of ids."""
 
 import dataclasses
-import itertools
 
 import numpy as np
 import pytest
 
 from tpu_embedding.inputs.forms import read_ids
 from tpu_embedding.tools.data.batch import Batch, DataError
-from tpu_embedding.tools.data.batch_part import join_batches, slice_batch
+from tpu_embedding.tools.data.batch_part import slice_batch
 from tpu_embedding.types import DenseIds, RaggedIds, SparseIds
 
 SIZE = 5
 LISTS = [[1, 2], [], [3], [], [4, 5, 6]]
 WEIGHTS = [[0.5, 2.0], [], [3.0], [], [4.0, 5.0, 6.0]]
 FORMS = {
-    "one_id": np.arange(SIZE),
     "matrix": np.arange(2 * SIZE).reshape(SIZE, 2),
     "lists": LISTS,
     "weighted_matrix": DenseIds(
@@ -40,13 +38,6 @@ FORMS = {
         weights=np.array([1.0, 2.0, 3.0, 4.0], np.float32),
     ),
     "no_ids": RaggedIds.from_lists([[]] * SIZE),
-}
-PARTS = {
-    "all": range(SIZE),
-    "first": range(0, 2),
-    "middle": range(1, 4),
-    "last": range(4, 5),
-    "empty_samples_only": range(3, 4),
 }
 
 
@@ -85,7 +76,7 @@ def samples_of(ids, size):
     return found
 
 
-@pytest.mark.parametrize("samples", PARTS.values(), ids=PARTS.keys())
+@pytest.mark.parametrize("samples", [range(5), range(2), range(1, 4), range(3, 4)])
 @pytest.mark.parametrize("ids", FORMS.values(), ids=FORMS.keys())
 def test_part_holds_the_samples_of_the_whole(ids, samples):
     part = slice_batch(batch_of(ids), samples)
@@ -99,33 +90,6 @@ def test_part_holds_the_samples_of_the_whole(ids, samples):
     assert part.origin(0) == f"file, line {samples.start}"
 
 
-def test_feature_of_another_number_of_samples_is_refused():
-    with pytest.raises(DataError, match="feature 'feature' must have 5 samples"):
-        slice_batch(batch_of(np.arange(SIZE + 1)), range(2))
-
-
-SPLITS = {
-    "whole": [0, 5],
-    "two": [0, 3, 5],
-    "empty_samples_alone": [0, 1, 2, 3, 4, 5],
-}
-
-
-@pytest.mark.parametrize("edges", SPLITS.values(), ids=SPLITS.keys())
-@pytest.mark.parametrize("form", FORMS)
-def test_joined_parts_are_the_batch(form, edges):
-    batch = batch_of(FORMS[form])
-    parts = [slice_batch(batch, range(*edge)) for edge in itertools.pairwise(edges)]
-    joined = join_batches(parts)
-    for name in ("dense", "labels", "weights"):
-        np.testing.assert_array_equal(
-            getattr(joined, name), getattr(batch, name), strict=True
-        )
-    expected = samples_of(batch.features["feature"], SIZE)
-    assert samples_of(joined.features["feature"], SIZE) == expected
-    assert joined.origin is None
-
-
 def test_dicts_of_ids_and_dense_inputs():
     """Features with unique rows have dicts of ids; dense inputs may have names."""
     batch = Batch(
@@ -137,33 +101,6 @@ def test_dicts_of_ids_and_dense_inputs():
     part = slice_batch(batch, range(1, 4))
     assert part.features["items"]["history"].row_splits.tolist() == [0, 0, 1, 1]
     assert part.dense["times"].tolist() == [[2, 3], [4, 5], [6, 7]]
-    joined = join_batches(
-        [slice_batch(batch, range(0, 3)), slice_batch(batch, range(3, 5))]
-    )
-    ids = joined.features["items"]
-    assert ids["history"].values.tolist() == [1, 2, 3, 4, 5, 6]
-    assert ids["next"].tolist() == [1] * 5
-    assert joined.dense["length"].tolist() == [0, 1, 2, 3, 4]
     wrong = dataclasses.replace(batch, features={"items": {"history": LISTS[1:]}})
     with pytest.raises(DataError, match="'items/history' must have 5 samples"):
         slice_batch(wrong, range(2))
-
-
-def test_dense_parts_of_other_valence_are_padded():
-    parts = [
-        Batch(
-            features={
-                "feature": DenseIds(
-                    ids=np.ones((2, valence), np.int8),
-                    weights=np.ones((2, valence), np.float32),
-                )
-            },
-            labels=np.zeros(2),
-            weights=np.ones(2),
-        )
-        for valence in (1, 3)
-    ]
-    joined = join_batches(parts).features["feature"]
-    padding = 2**31 - 1
-    assert joined.ids.tolist() == [[1, padding, padding]] * 2 + [[1, 1, 1]] * 2
-    assert joined.weights.tolist() == [[1, 0, 0]] * 2 + [[1, 1, 1]] * 2

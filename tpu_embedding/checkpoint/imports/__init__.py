@@ -4,22 +4,18 @@ A source is opened, matched with the tables of a model, and written to them:
 
     opening        open_tables: finds the format, and returns a TableSource
     source         TableSource: the tables of a file, whose rows are read by ranges
-    match          pairs the tables of a source with those of a model
-    slot_names     tells which slot variables mean the same
-    row_ids        checks the ids of rows, for dynamic tables
-    placed_rows    places these ids in their buckets, and their rows beside them
+    match          pairs the tables and slot variables of a source with a model's
     importing      import_tables: writes the rows into the model, by blocks
     report         tells what was imported, dropped and kept
 
-Formats, and the ways in which libraries lay out their tables:
+Formats:
 
-    arrays, safetensors, torchrec      arrays by name, and state dicts
-    managed_collisions                 ids that TorchRec keeps beside its tables
-    dynamicemb                         files of keys and values
-    tensorflow, tensorflow_reader      checkpoints of TensorFlow, read by TensorFlow
-    own                                checkpoints of this package
-    orbax, keras, stacked_orbax        checkpoints of Orbax, keras-rs, jax-tpu-embedding
-    sparse_core, rotation              rows of tables that SparseCore libraries stacked
+    named_arrays, safetensors   arrays by name
+    torchrec                    names of state dicts
+    dynamicemb                  files of keys and values
+    tensorflow                  checkpoints, read by TensorFlow
+    orbax                       arrays of checkpoints by their paths
+    stacked                     rows of tables that SparseCore libraries stacked
 """
 
 from tpu_embedding.checkpoint.imports.importing import (
@@ -31,6 +27,6 @@ from tpu_embedding.checkpoint.imports.importing import (
 from tpu_embedding.checkpoint.imports.opening import open_tables as open_tables
 from tpu_embedding.checkpoint.imports.report import ImportReport as ImportReport
 from tpu_embedding.checkpoint.imports.source import TableSource as TableSource
-from tpu_embedding.checkpoint.imports.stacked_orbax import (
+from tpu_embedding.checkpoint.imports.stacked import (
     open_stacked_tables as open_stacked_tables,
 )

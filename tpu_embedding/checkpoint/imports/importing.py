@@ -5,7 +5,8 @@ range of narrow types.
 """
 
 import dataclasses
-from collections.abc import Callable, Collection, Iterator, Mapping
+import functools
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 import jax.numpy as jnp
@@ -13,7 +14,6 @@ import numpy as np
 from flax import nnx
 
 from tpu_embedding.argument_checks import takes
-from tpu_embedding.checkpoint.dynamic_tables import restored_directory
 from tpu_embedding.checkpoint.errors import CheckpointError
 from tpu_embedding.checkpoint.imports.match import (
     ImportedRows,
@@ -24,15 +24,12 @@ from tpu_embedding.checkpoint.imports.match import (
     match_tables,
 )
 from tpu_embedding.checkpoint.imports.opening import open_tables
-from tpu_embedding.checkpoint.imports.placed_rows import place_table
 from tpu_embedding.checkpoint.imports.report import ImportReport
-from tpu_embedding.checkpoint.imports.slot_names import rule_of
 from tpu_embedding.checkpoint.imports.source import RowArray, TableSource
-from tpu_embedding.checkpoint.split_state import LayerState
-from tpu_embedding.checkpoint.table_arrays import initial_row_values
 from tpu_embedding.functional.following_slots import with_following_slots
+from tpu_embedding.functional.placed_ids import PlacedIds, place_ids, with_placed_ids
 from tpu_embedding.nn.training import MODEL, Optimizer, embedding_layers
-from tpu_embedding.optimizers.rules.track_touched_rows import RECORD_SLOT
+from tpu_embedding.optimizers.analysis.initial_slots import initial_slot_values
 from tpu_embedding.plan.dynamic_rows import dynamic_tables
 from tpu_embedding.plan.plan import EmbeddingPlan
 from tpu_embedding.plan.stack_plan import StackPlan, TrainedStackPlan
@@ -40,9 +37,8 @@ from tpu_embedding.rows.file_rows import decode_int8, file_row, file_rows_of_val
 from tpu_embedding.rows.id_directory import directory_name
 from tpu_embedding.rows.packed_rows import PackedRows
 from tpu_embedding.tables.row_stream import rows_per_block, write_blocks
-from tpu_embedding.tables.slot_values import named_slots, slot_rows, with_slot_rows
+from tpu_embedding.tables.slot_values import slot_rows, with_slot_rows
 from tpu_embedding.tables.table_values import NotFinite, check_range
-from tpu_embedding.tables.touched_rows import with_touched_tables
 
 
 @takes("te.checkpoint.", model=MODEL)
@@ -71,16 +67,17 @@ def import_tables(
       tables: names of the model's tables to import; None: all that the source has. In
         a model of several layers, names are `"path of the layer/table"`.
       rename: name of a table of the model to its name in the source, where they differ.
-      slots: `"same_rule"` imports the slot variables of tables whose optimizer is of
-        the rule that the source's slot variables belong to. `"none"` imports none. A
-        mapping of slot names here to those of the source imports these.
+      slots: `"same_rule"` imports the slot variables of tables if the source has those
+        of the optimizer's rule, under the names of any library, and no others.
+        `"none"` imports none. A mapping of slot names here to those of the source
+        imports these.
       rows: `"equal"` refuses tables of another number of rows. `"shared"` imports the
         rows that both have, from the first one on; further rows keep their values.
         Of a dynamic table, `"equal"` refuses ids that find no place, because their
-        bucket is full. `"shared"` leaves out the least valuable ids of such buckets.
+        bucket is full. `"shared"` leaves out the last ids of such buckets.
       ids: name of a dynamic table of the model to the ids of the source's rows:
         integers of 64 bits or strings, `[rows]`. A source that has ids itself needs
-        none. The table then has these ids only.
+        none. The table then has these ids only, and all count as just used.
 
     Returns:
       What was imported, dropped and kept.
@@ -116,23 +113,24 @@ def import_tables(
             f"{sorted(layers)} of the model and {sorted(states)} of the optimizer."
         )
     targets = {
-        path: _ModelStacks(layer.plan, layer.tables.get_value(), states.get(path, {}))
+        path: _Stacks(layer.plan, layer.tables.get_value(), states.get(path, {}), path)
         for path, layer in layers.items()
     }
+    if len(layers) == 1:
+        targets = {k: dataclasses.replace(x, path="") for k, x in targets.items()}
     options = ImportOptions(
-        tables=tables, rename=rename, slots=slots, rows=rows, ids=ids
+        tables=tables, rename=rename or {}, slots=slots, rows=rows, ids=ids or {}
     )
-    matched, report = _match(source, targets, options)
+    matched, report = _match(source, list(targets.values()), options)
     if optimizer is None:
         line = "import_tables(source, model, optimizer)"
         for path, layer in layers.items():
-            layer.set_tables.check_without_optimizer(matched[path], line)
+            own = targets[path].own(matched)
+            layer.followed_tables.check_without_optimizer(own, line)
     new_states = {}
     for path, layer in layers.items():
-        new_tables, new_states[path] = targets[path].write(matched[path])
+        new_tables, new_states[path] = targets[path].write(targets[path].own(matched))
         layer.tables.set_value(new_tables)
-        if optimizer is None:
-            layer.set_tables.note(matched[path])
     if optimizer is not None:
         optimizer.slots.set_value(new_states)
     return report
@@ -182,249 +180,262 @@ def import_into_stacks(
       >>> float(te.functional.unstack_tables(stacks, plan)["movie"].mean())
       1.0
     """
-    target = _ModelStacks(plan, stacks, states)
+    target = _Stacks(plan, stacks, states)
     options = ImportOptions(
-        tables=tables, rename=rename, slots=slots, rows=rows, ids=ids
+        tables=tables, rename=rename or {}, slots=slots, rows=rows, ids=ids or {}
     )
-    matched, report = _match(source, {"": target}, options)
-    return *target.write(matched[""]), report
+    matched, report = _match(source, [target], options)
+    return *target.write(matched), report
 
 
-_Matched = Mapping[str, MatchedTable]
-"""Name of a table of one plan to its match."""
+@dataclasses.dataclass(frozen=True)
+class _Import:
+    """Rows to write into a table and its slot variables; those of a match in place.
 
-_RowsToWrite = Mapping[str, tuple[RowArray, int]]
-"""Table name to the rows of a source and their number."""
+    Attributes:
+      values: rows in the order of the table.
+      slots: slot variables by their names here.
+      num_rows: rows to write, from the first one on.
+      placed: ids of a dynamic table.
+    """
+
+    values: RowArray
+    slots: Mapping[str, RowArray]
+    num_rows: int
+    placed: PlacedIds | None = None
 
 
 def _match(
-    source: Any, targets: Mapping[str, "_ModelStacks"], options: ImportOptions
-) -> tuple[dict[str, _Matched], ImportReport]:
-    """Returns the tables to import, by the layer's path and their names in the layer.
+    source: Any, targets: list["_Stacks"], options: ImportOptions
+) -> tuple[dict[str, _Import], ImportReport]:
+    """Returns what to write into each table, and the report.
 
     Raises:
       CheckpointError: if anything is wrong with them.
     """
     source = source if isinstance(source, TableSource) else open_tables(source)
-    prefixes = {path: f"{path}/" if len(targets) > 1 else "" for path in targets}
-    found, report = match_tables(
-        source,
-        [
-            target
-            for path, stacks in targets.items()
-            for target in stacks.tables(prefixes[path])
-        ],
-        options,
-    )
-    for table in found.values():
+    tables = [table for stacks in targets for table in stacks.tables()]
+    matched = match_tables(source, tables, options)
+    for table in matched.values():
         for array in (table.values, *table.slots.values()):
             array.check()
-    matched: dict[str, _Matched] = {
-        path: {
-            table.name: found[prefixes[path] + table.name]
-            for stack in stacks.plan.stacks
-            for table in stack.tables
-            if prefixes[path] + table.name in found
-        }
-        for path, stacks in targets.items()
-    }
-    matched = {path: targets[path].placed(of) for path, of in matched.items()}
+    imports: dict[str, _Import] = {}
+    for stacks in targets:
+        imports |= stacks.placed(matched)
     left_out = {
-        prefixes[path] + name: table
-        for path, of_layer in matched.items()
-        for name, table in of_layer.items()
-        if table.num_left_out
+        name: table.placed.num_left_out
+        for name, table in imports.items()
+        if table.placed is not None and table.placed.num_left_out
     }
     if left_out and options.rows == "equal":
         raise CheckpointError(
-            f"These ids of {source.origin} find no place in the model, because the 64 "
-            "places of their buckets are full:\n  "
-            + "\n  ".join(
-                f"table {name!r}: {table.num_left_out} of {table.num_ids} ids; give "
-                "te.Dynamic a larger capacity, 1.35 times the ids or more, or pass "
-                "rows='shared' to keep the most valuable ids of each bucket."
-                for name, table in left_out.items()
-            )
+            f"These numbers of ids of {source.origin} find no place in the model, "
+            f"because the 64 places of their buckets are full: {left_out}. Give "
+            "te.Dynamic a larger capacity, 1.35 times the ids or more, or pass "
+            "rows='shared' to leave them out."
         )
-    counts = {name: table.num_left_out for name, table in left_out.items()}
-    report = dataclasses.replace(report, without_place=counts)
-    for path, stacks in targets.items():
-        stacks.check(matched[path])
-    return matched, report
+    for stacks in targets:
+        stacks.check(stacks.own(imports))
+    names = {name: table.source for name, table in matched.items()}
+    report = ImportReport(
+        origin=source.origin,
+        tables=names,
+        slots={name: table.slot_names for name, table in matched.items()},
+        dropped={
+            f"{table.source}/{slot}": reason
+            for table in matched.values()
+            for slot, reason in table.dropped.items()
+        },
+        kept=tuple(sorted({table.name for table in tables} - set(names))),
+        unused=tuple(sorted(set(source.tables) - set(names.values()))),
+        without_place=left_out,
+    )
+    return imports, report
 
 
 @dataclasses.dataclass(frozen=True)
-class _ModelStacks:
+class _Stacks:
     """Stacks of one plan, and their optimizer states, into which tables are imported.
 
     Attributes:
       plan: gives the place of each table in the stacks.
       stacks: stack name to packed rows; directories of ids, too.
       states: stack name to optimizer state; empty without an optimizer.
+      path: path of the layer, before the names of its tables; empty for a single one.
     """
 
     plan: EmbeddingPlan
     stacks: Mapping[str, Any]
     states: Mapping[str, Any]
+    path: str = ""
 
-    def tables(self, prefix: str) -> Iterator[TargetTable]:
-        """Yields the tables, with a prefix before their names."""
+    def own(self, imports: Mapping[str, _Import]) -> dict[str, _Import]:
+        """Returns the tables of these stacks, by their names in the plan."""
+        names = {t.name: self._full(t.name) for s in self.plan.stacks for t in s.tables}
+        return {k: imports[full] for k, full in names.items() if full in imports}
+
+    def _full(self, table: str) -> str:
+        return f"{self.path}/{table}" if self.path else table
+
+    def tables(self) -> Iterator[TargetTable]:
+        """Yields the tables, by their names in the model."""
         for stack in self.plan.stacks:
-            state = self.states.get(stack.name)
-            slots, reason = None, "the table has no optimizer"
-            if isinstance(stack, TrainedStackPlan):
-                reason = "no optimizer was given"
-                if state is not None:
-                    slots = {
-                        name: file_row(packed)
-                        for name, packed in slot_rows(state, stack).items()
-                        if name != RECORD_SLOT
-                    }
+            slots = None
+            if isinstance(stack, TrainedStackPlan) and stack.name in self.states:
+                found = slot_rows(self.states[stack.name], stack)
+                slots = {name: file_row(packed) for name, packed in found.items()}
             for table in stack.tables:
                 yield TargetTable(
-                    name=prefix + table.name,
+                    name=self._full(table.name),
                     vocabulary_size=table.config.max_rows,
                     dim=table.config.dim,
                     slots=slots,
-                    rule=rule_of(state),
-                    no_slots_because=reason,
                     is_dynamic=stack.is_dynamic,
                 )
 
-    def placed(self, matched: _Matched) -> _Matched:
-        """Returns the tables with the places of the ids of dynamic ones."""
-        result = dict(matched)
+    def placed(self, matched: Mapping[str, MatchedTable]) -> dict[str, _Import]:
+        """Returns the rows of the matched tables in the order of these tables."""
+        imports = {}
         for stack in self.plan.stacks:
-            for i, member in enumerate(dynamic_tables(stack)):
-                name = member.table.name
-                if name in matched:
-                    directory = self.stacks[directory_name(stack.name)]
-                    result[name] = place_table(
-                        matched[name],
-                        member,
-                        # Equal on all shards.
-                        clock=int(_of_a_shard(directory.clock)[0]),
-                        init_key=_of_a_shard(directory.init_keys)[i],
-                        new_slots=self._new_slots(stack),
-                    )
-        return result
+            members = {x.table.name: x for x in dynamic_tables(stack)}
+            for table in stack.tables:
+                name = self._full(table.name)
+                if (match := matched.get(name)) is None:
+                    continue
+                if match.ids is None:
+                    imports[name] = _Import(match.values, match.slots, match.num_rows)
+                    continue
+                placed = place_ids(match.ids, members[table.name])
+                slots = self._new_slots(stack, len(placed.sources)) | {
+                    own: _gathered(array, placed.sources)
+                    for own, array in match.slots.items()
+                }
+                values = _gathered(match.values, placed.sources)
+                imports[name] = _Import(values, slots, len(placed.sources), placed)
+        return imports
 
-    def _new_slots(self, stack: StackPlan) -> dict[str, tuple[tuple[int, ...], float]]:
-        """Returns row shape and initial value of slot variables that have one."""
+    def _new_slots(self, stack: StackPlan, num_rows: int) -> dict[str, RowArray]:
+        """Returns slot variables of a dynamic table as new, where they are known."""
         if not isinstance(stack, TrainedStackPlan) or stack.name not in self.states:
             return {}
-        slots = list(named_slots(self.states[stack.name], stack))
-        values = initial_row_values(stack, slots)
+        found = slot_rows(self.states[stack.name], stack)
+        values = initial_slot_values(stack.optimizer, stack.dim)
+        if len(values) != len(found):
+            return {}
         return {
-            slot.name: (file_row(slot.leaf).shape, value)
-            for slot in slots
-            if (value := values.get(slot.name)) is not None
+            name: _constant_rows(num_rows, file_row(packed).shape, value)
+            for (name, packed), value in zip(found.items(), values, strict=True)
+            if value is not None
         }
 
-    def check(self, matched: _Matched) -> None:
+    def check(self, imports: Mapping[str, _Import]) -> None:
         """Refuses numbers beyond the range of the type that will hold them."""
-        for stack, slot, packed in self._arrays():
-            name = "values" if slot is None else f"values of slot {slot!r}"
-            _check_ranges(packed, _rows_of(stack, slot, matched), name)
+        for stack, slot, packed in self._arrays(self.states):
+            for table, (array, num_rows) in _rows_of(stack, slot, imports).items():
+                part = "values" if slot is None else f"values of slot {slot!r}"
+                _check_range(array, num_rows, packed, f"{part} of table {table!r}")
 
-    def write(self, matched: _Matched) -> tuple[dict[str, PackedRows], dict[str, Any]]:
+    def write(
+        self, imports: Mapping[str, _Import]
+    ) -> tuple[dict[str, PackedRows], dict[str, Any]]:
         """Returns the stacks and states with the imported tables; donates the old."""
         not_finite = NotFinite()
-
-        def written(stack, slot, packed):
-            rows = _rows_of(stack, slot, matched)
-            name = "values" if slot is None else f"values of slot {slot!r}"
-
-            def look(table: str, start: int, block: np.ndarray) -> None:
-                not_finite.look_at(block, start, f"{name} of table {table!r}")
-
-            return _write(packed, rows, stack, self.plan, look) if rows else packed
-
         stacks = dict(self.stacks)
-        for stack, slot, packed in self._arrays():
-            if slot is None:
-                stacks[stack.name] = written(stack, slot, packed)
-        stacks |= self._directories(matched)
-        num_rows = {name: table.num_rows for name, table in matched.items()}
-        states = with_following_slots(self.states, stacks, num_rows, self.plan)
-        # Slot variables of the source replace those that follow the tables.
-        slots: dict[str, dict[str, PackedRows]] = {name: {} for name in states}
-        for stack, slot, packed in dataclasses.replace(self, states=states)._arrays():
-            if slot is not None:
-                slots[stack.name][slot] = written(stack, slot, packed)
-        for stack in self.plan.trained_stacks:
-            if stack.name in states:
-                state = with_slot_rows(states[stack.name], slots[stack.name], stack)
-                states[stack.name] = state
-        not_finite.warn()
-        # No update touched the imported rows, so a delta would miss them.
-        return stacks, with_touched_tables(states, matched, self.plan)
-
-    def _directories(self, matched: _Matched) -> dict[str, Any]:
-        """Returns the new directories of stacks of dynamic tables."""
-        layer = LayerState(path="", plan=self.plan, tables=self.stacks, slots=None)
-        result = {}
         for stack in self.plan.stacks:
-            placed = {
-                table.name: ids
-                for table in stack.tables
-                if table.name in matched and (ids := matched[table.name].placed)
-            }
+            rows = _rows_of(stack, None, imports)
+            if rows:
+                packed = stacks[stack.name]
+                stacks[stack.name] = _write(packed, rows, stack, self.plan, not_finite)
+            placed = {k: ids for k in rows if (ids := imports[k].placed) is not None}
             if placed:
                 name = directory_name(stack.name)
-                result[name] = restored_directory(layer, stack, placed)
-        return result
+                stacks[name] = with_placed_ids(stacks[name], placed, stack, self.plan)
+        num_rows = {name: table.num_rows for name, table in imports.items()}
+        states = with_following_slots(self.states, stacks, num_rows, self.plan)
+        # Slot variables of the source replace those that follow the tables.
+        new: dict[str, dict[str, PackedRows]] = {name: {} for name in states}
+        for stack, slot, packed in self._arrays(states):
+            if slot is not None and (rows := _rows_of(stack, slot, imports)):
+                packed = _write(packed, rows, stack, self.plan, not_finite)
+            if slot is not None:
+                new[stack.name][slot] = packed
+        for stack in self.plan.trained_stacks:
+            if stack.name in states:
+                states[stack.name] = with_slot_rows(
+                    states[stack.name], new[stack.name], stack
+                )
+        not_finite.warn()
+        return stacks, states
 
-    def _arrays(self) -> Iterator[tuple[StackPlan, str | None, PackedRows]]:
+    def _arrays(
+        self, states: Mapping[str, Any]
+    ) -> Iterator[tuple[StackPlan, str | None, PackedRows]]:
         """Yields the tables of each stack, and its slot variables by name."""
         for stack in self.plan.stacks:
-            if stack.name in self.stacks:
-                yield stack, None, self.stacks[stack.name]
-            if isinstance(stack, TrainedStackPlan) and stack.name in self.states:
-                for slot, packed in slot_rows(self.states[stack.name], stack).items():
+            yield stack, None, self.stacks[stack.name]
+            if isinstance(stack, TrainedStackPlan) and stack.name in states:
+                for slot, packed in slot_rows(states[stack.name], stack).items():
                     yield stack, slot, packed
 
 
-def _rows_of(stack: StackPlan, slot: str | None, matched: _Matched) -> _RowsToWrite:
+_RowsToWrite = Mapping[str, tuple[RowArray, int]]
+"""Table name to the rows of a source and their number."""
+
+
+def _rows_of(
+    stack: StackPlan, slot: str | None, imports: Mapping[str, _Import]
+) -> _RowsToWrite:
     """Returns the rows to import into a stack, or into one of its slot variables."""
     rows = {}
     for table in stack.tables:
-        match = matched.get(table.name)
-        if match and slot is None:
-            rows[table.name] = match.values, match.num_rows
-        elif match and slot is not None and slot in match.slots:
-            rows[table.name] = match.slots[slot], match.num_rows
+        found = imports.get(table.name)
+        if found is not None and slot is None:
+            rows[table.name] = found.values, found.num_rows
+        elif found is not None and slot is not None and slot in found.slots:
+            rows[table.name] = found.slots[slot], found.num_rows
     return rows
 
 
-def _of_a_shard(array: Any) -> np.ndarray:
-    """Returns the part of an array that lies on one device of this process."""
-    return np.asarray(array.addressable_shards[0].data)
+def _gathered(array: RowArray, sources: np.ndarray) -> RowArray:
+    """Returns rows in another order; the whole array is on the host once one is read.
+
+    Args:
+      array: rows of the source.
+      sources: row of the source for each row of the result; -1: zeros.
+    """
+    whole = functools.cache(lambda: array.read(0, array.shape[0]))
+
+    def read(start: int, num_rows: int) -> np.ndarray:
+        chosen = sources[start : start + num_rows]
+        rows = np.zeros((num_rows, *array.shape[1:]), array.dtype)
+        rows[chosen >= 0] = whole()[chosen[chosen >= 0]]
+        return rows
+
+    return RowArray((len(sources), *array.shape[1:]), array.dtype, read)
 
 
-def _check_ranges(packed: PackedRows, rows: _RowsToWrite, name: str) -> None:
+def _constant_rows(num_rows: int, row_shape: tuple[int, ...], value: float) -> RowArray:
+    return RowArray(
+        (num_rows, *row_shape),
+        np.dtype(np.float32),
+        lambda start, n: np.full((n, *row_shape), value, np.float32),
+    )
+
+
+def _check_range(
+    array: RowArray, num_rows: int, packed: PackedRows, owner: str
+) -> None:
     """Refuses numbers that the rows' type cannot hold, reading the rows in blocks."""
     dtype = packed.layout.narrow_dtype or packed.lines_dtype.name
-    for table, (array, num_rows) in rows.items():
-        if not _may_overflow(array, dtype):
-            continue
-        size = rows_per_block(array.dtype.itemsize * int(np.prod(array.shape[1:])))
-        for start in range(0, num_rows, size):
-            block = array.read(start, min(size, num_rows - start))
-            if array.holds_int8_rows(packed.layout.dim):
-                block = decode_int8(block)
-            check_range(block, start, dtype, f"{name} of table {table!r}")
-
-
-def _may_overflow(array: RowArray, dtype: str) -> bool:
-    """Returns True if an array may hold numbers that another type lacks."""
-    if array.dtype == np.uint8:  # Codes, with scale and bias in float32.
-        return dtype in ("bfloat16", "float16")
-    if dtype == "int8":
-        return True
-    if not array.is_floating:
-        return False
-    return bool(jnp.finfo(array.dtype).max > jnp.finfo(dtype).max)
+    is_integer = dtype != "int8" and not jnp.issubdtype(jnp.dtype(dtype), jnp.floating)
+    if is_integer or array.dtype == dtype:
+        return
+    size = rows_per_block(array.dtype.itemsize * int(np.prod(array.shape[1:])))
+    for start in range(0, num_rows, size):
+        block = array.read(start, min(size, num_rows - start))
+        if array.holds_int8_rows(packed.layout.dim):
+            block = decode_int8(block)
+        check_range(block, start, dtype, owner)
 
 
 def _write(
@@ -432,12 +443,9 @@ def _write(
     rows: _RowsToWrite,
     stack: StackPlan,
     plan: EmbeddingPlan,
-    look: Callable[[str, int, np.ndarray], None],
+    not_finite: NotFinite,
 ) -> PackedRows:
-    """Returns packed rows with the rows of some tables replaced, in place.
-
-    It shows each block that it reads to `look(table, start, rows)`.
-    """
+    """Returns packed rows with the rows of some tables replaced, in place."""
     layout, dtype = packed.layout, packed.lines_dtype
 
     def read(table: str, start: int, num_rows: int) -> np.ndarray:
@@ -447,7 +455,7 @@ def _write(
             if layout.narrow_dtype == "int8":
                 return block
             block = decode_int8(block)
-        look(table, start, block)
+        not_finite.look_at(block, start, f"rows of table {table!r}")
         if layout.narrow_dtype is None:
             return np.asarray(block, dtype)
         return file_rows_of_values(block, layout)

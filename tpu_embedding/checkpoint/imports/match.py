@@ -1,24 +1,18 @@
 """Matches the tables of a source with those of a model, and lists every mismatch."""
 
 import dataclasses
-from collections.abc import Collection, Mapping, Sequence
-from typing import Any, Literal
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from typing import Any, Final, Literal
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from tpu_embedding.argument_checks import describe_value
-from tpu_embedding.checkpoint.dynamic_tables import PlacedIds
 from tpu_embedding.checkpoint.errors import CheckpointError
-from tpu_embedding.checkpoint.imports.report import ImportReport
-from tpu_embedding.checkpoint.imports.row_ids import given_ids
-from tpu_embedding.checkpoint.imports.slot_names import same_slots
-from tpu_embedding.checkpoint.imports.source import (
-    RowArray,
-    SourceIds,
-    SourceTable,
-    TableSource,
-)
+from tpu_embedding.checkpoint.imports.source import RowArray, SourceTable, TableSource
+from tpu_embedding.inputs.wide_ids import NO_WIDE_ID, fingerprints_of
+from tpu_embedding.types import Ids64
 
 ImportedSlots = Literal["same_rule", "none"] | Mapping[str, str]
 """Slots to import: those of an equal rule; none; or own name to source's name."""
@@ -29,46 +23,48 @@ ImportedRows = Literal["equal", "shared"]
 In dynamic tables: all ids must have a place, or those with one are taken.
 """
 
+_SAME_SLOTS: Final[Mapping[tuple[str, ...], tuple[tuple[str, ...], ...]]] = {
+    ("accumulators",): (("accumulator",), ("momentum1",), ("0",)),
+    ("accumulators", "linears"): (("accumulator", "linear"), ("0", "1")),
+    ("accumulators", "momenta"): (("accumulator", "momentum"), ("0", "1")),
+    ("momenta", "velocities"): (
+        ("momentum", "velocity"),
+        ("momentum1", "momentum2"),
+        ("m", "v"),
+        ("0", "1"),
+    ),
+}
+"""Slot variables of a rule here, to their names in other libraries. Slot variables that
+were saved as a plain tuple have numbers."""
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ImportOptions:
-    """Options of an import; see `import_tables`.
-
-    Attributes:
-      tables: names of the model's tables to import; None: all that the source has.
-      rename: name of a table of the model to its name in the source.
-      slots: slots to import.
-      rows: numbers of rows that fit.
-      ids: name of a dynamic table of the model to the ids of the source's rows.
-    """
+    """Options of an import; see `import_tables`."""
 
     tables: Collection[str] | None = None
-    rename: Mapping[str, str] | None = None
+    rename: Mapping[str, str] = dataclasses.field(default_factory=dict)
     slots: ImportedSlots = "same_rule"
     rows: ImportedRows = "equal"
-    ids: Mapping[str, Any] | None = None
+    ids: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
     def __post_init__(self):
+        for field, value in (("rename", self.rename), ("ids", self.ids)):
+            if not isinstance(value, Mapping):
+                raise TypeError(
+                    f"{field} must be a dict by the names of tables, got "
+                    f"{describe_value(value)}."
+                )
         if isinstance(self.tables, str):
             raise TypeError(f"tables must be a list of names, got {self.tables!r}.")
-        if not isinstance(self.rename, Mapping | None):
-            raise TypeError(f"rename must be a dict of names, got {self.rename!r}.")
-        if not isinstance(self.ids, Mapping | None):
-            raise TypeError(
-                "ids must be a dict of arrays by the names of dynamic tables, got "
-                f"{describe_value(self.ids)}."
+        is_mapping = isinstance(self.slots, Mapping)
+        if not is_mapping and self.slots not in ("same_rule", "none"):
+            raise ValueError(
+                "slots must be 'same_rule', 'none' or a dict of slot names, got "
+                f"{self.slots!r}."
             )
-        for field, value, choices in (
-            ("slots", self.slots, ("same_rule", "none")),
-            ("rows", self.rows, ("equal", "shared")),
-        ):
-            if value not in choices and not (
-                field == "slots" and isinstance(value, Mapping)
-            ):
-                more = " or a dict of slot names" if field == "slots" else ""
-                raise ValueError(
-                    f"{field} must be one of {list(choices)}{more}, got {value!r}."
-                )
+        if self.rows not in ("equal", "shared"):
+            raise ValueError(f"rows must be 'equal' or 'shared', got {self.rows!r}.")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -80,8 +76,6 @@ class TargetTable:
       vocabulary_size: rows.
       dim: columns.
       slots: row shape of each slot variable by name; None without its optimizer.
-      rule: see `slot_names.rule_of`.
-      no_slots_because: reason why `slots` is None.
       is_dynamic: True for a table whose rows have ids.
     """
 
@@ -89,8 +83,6 @@ class TargetTable:
     vocabulary_size: int
     dim: int
     slots: Mapping[str, jax.ShapeDtypeStruct] | None
-    rule: str | None = None
-    no_slots_because: str = ""
     is_dynamic: bool = False
 
 
@@ -99,34 +91,28 @@ class MatchedTable:
     """A table to import.
 
     Attributes:
+      source: name of the table in the source.
       values: rows of the source.
       slots: slot variables of the source, by their names in this package.
+      slot_names: their names in the source.
+      dropped: slot variables of the source that are not imported, to the reason.
       num_rows: rows to import, from the first one on.
-      ids: ids of the rows of a dynamic table; None for a static one.
-      placed: their places in the table; see `place_table`.
+      ids: uint64, ids of the rows of a dynamic table; None for a static one.
     """
 
+    source: str
     values: RowArray
     slots: Mapping[str, RowArray]
+    slot_names: Mapping[str, str]
+    dropped: Mapping[str, str]
     num_rows: int
-    ids: SourceIds | None = None
-    placed: PlacedIds | None = None
-
-    @property
-    def num_ids(self) -> int:
-        """Ids of the source; 0 for a static table."""
-        return 0 if self.ids is None else len(self.ids.ids)
-
-    @property
-    def num_left_out(self) -> int:
-        """Ids without a place in their buckets."""
-        return 0 if self.placed is None else self.num_ids - len(self.placed.kept)
+    ids: np.ndarray | None = None
 
 
 def match_tables(
     source: TableSource, targets: Sequence[TargetTable], options: ImportOptions
-) -> tuple[dict[str, MatchedTable], ImportReport]:
-    """Returns the tables to import by the model's name, and what will be reported.
+) -> dict[str, MatchedTable]:
+    """Returns the tables to import by the model's name.
 
     Args:
       source: the tables that there are.
@@ -137,67 +123,42 @@ def match_tables(
       CheckpointError: with all mismatches, and a way out for each.
     """
     names = _names(source, targets, options)
-    by_name = {target.name: target for target in targets}
-    matched, imported_slots, problems = {}, {}, []
-    dropped: dict[str, str] = {}
-    for own, other in names.items():
-        target, table = by_name[own], source.tables[other]
-        num_rows, found = _shared_rows(target, other, table.values, options.rows)
-        problems += found
-        ids, found = _ids(target, other, table, (options.ids or {}).get(own))
-        problems += found
-        chosen, reasons, found = _choose_slots(source, target, other, options.slots)
-        problems += found
-        dropped |= {f"{other}/{slot}": why for slot, why in reasons.items()}
-        imported_slots[own] = chosen
-        matched[own] = MatchedTable(
-            values=table.values,
-            slots={name: table.slots[theirs] for name, theirs in chosen.items()},
-            num_rows=num_rows,
-            ids=ids,
-        )
+    matched: dict[str, MatchedTable] = {}
+    problems: list[str] = []
+    for target in targets:
+        if target.name in names:
+            other = names[target.name]
+            try:
+                matched[target.name] = _match(target, other, source, options)
+            except CheckpointError as error:
+                problems.append(f"table {target.name!r} of {other!r}: {error}")
     if problems:
         raise CheckpointError(
             f"These parts of {source.origin} do not fit the model:\n  "
             + "\n  ".join(problems)
         )
-    report = ImportReport(
-        origin=source.origin,
-        tables=names,
-        slots=imported_slots,
-        dropped=dropped,
-        kept=tuple(sorted(set(by_name) - set(names))),
-        unused=tuple(sorted(set(source.tables) - set(names.values()))),
-        assumed={
-            own: source.assumed[other]
-            for own, other in names.items()
-            if other in source.assumed
-        },
-    )
-    return matched, report
+    return matched
 
 
 def _names(
-    source: TableSource,
-    targets: Sequence[TargetTable],
-    options: ImportOptions,
+    source: TableSource, targets: Sequence[TargetTable], options: ImportOptions
 ) -> dict[str, str]:
     """Returns the source's name of each table to import, by the model's name."""
-    tables, rename, ids = options.tables, options.rename or {}, options.ids or {}
     own = [target.name for target in targets]
-    wanted = own if tables is None else list(tables)
-    names = {name: rename.get(name, name) for name in own if name in wanted}
+    wanted = own if options.tables is None else options.tables
+    given = {"tables": wanted, "rename": options.rename, "ids": options.ids}
     problems = [
         f"{argument} names {name!r}; the model has the tables {sorted(own)}."
-        for argument, given in (("tables", wanted), ("rename", rename), ("ids", ids))
-        for name in given
+        for argument, named in given.items()
+        for name in named
         if name not in own
     ]
-    if tables is None:
+    names = {name: options.rename.get(name, name) for name in own if name in wanted}
+    if options.tables is None:
         names = {
             name: other
             for name, other in names.items()
-            if name in rename or other in source.tables
+            if name in options.rename or other in source.tables
         }
     problems += [
         f"table {name!r}: the source has no table {other!r}. Give its name there by "
@@ -218,148 +179,152 @@ def _names(
     return names
 
 
-def _shared_rows(
-    target: TargetTable, other: str, values: RowArray, rows: ImportedRows
-) -> tuple[int, list[str]]:
-    """Returns the number of rows to import, and the problems that refuse them."""
-    owner = f"table {target.name!r}: {other!r} of the source"
+def _match(
+    target: TargetTable, other: str, source: TableSource, options: ImportOptions
+) -> MatchedTable:
+    """Returns a table to import.
+
+    Raises:
+      CheckpointError: if it does not fit.
+    """
+    table = source.tables[other]
+    names = _slot_names(target, table, options.slots)
+    reason = f"the table has {_described(target)}; pass slots={{own name: its name}}"
+    if options.slots == "none":
+        reason = "slots='none'"
+    elif target.slots is None:
+        reason = "no optimizer was given, or the table has none"
+    dropped = [slot for slot in table.slots if slot not in names.values()]
+    return MatchedTable(
+        source=other,
+        values=table.values,
+        slots={own: table.slots[theirs] for own, theirs in names.items()},
+        slot_names=names,
+        dropped=dict.fromkeys(dropped, reason),
+        num_rows=_num_rows(target, table.values, options.rows),
+        ids=_ids(target, table, options.ids.get(target.name)),
+    )
+
+
+def _num_rows(target: TargetTable, values: RowArray, rows: ImportedRows) -> int:
+    """Returns the number of rows to import.
+
+    Raises:
+      CheckpointError: if the values do not fit.
+    """
     if len(values.shape) != 2:
-        return 0, [f"{owner} has shape {values.shape}, which is no table [rows, dim]."]
-    problems = []
+        raise CheckpointError(f"shape {values.shape} is no table [rows, dim].")
     num_rows, dim = values.shape
     if values.holds_int8_rows(target.dim):
         dim = target.dim
     elif not values.is_floating:
-        problems.append(
-            f"{owner} has dtype {values.dtype}; convert it to floating numbers first."
+        raise CheckpointError(
+            f"dtype {values.dtype} must be floating; convert it first."
         )
     if dim != target.dim:
-        problems.append(
-            f"{owner} has dim {dim}, the model {target.dim}; set TableConfig.dim to "
-            f"{dim}, or leave the table out of tables."
+        raise CheckpointError(
+            f"the source has dim {dim}, the model {target.dim}; set TableConfig.dim, "
+            "or leave the table out of tables."
         )
-    if target.is_dynamic:
-        return num_rows, problems
-    size = target.vocabulary_size
+    size = num_rows if target.is_dynamic else target.vocabulary_size
     if num_rows != size and rows == "equal":
-        outcome = (
-            f"import the first {num_rows} rows and keep the others"
-            if num_rows < size
-            else f"leave out the last {num_rows - size} rows of the source"
+        raise CheckpointError(
+            f"the source has {num_rows} rows, the model {size}; set "
+            "TableConfig.vocabulary_size, or pass rows='shared' to import the first "
+            f"{min(num_rows, size)} rows."
         )
-        problems.append(
-            f"{owner} has {num_rows} rows, the model {size}; set "
-            f"TableConfig.vocabulary_size to {num_rows}, or pass rows='shared' to "
-            f"{outcome}."
-        )
-    return min(num_rows, size), problems
+    return min(num_rows, size)
 
 
-def _ids(
-    target: TargetTable, other: str, table: SourceTable, given: Any
-) -> tuple[SourceIds | None, list[str]]:
-    """Returns the ids of the rows of a dynamic table, and the problems with them."""
-    owner = f"table {target.name!r}"
-    if not target.is_dynamic:
-        if given is None and table.ids is None:
-            return None, []
-        what = f"{other!r} of the source has" if given is None else "ids gives"
-        return None, [
-            f"{owner}: {what} ids of rows, but the model's table has a fixed "
-            f"vocabulary of {target.vocabulary_size} rows; set "
-            "TableConfig.vocabulary_size to te.Dynamic(capacity=...)."
-        ]
-    if given is not None:
-        return given_ids(given, owner, table.values.shape[0])
-    if table.ids is None:
-        return None, [
-            f"{owner} has a te.Dynamic vocabulary, but {other!r} of the source has no "
-            f"ids; give the id of each of its rows by ids={{{target.name!r}: array}}."
-        ]
-    return table.ids, []
+def _ids(target: TargetTable, table: SourceTable, given: Any) -> np.ndarray | None:
+    """Returns the ids of the rows of a dynamic table, as uint64.
 
-
-def _choose_slots(
-    source: TableSource,
-    target: TargetTable,
-    other: str,
-    slots: ImportedSlots,
-) -> tuple[dict[str, str], dict[str, str], list[str]]:
-    """Chooses the slot variables of one table to import.
-
-    Returns:
-      The chosen slots: name in the model to name in the source; the dropped slots: name
-      in the source to the reason; and the problems that refuse the import.
+    Raises:
+      CheckpointError: if they do not fit.
     """
-    table = source.tables[other]
-    if slots == "none":
-        return {}, dict.fromkeys(table.slots, "slots='none'"), []
-    if target.slots is None:
-        return {}, dict.fromkeys(table.slots, target.no_slots_because), []
-    if isinstance(slots, Mapping):
-        chosen = dict(slots)
-        problems = _named_slot_problems(target, other, table, chosen)
-    else:
-        chosen, problems = same_slots(source, table, target.rule, [*target.slots]), []
-        if any(
-            _shape_problem(target, own, table.slots[theirs], table.values)
-            for own, theirs in chosen.items()
-        ):
-            chosen = {}
-    reason = (
-        f"the optimizer of table {target.name!r} has {_described(target)}; if a slot "
-        "means the same, pass slots={own name: name in the source}"
-    )
-    rest = [slot for slot in table.slots if slot not in chosen.values()]
-    return {} if problems else chosen, dict.fromkeys(rest, reason), problems
-
-
-def _named_slot_problems(
-    target: TargetTable,
-    other: str,
-    table: SourceTable,
-    chosen: Mapping[str, str],
-) -> list[str]:
-    """Returns the problems of slot variables that the caller named."""
-    problems = []
-    for own, theirs in chosen.items():
-        owner = f"table {target.name!r}, slots={{{own!r}: {theirs!r}}}"
-        if own not in (target.slots or {}):
-            problems.append(f"{owner}: the optimizer has {_described(target)}.")
-        elif theirs not in table.slots:
-            problems.append(
-                f"{owner}: {other!r} of the source has the slots {sorted(table.slots)}."
-            )
-        else:
-            array = table.slots[theirs]
-            problem = _shape_problem(target, own, array, table.values)
-            problems += [f"{owner}: {problem}"] if problem else []
-    return problems
-
-
-def _shape_problem(
-    target: TargetTable, own: str, array: RowArray, values: RowArray
-) -> str | None:
-    assert target.slots is not None
-    wanted = (values.shape[0], *target.slots[own].shape)
-    if array.shape != wanted:
-        return f"the source has shape {array.shape}, the optimizer takes {wanted}."
-    dtype = target.slots[own].dtype
-    if jax.numpy.issubdtype(dtype, jax.numpy.floating):
-        fits = array.is_floating
-    else:
-        fits = np.can_cast(array.dtype, dtype)
-    if not fits:
-        return (
-            f"the source has dtype {array.dtype}, the optimizer {dtype}; convert it "
-            "first."
+    given = table.ids if given is None else given
+    if (given is not None) != target.is_dynamic:
+        raise CheckpointError(
+            "ids of rows and a te.Dynamic vocabulary need each other; give "
+            f"ids={{{target.name!r}: array}}, or set TableConfig.vocabulary_size to "
+            "te.Dynamic(capacity=...)."
         )
-    return None
+    if given is None:
+        return None
+    array = given.to_numpy() if isinstance(given, Ids64) else np.asarray(given)
+    if array.shape != table.values.shape[:1]:
+        raise CheckpointError(
+            f"ids must have one id for each of the {table.values.shape[0]} rows of the "
+            f"source, got shape {array.shape}."
+        )
+    if array.dtype.kind in "USO":
+        words = fingerprints_of(array)
+    elif np.issubdtype(array.dtype, np.integer):
+        # Negative ids keep their bits.
+        is_wide = array.dtype == np.uint64
+        words = array if is_wide else array.astype(np.int64).view(np.uint64)
+    else:
+        raise CheckpointError(
+            f"ids must be integers or strings, got dtype {array.dtype}; ids beyond "
+            "2**53 are not exact in floating numbers."
+        )
+    if (words == NO_WIDE_ID).any() or len(np.unique(words)) < len(words):
+        raise CheckpointError(
+            "ids must be distinct and not 2**64 - 1 (-1 if signed), which means 'no "
+            "id'; keep one row of each id."
+        )
+    return words
+
+
+def _slot_names(
+    target: TargetTable, table: SourceTable, slots: ImportedSlots
+) -> dict[str, str]:
+    """Returns the slots to import: name in the model to name in the source.
+
+    Raises:
+      CheckpointError: if a slot that the caller named is missing, or does not fit.
+    """
+    if target.slots is None or slots == "none":
+        return {}
+    if not isinstance(slots, Mapping):
+        own = tuple(sorted(target.slots))
+        for theirs in (own, *_SAME_SLOTS.get(own, ())):
+            names = dict(zip(own, theirs, strict=True))
+            if set(theirs) == set(table.slots) and not list(
+                _slot_problems(target, table, names)
+            ):
+                return names
+        return {}
+    names = dict(slots)
+    for problem in _slot_problems(target, table, names):
+        raise CheckpointError(problem)
+    return names
+
+
+def _slot_problems(
+    target: TargetTable, table: SourceTable, names: Mapping[str, str]
+) -> Iterator[str]:
+    assert target.slots is not None
+    for own, theirs in names.items():
+        if own not in target.slots or theirs not in table.slots:
+            yield (
+                f"slots={{{own!r}: {theirs!r}}} must name a slot of the table, which "
+                f"has {_described(target)}, and one of the source, which has "
+                f"{sorted(table.slots)}."
+            )
+            continue
+        array, slot = table.slots[theirs], target.slots[own]
+        shape = (table.values.shape[0], *slot.shape)
+        fits = np.can_cast(array.dtype, slot.dtype)
+        if jnp.issubdtype(slot.dtype, jnp.floating):
+            fits = array.is_floating
+        if array.shape != shape or not fits:
+            yield (
+                f"slot {theirs!r} is {array}, but the optimizer's {own!r} takes "
+                f"{slot.dtype}{list(shape)}."
+            )
 
 
 def _described(target: TargetTable) -> str:
-    slots = target.slots or {}
-    if not slots:
-        return "no slot variables"
-    shapes = [f"{name} {list(slot.shape)}" for name, slot in slots.items()]
-    return f"{', '.join(shapes)} per row"
+    shapes = [f"{k} {list(slot.shape)}" for k, slot in (target.slots or {}).items()]
+    return f"{', '.join(shapes)} per row" if shapes else "no slot variables"

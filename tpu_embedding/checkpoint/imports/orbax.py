@@ -2,17 +2,10 @@
 
 The file `_METADATA` of a checkpoint item lists its leaves. Their arrays are in zarr,
 either in directories of their own or in one database (OCDBT), which tensorstore reads.
-
-Arrays are cut into chunks that may be as large as a device's share, and are compressed.
-A range of rows could therefore cost reading everything. So each array is copied once,
-chunk by chunk, to a temporary file that is mapped to memory. This also finds what
-cannot be read before the model changes.
 """
 
-import functools
 import json
 import pathlib
-import tempfile
 from typing import Any, Final
 
 import numpy as np
@@ -25,9 +18,10 @@ LeafPath = tuple[str, ...]
 """Keys of the dicts and fields around a leaf."""
 
 _METADATA: Final = "_METADATA"
+_ROWS_PER_CHECK: Final = 2**16
 
-_MAX_BYTES_IN_MEMORY: Final = 2**24
-"""Larger arrays are copied to a file."""
+_CONTEXT: Final = {"cache_pool": {"total_bytes_limit": 2**29}}
+"""Keeps decoded chunks, of which a range of rows may need a part only."""
 
 
 def find_items(path: pathlib.Path) -> dict[str, pathlib.Path]:
@@ -42,38 +36,48 @@ def find_items(path: pathlib.Path) -> dict[str, pathlib.Path]:
     steps = [d for d in path.glob("*") if d.name.isdigit() and d.is_dir()]
     if steps:
         path = max(steps, key=lambda step: int(step.name))
+    items = sorted(path.glob("*"))
+    return {item.name: item for item in items if (item / _METADATA).is_file()}
+
+
+def arrays_of_checkpoint(path: pathlib.Path) -> dict[LeafPath, RowArray]:
+    """Returns the arrays of a checkpoint that have rows, by path.
+
+    Of several items, the name of the item comes first.
+
+    Args:
+      path: see `find_items`.
+
+    Raises:
+      CheckpointError: if an item is damaged or incomplete.
+    """
+    items = find_items(path)
     return {
-        item.name: item
-        for item in sorted(path.glob("*"))
-        if (item / _METADATA).is_file()
+        leaf if len(items) == 1 else (name, *leaf): array
+        for name, item in items.items()
+        for leaf, array in _arrays_of_item(item).items()
     }
 
 
-def arrays_of_item(item: pathlib.Path) -> dict[LeafPath, RowArray]:
-    """Returns the arrays of an item that have rows, by path.
-
-    Raises:
-      CheckpointError: if the item is damaged or incomplete.
-    """
+def _arrays_of_item(item: pathlib.Path) -> dict[LeafPath, RowArray]:
     file = item / _METADATA
     try:
         metadata = json.loads(file.read_text())
         leaves = {
             tuple(str(key["key"]) for key in leaf["key_metadata"]): leaf[
                 "value_metadata"
-            ]
+            ]["value_type"]
             for leaf in metadata["tree_metadata"].values()
         }
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise CheckpointError(f"{file} cannot be read: {error!r}.") from None
     driver = "zarr3" if metadata.get("use_zarr3") else "zarr"
-    arrays = {}
-    for path, leaf in leaves.items():
-        if leaf.get("value_type") in ("jax.Array", "np.ndarray"):
-            array = _open(item, path, driver)
-            if array.shape:
-                arrays[path] = array
-    return arrays
+    arrays = {
+        path: _open(item, path, driver)
+        for path, kind in leaves.items()
+        if kind in ("jax.Array", "np.ndarray")
+    }
+    return {path: array for path, array in arrays.items() if array.shape}
 
 
 def _open(item: pathlib.Path, path: LeafPath, driver: str) -> RowArray:
@@ -86,43 +90,26 @@ def _open(item: pathlib.Path, path: LeafPath, driver: str) -> RowArray:
         kvstore = {"driver": "ocdbt", "base": files, "path": f"{name}/"}
     else:
         kvstore = files | {"path": f"{directory}/{name}/"}
-    try:
-        store = ts.open({"driver": driver, "kvstore": kvstore}, open=True).result()
-    except (ValueError, OSError) as error:
-        raise _unreadable(item, name, error) from None
+    spec = {"driver": driver, "kvstore": kvstore, "context": _CONTEXT}
 
-    @functools.cache
-    def load() -> np.ndarray:
+    def result_of(future: ts.Future) -> Any:
         try:
-            return _copy(store)
+            return future.result()
         except (ValueError, OSError) as error:
-            raise _unreadable(item, name, error) from None
+            text = str(error).partition(" [")[0].partition("\n")[0]
+            raise CheckpointError(
+                f"The array {name!r} of {item} cannot be read: {text} Copy the "
+                "checkpoint again, or take another one."
+            ) from None
 
-    dtype = np.dtype(store.dtype.numpy_dtype)
-    return RowArray.whole(tuple(store.shape), dtype, load)
-
-
-def _copy(store: ts.TensorStore) -> np.ndarray:
-    """Reads an array chunk by chunk to memory, or to a temporary file."""
-    dtype = np.dtype(store.dtype.numpy_dtype)
+    store = result_of(ts.open(spec, open=True))
     shape = tuple(store.shape)
-    if dtype.itemsize * int(np.prod(shape)) <= _MAX_BYTES_IN_MEMORY:
-        return np.asarray(store.read().result())
-    with tempfile.TemporaryFile() as file:
-        array = np.memmap(file, dtype, "w+", shape=shape)
-    chunk_shape = store.chunk_layout.read_chunk.shape or shape
-    num_rows = max(1, chunk_shape[0] or 1)
-    for start in range(0, shape[0], num_rows):
-        end = min(start + num_rows, shape[0])
-        # Without a copy between the decoded chunk and the file.
-        target = ts.array(array[start:end]).translate_to[start]
-        target.write(store[start:end]).result()
-    return array
 
+    def read(start: int, num_rows: int) -> np.ndarray:
+        return np.asarray(result_of(store[start : start + num_rows].read()))
 
-def _unreadable(item: pathlib.Path, name: str, error: Exception) -> CheckpointError:
-    text = str(error).partition(" [")[0].partition("\n")[0]
-    return CheckpointError(
-        f"The array {name!r} of {item} cannot be read: {text} Copy the checkpoint "
-        "again, or take another one."
-    )
+    def check() -> None:
+        for start in range(0, shape[0], _ROWS_PER_CHECK):
+            read(start, min(_ROWS_PER_CHECK, shape[0] - start))
+
+    return RowArray(shape, np.dtype(store.dtype.numpy_dtype), read, check)

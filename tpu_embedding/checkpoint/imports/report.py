@@ -17,8 +17,6 @@ class ImportReport:
       kept: tables of the model that keep all their values, because the source lacks
         them or they were not asked for.
       unused: tables of the source that were not imported.
-      assumed: imported table to what was assumed of it, because nothing in the source
-        tells.
       without_place: imported dynamic table to the number of ids that were left out,
         because their buckets were full.
     """
@@ -29,28 +27,21 @@ class ImportReport:
     dropped: Mapping[str, str]
     kept: tuple[str, ...]
     unused: tuple[str, ...]
-    assumed: Mapping[str, str] = dataclasses.field(default_factory=dict)
-    without_place: Mapping[str, int] = dataclasses.field(default_factory=dict)
+    without_place: Mapping[str, int]
 
     def __str__(self) -> str:
         lines = [f"Imported {len(self.tables)} tables from {self.origin}:"]
         for table, name in self.tables.items():
-            slots = self.slots.get(table, {})
-            parts = [f"{own} of {other}" for own, other in slots.items()]
+            parts = [f"{own} of {other}" for own, other in self.slots[table].items()]
             lines.append(f"  {table} of {name}: {', '.join(['values', *parts])}")
-        for heading, names in (
-            (
-                "Assumed, as nothing in the source tells:",
-                [f"{k}: {v}" for k, v in self.assumed.items()],
-            ),
-            ("Dropped slot variables:", [f"{k}: {v}" for k, v in self.dropped.items()]),
-            (
-                "Ids that were left out, because their buckets were full:",
-                [f"{k}: {v}" for k, v in self.without_place.items() if v],
-            ),
+        for heading, found in (
+            ("Dropped slot variables:", self.dropped),
+            ("Ids left out, because their buckets were full:", self.without_place),
             ("Tables of the model that keep their values:", self.kept),
             ("Tables of the source that were not used:", self.unused),
         ):
-            if names:
-                lines += [heading, *(f"  {name}" for name in names)]
+            if isinstance(found, Mapping):
+                found = [f"{name}: {text}" for name, text in found.items()]
+            if found:
+                lines += [heading, *(f"  {name}" for name in found)]
         return "\n".join(lines)

@@ -4,25 +4,23 @@ Keys of a checkpoint are paths of Python objects: `model/emb/_tpu_embedding/movi
 table is the variable of its name. Slot variables of TensorFlow are siblings, such as
 `movie/accumulators`; those of Keras optimizers, which TFRS uses, hang below the
 variable. On chips with SparseCores, a variable is a whole stack, and a message beside
-it tells how the tables lie in it.
+it tells how the tables lie in it. `tf.train.load_checkpoint` reads all of them.
 """
 
 import collections
+import functools
 import importlib
+import importlib.util
 import pathlib
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Final
 
+import numpy as np
+
 from tpu_embedding.checkpoint.errors import CheckpointError
-from tpu_embedding.checkpoint.imports.source import (
-    RowArray,
-    RuleSlots,
-    SourceTable,
-    TableSource,
-)
-from tpu_embedding.checkpoint.imports.sparse_core import StackedTable, read_stacked
-from tpu_embedding.checkpoint.imports.tensorflow_reader import TensorFlowReader
+from tpu_embedding.checkpoint.imports.source import RowArray, SourceTable, TableSource
+from tpu_embedding.checkpoint.imports.stacked import StackedTable, table_of_stack
 
 _VALUE: Final = "/.ATTRIBUTES/VARIABLE_VALUE"
 _SLOT: Final = "/.OPTIMIZER_SLOT/"
@@ -30,24 +28,8 @@ _LAYOUTS: Final = "_sparse_core_table_layouts"
 _TFRS_LAYER: Final = "_tpu_embedding"
 _KERAS_TABLE: Final = "embeddings"
 
-_RULES: Final = (
-    RuleSlots(rule="adagrad", names={"accumulators": "accumulators"}),
-    RuleSlots(
-        rule="adagrad_momentum",
-        names={"accumulators": "accumulators", "momenta": "momenta"},
-    ),
-    RuleSlots(
-        rule="ftrl", names={"accumulators": "accumulators", "linears": "linears"}
-    ),
-    RuleSlots(rule="adam", names={"momenta": "momenta", "velocities": "velocities"}),
-    # Names of the Keras optimizers.
-    RuleSlots(rule="adagrad", names={"accumulators": "accumulator"}),
-    RuleSlots(rule="ftrl", names={"accumulators": "accumulator", "linears": "linear"}),
-    RuleSlots(rule="adam", names={"momenta": "m", "velocities": "v"}),
-)
-
-
-_Variables = Mapping[tuple[str, ...], SourceTable]
+_Path = tuple[str, ...]
+_Variables = Mapping[_Path, SourceTable]
 """The names of the objects that lead to a variable, to its value, with the slot
 variables of a Keras optimizer."""
 
@@ -87,26 +69,75 @@ def tables_of_checkpoint(prefix: pathlib.Path) -> TableSource:
       CheckpointError: if TensorFlow is missing, or the checkpoint is damaged or has no
         tables.
     """
-    reader = TensorFlowReader(prefix)
     origin = f"TensorFlow checkpoint {prefix}"
-    variables = _variables(reader.arrays())
-    stacked = [
-        key.removesuffix(_VALUE)
-        for key in reader.keys()
-        if key.removesuffix(_VALUE).split("/")[-1] == _LAYOUTS
-    ]
-    tables: dict[tuple[str, ...], SourceTable] = {}
+    read, arrays, strings = _open(prefix)
+    variables = _variables(arrays)
+    stacked = [k for k in strings if k.removesuffix(_VALUE).endswith(f"/{_LAYOUTS}")]
+    tables: dict[_Path, SourceTable] = {}
     for key in stacked:
-        parent = _path_of(key)[:-1]
-        for layout in _layouts(reader.read(key + _VALUE), origin):
-            tables[*parent, layout.name] = _stacked_table(
-                layout, parent, variables, origin
+        parent = _path_of(key.removesuffix(_VALUE))[:-1]
+        for name, stack_name, place in _layouts(read(key), origin):
+            if (path := (*parent, stack_name)) not in variables:
+                raise CheckpointError(
+                    f"{origin} lacks the stack {stack_name!r} of table {name!r}."
+                )
+            stack = SourceTable(
+                values=variables[path].values, slots=_slots_of(path, variables)
             )
-    if not stacked:
-        tables = _plain_tables(variables)
+            tables[*parent, name] = table_of_stack(stack, place, f"{origin}: {name}")
+    tables = tables or _plain_tables(variables)
     if not tables:
         raise CheckpointError(f"{origin} has no tables: no variables of two axes.")
-    return TableSource(origin=origin, tables=_named(tables), rules=_RULES)
+    return TableSource(origin=origin, tables=_named(tables))
+
+
+def _open(
+    prefix: pathlib.Path,
+) -> tuple[Callable[[str], Any], dict[str, RowArray], list[str]]:
+    """Returns a function that reads a key, the arrays that have rows, and other keys.
+
+    TensorFlow reads an array as a whole and verifies its checksum. The array that was
+    read last stays in memory, because its rows are asked for block by block.
+    """
+    if importlib.util.find_spec("tensorflow") is None:
+        raise CheckpointError(
+            f"{prefix} is a TensorFlow checkpoint, which needs tensorflow 2.18 or "
+            "later to be read. Install it by pip install 'tpu-embedding[tf]', or "
+            "convert the checkpoint once on a machine that has it: call "
+            "te.checkpoint.import_tables and te.save there, and te.restore here."
+        )
+    tf: Any = importlib.import_module("tensorflow")
+
+    def call(function: Any, argument: str) -> Any:
+        try:
+            return function(argument)
+        # TensorFlow passes some statuses on as errors of Python.
+        except (tf.errors.OpError, IndexError, ValueError) as error:
+            raise CheckpointError(
+                f"TensorFlow cannot read the checkpoint {prefix}: {error}. Copy its "
+                "files again, or take another checkpoint."
+            ) from None
+
+    reader = call(tf.train.load_checkpoint, str(prefix))
+    read = functools.partial(call, reader.get_tensor)
+    last = functools.lru_cache(maxsize=1)(read)
+
+    def array_of(key: str, shape: Any, dtype: Any) -> RowArray:
+        return RowArray(
+            tuple(shape),
+            np.dtype(dtype.as_numpy_dtype),
+            lambda start, num_rows: last(key)[start : start + num_rows],
+            lambda: last(key),
+        )
+
+    dtypes = reader.get_variable_to_dtype_map()
+    shapes = reader.get_variable_to_shape_map()
+    arrays = {
+        key: array_of(key, shape, dtypes[key])
+        for key, shape in shapes.items()
+        if shape and dtypes[key] != tf.string
+    }
+    return read, arrays, [key for key in shapes if key not in arrays]
 
 
 def _variables(arrays: Mapping[str, RowArray]) -> _Variables:
@@ -118,13 +149,10 @@ def _variables(arrays: Mapping[str, RowArray]) -> _Variables:
             slots[_path_of(owner)][_path_of(slot)[-1]] = array
         else:
             values[_path_of(owner)] = array
-    return {
-        path: SourceTable(values=array, slots=slots[path])
-        for path, array in values.items()
-    }
+    return {k: SourceTable(values=x, slots=slots[k]) for k, x in values.items()}
 
 
-def _path_of(key: str) -> tuple[str, ...]:
+def _path_of(key: str) -> _Path:
     """Returns the names of a path. In a name, `.S` is a slash, and `..` a dot."""
     replaced = {"..": ".", ".S": "/"}
     return tuple(
@@ -133,7 +161,7 @@ def _path_of(key: str) -> tuple[str, ...]:
     )
 
 
-def _slots_of(path: tuple[str, ...], variables: _Variables) -> Mapping[str, RowArray]:
+def _slots_of(path: _Path, variables: _Variables) -> Mapping[str, RowArray]:
     """Returns the slot variables of a variable; those beside it are `name/slot`."""
     *parent, name = path
     return variables[path].slots or {
@@ -143,7 +171,7 @@ def _slots_of(path: tuple[str, ...], variables: _Variables) -> Mapping[str, RowA
     }
 
 
-def _plain_tables(variables: _Variables) -> dict[tuple[str, ...], SourceTable]:
+def _plain_tables(variables: _Variables) -> dict[_Path, SourceTable]:
     """Returns the tables that are variables of their own."""
     is_tfrs = any(_TFRS_LAYER in path for path in variables)
     tables = {}
@@ -159,29 +187,7 @@ def _plain_tables(variables: _Variables) -> dict[tuple[str, ...], SourceTable]:
     return tables
 
 
-def _stacked_table(
-    layout: StackedTable,
-    parent: tuple[str, ...],
-    variables: _Variables,
-    origin: str,
-) -> SourceTable:
-    path = (*parent, layout.stack_name)
-    if path not in variables:
-        raise CheckpointError(
-            f"{origin} lacks the stack {layout.stack_name!r} of table {layout.name!r}."
-        )
-    return SourceTable(
-        values=read_stacked(variables[path].values, layout, origin),
-        slots={
-            name: read_stacked(slot, layout, origin)
-            for name, slot in _slots_of(path, variables).items()
-        },
-    )
-
-
-def _named(
-    tables: Mapping[tuple[str, ...], SourceTable],
-) -> dict[str, SourceTable]:
+def _named(tables: Mapping[_Path, SourceTable]) -> dict[str, SourceTable]:
     """Returns the tables by the shortest end of their paths that no other has."""
     named = {}
     for path, table in tables.items():
@@ -192,25 +198,28 @@ def _named(
     return named
 
 
-def _layouts(message: bytes, origin: str) -> list[StackedTable]:
-    """Returns the tables of a message `SparseCoreTableLayouts`."""
+def _layouts(message: bytes, origin: str) -> list[tuple[str, str, StackedTable]]:
+    """Returns table, stack and place of the tables of `SparseCoreTableLayouts`."""
     messages: Any = importlib.import_module(
         "tensorflow.core.tpu.kernels.sparse_core_layout_pb2"
     )
     try:
-        return [
+        tables = messages.SparseCoreTableLayouts.FromString(message).tables
+    except Exception as error:  # Protocol buffers have an error of their own.
+        raise CheckpointError(
+            f"{origin}: the layouts of its stacks cannot be read: {error}."
+        ) from error
+    return [
+        (
+            table.table_name,
+            table.stacked_table_name,
             StackedTable(
-                name=table.table_name,
-                stack_name=table.stacked_table_name,
                 vocabulary_size=table.unsharded_shape[0],
                 dim=table.unsharded_shape[1],
                 num_shards=table.num_sparse_cores,
                 row_offset=table.sparse_core_shard_row_offset,
                 rotation=table.sparse_core_shard_rotation,
-            )
-            for table in messages.SparseCoreTableLayouts.FromString(message).tables
-        ]
-    except Exception as error:  # Protocol buffers have an error of their own.
-        raise CheckpointError(
-            f"{origin}: the layouts of its stacks cannot be read: {error}."
-        ) from error
+            ),
+        )
+        for table in tables
+    ]

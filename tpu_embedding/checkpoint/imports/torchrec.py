@@ -9,26 +9,10 @@ import re
 from collections.abc import Mapping
 from typing import Final
 
-from tpu_embedding.checkpoint.imports.arrays import tables_by_name
-from tpu_embedding.checkpoint.imports.managed_collisions import is_buffer, with_ids
-from tpu_embedding.checkpoint.imports.source import (
-    RowArray,
-    RuleSlots,
-    SourceTable,
-    TableSource,
-)
+from tpu_embedding.checkpoint.imports.source import RowArray, SourceTable, TableSource
 
 _WEIGHT: Final = re.compile(r"(?:.*\.)?(?:embedding_bags|embeddings)\.(.+)\.weight")
-
 _SLOT: Final = re.compile(r"(.*?)\.(?:weight\.)?momentum_?([12])")
-
-_RULES: Final = (
-    RuleSlots(rule="adagrad", names={"accumulators": "momentum1"}),
-    RuleSlots(rule="adam", names={"momenta": "momentum1", "velocities": "momentum2"}),
-    RuleSlots(
-        rule="moments", names={"momenta": "momentum1", "velocities": "momentum2"}
-    ),
-)
 
 
 def is_state_dict(arrays: Mapping[str, RowArray]) -> bool:
@@ -40,37 +24,21 @@ def tables_of_state_dict(arrays: Mapping[str, RowArray], origin: str) -> TableSo
     """Returns the tables of a state dict.
 
     Tables of one name in two collections get the whole name of their tensor. Other
-    matrices, such as dense weights, are tables under their own names. Of tables with a
-    managed collision module, only rows that have ids are there.
+    tensors, such as dense weights, are left out.
 
     Args:
       arrays: by the names of the state dict.
       origin: format and path, for messages.
     """
-    matches = {
-        key: match.group(1) for key in arrays if (match := _WEIGHT.fullmatch(key))
-    }
-    others = _other_matrices(arrays)
-    names = [*matches.values(), *others]
+    matches = {k: match[1] for k in arrays if (match := _WEIGHT.fullmatch(k))}
+    names = list(matches.values())
     tables = {
-        key if names.count(name) > 1 else name: with_ids(
-            SourceTable(values=arrays[key], slots=_slots(arrays, key, name)),
-            *(key, name, arrays),
+        key if names.count(name) > 1 else name: SourceTable(
+            values=arrays[key], slots=_slots(arrays, key, name)
         )
         for key, name in matches.items()
     }
-    return TableSource(origin=origin, tables=tables | others, rules=_RULES)
-
-
-def _other_matrices(arrays: Mapping[str, RowArray]) -> dict[str, SourceTable]:
-    """Returns the matrices that are in no collection, with their slot variables."""
-    rest = {
-        name: array
-        for name, array in arrays.items()
-        if not (_WEIGHT.fullmatch(name) or _SLOT.fullmatch(name) or is_buffer(name))
-    }
-    tables = tables_by_name(rest, "").tables
-    return {k: table for k, table in tables.items() if len(table.values.shape) == 2}
+    return TableSource(origin=origin, tables=tables)
 
 
 def _slots(arrays: Mapping[str, RowArray], key: str, name: str) -> dict[str, RowArray]:
@@ -87,9 +55,6 @@ def _slots(arrays: Mapping[str, RowArray], key: str, name: str) -> dict[str, Row
         own = [other for other in keys if collection in other] or keys
         if len(own) == 1:
             array = arrays[own[0]]
-            is_column = len(array.shape) == 2 and array.shape[1] == 1
-            has_one_column = arrays[key].shape[1:] == (1,)
-            slots[slot] = (
-                array.squeezed() if is_column and not has_one_column else array
-            )
+            is_column = array.shape[1:] == (1,) and arrays[key].shape[1:] != (1,)
+            slots[slot] = array.squeezed() if is_column else array
     return slots

@@ -8,7 +8,6 @@
 * `rowwise`: FBGEMM's optimizers with one value per row.
 * `user_defined`: a rule that the user writes as a function of one row.
 * `assign`: sets rows instead of training them.
-* `track_touched_rows`: records the step that touched a row, around any optimizer.
 * `refused`: optimizers of TensorFlow whose formula is not public.
 
 Parts of adafactor stand in `_adafactor_settings`, `_adafactor_state`, `_adafactor_rows`

@@ -1,6 +1,5 @@
 """The command `tpu-embedding compile`."""
 
-import argparse
 import dataclasses
 import itertools
 import json
@@ -8,103 +7,79 @@ import os
 import pathlib
 import sys
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any
+from typing import Annotated, Literal
 
 import jax
+import tyro
 from jax.sharding import Mesh
 
-from tpu_embedding.hardware import EXAMPLE_TOPOLOGIES
-from tpu_embedding.paths import local_path
 from tpu_embedding.plan.backend_request import AUTO
 from tpu_embedding.plan.device_mesh import SHARD_AXIS, SLICE_AXIS
 from tpu_embedding.plan.plan import EmbeddingPlan
 from tpu_embedding.tools import compile_report
 from tpu_embedding.tools.cli.arguments import (
     UsageError,
-    add_compiler_option,
-    add_config_arguments,
     compiler_options,
-    positive_int,
     read_config,
     use_cpu_only,
 )
 from tpu_embedding.tools.compile_report.step_report import TRAIN_STEP
-from tpu_embedding.tools.jobs.exit_status import FAILED
 from tpu_embedding.tools.plotting import PLOT_TYPES, check_plot_library
-from tpu_embedding.tools.train.config.run_config import RunConfig
-from tpu_embedding.tools.train.errors import as_config_error
-from tpu_embedding.tools.train.loop.ahead_of_time import (
+from tpu_embedding.tools.train.ahead_of_time import (
     PROGRAM_NAMES,
     ProgramName,
-    abstract_step,
     other_programs,
 )
-from tpu_embedding.tools.train.loop.run_plan import make_run_plan
+from tpu_embedding.tools.train.config import RunConfig
+from tpu_embedding.tools.train.steps import abstract_step, make_run_plan
 
 
-def add_compile(commands: Any) -> None:
-    """Adds the command to the subparsers of the program."""
-    parser = commands.add_parser(
-        "compile",
-        allow_abbrev=False,
-        help="compile the programs of a run config for TPUs, without having any",
-        description="Compiles the programs of a run for TPUs, which this machine need "
-        "not have: train step, initial values, evaluation step, serving lookup. Prints "
-        "if each fits into memory, the memory traffic of the train step, and its "
-        "operations on SparseCore. Nothing is allocated, and no data are read. Times "
-        "are modelled, not measured.",
-        epilog="Exit status: 0 if every program fits every topology, 1 if one does not "
-        "fit, 2 if the command is wrong.",
-    )
-    parser.set_defaults(run=_compile)
-    add_config_arguments(parser)
-    add_compiler_option(parser)
-    parser.add_argument(
-        "--topology",
-        action="append",
-        required=True,
-        metavar="GENERATION:CHIPS",
-        help=f"a TPU slice, such as {', '.join(EXAMPLE_TOPOLOGIES)}; may be repeated",
-    )
-    parser.add_argument(
-        "--slices",
-        type=positive_int,
-        default=1,
-        metavar="N",
-        help="number of such slices, connected by the data center network",
-    )
-    parser.add_argument(
-        "--kernels",
-        action="append",
-        choices=["auto", "xla", "sparse_core"],
-        help="backend that reads and updates rows; repeat it to compare some. auto "
-        "follows the verdicts of tpu-embedding doctor on such a chip, or else takes "
-        "xla (default: that of the config, auto)",
-    )
-    parser.add_argument(
-        "--programs",
-        type=_program_names,
-        default=PROGRAM_NAMES,
-        metavar="NAMES",
-        help="programs to compile beside the train step: all (the default), or some "
-        f"of {','.join(PROGRAM_NAMES)}; train_step for that alone",
-    )
-    parser.add_argument(
-        "--json",
-        type=local_path,
-        metavar="FILE",
-        help="also write the reports to a JSON file",
-    )
-    parser.add_argument(
-        "--plot",
-        type=local_path,
-        metavar="FILE",
-        help="also draw the memory of every program, as PNG, SVG or PDF; needs "
-        "matplotlib",
-    )
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Compile:
+    """Compiles the programs of a config for TPUs, which this machine need not have.
+
+    Prints if each fits into memory, the memory traffic of the train step, and its
+    operations on SparseCore. Nothing is allocated, and no data are read. Times are
+    modelled, not measured. Exit status: 1 if a program does not fit a topology.
+    """
+
+    config: Annotated[str, tyro.conf.Positional]
+    """Name of a config, or path of a Python file that defines `config`."""
+
+    set: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
+    """Change of the config as KEY=VALUE; may be repeated."""
+
+    topology: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
+    """A TPU slice, as GENERATION:CHIPS, such as v5p:2x2x1; may be repeated."""
+
+    slices: int = 1
+    """Number of such slices, connected by the data center network."""
+
+    kernels: tyro.conf.UseAppendAction[
+        tuple[Literal["auto", "xla", "sparse_core"], ...]
+    ] = ()
+    """Backend that reads and updates rows, in place of the config's; repeat it to
+    compare some."""
+
+    compiler_option: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
+    """XLA option of the train step as NAME=VALUE; may be repeated."""
+
+    programs: str = "all"
+    """Programs to compile beside the train step: all, some of
+    init,evaluation,serving,checkpoint, or train_step for that alone."""
+
+    json: pathlib.Path | None = None
+    """Also writes the reports to a JSON file."""
+
+    plot: pathlib.Path | None = None
+    """Also draws the memory of every program, as PNG, SVG or PDF."""
+
+    def run(self) -> int:
+        """Prints the reports; returns the exit status."""
+        return _compile(self)
 
 
-def _compile(parsed: argparse.Namespace) -> int:
+def _compile(parsed: Compile) -> int:
     config = read_config(parsed.config, parsed.set)
     options = compiler_options(parsed.compiler_option)
     _check_output_files(parsed.json, parsed.plot)
@@ -118,7 +93,9 @@ def _compile(parsed: argparse.Namespace) -> int:
         zip(parsed.topology, meshes, strict=True), parsed.kernels or [config.kernels]
     ):
         with_kernels = dataclasses.replace(config, kernels=kernels)
-        report = compile_for(with_kernels, topology, mesh, options, parsed.programs)
+        report = compile_for(
+            with_kernels, topology, mesh, options, _program_names(parsed.programs)
+        )
         reports.append(report)
         print(compile_report.format_report(report), end="\n\n")
     if len(reports) > 1:
@@ -132,7 +109,7 @@ def _compile(parsed: argparse.Namespace) -> int:
         _write(parsed.json, text)
     if parsed.plot is not None:
         compile_report.plot_memory(reports, parsed.plot)
-    return 0 if all(report.fits for report in reports) else FAILED
+    return 0 if all(report.fits for report in reports) else 1
 
 
 def _check_output_files(json: pathlib.Path | None, plot: pathlib.Path | None) -> None:
@@ -197,25 +174,23 @@ def compile_for(
             "method outline, which returns a data set with the shapes of the real "
             "batches but reads no file; see tpu_embedding.tools.train.DataSource."
         )
-    with as_config_error(f"{type(config.data).__name__}.outline"):
-        data = config.data.outline(batch_size=config.batch_size, seed=config.seed)
+    data = config.data.outline(batch_size=config.batch_size, seed=config.seed)
     try:
-        with as_config_error("The config"):
-            plan = make_run_plan(config, data, mesh, compiler_options=options)
-            name = _step_name(config, plan)
-            step, state, batch = abstract_step(config, data, plan)
-            others = other_programs(config, data, plan, programs)
-            announce(TRAIN_STEP)
-            return compile_report.compile_report(
-                step,
-                state,
-                batch,
-                plan,
-                features=batch.features,
-                name=name,
-                topology=topology,
-                others=announced(others),
-            )
+        plan = make_run_plan(config, data, mesh, compiler_options=options)
+        name = _step_name(config, plan)
+        step, state, batch = abstract_step(config, data, plan)
+        others = other_programs(config, data, plan, programs)
+        announce(TRAIN_STEP)
+        return compile_report.compile_report(
+            step,
+            state,
+            batch,
+            plan,
+            features=batch.features,
+            name=name,
+            topology=topology,
+            others=announced(others),
+        )
     except jax.errors.JaxRuntimeError as error:
         raise UsageError(f"XLA: {str(error).splitlines()[0]}") from error
 
@@ -246,7 +221,7 @@ def _program_names(text: str) -> tuple[ProgramName, ...]:
     known = ("train_step", *PROGRAM_NAMES)
     unknown = [name for name in names if name not in known]
     if unknown:
-        raise argparse.ArgumentTypeError(
+        raise UsageError(
             f"must be all, or some of {','.join(known)}, got {unknown[0]!r}"
         )
     return tuple(name for name in PROGRAM_NAMES if name in names)

@@ -1,172 +1,95 @@
 """The command `tpu-embedding export`."""
 
-import argparse
-import contextlib
-import json
-import math
+import dataclasses
 import pathlib
-from typing import Any, Final
+from typing import Annotated, Literal
 
-import numpy as np
+import tyro
+from flax import nnx
 
-from tpu_embedding.export.row_formats import ROW_FORMATS
+from tpu_embedding.checkpoint.errors import CheckpointError
+from tpu_embedding.checkpoint.run_checkpoints import saved_steps
+from tpu_embedding.checkpoint.saving import restore
+from tpu_embedding.export.directories import check_new_directory
+from tpu_embedding.export.row_formats import RowFormat
+from tpu_embedding.export.saved_model import save_saved_model
+from tpu_embedding.export.stablehlo import save, save_tables
 from tpu_embedding.paths import local_path
-from tpu_embedding.tools.cli.arguments import (
-    UsageError,
-    add_config_arguments,
-    add_data_and_devices,
-    emulated_mesh,
-    positive_int,
-    read_config,
-)
-from tpu_embedding.tools.jobs.exit_status import FAILED
-from tpu_embedding.tools.train.config.config_files import list_configs
-from tpu_embedding.tools.train.loop.export_run import (
-    EXPORT_FORMATS,
-    RunExport,
-    export_run,
-)
-from tpu_embedding.tools.train.loop.reporting import RECORDS_FILE
-
-_MAX_RECORD: Final = 2**20
-"""Maximum characters of a run's first record that are read, to find its config."""
-
-_UNREADABLE: Final = (OSError, ValueError, LookupError, TypeError, RecursionError)
-"""Errors of a record that is no JSON, or has no name of a config."""
-
-TOLERANCE: Final = 1e-6
-"""Largest difference that the order of float32 sums explains."""
+from tpu_embedding.tools.cli.arguments import emulated_mesh, read_config
+from tpu_embedding.tools.train.run import CHECKPOINTS_DIR
+from tpu_embedding.tools.train.steps import abstract_model_state, make_run_plan
 
 
-def add_export(commands: Any) -> None:
-    """Adds the command to the subparsers of the program."""
-    parser = commands.add_parser(
-        "export",
-        allow_abbrev=False,
-        help="export the model of a run for serving",
-        description="Exports the model of a run from its newest checkpoint: as a "
-        "StableHLO program with its weights beside it, as a TensorFlow SavedModel, or "
-        "as the tables alone.",
-        epilog="Exit status: 0 if the export is written, 1 if exported and live "
-        "outputs differ by more than the tolerance, 2 if the command, the config, the "
-        "data or the checkpoint are wrong.",
-    )
-    parser.set_defaults(run=_export)
-    add_config_arguments(
-        parser,
-        config_help="name of a config, path of a Python file, or output directory of "
-        "a run of a config of the package",
-    )
-    parser.add_argument(
-        "output", type=local_path, metavar="OUTPUT", help="new directory to write"
-    )
-    parser.add_argument(
-        "--run-dir",
-        type=local_path,
-        metavar="DIR",
-        help="output directory of the run; runs/NAME by default",
-    )
-    add_data_and_devices(parser, devices_help="restore on N emulated CPU devices")
-    parser.add_argument(
-        "--format",
-        choices=EXPORT_FORMATS,
-        default="stablehlo",
-        help="stablehlo (the default), savedmodel, or safetensors for tables alone",
-    )
-    parser.add_argument(
-        "--dtype",
-        choices=ROW_FORMATS,
-        default="float32",
-        help="type of the tables in the files (default: float32)",
-    )
-    parser.add_argument(
-        "--batch-size",
-        type=positive_int,
-        metavar="N",
-        help="samples of a batch; any number by default",
-    )
-    parser.add_argument(
-        "--check",
-        type=positive_int,
-        metavar="N",
-        help="compare exported and live outputs on N held-out batches",
-    )
-    parser.add_argument(
-        "--tolerance",
-        type=float,
-        metavar="X",
-        help="largest difference that --check accepts, over the largest output if that "
-        f"is above 1; {TOLERANCE:g} for float32 tables, none for others",
-    )
+@dataclasses.dataclass(frozen=True)
+class Export:
+    """Exports the model of a run from its newest checkpoint, for serving.
 
-
-def _export(parsed: argparse.Namespace) -> int:
-    name, run_dir = _config_and_run(parsed)
-    config = read_config(name, parsed.set)
-    result = export_run(
-        config,
-        run_dir or pathlib.Path("runs") / config.name,
-        parsed.output,
-        format=parsed.format,
-        dtype=parsed.dtype,
-        batch_size=parsed.batch_size,
-        data_dir=parsed.data_dir,
-        mesh=None if parsed.devices is None else emulated_mesh(parsed.devices),
-        num_checked=parsed.check or 0,
-    )
-    _print_export(result, parsed)
-    tolerance = parsed.tolerance
-    if tolerance is None and parsed.dtype == "float32":
-        tolerance = TOLERANCE
-    worst = np.max([0.0, *result.differences.values()])  # NaN if one is.
-    if math.isfinite(worst) and (tolerance is None or worst <= tolerance):
-        return 0
-    limit = "" if tolerance is None else f" by more than {tolerance:g}"
-    print(f"the outputs differ{limit}")
-    return FAILED
-
-
-def _config_and_run(parsed: argparse.Namespace) -> tuple[str, pathlib.Path | None]:
-    """Returns the config's name or path, and the directory of the run if it is given.
-
-    The records of a run may come from anyone. So their name of the config is never a
-    file to execute, but one of the configs of the package, or it is refused.
-
-    Raises:
-      UsageError: if the argument is a directory whose records name no such config.
+    The tables are restored on the devices of this process, sharded as in training, and
+    streamed from there to the files. Slot variables are not restored.
     """
-    path = local_path(parsed.config)
-    if not path.is_dir():
-        return parsed.config, parsed.run_dir
-    if parsed.run_dir is not None:
-        raise UsageError(
-            f"CONFIG {path} is the directory of a run, so --run-dir must be left out, "
-            f"got {parsed.run_dir}."
-        )
-    name = None
-    with contextlib.suppress(*_UNREADABLE):
-        with (path / RECORDS_FILE).open(encoding="utf-8") as file:
-            name = json.loads(file.readline(_MAX_RECORD))["run"]["name"]
-    if not isinstance(name, str) or name not in list_configs():
-        found = "no config" if name is None else f"{name!r}, no config of the package"
-        raise UsageError(
-            f"CONFIG {path} must be a config or the output directory of a run of one "
-            f"of the package's, but its {RECORDS_FILE} names {found}; give the config, "
-            f"and --run-dir {path}."
-        )
-    return name, path
 
+    config: Annotated[str, tyro.conf.Positional]
+    """Name of a config, or path of a Python file."""
 
-def _print_export(result: RunExport, parsed: argparse.Namespace) -> None:
-    print(f"exported step {result.step} to {parsed.output}, {parsed.format}")
-    for name, table in result.document["tables"].items():
-        error = table["error"]
-        print(
-            f"  table {name}: {table['dtype']}{table['shape']}, rounding error at most "
-            f"{error['largest']:.3g}, relative {error['relative']:.3g}"
+    output: Annotated[pathlib.Path, tyro.conf.Positional]
+    """New directory to write."""
+
+    run_dir: pathlib.Path | None = None
+    """Output directory of the run; runs/NAME by default."""
+
+    data_dir: pathlib.Path | None = None
+    """File or directory of the data, of which one batch is read as an example."""
+
+    set: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
+    """Changes of the config that the run was started with, as KEY=VALUE."""
+
+    devices: int | None = None
+    """Restores on so many emulated CPU devices; on all devices by default."""
+
+    format: Literal["stablehlo", "savedmodel", "safetensors"] = "stablehlo"
+    """A StableHLO program, a TensorFlow SavedModel, or the tables alone."""
+
+    dtype: RowFormat = "float32"
+    """Type of the tables in the files."""
+
+    batch_size: int | None = None
+    """Samples of a batch; any number by default."""
+
+    def run(self) -> int:
+        """Writes the export; returns the exit status.
+
+        Raises:
+          ConfigError, DataError: if the config or the data are wrong.
+          CheckpointError: if there is no checkpoint, or it is of another config.
+          ExportError: if the model cannot be exported, or the output holds files.
+        """
+        output = local_path(self.output)
+        check_new_directory(output)
+        config = read_config(self.config, self.set)
+        run_dir = local_path(self.run_dir or pathlib.Path("runs") / config.name)
+        checkpoints = run_dir / CHECKPOINTS_DIR
+        step = max(saved_steps(checkpoints), default=None)
+        if step is None:
+            raise CheckpointError(
+                f"There is no complete checkpoint in {checkpoints} to export; give the "
+                "output directory of a run that saved one by --run-dir."
+            )
+        mesh = None if self.devices is None else emulated_mesh(self.devices)
+        data_dir = None if self.data_dir is None else local_path(self.data_dir)
+        data = config.data.open(
+            data_dir, batch_size=config.batch_size, seed=config.seed
         )
-    for name, difference in result.differences.items():
-        print(
-            f"  {name}: largest difference from the live model {difference:.3g} over "
-            f"{parsed.check} batches"
-        )
+        plan = make_run_plan(config, data, mesh)
+        graph, state = abstract_model_state(config, data, plan)
+        state = restore(checkpoints / str(step), state, plan=plan)
+        (model,) = nnx.merge(graph, state)
+        if self.format == "safetensors":
+            save_tables(model, output, dtype=self.dtype)
+        else:
+            batch = data.train_batch(0)
+            write = save if self.format == "stablehlo" else save_saved_model
+            example = (batch.features, batch.dense)
+            options = {"dtype": self.dtype, "batch_size": self.batch_size}
+            write(model, output, *example, **options)
+        print(f"exported step {step} to {output}, {self.format}")
+        return 0

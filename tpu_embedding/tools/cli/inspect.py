@@ -1,14 +1,15 @@
 """The command `tpu-embedding inspect`: tables, rows and ids of a checkpoint."""
 
-import argparse
+import dataclasses
 import json
 import math
 import pathlib
 from collections.abc import Mapping, Sequence
-from typing import Any, Final
+from typing import Annotated, Any, Final
 
 import jax.numpy as jnp
 import numpy as np
+import tyro
 
 from tpu_embedding.checkpoint.arrays import read_table
 from tpu_embedding.checkpoint.format import (
@@ -33,65 +34,53 @@ from tpu_embedding.tools.cli.inspect_ids import (
     format_places,
     ids_of_tables,
 )
-from tpu_embedding.tools.train.loop.run_directory import CHECKPOINTS_DIR
+from tpu_embedding.tools.train.run import CHECKPOINTS_DIR
 
 _NUMBERS_PER_LINE: Final = 6
 
 
-def add_inspect(commands: Any) -> None:
-    """Adds the command to the subparsers of the program."""
-    parser = commands.add_parser(
-        "inspect",
-        allow_abbrev=False,
-        help="list the tables of a checkpoint, and print rows",
-        description="Lists the tables of a checkpoint: sizes, types, slot variables, "
-        "norms of rows, and rows that were never touched; of dynamic tables also their "
-        "load, and the ages of their ids. Reads the files chunk by chunk, without "
-        "devices and without the model.",
-        epilog="A row was never touched if its slot variables hold their initial "
-        "values. A row that got gradients of zero only may look so, too. Exit status: "
-        "0 if all was read, 2 if the checkpoint is missing or damaged, or the command "
-        "is wrong.",
-    )
-    parser.set_defaults(run=_inspect)
-    parser.add_argument(
-        "checkpoint",
-        type=local_path,
-        metavar="CHECKPOINT",
-        help="directory of a checkpoint, or of a run, whose latest one is read",
-    )
-    parser.add_argument("--table", metavar="NAME", help="read this table only")
-    parser.add_argument(
-        "--rows",
-        type=_row_parts,
-        metavar="ROWS",
-        help="with --table, print these rows and their slot variables, such as 3,17 or "
-        "0:10; -1 is the last row, and --rows=-10: prints the last ten",
-    )
-    parser.add_argument(
-        "--find",
-        metavar="ID",
-        help="print where an id lies in the dynamic tables, and its row: an integer of "
-        "64 bits, or a string, whose fingerprint is the id",
-    )
-    parser.add_argument(
-        "--since",
-        type=local_path,
-        metavar="CHECKPOINT",
-        help="count the ids that dynamic tables have inserted and evicted since an "
-        "earlier checkpoint",
-    )
-    parser.add_argument(
-        "--json", action="store_true", help="print one JSON object instead of text"
-    )
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Inspect:
+    """Lists the tables of a checkpoint, and prints rows.
+
+    Shows sizes, types, slot variables, norms of rows, and rows that were never touched;
+    of dynamic tables also their load, and the ages of their ids. Reads the files chunk
+    by chunk, without devices and without the model. A row was never touched if its slot
+    variables hold their initial values.
+    """
+
+    checkpoint: Annotated[pathlib.Path, tyro.conf.Positional]
+    """Directory of a checkpoint, or of a run, whose latest one is read."""
+
+    table: str | None = None
+    """Reads this table only."""
+
+    rows: str | None = None
+    """With --table, prints these rows and their slot variables, such as 3,17 or 0:10;
+    -1 is the last row."""
+
+    find: str | None = None
+    """Prints where an id lies in the dynamic tables, and its row: an integer of 64
+    bits, or a string, whose fingerprint is the id."""
+
+    since: pathlib.Path | None = None
+    """Counts the ids that dynamic tables have inserted and evicted since an earlier
+    checkpoint."""
+
+    json: bool = False
+    """Prints one JSON object instead of text."""
+
+    def run(self) -> int:
+        """Prints what was asked for; returns the exit status."""
+        return _inspect(self)
 
 
-def _inspect(parsed: argparse.Namespace) -> int:
+def _inspect(parsed: Inspect) -> int:
     if parsed.find is not None and parsed.rows is not None:
         raise UsageError("--find and --rows both choose rows: give one of them.")
     if parsed.rows is not None and parsed.table is None:
         raise UsageError("--rows needs --table: row ids count within one table.")
-    directory = _find_checkpoint(parsed.checkpoint)
+    directory = _find_checkpoint(local_path(parsed.checkpoint))
     record = describe(directory)
     if parsed.table is not None and parsed.table not in record.tables:
         raise UsageError(
@@ -109,13 +98,13 @@ def _inspect(parsed: argparse.Namespace) -> int:
         return 0
     if parsed.table is not None and parsed.rows is not None:
         table = record.tables[parsed.table]
-        rows = _read_rows(directory, parsed.table, table, parsed.rows)
+        rows = _read_rows(directory, parsed.table, table, _row_parts(parsed.rows))
         print(json.dumps(rows, indent=1) if parsed.json else _format_rows(rows))
         return 0
     names = list(record.tables) if parsed.table is None else [parsed.table]
     statistics = {name: table_statistics(directory, name) for name in names}
     dynamic = [name for name in names if record.tables[name].dynamic is not None]
-    since = None if parsed.since is None else _find_checkpoint(parsed.since)
+    since = None if parsed.since is None else _find_checkpoint(local_path(parsed.since))
     ids = ids_of_tables(directory, dynamic, since)
     if parsed.json:
         document = _to_json(directory, record, statistics)
@@ -349,8 +338,8 @@ def _row_parts(text: str) -> list[int | slice]:
     try:
         return [_row_part(part) for part in text.split(",")]
     except ValueError:
-        raise argparse.ArgumentTypeError(
-            f"must be row ids or ranges with commas, such as 3,17 or 0:10, got {text!r}"
+        raise UsageError(
+            f"--rows must be row ids or ranges, such as 3,17 or 0:10, got {text!r}."
         ) from None
 
 

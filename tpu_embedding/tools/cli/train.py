@@ -1,171 +1,128 @@
-"""The command `tpu-embedding train`."""
+"""The commands `tpu-embedding train` and `tpu-embedding evaluate`."""
 
-import argparse
+import dataclasses
+import logging
 import pathlib
-from typing import Any, get_args
+from typing import Annotated
 
 import jax
+import tyro
+from jax.sharding import Mesh
 
-from tpu_embedding.checkpoint.run_checkpoints import Fallback
-from tpu_embedding.distributed.notices import leaving_together
+from tpu_embedding import distributed
 from tpu_embedding.host_memory import keep_freed_memory
-from tpu_embedding.paths import local_path
 from tpu_embedding.tools.cli.arguments import (
-    MAX_EMULATED_DEVICES,
     UsageError,
-    add_compiler_option,
-    add_config_arguments,
-    add_data_and_devices,
     compiler_options,
+    emulate_devices,
     emulated_mesh,
-    positive_int,
     read_config,
 )
-from tpu_embedding.tools.cli.compilation_cache import use_compilation_cache
-from tpu_embedding.tools.cli.processes import (
-    add_process_arguments,
-    start_processes,
-    supervise,
-)
-from tpu_embedding.tools.jobs.pulses import start_pulses
-from tpu_embedding.tools.train.config.config_files import list_configs
-from tpu_embedding.tools.train.loop.profiling import PROFILE_DIR, ProfileWindow
-from tpu_embedding.tools.train.loop.reporting import PLOT_FILE, RECORDS_FILE
-from tpu_embedding.tools.train.loop.run_directory import CHECKPOINTS_DIR, ExistingRun
-from tpu_embedding.tools.train.loop.tensorboard import TENSORBOARD_DIR
-from tpu_embedding.tools.train.loop.training_loop import train
+from tpu_embedding.tools.train.run import evaluate, train
+
+STOPPED = 75
+"""Status of a run that a signal stopped: EX_TEMPFAIL of sysexits.h.
+
+Neither Python nor a shell uses it for a failure. A launcher that sees it can start the
+same command again, with `--resume`."""
 
 
-def add_train(commands: Any) -> None:
-    """Adds the command to the subparsers of the program."""
-    parser = commands.add_parser(
-        "train",
-        allow_abbrev=False,
-        help="train the model of a run config",
-        description="Trains the model of a run config: prints progress, evaluates, and "
-        f"writes {RECORDS_FILE}, {PLOT_FILE} and {CHECKPOINTS_DIR}/ to the output "
-        "directory.",
-        epilog=f"Configs of the package: {', '.join(list_configs())}. Exit status: 0 "
-        "if the run is done, 1 if it failed after it had started, 2 if the command, "
-        "the config or the data are wrong, 75 if SIGTERM or SIGHUP stopped it, 130 if "
-        "Ctrl-C did. A run that is stopped saves its state first; a second signal ends "
-        "it at once.",
-    )
-    parser.set_defaults(run=_train)
-    add_config_arguments(parser)
-    add_compiler_option(parser)
-    add_data_and_devices(
-        parser,
-        devices_help="train on N emulated CPU devices, over all processes, at most "
-        f"{MAX_EMULATED_DEVICES} in each",
-    )
-    parser.add_argument(
-        "--output-dir",
-        type=local_path,
-        metavar="DIR",
-        help="directory for the results; runs/NAME by default",
-    )
-    parser.add_argument(
-        "--slices",
-        type=positive_int,
-        metavar="N",
-        help="with --devices: emulate N equal slices, for "
-        "--set tables_split_over=slice",
-    )
-    parser.add_argument(
-        "--compilation-cache",
-        choices=("on", "off"),
-        default="on",
-        help="on keeps compiled programs for the next start, in the directory "
-        "JAX_COMPILATION_CACHE_DIR or in the user's cache; it is the default",
-    )
-    parser.add_argument(
-        "--stop-at",
-        type=positive_int,
-        metavar="STEP",
-        help="save a checkpoint and stop after this step, as if interrupted",
-    )
-    add_process_arguments(parser)
-    parser.add_argument(
-        "--tensorboard",
-        action="store_true",
-        help="write losses, metrics and rates as TensorBoard scalars, too, to "
-        f"{TENSORBOARD_DIR}/ in the output directory",
-    )
-    parser.add_argument(
-        "--profile",
-        type=_profile_window,
-        metavar="START:STOP",
-        help="record a profile for xprof of the steps after START steps, up to step "
-        f"STOP, in {PROFILE_DIR}/ in the output directory",
-    )
-    existing = parser.add_mutually_exclusive_group()
-    existing.add_argument(
-        "--resume",
-        action="store_true",
-        help="continue from the latest checkpoint in the output directory, or from the "
-        "beginning if its run saved none",
-    )
-    parser.add_argument(
-        "--fallback",
-        choices=get_args(Fallback),
-        help="with --resume, if the latest checkpoint is damaged: older continues from "
-        "the latest one that is whole, refuse is the default",
-    )
-    existing.add_argument(
-        "--overwrite",
-        action="store_true",
-        help="move the files of an earlier run in the output directory to DIR.old-1, "
-        "or the next free number, once the new run has passed all checks",
-    )
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Run:
+    """Options of a command that runs a config on some devices."""
 
+    config: Annotated[str, tyro.conf.Positional]
+    """Name of a config, or path of a Python file that defines `config`."""
 
-def _train(parsed: argparse.Namespace) -> int:
-    start_pulses()
-    config = read_config(parsed.config, parsed.set)
-    output_dir = parsed.output_dir or pathlib.Path("runs") / config.name
-    if parsed.fallback is not None and not parsed.resume:
-        raise UsageError("--fallback needs --resume: it is about its checkpoints.")
-    status = supervise(parsed)
-    if status is not None:
-        return status
-    job = start_processes(parsed)
-    if parsed.compilation_cache == "on":
-        use_compilation_cache(job)
-    else:
-        jax.config.update("jax_enable_compilation_cache", False)
-    mesh = None
-    if parsed.devices is not None:
+    set: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
+    """Change of the config as KEY=VALUE, such as num_steps=100 or model.dim=8; may be
+    repeated. `--set help` lists the keys of the config."""
+
+    data_dir: str | None = None
+    """File or directory of the data."""
+
+    output_dir: pathlib.Path | None = None
+    """Directory of the run; runs/NAME by default."""
+
+    devices: int | None = None
+    """Emulates so many CPU devices, over all processes, in place of the machine's."""
+
+    slices: int | None = None
+    """With --devices: emulates so many equal slices."""
+
+    coordinator: str | None = None
+    """HOST:PORT of process 0. Cloud TPU, GKE, Slurm and Open MPI tell it, and the next
+    two options, by themselves."""
+
+    num_processes: int | None = None
+    """Processes of the job, each of which runs this command."""
+
+    process_id: int | None = None
+    """Number of this process, from 0."""
+
+    def start_devices(self) -> Mesh | None:
+        """Starts JAX's processes and devices; returns the mesh of emulated ones."""
+        # Orbax logs an error of a save with its traceback, and raises it, too.
+        logging.getLogger("absl").setLevel(logging.CRITICAL)
+        place = (self.coordinator, self.num_processes, self.process_id)
+        if self.devices is None:
+            if self.slices is not None:
+                raise UsageError("--slices needs --devices: TPUs know their slices.")
+            distributed.start(*place)
+            return None
         keep_freed_memory()
-        mesh = emulated_mesh(parsed.devices, job.num_processes, parsed.slices)
-    elif parsed.slices is not None:
-        raise UsageError(
-            "--slices needs --devices: it emulates slices; TPUs know their own."
-        )
-    elif jax.default_backend() == "cpu":
-        keep_freed_memory()
-    existing_run: ExistingRun = "refuse"
-    if parsed.resume or parsed.overwrite:
-        existing_run = "resume" if parsed.resume else "move_aside"
-    with leaving_together(job):
-        train(
+        if self.num_processes is not None and self.num_processes > 1:
+            jax.config.update("jax_cpu_collectives_implementation", "gloo")
+            emulate_devices(self.devices // self.num_processes)
+            distributed.start(*place)
+        return emulated_mesh(self.devices, distributed.num_processes(), self.slices)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Train(_Run):
+    """Trains the model of a config: prints progress, evaluates, and saves checkpoints.
+
+    SIGTERM and Ctrl-C save the state first. Exit status: 0 if the run is done, 1 if it
+    failed, 2 if the command, the config or the data are wrong, 75 if it was stopped.
+    """
+
+    resume: bool = False
+    """Continues from the newest checkpoint in the output directory, if there is one."""
+
+    stop_at: int | None = None
+    """Saves a checkpoint after this step, and stops as if interrupted."""
+
+    profile: tuple[int, int] | None = None
+    """Records a profile for xprof from the first number of steps to the second."""
+
+    compiler_option: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
+    """XLA option of the train step as NAME=VALUE, for TPUs; may be repeated."""
+
+    def run(self) -> int:
+        """Trains; returns the exit status."""
+        config = read_config(self.config, self.set)
+        mesh = self.start_devices()
+        result = train(
             config,
-            output_dir,
-            data_dir=parsed.data_dir,
+            self.output_dir or pathlib.Path("runs") / config.name,
+            data_dir=self.data_dir,
             mesh=mesh,
-            existing_run=existing_run,
-            fallback=parsed.fallback or "refuse",
-            stop_at=parsed.stop_at,
-            compiler_options=compiler_options(parsed.compiler_option),
-            tensorboard=parsed.tensorboard,
-            profile=parsed.profile,
+            existing_run="resume" if self.resume else "refuse",
+            stop_at=self.stop_at,
+            compiler_options=compiler_options(self.compiler_option),
+            profile=self.profile,
         )
-    return 0
+        return STOPPED if result.metrics is None else 0
 
 
-def _profile_window(text: str) -> ProfileWindow:
-    """Returns the window of `--profile`; argparse prints the error."""
-    try:
-        return ProfileWindow.parse(text)
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(str(error)) from error
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Evaluate(_Run):
+    """Evaluates the newest checkpoint of a run on the held-out data."""
+
+    def run(self) -> int:
+        """Evaluates; returns the exit status."""
+        config = read_config(self.config, self.set)
+        mesh = self.start_devices()
+        output_dir = self.output_dir or pathlib.Path("runs") / config.name
+        evaluate(config, output_dir, data_dir=self.data_dir, mesh=mesh)
+        return 0

@@ -70,9 +70,6 @@ class Dataset(Protocol):
     `step`, without reading the others. Its `origin` takes positions within the part.
     Without the method, each process reads the whole batch and keeps its part.
 
-    It may have a text `digest` of its files. A run does not resume, or go on with other
-    processes, if theirs is another one.
-
     Attributes:
       batch_size: samples per batch, over all devices, as `open` got it.
     """

@@ -1,8 +1,8 @@
 """A data set over files that need not fit in memory, given a reader of samples.
 
 The reader knows the file format, and nothing of batches, epochs, seeds or processes.
-`BlockDataset` adds those. The readers of this package, for logs, arrays and Parquet
-files, are used through it, and so can be a reader of your own.
+`BlockDataset` adds those. The readers of this package, for arrays and Parquet files,
+are used through it, and so can be a reader of your own.
 """
 
 import dataclasses
@@ -11,21 +11,12 @@ from typing import Protocol
 
 import numpy as np
 
-from tpu_embedding.field_checks import raise_all
-from tpu_embedding.tools.data.argument_checks import count_problems, seed_problems
 from tpu_embedding.tools.data.batch import Batch, DataError
-from tpu_embedding.tools.data.block_order import BlockOrder
-from tpu_embedding.tools.data.digests import join_digests
+from tpu_embedding.tools.data.random_streams import TRAIN_STREAM, random_generator
 
 
 class SampleReader(Protocol):
     """Reads samples by their numbers.
-
-    Loader processes get a copy, so it must be possible to pickle it. A reader of mapped
-    or open files opens them anew in the copy.
-
-    A reader may have a text `digest` of its samples, or of what it read of its files to
-    index them. A run that resumes compares it with that of the checkpoint.
 
     Attributes:
       block_bounds: int64 `[blocks + 1]`, the first sample of each block, and the number
@@ -56,7 +47,6 @@ class BlockDataset:
       batch_size: samples per batch.
       num_train_samples: number of training samples.
       num_evaluation_samples: number of held-out samples.
-      digest: digest of all samples; None if a reader has none.
 
     Example:
       >>> class Squares:
@@ -98,27 +88,21 @@ class BlockDataset:
           num_streams: places of an epoch that a batch mixes; see `BlockOrder`.
 
         Raises:
-          ValueError: if arguments are out of range; the message names all of them.
           DataError: if there are too few samples to hold out so many.
         """
-        owner = type(self).__name__
-        problems = [
-            *count_problems(owner, batch_size=batch_size, num_streams=num_streams),
-            *held_out_problems(
-                owner, num_evaluation_samples, evaluation_reader is not None
-            ),
-            *seed_problems(owner, seed),
-        ]
-        raise_all(problems)
         self.batch_size = batch_size
-        self.seed = seed
         self._reader = reader
         self._evaluation_reader = evaluation_reader or reader
-        readers = [reader] + ([evaluation_reader] if evaluation_reader else [])
-        digests = [getattr(each, "digest", None) for each in readers]
-        known = [each for each in digests if each is not None]
-        self.digest = join_digests(known) if known == digests else None
-        self._split(num_evaluation_samples)
+        available = int(self._evaluation_reader.block_bounds[-1])
+        self.num_evaluation_samples = num_evaluation_samples or available
+        self.num_train_samples = int(reader.block_bounds[-1])
+        if evaluation_reader is None:
+            self.num_train_samples -= self.num_evaluation_samples
+        if self.num_evaluation_samples > available or self.num_train_samples < 1:
+            raise DataError(
+                f"{self._evaluation_reader} has {available} samples, too few to hold "
+                f"out num_evaluation_samples={num_evaluation_samples}; lower it."
+            )
         bounds = reader.block_bounds
         bounds = bounds[bounds < self.num_train_samples]
         self._order = BlockOrder(
@@ -127,20 +111,6 @@ class BlockDataset:
             num_streams=num_streams,
             stride=max(1, batch_size // num_streams),
         )
-
-    def _split(self, num_evaluation_samples: int | None) -> None:
-        available = int(self._evaluation_reader.block_bounds[-1])
-        if num_evaluation_samples is None:
-            num_evaluation_samples = available
-        self.num_evaluation_samples = num_evaluation_samples
-        self.num_train_samples = int(self._reader.block_bounds[-1])
-        if self._evaluation_reader is self._reader:
-            self.num_train_samples -= num_evaluation_samples
-        if num_evaluation_samples > available or self.num_train_samples < 1:
-            raise DataError(
-                f"{self._evaluation_reader} has {available} samples, too few to hold "
-                f"out {num_evaluation_samples}; lower num_evaluation_samples."
-            )
 
     def train_batch(self, step: int) -> Batch:
         """Returns the batch of training step `step`, counted from 0."""
@@ -154,7 +124,7 @@ class BlockDataset:
           samples: positions in the batch, consecutive.
         """
         first = step * self.batch_size
-        positions = range(first + samples.start, first + samples.stop)
+        positions = np.arange(first + samples.start, first + samples.stop)
         return self._reader.read(self._order.samples(positions))
 
     def evaluation_batches(self) -> Iterator[Batch]:
@@ -171,15 +141,96 @@ class BlockDataset:
             yield dataclasses.replace(batch, weights=weights.astype(np.float32))
 
 
-def held_out_problems(
-    owner: str, num_evaluation_samples: int | None, has_evaluation_files: bool
-) -> Iterator[str]:
-    """Yields an error message if `num_evaluation_samples` is wrong."""
-    if num_evaluation_samples is not None:
-        yield from count_problems(owner, num_evaluation_samples=num_evaluation_samples)
-    elif not has_evaluation_files:
-        yield (
-            f"{owner}.num_evaluation_samples must be an int of at least 1 without "
-            "files for the evaluation, got None; give the number of samples to hold "
-            "out at the end of the training files"
-        )
+class BlockOrder:
+    """A new random order of the blocks in each epoch.
+
+    The order is a pure function of a position, the number of a sample counted over all
+    epochs. So a run resumes at any position, on any number of processes, without a
+    saved state of the readers.
+
+    With several streams, an epoch is cut into `num_streams` parts of equal length. A
+    batch takes `stride` consecutive samples of each part in turn. The parts mix distant
+    blocks in one batch. The samples that are left over come last.
+
+    Args:
+      bounds: int64 `[blocks + 1]`, rising: the first sample of each block, and the
+        number of samples.
+      seed: seed of the order.
+      num_streams: parts of an epoch that a batch mixes.
+      stride: consecutive samples of a stream; 1 or more.
+
+    Example:
+      >>> order = BlockOrder(np.array([0, 3, 6, 7]), seed=0)
+      >>> sorted(order.samples(np.arange(7, 14)).tolist())  # the second epoch
+      [0, 1, 2, 3, 4, 5, 6]
+    """
+
+    def __init__(
+        self, bounds: np.ndarray, *, seed: int, num_streams: int = 1, stride: int = 1
+    ):
+        self.num_samples = int(bounds[-1])
+        self._bounds = bounds
+        self._seed = seed
+        self._num_streams = num_streams
+        self._stride = stride
+        self._last_order = (0, self._draw(0))
+
+    def samples(self, positions: np.ndarray) -> np.ndarray:
+        """Returns the int64 numbers of the samples at rising positions."""
+        epochs, offsets = np.divmod(positions, self.num_samples)
+        parts = [
+            self._of_epoch(epoch, offsets[epochs == epoch])
+            for epoch in np.unique(epochs).tolist()
+        ]
+        return np.concatenate(parts)
+
+    def _of_epoch(self, epoch: int, offsets: np.ndarray) -> np.ndarray:
+        last_epoch, (blocks, ends) = self._last_order
+        if epoch != last_epoch:
+            blocks, ends = self._draw(epoch)
+            self._last_order = (epoch, (blocks, ends))
+        offsets = self._deal(offsets)
+        places = np.searchsorted(ends, offsets, side="right")
+        starts = np.where(places > 0, ends[places - 1], 0)
+        return self._bounds[blocks[places]] + offsets - starts
+
+    def _deal(self, offsets: np.ndarray) -> np.ndarray:
+        """Returns the offset in the order of blocks for each offset in the epoch."""
+        turn_size = self._num_streams * self._stride
+        num_turns = self.num_samples // turn_size
+        turns, within = np.divmod(offsets, turn_size)
+        streams, within = np.divmod(within, self._stride)
+        dealt = (streams * num_turns + turns) * self._stride + within
+        return np.where(turns < num_turns, dealt, offsets)
+
+    def _draw(self, epoch: int) -> tuple[np.ndarray, np.ndarray]:
+        """Returns the block order of an epoch, and the end offset of each block."""
+        generator = random_generator(seed=self._seed, stream=TRAIN_STREAM, step=epoch)
+        blocks = generator.permutation(len(self._bounds) - 1)
+        return blocks, np.cumsum(np.diff(self._bounds)[blocks])
+
+
+def by_part(
+    samples: np.ndarray, starts: np.ndarray
+) -> Iterator[tuple[int, np.ndarray]]:
+    """Splits samples into runs that lie in one part, such as a file or a row group.
+
+    Args:
+      samples: numbers of samples, in any order.
+      starts: first sample of each part, rising from 0.
+
+    Yields:
+      The number of the part, and the numbers within the part.
+
+    Example:
+      >>> for part, rows in by_part(np.array([4, 5, 0]), np.array([0, 5])):
+      ...     print(part, rows.tolist())
+      0 [4]
+      1 [0]
+      0 [0]
+    """
+    parts = np.searchsorted(starts, samples, side="right") - 1
+    breaks = np.flatnonzero(np.diff(parts)) + 1
+    for run in np.split(np.arange(len(samples)), breaks):
+        part = int(parts[run[0]])
+        yield part, samples[run] - starts[part]

@@ -1,99 +1,85 @@
-"""Criteo's click logs as batches: 13 dense inputs, features `cat_00` to `cat_25`.
+"""Criteo's click logs: 13 dense inputs and 26 categories of a sample.
 
-`criteo_lines.py` reads the files. `synthetic_criteo.py` draws samples of the same shape
-without them.
+`criteo_to_parquet` converts the text of the logs, once. `synthetic_criteo` draws
+samples of the same shape without files.
 """
 
+import dataclasses
 import pathlib
-from collections.abc import Sequence
+from typing import Final
 
-from tpu_embedding.field_checks import raise_all
-from tpu_embedding.paths import local_path
-from tpu_embedding.tools.data.argument_checks import count_problems
-from tpu_embedding.tools.data.block_dataset import BlockDataset, held_out_problems
-from tpu_embedding.tools.data.criteo_format import (
-    vocabulary_problems,
-    vocabulary_sizes_by_name,
+from tpu_embedding.tools.data.batch import DataError
+from tpu_embedding.tools.data.parquet import ParquetClicks, ParquetSource
+from tpu_embedding.tools.data.parquet_rows import ParquetFeature
+from tpu_embedding.tools.data.source import required_files
+from tpu_embedding.tools.data.synthetic_criteo import (
+    CATEGORY_NAMES,
+    NUM_DENSE,
+    SyntheticCriteo,
 )
-from tpu_embedding.tools.data.criteo_lines import CriteoLines
+
+DENSE_NAMES: Final = tuple(f"dense_{number:02d}" for number in range(NUM_DENSE))
+LABEL: Final = "label"
 
 
-class Criteo(BlockDataset):
-    """Criteo's click logs: the Kaggle challenge, or days of the 1TB logs.
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class CriteoSource:
+    """Source of a converted log if files are given, of `SyntheticCriteo` otherwise.
 
-    Features: int32 `[batch]` row ids `cat_00` to `cat_25`, hashed by
-    `row_ids_of_categories`. Dense: float32 `[batch, 13]`, `log(1 + max(x, 0))`; an
-    empty field counts as 0.
-
-    Each epoch visits the blocks of `block_size` consecutive lines in a new random
-    order. A batch may span two epochs, so every batch is full and every line is used
-    once per epoch. Lines are validated when they are read. The files may be larger than
-    memory.
+    The ids of the files are taken modulo `vocabulary_size`.
 
     Attributes:
-      batch_size: samples per batch.
-      vocabulary_sizes: number of rows by feature name.
-      num_train_samples: number of training lines.
-      num_evaluation_samples: number of held-out lines.
+      vocabulary_size: table rows of each of the 26 features.
+      num_evaluation_samples: number of held-out samples; the last ones of the files.
     """
 
-    def __init__(
-        self,
-        path: str | pathlib.Path | Sequence[str | pathlib.Path],
-        *,
-        batch_size: int,
-        vocabulary_sizes: int | Sequence[int],
-        num_evaluation_samples: int | None = None,
-        evaluation_path: str | pathlib.Path | None = None,
-        seed: int = 0,
-        block_size: int | None = None,
-    ):
-        """Opens the files and indexes their lines, in one pass over each.
+    vocabulary_size: int
+    num_evaluation_samples: int
+
+    def open(
+        self, data_dir: pathlib.Path | None, *, batch_size: int, seed: int
+    ) -> ParquetClicks | SyntheticCriteo:
+        """Returns the data set: the rows of a log, or synthetic ones without a file.
 
         Args:
-          path: path of the training file, or paths of several.
-          batch_size: samples per batch.
-          vocabulary_sizes: rows of each of the 26 features, or one number for all. At
-            least 2, because row 0 means an empty field.
-          num_evaluation_samples: number of lines held out at the end of the evaluation
-            file. Without an evaluation file they are the last lines of the training
-            files, which are in time order. None means the whole evaluation file.
-          evaluation_path: path of a separate evaluation file, or None.
-          seed: seed of the training order, at least 0.
-          block_size: lines that stay together when the order is shuffled. None: 64, and
-            more for files of over a million such blocks.
+          data_dir: a file that `criteo_to_parquet` wrote, a directory of such files in
+            the order of time by name, or None.
+          batch_size: samples per batch, over all devices.
+          seed: seed of the order of a log's samples, or of synthetic samples.
 
         Raises:
-          ValueError: if arguments are out of range; the message names all of them.
-          DataError: if a file is missing or empty, has too few lines, or is packed by
-            gzip. `train_batch` and `evaluation_batches` raise it for a damaged
-            line and name file, line and field.
+          DataError: if a file is missing or damaged.
         """
-        problems = [
-            *count_problems("Criteo", batch_size=batch_size),
-            *vocabulary_problems("Criteo", vocabulary_sizes),
-            *held_out_problems(
-                "Criteo", num_evaluation_samples, evaluation_path is not None
-            ),
-        ]
-        if block_size is not None:
-            problems += count_problems("Criteo", block_size=block_size)
-        raise_all(problems)
-        self.vocabulary_sizes = vocabulary_sizes_by_name(vocabulary_sizes)
-
-        def read(paths: Sequence[str | pathlib.Path]) -> CriteoLines:
-            return CriteoLines(
-                [local_path(each) for each in paths],
-                vocabulary_sizes=list(self.vocabulary_sizes.values()),
-                block_size=block_size,
+        if data_dir is None:
+            return self.outline(batch_size=batch_size, seed=seed)
+        path = required_files(data_dir, "Criteo's logs in Parquet")
+        if not path.match("*.parquet") and not any(path.glob("*.parquet")):
+            raise DataError(
+                f"{path} must be a Parquet file, or hold some. Convert Criteo's text "
+                "once: python -m tpu_embedding.tools.data.criteo_to_parquet TEXT "
+                "PARQUET"
             )
+        columns = ParquetSource(
+            features=tuple(
+                ParquetFeature(
+                    name=name,
+                    vocabulary_size=self.vocabulary_size,
+                    out_of_range="modulo",
+                )
+                for name in CATEGORY_NAMES
+            ),
+            dense=DENSE_NAMES,
+            label=LABEL,
+            num_evaluation_samples=self.num_evaluation_samples,
+        )
+        return columns.open(path, batch_size=batch_size, seed=seed)
 
-        lines = read([path] if isinstance(path, str | pathlib.Path) else path)
-        super().__init__(
-            lines,
+    def outline(self, *, batch_size: int, seed: int) -> SyntheticCriteo:
+        """Returns synthetic rows, which have the shapes of those of a log."""
+        return SyntheticCriteo(
             batch_size=batch_size,
-            num_evaluation_samples=num_evaluation_samples,
-            evaluation_reader=read([evaluation_path]) if evaluation_path else None,
             seed=seed,
-            num_streams=lines.num_streams(batch_size),
+            vocabulary_sizes=[self.vocabulary_size] * len(CATEGORY_NAMES),
+            valences=[1] * len(CATEGORY_NAMES),
+            num_evaluation_samples=self.num_evaluation_samples,
         )

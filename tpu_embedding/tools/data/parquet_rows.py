@@ -1,38 +1,59 @@
 """Reads rows of Parquet files that may be larger than memory, by pyarrow.
 
 A row group is the smallest part of a file that can be read by itself. So row groups are
-the blocks of the training order, and a few decoded ones are kept.
+the blocks of the training order, and a few decoded ones are kept. pyarrow is imported
+only once a file is opened.
 """
 
 import collections
 import contextlib
 import dataclasses
-import os
+import importlib
 import pathlib
-import zlib
 from collections.abc import Iterator, Sequence
-from typing import Any, Final
+from typing import Any, Literal
 
 import numpy as np
 
-from tpu_embedding.paths import local_path
 from tpu_embedding.tools.data.batch import Batch, DataError
-from tpu_embedding.tools.data.block_dataset import BlockDataset
-from tpu_embedding.tools.data.block_order import by_part, runs_of, take_runs
-from tpu_embedding.tools.data.digests import join_digests
-from tpu_embedding.tools.data.parquet_columns import (
-    ListColumn,
-    ParquetFeature,
-    RowGroupPlace,
-    check_type,
-    read_ids,
-    read_numbers,
-)
-from tpu_embedding.tools.data.pyarrow_modules import PARQUET_FILES, load_pyarrow
+from tpu_embedding.tools.data.block_dataset import by_part
+from tpu_embedding.tools.data.source import check_counts
 from tpu_embedding.types import FeatureIds, RaggedIds
 
-NUM_STREAMS: Final = 8
-"""Row groups that a batch mixes, by default."""
+
+class MissingPyarrowError(ImportError):
+    """Raised if files are to be read by pyarrow, but it is not installed."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ParquetFeature:
+    """A column of ids.
+
+    Attributes:
+      name: name of the feature.
+      vocabulary_size: rows of its table.
+      column: name of the column; None is the feature's name.
+      expected_valence: None for a column of integers, one id per row. For a column of
+        lists of integers, the mean number of ids per row. The compile report sizes its
+        buffers by it; the training takes lists of any length.
+      out_of_range: `"error"` refuses ids outside `[0, vocabulary_size)`, with file and
+        row. `"modulo"` takes ids modulo the size. `"keep"` leaves them to
+        `FeatureConfig.out_of_range_ids`.
+    """
+
+    name: str
+    vocabulary_size: int
+    column: str | None = None
+    expected_valence: float | None = None
+    out_of_range: Literal["error", "modulo", "keep"] = "error"
+
+    def __post_init__(self):
+        check_counts(self)
+
+    @property
+    def source_column(self) -> str:
+        """Name of the column."""
+        return self.column or self.name
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -52,94 +73,40 @@ class ParquetColumns:
     weight: str | None = None
 
     @property
-    def number_columns(self) -> list[str]:
+    def numbers(self) -> list[str]:
         """Names of the columns of dense inputs, labels and weights."""
         return [*self.dense, self.label, *([self.weight] if self.weight else [])]
 
-    @property
-    def names(self) -> list[str]:
-        """Names of all columns, each once."""
-        ids = [feature.source_column for feature in self.features]
-        return list(dict.fromkeys([*ids, *self.number_columns]))
 
-
-class ParquetClicks(BlockDataset):
-    """Samples of Parquet files: ids, dense inputs, labels and weights by column.
-
-    Features: int32 `[batch]` for a column of integers, `RaggedIds` for one of lists.
-    Dense: float32 `[batch, num_dense]`, or None without columns. A null list is an
-    empty one; any other null is refused.
-
-    Each epoch visits the row groups in a new random order. A batch takes consecutive
-    rows of `num_streams` row groups. As many are decoded at a time, so memory is that
-    of `num_streams + 1` row groups, whatever the size of the files.
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RowGroup:
+    """A row group of a file, which has a row or more.
 
     Attributes:
-      batch_size: samples per batch.
-      vocabulary_sizes: number of rows by feature name.
-      num_dense: dense inputs per sample.
-      num_train_samples: number of training rows.
-      num_evaluation_samples: number of held-out rows.
+      path: path of the file.
+      number: number of the row group in the file.
+      first_row: first row of the group, counted from 0 in the file.
+      num_rows: number of its rows.
     """
 
-    def __init__(
-        self,
-        paths: Sequence[str | pathlib.Path],
-        columns: ParquetColumns,
-        *,
-        batch_size: int,
-        num_evaluation_samples: int | None = None,
-        evaluation_paths: Sequence[str | pathlib.Path] = (),
-        seed: int = 0,
-        num_streams: int = NUM_STREAMS,
-    ):
-        """Reads the footers of the files, and checks their columns.
+    path: pathlib.Path
+    number: int
+    first_row: int
+    num_rows: int
 
-        Args:
-          paths: training files, at least one.
-          columns: columns to read.
-          batch_size: samples per batch.
-          num_evaluation_samples: rows held out at the end of the evaluation files, or
-            of the training files without any. None: all rows of evaluation files.
-          evaluation_paths: files of held-out rows, or none.
-          seed: seed of the training order, at least 0.
-          num_streams: row groups that a batch mixes.
-
-        Raises:
-          ValueError: if arguments are out of range.
-          DataError: if a file is missing or damaged, or lacks a column.
-          MissingPyarrowError: if pyarrow is not installed.
-        """
-        self.vocabulary_sizes = {
-            feature.name: feature.vocabulary_size for feature in columns.features
-        }
-        self.num_dense = len(columns.dense)
-
-        def read(paths: Sequence[str | pathlib.Path]) -> ParquetRows:
-            return ParquetRows(
-                [local_path(path) for path in paths],
-                columns,
-                num_kept=num_streams + 1,
-            )
-
-        super().__init__(
-            read(paths),
-            batch_size=batch_size,
-            num_evaluation_samples=num_evaluation_samples,
-            evaluation_reader=read(evaluation_paths) if evaluation_paths else None,
-            seed=seed,
-            num_streams=num_streams,
+    def error(self, column: str, row: int, text: str) -> DataError:
+        """Returns the error of the value in a row of the group."""
+        return DataError(
+            f"{self.path}, row {self.first_row + row} (row group {self.number}), "
+            f"column {column!r}: {text}."
         )
 
 
 class ParquetRows:
     """A `SampleReader` of Parquet files, whose samples are the rows of all files.
 
-    It can be pickled; the copy has read no row group yet.
-
     Attributes:
       block_bounds: first row of each row group, and the number of rows.
-      digest: digest of the footers, which hold sizes and statistics of row groups.
     """
 
     def __init__(
@@ -154,22 +121,14 @@ class ParquetRows:
         """
         self._columns = columns
         self._num_kept = num_kept
-        self._kept: collections.OrderedDict[int, _RowGroup] = collections.OrderedDict()
-        self._footers: list[Any] = []
-        self._groups: list[tuple[int, RowGroupPlace]] = []
-        lengths = []
-        for number, path in enumerate(paths):
-            footer = read_footer(path)
-            _check_columns(path, footer, columns)
-            self._footers.append(footer)
-            for place, num_rows in row_groups(path, footer):
-                self._groups.append((number, place))
-                lengths.append(num_rows)
-        if not lengths:
+        self._kept: collections.OrderedDict[int, _Decoded] = collections.OrderedDict()
+        names = [feature.source_column for feature in columns.features]
+        self._names = list(dict.fromkeys([*names, *columns.numbers]))
+        self._paths = paths
+        self._groups = [g for path in paths for g in row_groups(path, self._names)]
+        if not self._groups:
             raise DataError(f"{paths[0]} must hold a row, got none.")
-        self.block_bounds = np.cumsum([0, *lengths])
-        self._paths = [str(path) for path in paths]
-        self.digest = join_digests(digest_of_footer(path) for path in paths)
+        self.block_bounds = np.cumsum([0, *(group.num_rows for group in self._groups)])
 
     def read(self, samples: np.ndarray) -> Batch:
         """Returns the given rows.
@@ -179,177 +138,211 @@ class ParquetRows:
             file, row and column.
         """
         parts = [
-            (self._group(number), runs_of(rows))
-            for number, _, rows in by_part(samples, self.block_bounds[:-1])
+            (self._decoded(number), rows)
+            for number, rows in by_part(samples, self.block_bounds[:-1])
         ]
+
+        def numbers(column: str) -> np.ndarray:
+            return np.concatenate([group[column][rows] for group, rows in parts])
+
         columns = self._columns
-        dense = [_join_numbers(parts, name) for name in columns.dense]
+        dense = [numbers(name) for name in columns.dense]
         return Batch(
             features={
-                feature.name: _join_ids(
-                    [(group.ids[feature.name], runs) for group, runs in parts]
-                )
+                feature.name: _ids_of_rows(parts, feature.name)
                 for feature in columns.features
             },
             dense=np.stack(dense, axis=1) if dense else None,
-            labels=_join_numbers(parts, columns.label),
+            labels=numbers(columns.label),
             weights=(
-                _join_numbers(parts, columns.weight)
+                numbers(columns.weight)
                 if columns.weight
                 else np.ones(len(samples), np.float32)
             ),
-            origin=lambda sample: self._place(int(samples[sample])),
+            origin=lambda sample: self._place(samples[sample]),
         )
 
-    def _group(self, number: int) -> "_RowGroup":
+    def _decoded(self, number: int) -> "_Decoded":
         """Returns a decoded row group, and keeps it for a while."""
-        group = self._kept.get(number)
-        if group is None:
-            file_number, place = self._groups[number]
-            group = _decode(place, self._footers[file_number], self._columns)
-            self._kept[number] = group
-            if len(self._kept) > self._num_kept:
+        if number not in self._kept:
+            if len(self._kept) >= self._num_kept:
                 self._kept.popitem(last=False)
+            group = self._groups[number]
+            arrays = read_row_group(group, self._names)
+            self._kept[number] = {
+                name: read_numbers(arrays[name], name, group).astype(np.float32)
+                for name in self._columns.numbers
+            } | {
+                ("ids", feature.name): _read_ids(
+                    arrays[feature.source_column], feature, group
+                )
+                for feature in self._columns.features
+            }
         self._kept.move_to_end(number)
-        return group
+        return self._kept[number]
 
     def _place(self, sample: int) -> str:
-        number = int(np.searchsorted(self.block_bounds, sample, side="right")) - 1
-        place = self._groups[number][1]
-        row = place.first_row + sample - int(self.block_bounds[number])
-        return f"{place.path}, row {row}"
-
-    def __getstate__(self) -> dict[str, Any]:
-        return self.__dict__ | {"_kept": collections.OrderedDict()}
+        ((number, rows),) = by_part(np.array([sample]), self.block_bounds[:-1])
+        group = self._groups[number]
+        return f"{group.path}, row {group.first_row + rows[0]}"
 
     def __str__(self) -> str:
         return f"{self._paths[0]} to {self._paths[-1]}"
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class _RowGroup:
-    """Decoded columns: ids by feature name, and numbers by column."""
-
-    ids: dict[str, np.ndarray | ListColumn]
-    numbers: dict[str, np.ndarray]
+_Decoded = dict[Any, Any]
+"""Numbers by column, and ids by `("ids", feature name)`: arrays, or `RaggedIds`."""
 
 
-def read_footer(path: pathlib.Path) -> Any:
-    """Returns the metadata of a file, by pyarrow.
-
-    Raises:
-      DataError: if the file is missing or damaged.
-      MissingPyarrowError: if pyarrow is not installed.
-    """
-    parquet = load_pyarrow("pyarrow.parquet", PARQUET_FILES)
-    if not path.is_file():
-        raise DataError(f"{path} is not a file; the source reads Parquet files.")
-    with _damage_of(str(path)):
-        footer = parquet.read_metadata(path)
-        footer.schema.to_arrow_schema()
-    return footer
-
-
-def row_groups(path: pathlib.Path, footer: Any) -> Iterator[tuple[RowGroupPlace, int]]:
-    """Yields the place and the number of rows of each row group that has rows."""
-    first_row = 0
-    for number in range(footer.num_row_groups):
-        num_rows = footer.row_group(number).num_rows
-        if num_rows:
-            yield (
-                RowGroupPlace(path=str(path), number=number, first_row=first_row),
-                num_rows,
-            )
-        first_row += num_rows
-
-
-def digest_of_footer(path: pathlib.Path) -> str:
-    """Returns the digest of a file's sizes, and of the statistics of its row groups."""
-    with path.open("rb") as file:
-        # A file ends with the length of its footer, 4 bytes, and 4 bytes of magic.
-        file.seek(-8, os.SEEK_END)
-        file.seek(-8 - int.from_bytes(file.read(4), "little"), os.SEEK_END)
-        return f"{zlib.crc32(file.read()):08x}"
-
-
-def read_row_group(
-    place: RowGroupPlace, footer: Any, names: Sequence[str]
-) -> dict[str, Any]:
-    """Returns columns of a row group, which has a row or more, as arrays of Arrow.
+def row_groups(path: pathlib.Path, columns: Sequence[str]) -> list[RowGroup]:
+    """Returns the row groups of a file that have rows.
 
     Args:
-      place: place of the row group.
-      footer: metadata of the file.
-      names: names of the columns.
+      path: path of the file.
+      columns: names of columns that the file must have.
+
+    Raises:
+      DataError: if the file is missing or damaged, or lacks a column.
+      MissingPyarrowError: if pyarrow is not installed.
+    """
+    with _damage_of(str(path)):
+        footer = load_pyarrow("pyarrow.parquet").read_metadata(path)
+        names = footer.schema.to_arrow_schema().names
+    for column in columns:
+        if column not in names:
+            raise DataError(f"{path} has no column {column!r}; it has {names}.")
+    lengths = [footer.row_group(i).num_rows for i in range(footer.num_row_groups)]
+    first_rows = np.cumsum([0, *lengths]).tolist()
+    return [
+        RowGroup(path=path, number=i, first_row=first_rows[i], num_rows=length)
+        for i, length in enumerate(lengths)
+        if length
+    ]
+
+
+def read_row_group(group: RowGroup, names: Sequence[str]) -> dict[str, Any]:
+    """Returns columns of a row group as arrays of Arrow, by name.
 
     Raises:
       DataError: if the row group is damaged.
     """
-    parquet = load_pyarrow("pyarrow.parquet", PARQUET_FILES)
-    with _damage_of(
-        f"{place.path}, row group {place.number} from row {place.first_row} on,"
-    ):
-        with parquet.ParquetFile(
-            place.path, metadata=footer, page_checksum_verification=True
-        ) as file:
-            table = file.read_row_group(place.number, columns=list(names))
-            table = table.combine_chunks()
+    parquet = load_pyarrow("pyarrow.parquet")
+    with _damage_of(f"{group.path}, row group {group.number},"):
+        with parquet.ParquetFile(group.path, page_checksum_verification=True) as file:
+            table = file.read_row_group(group.number, columns=list(names))
+        table = table.combine_chunks()
     return {name: table.column(name).chunk(0) for name in names}
 
 
-def _check_columns(path: pathlib.Path, footer: Any, columns: ParquetColumns) -> None:
-    schema = footer.schema.to_arrow_schema()
-    for feature in columns.features:
-        kind = "integers" if feature.expected_valence is None else "lists"
-        check_type(str(path), schema, feature.source_column, kind)
-    for name in columns.number_columns:
-        check_type(str(path), schema, name, "numbers")
+def load_pyarrow(module: str) -> Any:
+    """Returns a module of pyarrow, such as `"pyarrow.csv"`.
 
-
-def _decode(place: RowGroupPlace, footer: Any, columns: ParquetColumns) -> _RowGroup:
-    arrays = read_row_group(place, footer, columns.names)
-    return _RowGroup(
-        ids={
-            feature.name: read_ids(arrays[feature.source_column], feature, place)
-            for feature in columns.features
-        },
-        numbers={
-            name: read_numbers(arrays[name], name, place)
-            for name in columns.number_columns
-        },
-    )
+    Raises:
+      MissingPyarrowError: if pyarrow is not installed.
+    """
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        raise MissingPyarrowError(
+            "This data set is read by pyarrow, which is not installed. Install "
+            "tpu-embedding with its extra `parquet`: pip install "
+            "'tpu-embedding[parquet]'"
+        ) from error
 
 
 @contextlib.contextmanager
 def _damage_of(owner: str) -> Iterator[None]:
     """Raises errors of pyarrow as a `DataError`."""
-    import pyarrow
-
+    pyarrow = load_pyarrow("pyarrow")
     try:
         yield
     except (pyarrow.ArrowException, OSError) as error:
         text = str(error).splitlines()[0].rstrip(".")
         raise DataError(
-            f"{owner} is damaged or no Parquet file: {text}; fetch or write it again."
+            f"{owner} is missing, damaged or no Parquet file: {text}; fetch or write "
+            "it again."
         ) from error
 
 
-def _join_ids(
-    parts: Sequence[tuple[Any, list[slice]]],
-) -> FeatureIds:
-    """Returns the ids of rows of several row groups, whose columns are of one form."""
-    if isinstance(parts[0][0], ListColumn):
-        taken = [lists.take(runs) for lists, runs in parts]
-        lengths = np.concatenate([lengths for _, lengths in taken])
-        return RaggedIds(
-            values=np.concatenate([values for values, _ in taken]),
-            row_splits=np.concatenate([[0], np.cumsum(lengths)]),
-        )
-    return np.concatenate([take_runs(ids, runs) for ids, runs in parts])
+def read_numbers(array: Any, column: str, group: RowGroup) -> np.ndarray:
+    """Returns a column of numbers; refuses nulls and other types."""
+    if array.null_count:
+        row = int(np.argmax(array.is_null().to_numpy(zero_copy_only=False)))
+        text = "a value must not be null; fill it, or drop the row"
+        raise group.error(column, row, text)
+    numbers = array.to_numpy(zero_copy_only=False)
+    if numbers.dtype.kind not in "biuf":
+        raise group.error(column, 0, f"it must hold numbers, got {array.type}")
+    return numbers
 
 
-def _join_numbers(
-    parts: Sequence[tuple[_RowGroup, list[slice]]], name: str
+def _read_ids(
+    array: Any, feature: ParquetFeature, group: RowGroup
+) -> np.ndarray | RaggedIds:
+    """Returns a column of ids, one per row or lists. A null list is an empty one."""
+    column = feature.source_column
+    is_list = hasattr(array.type, "value_type")
+    if is_list != (feature.expected_valence is not None):
+        rule = "integers without expected_valence, and lists of integers with it"
+        raise group.error(column, 0, f"it must hold {rule}, got {array.type}")
+    if not is_list:
+        row_splits = np.arange(len(array) + 1)
+        return _check_ids(array, row_splits, feature, group)
+    compute = load_pyarrow("pyarrow.compute")
+    lengths = compute.list_value_length(array).fill_null(0).to_numpy()
+    row_splits = np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)])
+    values = _check_ids(compute.list_flatten(array), row_splits, feature, group)
+    return RaggedIds(values=values, row_splits=row_splits)
+
+
+def _check_ids(
+    values: Any, row_splits: np.ndarray, feature: ParquetFeature, group: RowGroup
 ) -> np.ndarray:
-    numbers = [take_runs(group.numbers[name], runs) for group, runs in parts]
-    return np.concatenate(numbers).astype(np.float32)
+    """Returns int32 ids if each is a row of the table; refuses others."""
+    column, size = feature.source_column, feature.vocabulary_size
+
+    def error(is_wrong: np.ndarray, text: str) -> DataError:
+        row = np.searchsorted(row_splits, np.argmax(is_wrong), side="right") - 1
+        return group.error(column, int(row), text)
+
+    if values.null_count:
+        is_null = values.is_null().to_numpy(zero_copy_only=False)
+        raise error(is_null, "an id must not be null; fill it, or drop the row")
+    ids = values.to_numpy(zero_copy_only=False)
+    if ids.dtype.kind not in "iu":
+        raise group.error(column, 0, f"ids must be integers, got {values.type}")
+    if not len(ids) or (ids.min() >= 0 and ids.max() < size):
+        return ids.astype(np.int32, copy=False)
+    if feature.out_of_range == "keep":
+        return ids
+    if feature.out_of_range == "modulo":
+        return (ids % size).astype(np.int32)
+    is_outside = (ids < 0) | (ids >= size)
+    raise error(
+        is_outside,
+        f"an id of the feature {feature.name!r} must lie in [0, {size}), got "
+        f"{ids[np.argmax(is_outside)]}; correct the data, or set "
+        "ParquetFeature.out_of_range",
+    )
+
+
+def _ids_of_rows(
+    parts: Sequence[tuple[_Decoded, np.ndarray]], feature: str
+) -> FeatureIds:
+    """Returns the ids of rows of several row groups."""
+    columns = [(group["ids", feature], rows) for group, rows in parts]
+    if not isinstance(columns[0][0], RaggedIds):
+        return np.concatenate([ids[rows] for ids, rows in columns])
+    values, lengths = [], []
+    for ids, rows in columns:
+        splits = np.asarray(ids.row_splits)
+        sizes = splits[rows + 1] - splits[rows]
+        # Places of the values: those of each row follow its first one.
+        ends = np.cumsum(sizes)
+        places = np.arange(ends[-1]) + np.repeat(splits[rows] - ends + sizes, sizes)
+        values.append(np.asarray(ids.values)[places])
+        lengths.append(sizes)
+    return RaggedIds(
+        values=np.concatenate(values),
+        row_splits=np.concatenate([[0], np.cumsum(np.concatenate(lengths))]),
+    )

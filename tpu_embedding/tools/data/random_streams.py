@@ -1,4 +1,4 @@
-"""Independent random streams of one seed, for orders and synthetic samples."""
+"""Independent random streams of one seed, and the hash of the synthetic data sets."""
 
 from typing import Final
 
@@ -8,9 +8,28 @@ TEACHER_STREAM: Final = 0
 TRAIN_STREAM: Final = 1
 EVALUATION_STREAM: Final = 2
 
+WORD: Final = np.uint64(0x9E3779B97F4A7C15)
+"""Increment of SplitMix64: 2**64 over the golden ratio, rounded to an odd number."""
+
 
 def random_generator(*, seed: int, stream: int, step: int = 0) -> np.random.Generator:
     """Returns a random generator, a pure function of its arguments."""
     return np.random.Generator(
         np.random.Philox(np.random.SeedSequence([seed, stream, step]))
     )
+
+
+def mix64(words: np.ndarray) -> np.ndarray:
+    """Hashes uint64 words; distinct words have distinct hashes.
+
+    It is the finaliser of SplitMix64: Steele, Lea and Flood, "Fast splittable
+    pseudorandom number generators" (OOPSLA 2014), constants of Vigna's `splitmix64.c`.
+    """
+    words = (words ^ (words >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    words = (words ^ (words >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return words ^ (words >> np.uint64(31))
+
+
+def splitmix64(keys: np.ndarray) -> np.ndarray:
+    """Returns the first output of SplitMix64 for each uint64 seed."""
+    return mix64(keys + WORD)

@@ -5,23 +5,23 @@ column: large and small vocabularies, skew, samples with several ids and with no
 good training run comes close to `teacher_log_loss()`.
 """
 
-from collections.abc import Iterator, Mapping
+import dataclasses
+from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Final
 
 import numpy as np
 
-from tpu_embedding.tools.data.argument_checks import count_problems
 from tpu_embedding.tools.data.random_streams import TEACHER_STREAM, random_generator
+from tpu_embedding.tools.data.source import SyntheticSource
 from tpu_embedding.tools.data.teacher import Inputs, TeacherDataset
+from tpu_embedding.tools.data.zipf import ZipfIds
 from tpu_embedding.types import PADDING_ROW_ID
 
-DEFAULT_VOCABULARY_SIZES: Final[Mapping[str, int]] = MappingProxyType(
+VOCABULARY_SIZES: Final[Mapping[str, int]] = MappingProxyType(
     {"user": 2_000, "item": 1_000, "category": 100, "device": 20, "tags": 500}
 )
 """Number of rows of each feature, 3,620 in total."""
-
-MULTI_HOT_FEATURE: Final = "tags"
 
 EFFECT_SCALES: Final[Mapping[str, float]] = MappingProxyType(
     {"user": 0.8, "item": 0.9, "category": 0.5, "device": 0.4, "tags": 1.5}
@@ -31,6 +31,25 @@ EFFECT_SCALES: Final[Mapping[str, float]] = MappingProxyType(
 INTERACTION_RANK: Final = 2
 INTERACTION_SCALE: Final = 0.6
 """Standard deviation of the user-item interaction's contribution to the logit."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SyntheticClicksSource(SyntheticSource):
+    """Source of `SyntheticClicks`; reads no file.
+
+    Attributes:
+      num_evaluation_samples: number of held-out samples.
+      valence: maximum number of tags per sample.
+      zipf_exponent: skew of the ids; 0 is uniform.
+    """
+
+    num_evaluation_samples: int
+    valence: int = 8
+    zipf_exponent: float = 1.0
+
+    def draw(self, *, batch_size: int, seed: int) -> "SyntheticClicks":
+        """Returns the data set."""
+        return SyntheticClicks(self, batch_size=batch_size, seed=seed)
 
 
 class SyntheticClicks(TeacherDataset):
@@ -51,67 +70,34 @@ class SyntheticClicks(TeacherDataset):
     twice in a sample counts twice. There are no dense inputs.
 
     With the defaults, the log loss is about 0.50 for a constant and about 0.365 for
-    the teacher. The target of a trained model is set in its run config.
-
-    Args:
-      batch_size: samples per batch.
-      seed: seed of the teacher and of all samples, at least 0.
-      vocabulary_sizes: number of rows of each of the five features.
-      valence: maximum number of tags per sample.
-      zipf_exponent: skew of the ids; 0 is uniform.
-      click_rate: expected mean of the labels.
-      num_evaluation_samples: number of held-out samples.
-
-    Raises:
-      ValueError: if arguments are out of range; the message names all of them.
+    the teacher.
 
     Example:
-      >>> data = SyntheticClicks(batch_size=4, num_evaluation_samples=10)
+      >>> source = SyntheticClicksSource(num_evaluation_samples=10)
+      >>> data = source.open(None, batch_size=4, seed=0)
       >>> data.train_batch(0).features["tags"].shape
       (4, 8)
       >>> [int(batch.weights.sum()) for batch in data.evaluation_batches()]
       [4, 4, 2]
     """
 
-    def __init__(
-        self,
-        *,
-        batch_size: int = 2048,
-        seed: int = 0,
-        vocabulary_sizes: Mapping[str, int] = DEFAULT_VOCABULARY_SIZES,
-        valence: int = 8,
-        zipf_exponent: float = 1.0,
-        click_rate: float = 0.2,
-        num_evaluation_samples: int = 102_400,
-    ):
-        self.valence = valence
+    click_rate = 0.2
+
+    def __init__(self, source: SyntheticClicksSource, *, batch_size: int, seed: int):
         super().__init__(
             batch_size=batch_size,
             seed=seed,
-            num_evaluation_samples=num_evaluation_samples,
-            vocabulary_sizes=vocabulary_sizes,
-            zipf_exponent=zipf_exponent,
-            click_rate=click_rate,
+            num_evaluation_samples=source.num_evaluation_samples,
         )
-        self._draw_teacher()
-
-    def _problems(self) -> Iterator[str]:
-        yield from super()._problems()
-        yield from count_problems("SyntheticClicks", valence=self.valence)
-        if self.vocabulary_sizes.keys() != EFFECT_SCALES.keys():
-            yield (
-                "SyntheticClicks.vocabulary_sizes must name the features "
-                f"{sorted(EFFECT_SCALES)}, got {sorted(self.vocabulary_sizes)}"
-            )
-        for name, size in self.vocabulary_sizes.items():
-            yield from count_problems(
-                "SyntheticClicks", **{f"vocabulary_sizes[{name!r}]": size}
-            )
-
-    def _draw_teacher(self) -> None:
-        generator = random_generator(seed=self.seed, stream=TEACHER_STREAM)
+        self.vocabulary_sizes = dict(VOCABULARY_SIZES)
+        self.valence = source.valence
+        self._ids = {
+            name: ZipfIds(vocabulary_size=size, exponent=source.zipf_exponent)
+            for name, size in VOCABULARY_SIZES.items()
+        }
+        generator = random_generator(seed=seed, stream=TEACHER_STREAM)
         self._effects = {
-            name: generator.normal(0.0, scale, self.vocabulary_sizes[name])
+            name: generator.normal(0.0, scale, VOCABULARY_SIZES[name])
             for name, scale in EFFECT_SCALES.items()
         }
         # The standard deviation of a product of independent centred normals is the
@@ -119,15 +105,18 @@ class SyntheticClicks(TeacherDataset):
         factor_scale = np.sqrt(INTERACTION_SCALE / np.sqrt(INTERACTION_RANK))
         self._user_factors, self._item_factors = (
             generator.normal(
-                0.0, factor_scale, (self.vocabulary_sizes[name], INTERACTION_RANK)
+                0.0, factor_scale, (VOCABULARY_SIZES[name], INTERACTION_RANK)
             )
             for name in ("user", "item")
         )
 
-    def _draw_inputs(self, generator: np.random.Generator, num_samples: int) -> Inputs:
+    def _draw_inputs(
+        self, generator: np.random.Generator, num_samples: int, step: int | None = None
+    ) -> Inputs:
+        del step
         features, logits = {}, np.zeros(num_samples)
         for name, ids in self._ids.items():
-            if name != MULTI_HOT_FEATURE:
+            if name != "tags":
                 features[name] = ids.draw(generator, num_samples)
                 logits += self._effects[name][features[name]]
         logits += np.einsum(
@@ -135,17 +124,12 @@ class SyntheticClicks(TeacherDataset):
             self._user_factors[features["user"]],
             self._item_factors[features["item"]],
         )
-        tags, tag_logits = self._draw_tags(generator, num_samples)
-        features[MULTI_HOT_FEATURE] = tags
-        return Inputs(features=features, dense=None, logits=logits + tag_logits)
-
-    def _draw_tags(
-        self, generator: np.random.Generator, num_samples: int
-    ) -> tuple[np.ndarray, np.ndarray]:
-        """Draws padded ids `[samples, valence]` and their mean effects `[samples]`."""
         num_tags = generator.integers(0, self.valence + 1, num_samples)
-        used_mask = np.arange(self.valence) < num_tags[:, None]
-        ids = self._ids[MULTI_HOT_FEATURE].draw(generator, used_mask.shape)
-        effects = np.where(used_mask, self._effects[MULTI_HOT_FEATURE][ids], 0.0)
-        ids = np.where(used_mask, ids, np.int32(PADDING_ROW_ID))
-        return ids, effects.sum(axis=1) / np.maximum(num_tags, 1)
+        is_tag = np.arange(self.valence) < num_tags[:, None]
+        tags = self._ids["tags"].draw(generator, is_tag.shape)
+        effects = np.where(is_tag, self._effects["tags"][tags], 0.0)
+        features["tags"] = np.where(is_tag, tags, np.int32(PADDING_ROW_ID))
+        return Inputs(
+            features=features,
+            logits=logits + effects.sum(axis=1) / np.maximum(num_tags, 1),
+        )

@@ -10,13 +10,11 @@ samples.
 import abc
 import dataclasses
 import functools
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Final
 
 import numpy as np
 
-from tpu_embedding.field_checks import raise_all
-from tpu_embedding.tools.data.argument_checks import count_problems, seed_problems
 from tpu_embedding.tools.data.batch import Batch
 from tpu_embedding.tools.data.random_streams import (
     EVALUATION_STREAM,
@@ -24,8 +22,6 @@ from tpu_embedding.tools.data.random_streams import (
     TRAIN_STREAM,
     random_generator,
 )
-from tpu_embedding.tools.data.zipf import ZipfIds
-from tpu_embedding.types import FeatureIds
 
 CALIBRATION_SAMPLES: Final = 16_384
 """Samples that fit the bias; the click rate's standard error is below 0.004."""
@@ -41,8 +37,8 @@ class Inputs:
       logits: float64 `[samples]`, the teacher's logits without the common bias.
     """
 
-    features: dict[str, FeatureIds]
-    dense: np.ndarray | None
+    features: dict[str, np.ndarray]
+    dense: np.ndarray | None = None
     logits: np.ndarray
 
 
@@ -54,59 +50,26 @@ class TeacherDataset(abc.ABC):
       seed: seed of the teacher and of all samples.
       num_evaluation_samples: number of held-out samples. They have their own random
         stream and are the same for every batch size.
-      vocabulary_sizes: number of rows by feature name.
-      zipf_exponent: skew of the ids; 0 is uniform.
       click_rate: expected mean of the labels; the teacher's bias is fitted to it.
     """
 
-    def __init__(
-        self,
-        *,
-        batch_size: int,
-        seed: int,
-        num_evaluation_samples: int,
-        vocabulary_sizes: Mapping[str, int],
-        zipf_exponent: float,
-        click_rate: float,
-    ):
+    click_rate: float
+
+    def __init__(self, *, batch_size: int, seed: int, num_evaluation_samples: int):
         self.batch_size = batch_size
         self.seed = seed
         self.num_evaluation_samples = num_evaluation_samples
-        self.vocabulary_sizes = dict(vocabulary_sizes)
-        self.zipf_exponent = zipf_exponent
-        self.click_rate = click_rate
-        raise_all(list(self._problems()))
-        self._ids = {
-            name: ZipfIds(vocabulary_size=size, exponent=zipf_exponent)
-            for name, size in self.vocabulary_sizes.items()
-        }
-
-    def _problems(self) -> Iterator[str]:
-        owner = type(self).__name__
-        yield from count_problems(
-            owner,
-            batch_size=self.batch_size,
-            num_evaluation_samples=self.num_evaluation_samples,
-        )
-        yield from seed_problems(owner, self.seed)
-        if not (np.isfinite(self.zipf_exponent) and self.zipf_exponent >= 0):
-            yield (
-                f"{owner}.zipf_exponent must be a finite number of at least 0, got "
-                f"{self.zipf_exponent!r}"
-            )
-        if not 0.0 < self.click_rate < 1.0:
-            yield (
-                f"{owner}.click_rate must be between 0 and 1, got {self.click_rate!r}"
-            )
 
     @abc.abstractmethod
-    def _draw_inputs(self, generator: np.random.Generator, num_samples: int) -> Inputs:
-        """Draws `num_samples` samples: ids, dense inputs and the teacher's logits."""
+    def _draw_inputs(
+        self, generator: np.random.Generator, num_samples: int, step: int | None = None
+    ) -> Inputs:
+        """Draws samples of a training step, or of the evaluation if it is None."""
 
     def train_batch(self, step: int) -> Batch:
         """Returns the batch of training step `step`, counted from 0."""
         generator = random_generator(seed=self.seed, stream=TRAIN_STREAM, step=step)
-        batch, _ = self._draw(generator, self.batch_size)
+        batch, _ = self._draw(generator, self.batch_size, step)
         return batch
 
     def evaluation_batches(self) -> Iterator[Batch]:
@@ -118,14 +81,13 @@ class TeacherDataset(abc.ABC):
         for start in range(0, self.num_evaluation_samples, self.batch_size):
             places = np.arange(start, start + self.batch_size)
             rows = np.minimum(places, self.num_evaluation_samples - 1)
+            dense = samples.dense
             yield Batch(
                 features={
                     name: np.asarray(ids)[rows]
                     for name, ids in samples.features.items()
                 },
-                dense=samples.dense[rows]
-                if isinstance(samples.dense, np.ndarray)
-                else None,
+                dense=dense[rows] if isinstance(dense, np.ndarray) else None,
                 labels=samples.labels[rows],
                 weights=(places < self.num_evaluation_samples).astype(np.float32),
             )
@@ -152,16 +114,10 @@ class TeacherDataset(abc.ABC):
         return self._draw(generator, self.num_evaluation_samples)
 
     def _draw(
-        self, generator: np.random.Generator, num_samples: int
+        self, generator: np.random.Generator, num_samples: int, step: int | None = None
     ) -> tuple[Batch, np.ndarray]:
         """Returns samples with drawn labels and their true click probabilities."""
-        return self._label(generator, self._draw_inputs(generator, num_samples))
-
-    def _label(
-        self, generator: np.random.Generator, inputs: Inputs
-    ) -> tuple[Batch, np.ndarray]:
-        """Returns the samples of `inputs`, as `_draw` does."""
-        num_samples = len(inputs.logits)
+        inputs = self._draw_inputs(generator, num_samples, step)
         probabilities = sigmoid(inputs.logits + self._bias)
         labels = generator.random(num_samples) < probabilities
         batch = Batch(

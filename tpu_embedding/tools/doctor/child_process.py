@@ -11,14 +11,12 @@ import contextlib
 import json
 import os
 import select
+import signal
 import subprocess
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
-
-from tpu_embedding.tools.jobs.failures import signal_name
-from tpu_embedding.tools.jobs.workers import kill_group
 
 _KILL_SECONDS: Final = 10.0
 """Maximum wait for a killed process. One that waits for a device may never end."""
@@ -61,7 +59,8 @@ class ChildProcess:
 
     def __exit__(self, *_: Any) -> None:
         """Kills the process group, and waits a bounded time for its end."""
-        kill_group(self._process.pid)
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
         self._has_ended_in(_KILL_SECONDS)
         self._questions.close()
         self._answers.close()
@@ -113,7 +112,7 @@ class ChildProcess:
         status = self._process.returncode
         text = f"ended with exit status {status}"
         if status < 0:
-            text = f"crashed by {signal_name(-status)}"
+            text = f"crashed by {signal.Signals(-status).name}"
         self._errors.seek(0)
         lines = [line.strip() for line in self._errors if line.strip()]
         return f"{text}: {lines[-1][:300]}" if lines else text

@@ -1,103 +1,108 @@
-"""The data sets of the training loop: batches of a log, and an outline of them."""
+"""Batches of MLPerf's `dlrm_v4` in the order of the benchmark: by windows of time."""
 
-import functools
+import dataclasses
 from collections.abc import Iterator, Mapping
 from types import MappingProxyType
-from typing import Any, Final
+from typing import Any, Final, Literal
 
 import numpy as np
 
 from tpu_embedding.tools.data.batch import Batch, DataError
-from tpu_embedding.tools.data.teacher import TeacherDataset, cross_entropy
-from tpu_embedding.tools.data.yambda.event_batches import EventBatches
-from tpu_embedding.tools.data.yambda.event_log import LISTENED
+from tpu_embedding.tools.data.yambda.event_log import SECONDS_PER_DAY
 from tpu_embedding.tools.data.yambda.event_samples import (
     EventSamples,
     HistorySettings,
 )
-from tpu_embedding.tools.data.yambda.synthetic_yambda import SyntheticYambda
 from tpu_embedding.types import RaggedIds
-
-DENSE_INPUTS: Final = (
-    "history_length",
-    "action_weight",
-    "action_timestamp",
-    "query_time",
-)
-"""Dense inputs of a batch; see `EventSamples.read`."""
 
 
 class EventDataset:
-    """The samples of a log, in the order of `EventBatches`.
+    """The samples of a log, day by day.
 
-    The dense inputs are a dict of `DENSE_INPUTS`. Samples of weight 0 in the last batch
-    of an evaluation are copies of its last sample, so they do not change the longest
-    sequence of the batch.
+    Windows of a day split the anchors by time. The last window is held out for
+    evaluation. Training visits the others in the order of time, and the anchors of a
+    window by user, then by time. Anchors at the end of a window that do not fill a
+    batch are left out, as in the benchmark. Behind the last window, training starts
+    again with the first. A batch is a function of the step, so no state is saved.
 
     Attributes:
       batch_size: samples per batch.
-      batches: batches of the samples.
+      samples: samples of the log.
       table_sizes: number of rows of each table.
       history_length: events of the longest history.
       num_train_samples: samples from the first window to the last but one.
-      digest: digest of the files of the log; None if there are none.
+      num_evaluation_samples: number of anchors in the last window.
+      evaluation_anchors: places in the log of the held-out samples, in their order.
     """
 
-    def __init__(self, samples: EventSamples, batches: EventBatches):
-        self.batch_size = batches.batch_size
-        self.batches = batches
-        self.table_sizes = samples.table_sizes
-        self.history_length = samples.settings.width
-        self.num_train_samples = batches.num_train_steps * batches.batch_size
-        self.digest = batches.digest
+    def __init__(
+        self,
+        samples: EventSamples,
+        *,
+        batch_size: int,
+        whole_window: Literal["first", "last"],
+    ):
+        """Sorts the anchors by window.
 
-    def __getstate__(self) -> dict[str, Any]:
-        """Refuses a copy of the log for each loader process.
+        Args:
+          samples: samples of a log.
+          batch_size: samples per batch.
+          whole_window: window whose length is full. `"first"` starts the windows with
+            the earliest anchor, as in the benchmark. The last one can then be short,
+            and few samples are evaluated. `"last"` ends the windows with the last
+            anchor.
 
         Raises:
-          DataError: always.
+          DataError: if no window but the last one fills a batch.
         """
-        raise DataError(
-            f"{type(self).__name__} must stay in one process, because its log lies in "
-            "memory and each loader process would copy it; set loader_processes=0, "
-            "which reads ahead in a thread."
-        )
+        self.batch_size = batch_size
+        self.samples = samples
+        self.table_sizes = samples.table_sizes
+        self.history_length = samples.settings.width
+        times = samples.log.times[samples.anchors]
+        windows = (times - times.min()) // SECONDS_PER_DAY
+        if whole_window == "last":
+            back = (times.max() - times) // SECONDS_PER_DAY
+            windows = back.max() - back
+        # Equal windows keep their order, which is that of the log: by user, then time.
+        self._anchors = samples.anchors[np.argsort(windows, kind="stable")]
+        sizes = np.bincount(windows)
+        self._window_starts = np.cumsum([0, *sizes[:-1]])
+        self._first_steps = np.cumsum([0, *(sizes[:-1] // batch_size)])
+        self.num_train_samples = int(self._first_steps[-1]) * batch_size
+        self.num_evaluation_samples = int(sizes[-1])
+        self.evaluation_anchors = self._anchors[self._window_starts[-1] :]
+        if not self.num_train_samples:
+            raise DataError(
+                f"{samples.log.name}: a day before the last must have {batch_size} "
+                f"anchors to fill a batch, got {len(sizes)} day(s) of at most "
+                f"{sizes.max()} anchors; lower batch_size, or pass more events."
+            )
 
     def train_batch(self, step: int) -> Batch:
         """Returns the batch of training step `step`, counted from 0."""
-        return _as_batch(self.batches.train_batch(step))
+        return self.train_part(step, range(self.batch_size))
 
     def train_part(self, step: int, samples: range) -> Batch:
         """Returns some consecutive samples of the batch of a training step."""
-        return _as_batch(self.batches.train_part(step, samples))
+        step %= self._first_steps[-1]
+        window = np.searchsorted(self._first_steps, step, side="right") - 1
+        first = self._window_starts[window]
+        first += (step - self._first_steps[window]) * self.batch_size
+        anchors = self._anchors[first + samples.start : first + samples.stop]
+        return self.samples.read(anchors)
 
     def evaluation_batches(self) -> Iterator[Batch]:
-        """Yields the last window once."""
-        return map(_as_batch, self.batches.evaluation_batches())
+        """Yields the last window once, by user and time.
 
-
-class SyntheticEventDataset(EventDataset):
-    """The samples of `SyntheticYambda`, whose teacher is known."""
-
-    def __init__(
-        self, log: SyntheticYambda, samples: EventSamples, batches: EventBatches
-    ):
-        super().__init__(samples, batches)
-        self._log = log
-
-    def teacher_log_loss(self) -> float:
-        """Returns the log loss of the true probabilities on the held-out samples."""
-        anchors = self.batches.evaluation_anchors
-        labels = self._log.log.actions[anchors] == LISTENED
-        return float(np.mean(cross_entropy(labels, self._log.probabilities[anchors])))
-
-    def teacher_auc(self) -> float:
-        """Returns the AUC of the true probabilities on the held-out samples."""
-        return self._log.teacher_auc(self.batches)
-
-
-# A run compares its loss with the teacher's loss if its data is a TeacherDataset.
-TeacherDataset.register(SyntheticEventDataset)
+        Copies of the last sample, with weight 0, pad the last batch.
+        """
+        last = self.num_evaluation_samples - 1
+        for start in range(0, self.num_evaluation_samples, self.batch_size):
+            number = start + np.arange(self.batch_size)
+            batch = self.samples.read(self.evaluation_anchors[np.minimum(number, last)])
+            weights = (number <= last).astype(np.float32)
+            yield dataclasses.replace(batch, weights=weights)
 
 
 SAMPLES_PER_USER: Final = 16
@@ -121,9 +126,7 @@ class EventOutline:
     values mean nothing.
 
     Example:
-      >>> outline = EventOutline(
-      ...     batch_size=32, table_sizes={"item_id": 10_000}, settings=HistorySettings()
-      ... )
+      >>> outline = EventOutline({"item_id": 10_000}, HistorySettings(), batch_size=32)
       >>> ids = outline.train_batch(0).features["item_id"]
       >>> ids["history"].row_splits.shape, ids["candidate"].shape
       ((33,), (32,))
@@ -131,10 +134,10 @@ class EventOutline:
 
     def __init__(
         self,
-        *,
-        batch_size: int,
         table_sizes: Mapping[str, int],
         settings: HistorySettings,
+        *,
+        batch_size: int,
     ):
         self.batch_size = batch_size
         self.table_sizes = dict(table_sizes)
@@ -143,14 +146,6 @@ class EventOutline:
     def train_batch(self, step: int) -> Batch:
         """Returns the same batch for each step."""
         del step
-        return self._batch
-
-    def evaluation_batches(self) -> Iterator[Batch]:
-        """Yields one batch."""
-        yield self._batch
-
-    @functools.cached_property
-    def _batch(self) -> Batch:
         num_samples, width = self.batch_size, self.history_length
         num_events = max(1, int(MEAN_LENGTH * width))
         row_splits = np.arange(num_samples + 1) * num_events
@@ -166,12 +161,9 @@ class EventOutline:
                 continue
             # Rising with the items, so that an item has one artist and one album.
             ids = (items * (DIFFERENT_IDS[name] / item_share)).astype(np.int64) % size
-            features[name] = {
-                "history": RaggedIds(
-                    values=ids.astype(np.int32).ravel(), row_splits=row_splits
-                ),
-                "candidate": ids[:, 0].astype(np.int32),
-            }
+            ids = ids.astype(np.int32)
+            history = RaggedIds(values=ids.ravel(), row_splits=row_splits)
+            features[name] = {"history": history, "candidate": ids[:, 0]}
         events = np.zeros((num_samples, width), np.int32)
         return Batch(
             features=features,
@@ -185,11 +177,6 @@ class EventOutline:
             weights=np.ones(num_samples, np.float32),
         )
 
-
-def _as_batch(tree: dict[str, Any]) -> Batch:
-    return Batch(
-        features=tree["features"],
-        dense={name: tree[name] for name in DENSE_INPUTS},
-        labels=tree["label"],
-        weights=tree["weight"],
-    )
+    def evaluation_batches(self) -> Iterator[Batch]:
+        """Yields one batch."""
+        yield self.train_batch(0)

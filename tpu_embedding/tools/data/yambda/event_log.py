@@ -1,10 +1,7 @@
-"""Events of users with items, sorted by user and time, as histories need them.
-
-`yambda_files` reads the events of Yambda, a public log of music, and `synthetic_yambda`
-draws some. `event_samples` makes training samples of them.
-"""
+"""Events of users with items, sorted by user and time, as histories need them."""
 
 import dataclasses
+from collections.abc import Mapping
 from typing import Final
 
 import numpy as np
@@ -12,6 +9,7 @@ import numpy as np
 from tpu_embedding.tools.data.batch import DataError
 from tpu_embedding.types import PADDING_ROW_ID
 
+SECONDS_PER_HOUR: Final = 3_600
 SECONDS_PER_DAY: Final = 86_400
 NUM_TRAIN_DAYS: Final = 300
 GAP_SECONDS: Final = 1_800
@@ -31,58 +29,6 @@ EVENT_TYPES: Final = ("listen", "like", "dislike", "unlike", "undislike")
 MAX_ID: Final = PADDING_ROW_ID - 1
 """Largest id of a user, item, artist or album, and largest time: all are int32."""
 
-MAX_ITEM: Final = 2**28 - 1
-"""Largest id of an item; arrays with a place per item take 1 GiB each then."""
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class TimeSplit:
-    """Times of training and test events, in seconds.
-
-    Attributes:
-      train: times of training events.
-      test: times of test events, the last day; the benchmark's runs do not use them.
-    """
-
-    train: range
-    test: range
-
-    @classmethod
-    def of_last_time(cls, last_time: int) -> "TimeSplit":
-        """Returns the benchmark's split, given the time of the last event.
-
-        The events of this very time are in neither part.
-
-        Example:
-          >>> split = TimeSplit.of_last_time(30_000_000)
-          >>> split.train, split.test
-          (range(3991800, 29911800), range(29913600, 30000000))
-        """
-        test = range(last_time - SECONDS_PER_DAY, last_time)
-        stop = test.start - GAP_SECONDS
-        return cls(
-            train=range(stop - NUM_TRAIN_DAYS * SECONDS_PER_DAY, stop), test=test
-        )
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class EventColumns:
-    """Events in any order, in arrays of one length.
-
-    Attributes:
-      users: ids of users, from 0 to `MAX_ID`.
-      times: seconds, from 0 to `MAX_ID`.
-      items: ids of items, from 0 to `MAX_ITEM`.
-      actions: `LISTENED`, `LIKED`, `SKIPPED`, or 0 for any other event.
-      is_organic: 1 if the user found the item without a recommendation, 0 otherwise.
-    """
-
-    users: np.ndarray
-    times: np.ndarray
-    items: np.ndarray
-    actions: np.ndarray
-    is_organic: np.ndarray
-
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class EventLog:
@@ -94,12 +40,13 @@ class EventLog:
         to `user_bounds[i + 1] - 1`.
       times: int32 `[events]`, in seconds.
       items: int32 `[events]`.
-      actions: uint8 `[events]`; see `EventColumns`.
-      is_organic: uint8 `[events]`; see `EventColumns`.
+      actions: uint8 `[events]`: `LISTENED`, `LIKED`, `SKIPPED`, or 0 for any other
+        event.
+      is_organic: uint8 `[events]`, 1 if the user found the item without a
+        recommendation.
       item_artists: int32 `[items]`, the artist of each item; 0 is unknown.
       item_albums: int32 `[items]`, the album of each item; 0 is unknown.
       name: where the events are from, for errors.
-      digest: digest of the files; None if there are none.
     """
 
     users: np.ndarray
@@ -111,72 +58,57 @@ class EventLog:
     item_artists: np.ndarray
     item_albums: np.ndarray
     name: str
-    digest: str | None = None
 
     @classmethod
     def of_columns(
         cls,
-        columns: EventColumns,
+        columns: Mapping[str, np.ndarray],
         *,
         item_artists: np.ndarray,
         item_albums: np.ndarray,
         name: str,
-        digest: str | None = None,
     ) -> "EventLog":
         """Returns the events of the training period, sorted by user and time.
 
         The sort is stable: events of one user at one time keep their order in the
         columns. The benchmark leaves this order open, so its prepared files can have
-        another one. Sorting needs up to 32 bytes per event beside the columns, and 28
-        if the columns are sorted already.
+        another one.
 
         Args:
-          columns: events of all times.
+          columns: events of all times, by the names of Yambda's columns `"uid"`,
+            `"timestamp"`, `"item_id"`, `"event_type"` (numbers), `"is_organic"` and
+            `"played_ratio_pct"`.
           item_artists: artist of each item; items behind its end have the artist 0.
           item_albums: album of each item; items behind its end have the album 0.
           name: where the events are from, for errors.
-          digest: digest of the files, or None.
 
         Raises:
-          DataError: if no event is in the training period, or an item is above
-            `MAX_ITEM`.
+          DataError: if no event is in the training period.
         """
-        times = columns.times
-        period = range(0)
-        if len(times):
-            period = TimeSplit.of_last_time(int(times.max())).train
-        kept = np.flatnonzero((times >= period.start) & (times < period.stop))
-        if not len(kept):
+        is_kept = in_training_period(columns["timestamp"])
+        if not is_kept.any():
             raise DataError(
                 f"{name} must have an event in the {NUM_TRAIN_DAYS} days that end one "
-                f"day and {GAP_SECONDS // 60} minutes before the last event, got none "
-                f"of {len(times):,} events; pass events of two days or more."
+                f"day and {GAP_SECONDS // 60} minutes before the last event, got none; "
+                "pass events of two days or more."
             )
-        keys = columns.users[kept].astype(np.uint64) << np.uint64(32)
-        keys |= times[kept].astype(np.uint64)
-        if (keys[1:] < keys[:-1]).any():
-            kept = kept[np.argsort(keys, kind="stable")]
-        del keys
-        users = columns.users[kept]
+        kept = np.flatnonzero(is_kept)
+        keys = (columns["timestamp"][kept], columns["uid"][kept])
+        kept = kept[np.lexsort(keys)]
+        users = columns["uid"][kept]
         starts = np.append(0, np.flatnonzero(users[1:] != users[:-1]) + 1)
-        items = columns.items[kept].astype(np.int32)
-        if items.max() > MAX_ITEM:
-            raise DataError(
-                f"{name}: ids of items must be at most {MAX_ITEM}, got {items.max()}; "
-                "give the items new ids."
-            )
+        items = columns["item_id"][kept].astype(np.int32)
         num_items = max(len(item_artists), len(item_albums), int(items.max()) + 1)
         return cls(
             users=users[starts].astype(np.int32),
             user_bounds=np.append(starts, len(kept)),
-            times=times[kept].astype(np.int32),
+            times=columns["timestamp"][kept].astype(np.int32),
             items=items,
-            actions=columns.actions[kept].astype(np.uint8),
-            is_organic=columns.is_organic[kept].astype(np.uint8),
+            actions=_actions(columns)[kept],
+            is_organic=columns["is_organic"][kept].astype(np.uint8),
             item_artists=_padded(item_artists, num_items),
             item_albums=_padded(item_albums, num_items),
             name=name,
-            digest=digest,
         )
 
     def with_dense_ids(self) -> "EventLog":
@@ -196,6 +128,25 @@ class EventLog:
             item_artists=_dense_behind_zero(self.item_artists[is_used]),
             item_albums=_dense_behind_zero(self.item_albums[is_used]),
         )
+
+
+def in_training_period(times: np.ndarray) -> np.ndarray:
+    """Returns True for times in the benchmark's training period, given all times.
+
+    The last day is the benchmark's test day, which its runs do not use.
+    """
+    stop = int(times.max(initial=0)) - SECONDS_PER_DAY - GAP_SECONDS
+    return (times >= stop - NUM_TRAIN_DAYS * SECONDS_PER_DAY) & (times < stop)
+
+
+def _actions(columns: Mapping[str, np.ndarray]) -> np.ndarray:
+    """Returns the uint8 actions of events, from their types and played ratios."""
+    types, ratios = columns["event_type"], columns["played_ratio_pct"]
+    # NaN is not larger than any number, so it counts as 0.
+    listens = np.where(ratios >= MIN_LISTENED_PERCENT, LISTENED, SKIPPED)
+    likes = np.where(types == EVENT_TYPES.index("like"), LIKED, 0)
+    is_listen = types == EVENT_TYPES.index("listen")
+    return np.where(is_listen, listens, likes).astype(np.uint8)
 
 
 def _padded(values: np.ndarray, length: int) -> np.ndarray:

@@ -5,41 +5,22 @@ sample, and the events before it are the history.
 """
 
 import dataclasses
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any, Final
 
 import numpy as np
 
-from tpu_embedding.field_checks import is_int, raise_all
-from tpu_embedding.tools.data.argument_checks import count_problems
-from tpu_embedding.tools.data.batch import DataError
+from tpu_embedding.tools.data.batch import Batch, DataError
 from tpu_embedding.tools.data.yambda.event_log import (
     ACTIONS,
     LIKED,
     LISTENED,
-    MAX_ID,
+    SECONDS_PER_HOUR,
     EventLog,
 )
 from tpu_embedding.tools.data.yambda.xxhash64 import xxh64
 from tpu_embedding.types import RaggedIds
-
-BENCHMARK_TABLE_SIZES: Final[Mapping[str, int]] = MappingProxyType(
-    {
-        "item_id": 9_390_624,
-        "artist_id": 1_293_395,
-        "album_id": 3_367_692,
-        "uid": 1_000_001,
-        "user_x_artist": 100_000_000,
-        "user_x_album": 40_000_000,
-        "user_x_hour": 24_000_000,
-        "item_x_hour": 40_000_000,
-        "artist_x_hour": 32_000_000,
-        "user_x_is_organic": 2_000_000,
-        "user_x_artist_x_hour": 40_000_000,
-    }
-)
-"""Rows of the tables of the benchmark."""
 
 CROSSES: Final[Mapping[str, tuple[str, ...]]] = MappingProxyType(
     {
@@ -55,10 +36,9 @@ CROSSES: Final[Mapping[str, tuple[str, ...]]] = MappingProxyType(
 """Keys of the anchor that make each crossed id, in the order in which they are hashed.
 """
 
-CONTEXTUAL_FEATURES: Final = ("uid", *CROSSES)
-"""Features of one id per sample, in the order of the benchmark's tokens."""
 
-SECONDS_PER_HOUR: Final = 3_600
+TABLES: Final = ("item_id", "artist_id", "album_id", "uid", *CROSSES)
+"""Names of the tables."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -70,38 +50,19 @@ class HistorySettings:
         each, rounded down.
       min_history: minimum number of earlier events of an anchor's user.
       scan_window: number of events before the anchor in which the history is searched.
-      max_kept: upper limit of the length, by which the oldest events are cut; None is
-        no limit. It is the reference's `max_seq_len` without the other tokens, which
-        its default never reaches.
     """
 
     history_length: int = 4_086
     min_history: int = 4_086
     scan_window: int = 20_000
-    max_kept: int | None = None
 
     def __post_init__(self):
-        raise_all(list(self._problems()))
-
-    def _problems(self) -> Iterator[str]:
-        owner = "HistorySettings"
-        yield from count_problems(owner, scan_window=self.scan_window)
-        if not is_int(self.history_length) or self.history_length < len(ACTIONS):
-            yield (
-                f"{owner}.history_length must be an int of at least {len(ACTIONS)}, "
-                f"got {self.history_length!r}"
+        if self.events_per_action < 1 or self.scan_window < 1:
+            raise ValueError(
+                f"HistorySettings.history_length must be at least {len(ACTIONS)} and "
+                f"scan_window at least 1, got {self.history_length} and "
+                f"{self.scan_window}."
             )
-        if not is_int(self.min_history) or self.min_history < 0:
-            yield (
-                f"{owner}.min_history must be an int of at least 0, got "
-                f"{self.min_history!r}"
-            )
-        if is_int(self.scan_window) and self.scan_window > MAX_ID:
-            yield (
-                f"{owner}.scan_window must be at most {MAX_ID}, got {self.scan_window}"
-            )
-        if self.max_kept is not None:
-            yield from count_problems(owner, max_kept=self.max_kept)
 
     @property
     def events_per_action(self) -> int:
@@ -111,145 +72,97 @@ class HistorySettings:
     @property
     def width(self) -> int:
         """Width of padded histories, which is the length of the longest."""
-        width = len(ACTIONS) * self.events_per_action
-        return width if self.max_kept is None else min(width, self.max_kept)
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Histories:
-    """Events of several histories, one history after the other.
-
-    Attributes:
-      events: int64 `[events of all histories]`, places in the log; rising within a
-        history, and so in time.
-      row_splits: int64 `[samples + 1]`; sample `i` owns
-        `events[row_splits[i]:row_splits[i + 1]]`.
-    """
-
-    events: np.ndarray
-    row_splits: np.ndarray
-
-    @property
-    def lengths(self) -> np.ndarray:
-        """Number of events of each history."""
-        return np.diff(self.row_splits)
-
-    def padded(self, values: np.ndarray, width: int) -> np.ndarray:
-        """Returns values of the events as `[samples, width]`, with zeros behind."""
-        padded = np.zeros((len(self.lengths), width), values.dtype)
-        padded[np.arange(width) < self.lengths[:, None]] = values
-        return padded
+        return len(ACTIONS) * self.events_per_action
 
 
 class EventSamples:
     """Samples of a log, made when they are asked for.
 
-    The log stays in memory. Beside it, 8 bytes per event and 8 per anchor are held,
-    half of it for logs of fewer than 2**32 events.
-
     Attributes:
       log: log of events.
       table_sizes: number of rows of each table.
       settings: settings of the histories.
-      anchors: places of the anchors in the log, rising.
+      anchors: int64 `[anchors]`, places of the anchors in the log, rising.
     """
 
     def __init__(
-        self,
-        log: EventLog,
-        *,
-        table_sizes: Mapping[str, int] = BENCHMARK_TABLE_SIZES,
-        settings: HistorySettings | None = None,
+        self, log: EventLog, table_sizes: Mapping[str, int], settings: HistorySettings
     ):
         """Finds the anchors.
 
         Args:
           log: log of events.
-          table_sizes: number of rows of each table, by the names of
-            `BENCHMARK_TABLE_SIZES`.
-          settings: settings of the histories; None is those of the benchmark.
+          table_sizes: number of rows of each of `TABLES`.
+          settings: settings of the histories.
 
         Raises:
-          ValueError: if other tables are named, or a size is not positive.
+          ValueError: if other tables are named.
           DataError: if the log has larger ids than its tables, or no anchor.
         """
         self.log = log
         self.table_sizes = dict(table_sizes)
-        self.settings = settings or HistorySettings()
+        self.settings = settings
         self._check_tables()
-        dtype = np.uint32 if len(log.times) < 2**32 else np.int64
         # Sorted places of the listens, likes and skips.
-        self._places = [
-            np.flatnonzero(log.actions == action).astype(dtype) for action in ACTIONS
-        ]
+        self._places = [np.flatnonzero(log.actions == action) for action in ACTIONS]
         is_anchor = (log.actions != LIKED) & (log.actions != 0)
-        for start, stop in zip(log.user_bounds[:-1], log.user_bounds[1:], strict=True):
-            is_anchor[start : min(stop, start + self.settings.min_history)] = False
-        self.anchors = np.flatnonzero(is_anchor).astype(dtype)
+        starts = np.repeat(log.user_bounds[:-1], np.diff(log.user_bounds))
+        is_anchor &= np.arange(len(starts)) - starts >= settings.min_history
+        self.anchors = np.flatnonzero(is_anchor)
         if not len(self.anchors):
             raise DataError(
-                f"{log.name} must have a listen with {self.settings.min_history} "
-                "earlier events of its user in the training period, got none; pass "
-                "more events per user, or lower HistorySettings.min_history."
+                f"{log.name} must have a listen with {settings.min_history} earlier "
+                "events of its user in the training period, got none; pass more events "
+                "per user, or lower HistorySettings.min_history."
             )
 
     def _check_tables(self) -> None:
-        sizes, log = self.table_sizes, self.log
-        if sizes.keys() != BENCHMARK_TABLE_SIZES.keys():
+        log = self.log
+        if self.table_sizes.keys() != set(TABLES):
             raise ValueError(
-                f"table_sizes must name the tables {sorted(BENCHMARK_TABLE_SIZES)}, "
-                f"got {sorted(sizes)}."
+                f"table_sizes must name the tables {TABLES}, "
+                f"got {sorted(self.table_sizes)}."
             )
-        problems = [
-            f"table_sizes[{name!r}] must be an int from 1 to {MAX_ID}, got {size!r}"
-            for name, size in sizes.items()
-            if not is_int(size) or not 1 <= size <= MAX_ID
-        ]
-        raise_all(problems)
         largest = {
-            "uid": log.users,
-            "item_id": log.items,
-            "artist_id": log.item_artists,
-            "album_id": log.item_albums,
+            "uid": log.users.max(),
+            "item_id": log.items.max(),
+            "artist_id": log.item_artists.max(),
+            "album_id": log.item_albums.max(),
         }
-        for name, ids in largest.items():
-            if ids.max() >= sizes[name]:
-                problems.append(f"table {name!r} of {sizes[name]} rows, id {ids.max()}")
-        if problems:
-            raise DataError(
-                f"{log.name}: each id must be a row of its table, got "
-                f"{'; '.join(problems)}. Set table_sizes to the largest id plus 1, or "
-                "YambdaSource.has_dense_ids=True, which is log.with_dense_ids()."
-            )
+        for name, largest_id in largest.items():
+            if largest_id >= self.table_sizes[name]:
+                raise DataError(
+                    f"{log.name}: each id must be a row of its table, got {largest_id} "
+                    f"for table {name!r} of {self.table_sizes[name]} rows. Set "
+                    "table_sizes to the largest id plus 1, or "
+                    "YambdaSource.has_dense_ids=True."
+                )
 
-    def read(self, anchors: np.ndarray) -> dict[str, Any]:
-        """Returns the samples of anchors, as a tree of NumPy arrays.
+    def read(self, anchors: np.ndarray) -> Batch:
+        """Returns the samples of anchors.
 
-        * `"features"`: ids by feature. `"item_id"`, `"artist_id"` and `"album_id"` are
-          dicts with a `RaggedIds` `"history"` and int32 `[samples]` `"candidate"`.
-          Those of `CONTEXTUAL_FEATURES` are int32 `[samples]`.
+        The features `"item_id"`, `"artist_id"` and `"album_id"` are dicts with a
+        `RaggedIds` `"history"` and int32 `[samples]` `"candidate"`. Those of the user
+        and of `CROSSES` are int32 `[samples]`. The dense inputs are a dict:
+
         * `"history_length"`: int32 `[samples]`, events of each history.
         * `"action_weight"`, `"action_timestamp"`: int32 `[samples, width]`, the action
           and the time of each event, from the oldest on; zeros follow.
         * `"query_time"`: int32 `[samples]`, the time of the last event of the history,
           or that of the anchor without a history.
-        * `"label"`: float32 `[samples]`, 1 if the anchor is a listen to half of the
-          item or more, and 0 if it is a skip.
 
-        A sample takes 12 bytes per event of its history and 8 per place of the width.
-        While a batch is made, up to twice as much is used.
+        Labels are 1 if the anchor is a listen to half of the item or more.
 
         Args:
           anchors: places of anchors in the log, `[samples]`.
         """
-        log, anchors = self.log, np.asarray(anchors).astype(np.int64)
-        histories = self.histories(anchors)
-        events, splits = histories.events, histories.row_splits
-        items, times = log.items[events], log.times[events]
-        candidates = log.items[anchors]
+        log = self.log
+        events, row_splits = self.histories(anchors)
+        lengths = np.diff(row_splits)
+        items, candidates = log.items[events], log.items[anchors]
         features: dict[str, Any] = {
             name: {
-                "history": RaggedIds(values=ids_of(items), row_splits=splits),
+                "history": RaggedIds(values=ids_of(items), row_splits=row_splits),
                 "candidate": ids_of(candidates),
             }
             for name, ids_of in (
@@ -258,29 +171,40 @@ class EventSamples:
                 ("album_id", log.item_albums.__getitem__),
             )
         }
+        last_events = np.where(lengths > 0, row_splits[1:] - 1, 0)
         query_time = log.times[anchors]
-        has_history = histories.lengths > 0
-        query_time[has_history] = times[splits[1:][has_history] - 1]
-        width = self.settings.width
-        return {
-            "features": features | self.contextual_ids(anchors),
-            "history_length": histories.lengths.astype(np.int32),
-            "action_weight": histories.padded(
-                log.actions[events].astype(np.int32), width
-            ),
-            "action_timestamp": histories.padded(times, width),
-            "query_time": query_time,
-            "label": (log.actions[anchors] == LISTENED).astype(np.float32),
-        }
+        if len(events):
+            times = log.times[events[last_events]]
+            query_time = np.where(lengths > 0, times, query_time)
 
-    def histories(self, anchors: np.ndarray) -> Histories:
-        """Returns the histories of anchors.
+        def padded(values: np.ndarray) -> np.ndarray:
+            array = np.zeros((len(lengths), self.settings.width), np.int32)
+            array[np.arange(self.settings.width) < lengths[:, None]] = values
+            return array
+
+        return Batch(
+            features=features | self.contextual_ids(anchors),
+            dense={
+                "history_length": lengths.astype(np.int32),
+                "action_weight": padded(log.actions[events]),
+                "action_timestamp": padded(log.times[events]),
+                "query_time": query_time,
+            },
+            labels=(log.actions[anchors] == LISTENED).astype(np.float32),
+            weights=np.ones(len(anchors), np.float32),
+        )
+
+    def histories(self, anchors: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Returns the histories of anchors, one after the other.
 
         A history has the last events of each action within the scan window, merged in
         the order of the log.
 
         Args:
           anchors: int64 `[samples]`, places in the log.
+
+        Returns:
+          int64 places of the events in the log, and int64 `[samples + 1]` row splits.
         """
         settings, bounds = self.settings, self.log.user_bounds
         starts = bounds[np.searchsorted(bounds, anchors, side="right") - 1]
@@ -288,31 +212,23 @@ class EventSamples:
         number = np.arange(settings.events_per_action)
         # Offsets from the start fit int32, which sorts faster than places do. Padding
         # is larger than all offsets, so it ends up behind them.
-        offsets = np.full(
-            (len(anchors), len(ACTIONS), len(number)), settings.scan_window, np.int32
-        )
+        shape = (len(anchors), len(ACTIONS), len(number))
+        offsets = np.full(shape, settings.scan_window, np.int32)
         for action, places in enumerate(self._places):
-            # An array of another dtype would make a copy of all places.
-            stop = np.searchsorted(places, anchors.astype(places.dtype))
-            first = np.searchsorted(places, starts.astype(places.dtype))
+            stop = np.searchsorted(places, anchors)
+            first = np.searchsorted(places, starts)
             first = np.maximum(first, stop - len(number))
             is_event = number < (stop - first)[:, None]
-            chosen = places[(first[:, None] + number)[is_event]].astype(np.int64)
-            chosen -= np.repeat(starts, stop - first)
-            offsets[:, action][is_event] = chosen
-        offsets = np.sort(offsets.reshape(len(anchors), len(ACTIONS) * len(number)))
+            chosen = places[(first[:, None] + number)[is_event]]
+            offsets[:, action][is_event] = chosen - np.repeat(starts, stop - first)
+        offsets = np.sort(offsets.reshape(len(anchors), settings.width))
         is_event = offsets < settings.scan_window
-        if settings.width < offsets.shape[1]:
-            surplus = is_event.sum(axis=1) - settings.width
-            is_event &= np.arange(offsets.shape[1]) >= surplus[:, None]
         lengths = is_event.sum(axis=1)
-        return Histories(
-            events=np.repeat(starts, lengths) + offsets[is_event],
-            row_splits=np.concatenate([[0], np.cumsum(lengths)]),
-        )
+        events = np.repeat(starts, lengths) + offsets[is_event]
+        return events, np.concatenate([[0], np.cumsum(lengths)])
 
     def contextual_ids(self, anchors: np.ndarray) -> dict[str, np.ndarray]:
-        """Returns the ids of `CONTEXTUAL_FEATURES` of anchors, int32 `[samples]`.
+        """Returns users and crossed ids of anchors, each int32 `[samples]`.
 
         Crossed ids are hashes of the anchor's keys, modulo the rows of the table.
 

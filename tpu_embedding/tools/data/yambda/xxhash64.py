@@ -17,34 +17,23 @@ _PRIME_3: Final = np.uint64(0x165667B19E3779F9)
 _PRIME_4: Final = np.uint64(0x85EBCA77C2B2AE63)
 _PRIME_5: Final = np.uint64(0x27D4EB2F165667C5)
 
-MAX_KEYS: Final = 3
-"""Keys of 8 bytes below the 32 bytes from which xxHash works in stripes."""
 
-
-def xxh64(keys: Sequence[np.ndarray], *, seed: int = 0) -> np.ndarray:
+def xxh64(keys: Sequence[np.ndarray]) -> np.ndarray:
     """Returns the xxHash of each tuple of keys, uint64 in the shape of the keys.
 
     The hashed bytes are those of the keys, one after the other, as little-endian int64.
+    The seed is 0.
 
     Args:
-      keys: one to three integer arrays of one shape. Element `i` of each makes tuple
-        `i`.
-      seed: seed of the hash, from 0 to 2**64 - 1.
-
-    Raises:
-      ValueError: if there are no keys, or more than three.
+      keys: one to three integer arrays of one shape, because xxHash works in stripes
+        from 32 bytes on. Element `i` of each makes tuple `i`.
 
     Example:
       >>> [hex(h) for h in xxh64([np.array([1, 2]), np.array([3, 3])])]
       ['0x9c2b5aef47d495cc', '0x1a69d6aaa3f20b98']
     """
-    if not 1 <= len(keys) <= MAX_KEYS:
-        raise ValueError(
-            f"xxh64 hashes 1 to {MAX_KEYS} keys per tuple, got {len(keys)}; hash the "
-            "hash of some of them together with the others."
-        )
     # Arithmetic is modulo 2**64, as that of unsigned arrays is in NumPy.
-    start = (seed + int(_PRIME_5) + 8 * len(keys)) % 2**64
+    start = int(_PRIME_5) + 8 * len(keys)
     state = np.full(np.shape(keys[0]), start, np.uint64)
     for key in keys:
         lane = np.asarray(key).astype(np.int64).view(np.uint64)

@@ -17,7 +17,7 @@ from tpu_embedding import initializers
 from tpu_embedding.config import FeatureConfig, TableConfig
 from tpu_embedding.nn.embedding import TPUEmbedding
 from tpu_embedding.plan.plan import EmbeddingPlan
-from tpu_embedding.tools.data.criteo_format import NUM_DENSE
+from tpu_embedding.tools.data.synthetic_criteo import NUM_DENSE
 from tpu_embedding.tools.train.models.model import (
     MLP,
     Outputs,

@@ -1,12 +1,9 @@
-import dataclasses
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
 
-from tests.tiers import each_once, quick_cases
 from tests.tools.train.models.hstu.golden_runs import (
     GRADIENT_TOLERANCE,
     OUTPUT_TOLERANCE,
@@ -24,7 +21,6 @@ from tpu_embedding.tools.train.models.hstu.stu_layer import STULayer, dropout
 
 FILE = golden("stu_layer")
 LENGTHS = FILE["input.lengths"]
-CASES = ("no_targets", "one_target", "many_targets", "larger_n", "small_x")
 
 
 def golden_layer(block_size=512):
@@ -49,7 +45,9 @@ def golden_lengths(case):
     )
 
 
-@pytest.mark.parametrize(("name", "block_size"), each_once(CASES, [7, 1, 512]))
+@pytest.mark.parametrize(
+    ("name", "block_size"), [("no_targets", 1), ("many_targets", 7), ("larger_n", 512)]
+)
 def test_the_layer_is_the_reference(name, block_size):
     case = part(FILE, f"{name}/")
     lengths = golden_lengths(case)
@@ -65,11 +63,8 @@ def test_the_layer_is_the_reference(name, block_size):
     check(gradients, part(case, "grad."), GRADIENT_TOLERANCE)
 
 
-@pytest.mark.parametrize(
-    "name", quick_cases(["one_target", "larger_n", "small_x"], "larger_n")
-)
-def test_the_candidate_alone_is_the_row_of_the_whole_layer(name):
-    case = part(FILE, f"{name}/")
+def test_the_candidate_alone_is_the_row_of_the_whole_layer():
+    case = part(FILE, "larger_n/")
     lengths = golden_lengths(case)
 
     def whole(layer, inputs):
@@ -89,54 +84,6 @@ def test_the_candidate_alone_is_the_row_of_the_whole_layer(name):
     assert error(own_outputs["y"], wanted) <= OUTPUT_TOLERANCE
 
 
-def test_padding_changes_nothing():
-    case = part(FILE, "one_target/")
-    layer, lengths = golden_layer(block_size=8), golden_lengths(case)
-    x = pad(FILE["input.x"], LENGTHS)
-    wide = jnp.pad(x, ((0, 0), (0, 13), (0, 0)), constant_values=1e3)
-
-    def tokens(x):
-        return unpad(layer(x, lengths), LENGTHS)
-
-    def candidate(x):
-        return layer.candidate(x, lengths)
-
-    for function in (tokens, candidate):
-        # Tolerance: float32 rounding, as products of other shapes add in another order.
-        np.testing.assert_allclose(function(x), function(wide), rtol=1e-4, atol=1e-5)
-
-
-def test_results_do_not_depend_on_the_other_samples():
-    case = part(FILE, "one_target/")
-    layer, lengths = golden_layer(block_size=8), golden_lengths(case)
-    x = pad(FILE["input.x"], LENGTHS)
-    first = dataclasses.replace(
-        lengths, tokens=lengths.tokens[:1], shared=lengths.shared[:1]
-    )
-    num = LENGTHS[0]
-    whole, alone = layer(x, lengths)[0, :num], layer(x[:1], first)[0, :num]
-    # Tolerance: float32 rounding, as products of other shapes add in another order.
-    np.testing.assert_allclose(whole, alone, rtol=1e-5, atol=1e-5)
-
-
-def test_bfloat16_computes_in_bfloat16_with_float32_parameters():
-    case = part(FILE, "one_target/")
-    layer, lengths = golden_layer(), golden_lengths(case)
-    half = STULayer(64, num_heads=2, head_dim=32, dtype=jnp.bfloat16, rngs=nnx.Rngs(0))
-    with_weights(half, part(FILE, "weight."))
-    x = pad(FILE["input.x"], LENGTHS)
-    outputs = half(x.astype(jnp.bfloat16), lengths)
-    assert outputs.dtype == jnp.bfloat16
-    dtypes = {p.dtype for p in jax.tree.leaves(nnx.state(half, nnx.Param))}
-    assert dtypes == {jnp.dtype("float32")}
-    # Tolerance: a few roundings to 8 bits.
-    wanted = unpad(layer(x, lengths), LENGTHS)
-    assert error(unpad(outputs, LENGTHS), wanted) < 0.03
-    alone = half.candidate(x.astype(jnp.bfloat16), lengths)
-    assert alone.dtype == jnp.bfloat16
-    assert error(alone, layer.candidate(x, lengths)) < 0.03
-
-
 def test_dropout():
     x, keys = jnp.ones((100, 100)), jax.random.split(jax.random.key(0), 100)
     dropped = np.asarray(dropout(x, 0.2, keys))
@@ -148,13 +95,3 @@ def test_dropout():
     assert (dropped[0] != dropped[1]).any()
     np.testing.assert_array_equal(dropout(x, 0.2, None), x)
     np.testing.assert_array_equal(dropout(x, 0.0, keys), x)
-
-
-def test_the_layer_drops_only_with_a_key():
-    lengths = golden_lengths(part(FILE, "one_target/"))
-    layer, x = golden_layer(), pad(FILE["input.x"], LENGTHS)
-    keys = jax.random.split(jax.random.key(0), len(x))
-    np.testing.assert_array_equal(layer(x, lengths, keys), layer(x, lengths))
-    layer.dropout_rate = 0.5
-    assert error(layer(x, lengths, keys), layer(x, lengths)) > 0.01
-    assert error(layer.candidate(x, lengths, keys), layer.candidate(x, lengths)) > 0.01

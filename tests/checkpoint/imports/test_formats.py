@@ -1,0 +1,247 @@
+"""Formats of other libraries, beside files that these libraries wrote."""
+
+import json
+import pathlib
+
+import jax.numpy as jnp
+import numpy as np
+import orbax.checkpoint as ocp
+import pytest
+import safetensors.numpy
+
+import tpu_embedding as te
+from tests.checkpoint.imports.fixtures.values import values
+from tpu_embedding.checkpoint.errors import CheckpointError
+from tpu_embedding.checkpoint.imports import open_stacked_tables, open_tables
+
+FILES = pathlib.Path(__file__).parent / "fixtures"
+
+
+def arrays_in(directory):
+    np.save(directory / "movie.npy", values("movie", (20, 4)))
+    (directory / "movie").mkdir()
+    np.save(directory / "movie" / "m.npy", values("movie/m", (20, 4)))
+    safetensors.numpy.save_file(
+        {"user": values("user", (7, 2))}, directory / "more.safetensors"
+    )
+    return directory
+
+
+def npz_in(directory):
+    arrays = {"movie": (20, 4), "movie/m": (20, 4), "user": (7, 2)}
+    np.savez(directory / "a.npz", **{k: values(k, x) for k, x in arrays.items()})
+    return directory / "a.npz"
+
+
+def orbax_in(directory):
+    tree = {"movie": values("movie", (20, 4)), "user": values("user", (7, 2))}
+    tree["bias"] = np.float32(3)
+    with ocp.StandardCheckpointer() as checkpointer:
+        checkpointer.save(directory / "step" / "item", tree)
+    return directory / "step"
+
+
+@pytest.mark.parametrize("write", [arrays_in, npz_in, orbax_in])
+def test_arrays_by_name(tmp_path, write):
+    source = open_tables(write(tmp_path))
+    assert source.tables.keys() == {"movie", "user"}
+    for name, table in source.tables.items():
+        expected = values(name, table.values.shape)
+        np.testing.assert_array_equal(np.asarray(table.values), expected)
+        np.testing.assert_array_equal(table.values.read(3, 2), expected[3:5])
+    if write is not orbax_in:
+        assert source.tables["movie"].slots.keys() == {"m"}
+
+
+def test_safetensors_of_every_type():
+    tables = open_tables(FILES / "dtypes.safetensors").tables
+    assert tables.pop("empty").values.shape == (0, 3)
+    assert len(tables) == 8
+    for name, table in tables.items():
+        expected = abs(values(name, (5, 3)) % 4).astype(jnp.dtype(name))
+        assert (table.values.shape, table.values.dtype) == ((5, 3), expected.dtype)
+        assert np.asarray(table.values).tobytes() == expected.tobytes()
+
+
+UNREADABLE = {
+    "nothing": (lambda path: None, "There is no file or directory"),
+    "unknown": (lambda path: path.write_text("x"), "The format of .* is unknown"),
+    "directory": (lambda path: path.mkdir(), "The format of .* is unknown"),
+    ".npz": (lambda path: path.write_bytes(b"PK"), "cannot be read as a file of NumPy"),
+    ".npy": (
+        lambda path: np.save(path, np.array([{}]), allow_pickle=True),
+        "cannot be read as a file of NumPy",
+    ),
+    ".safetensors": (lambda path: path.write_bytes(b"\1" * 9), "as a safetensors file"),
+    ".pt": (lambda path: path.touch(), "safetensors.torch.save_file"),
+    ".h5": (lambda path: path.touch(), "Save the tables by np.savez in Keras"),
+}
+
+
+@pytest.mark.parametrize("kind", UNREADABLE)
+def test_what_cannot_be_read(tmp_path, kind):
+    write, message = UNREADABLE[kind]
+    path = tmp_path / f"file{kind if kind.startswith('.') else ''}"
+    write(path)
+    with pytest.raises(CheckpointError, match=message):
+        open_tables(path)
+    with pytest.raises(CheckpointError, match="copy it to this machine"):
+        open_tables(f"gs://bucket/{kind}")
+
+
+@pytest.mark.parametrize("rule", ["rowwise_adagrad", "adagrad"])
+def test_a_file_of_torchrec(rule):
+    source = open_tables(FILES / "torchrec" / f"{rule}.safetensors")
+    assert source.origin.startswith("TorchRec state dict")
+    shapes = {"t1": (20, 4), "t2": (7, 8)}
+    assert source.tables.keys() == shapes.keys()
+    for name, shape in shapes.items():
+        table = source.tables[name]
+        # One row was trained before the file was saved.
+        changed = (np.asarray(table.values) != values(name, shape)).any(axis=1)
+        assert changed.sum() <= 2
+        is_rowwise = rule != "adagrad"
+        assert table.slots["momentum1"].shape == (shape[:1] if is_rowwise else shape)
+
+
+def test_names_of_torchrec():
+    arrays = {
+        "a.embedding_bags.t.weight": np.ones((5, 2)),
+        "b.embedding_bags.t.weight": np.ones((6, 2)),
+        "b.embedding_bags.t.momentum1": np.ones((6, 1)),
+        "a.embedding_bags.t.momentum1": np.ones(5),
+        "module.ec.embeddings.t2.weight": np.ones((6, 2)),
+        "t2.momentum1": np.ones((6, 2)),
+        "t2.momentum2": np.ones((6, 2)),
+        "over.linear.weight": np.ones((6, 2)),
+    }
+    tables = open_tables(arrays).tables
+    both = {f"{x}.embedding_bags.t.weight" for x in "ab"}
+    assert tables.keys() == both | {"t2"}
+    for key in both:
+        assert tables[key].slots["momentum1"].shape == arrays[key].shape[:1]
+    assert tables["t2"].slots.keys() == {"momentum1", "momentum2"}
+
+
+SHAPES = {"a": (100, 8), "b": (37, 6), "c": (5, 16)}
+CONFIGS = [
+    te.TableConfig(vocabulary_size=rows, dim=dim, name=name)
+    for name, (rows, dim) in SHAPES.items()
+]
+STACKS = {"a_b": ["a", "b"], "c": ["c"]}
+STACKED = {
+    "jax_tpu_embedding/adagrad": (8, 4, ["accumulator"]),
+    "jax_tpu_embedding/adam": (8, 4, ["momentum", "velocity"]),
+    "keras_rs/stacked": (4, 2, ["accumulator"]),
+}
+
+
+@pytest.mark.parametrize("file", STACKED)
+def test_stacks_of_sparse_cores(unpacked, file):
+    num_sparse_cores, rotation, slots = STACKED[file]
+    source = open_stacked_tables(
+        unpacked(file),
+        CONFIGS,
+        stacks=STACKS,
+        num_sparse_cores=num_sparse_cores,
+        rotation=rotation,
+    )
+    for name, shape in SHAPES.items():
+        table = source.tables[name]
+        table.values.check()
+        np.testing.assert_array_equal(np.asarray(table.values), values(name, shape))
+        assert sorted(table.slots) == slots
+        for slot in slots:
+            expected = values(f"{name}/{slot}", shape)
+            np.testing.assert_array_equal(np.asarray(table.slots[slot]), expected)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"num_sparse_cores": 16}, "has 192 rows, but its tables .* take 256 on 16"),
+        ({"tables": CONFIGS[:1]}, r"tables must have its tables, got \['a'\]"),
+        ({"stacks": {"x": ["a"]}}, "Stack 'x' .* must be one of"),
+        ({"stacks": {"a_b": ["a"]}}, r"has 192 rows, but its tables \['a'\] take 128"),
+    ],
+)
+def test_stacks_that_do_not_fit(unpacked, change, message):
+    options = {"tables": CONFIGS, "stacks": STACKS, "num_sparse_cores": 4}
+    with pytest.raises(CheckpointError, match=message):
+        open_stacked_tables(
+            unpacked("keras_rs/stacked"), rotation=2, **(options | change)
+        )
+
+
+def test_damaged_checkpoints_of_orbax(tmp_path):
+    path = orbax_in(tmp_path)
+    for file in (path / "item").rglob("d/*"):
+        file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
+    with pytest.raises(CheckpointError, match="cannot be read"):
+        open_tables(path).tables["movie"].values.check()
+    (path / "item" / "_METADATA").write_text('{"tree_metadata": 3}')
+    with pytest.raises(CheckpointError, match="_METADATA cannot be read"):
+        open_tables(path)
+
+
+DIM, NUM_KEYS, NUM_RANKS = 4, 90, 3
+KEYS = np.random.default_rng(0).integers(-(2**62), 2**62, NUM_KEYS)
+VALUES = np.random.default_rng(1).normal(size=(NUM_KEYS, DIM)).astype(np.float32)
+SLOTS = np.random.default_rng(2).random((NUM_KEYS, 2 * DIM)).astype(np.float32)
+
+
+def dump(directory, slots, item, rule):
+    """Writes the files of one table; keys go to the ranks as dynamicemb deals them."""
+    path = directory / "model.embeddings"
+    path.mkdir(parents=True)
+    files = {"emb_keys": KEYS, "emb_values": VALUES, item: slots}
+    for rank in range(NUM_RANKS):
+        for name, array in files.items():
+            file = path / f"user_{name}.rank_{rank}.world_size_{NUM_RANKS}"
+            file.write_bytes(array[KEYS % NUM_RANKS == rank].tobytes())
+    (path / "user_opt_args.json").write_text(json.dumps({"opt_type": rule}))
+    return path
+
+
+DUMPS = {
+    "adam": (SLOTS, "emb_opt_values", {"m": SLOTS[:, :DIM], "v": SLOTS[:, DIM:]}),
+    "exact_adagrad": (SLOTS[:, :DIM], "opt_values", {"accumulator": SLOTS[:, :DIM]}),
+    "exact_row_wise_adagrad": (
+        SLOTS[:, :2],
+        "opt_values",
+        {"accumulator": SLOTS[:, 0]},
+    ),
+}
+
+
+@pytest.mark.parametrize("rule", DUMPS)
+def test_dumps_of_dynamicemb(tmp_path, rule):
+    slots, item, expected = DUMPS[rule]
+    dump(tmp_path, slots.copy(), item, rule)
+    table = open_tables(tmp_path).tables["user"]
+    order = np.argsort(KEYS % NUM_RANKS, kind="stable")
+    np.testing.assert_array_equal(table.ids, KEYS[order])
+    np.testing.assert_array_equal(table.values.read(20, 50), VALUES[order][20:70])
+    assert table.slots.keys() == expected.keys()
+    for name, array in expected.items():
+        np.testing.assert_array_equal(table.slots[name], array[order])
+
+
+def cut(path):
+    file = path / "user_emb_values.rank_1.world_size_3"
+    file.write_bytes(file.read_bytes()[:-8])
+
+
+DAMAGES = [
+    (lambda p: (p / "user_emb_values.rank_2.world_size_3").unlink(), "are missing"),
+    (lambda p: [x.unlink() for x in p.glob("*values*")], "must be beside the keys"),
+    (cut, "equally many numbers for each"),
+    (lambda p: (p / "user_opt_args.json").write_text("{"), "cannot be read"),
+]
+
+
+@pytest.mark.parametrize(("damage", "message"), DAMAGES)
+def test_damaged_dumps(tmp_path, damage, message):
+    damage(dump(tmp_path, SLOTS, "emb_opt_values", "adam"))
+    with pytest.raises(CheckpointError, match=message):
+        open_tables(tmp_path)

@@ -1,0 +1,64 @@
+"""One process of a job that exports its tables.
+
+    python -m tests.processes.export_worker ADDRESS PROCESSES PROCESS DEVICES DIR
+
+Run by `test_exports.py`. Only the first process is told the directory to write. With
+one process, it needs no coordinator.
+"""
+
+import sys
+
+import jax
+import numpy as np
+import optax
+from flax import nnx
+
+import tpu_embedding as te
+from tpu_embedding.tables import row_windows
+
+SIZES = {"sharded": 101, "replicated": 13}
+
+
+def main(coordinator, num_processes, process, num_devices, directory):
+    jax.config.update("jax_platforms", "cpu")
+    jax.config.update("jax_num_cpu_devices", int(num_devices))
+    if int(num_processes) > 1:
+        jax.config.update("jax_cpu_collectives_implementation", "gloo")
+        jax.distributed.initialize(coordinator, int(num_processes), int(process))
+    row_windows._MIN_BLOCK_BYTES = 512  # several blocks per process
+    model = make()
+    optimizer = te.Optimizer(model, optax.sgd(0.1))
+    ids = np.arange(4, dtype=np.int64) << 40
+    batch = model.prepare({"dynamic": ids})
+    optimizer.insert_ids(model, te.inputs.shard_batch(batch, model.plan))
+    te.export.save_tables(model, directory)
+    if int(num_processes) > 1:
+        try:
+            te.export.save(model, f"{directory}/program", {"sharded": np.array([1])})
+        except te.export.ExportError as error:
+            assert "te.save" in str(error)
+        else:
+            raise AssertionError
+
+
+def make():
+    features = {
+        name: te.FeatureConfig(
+            table=te.TableConfig(
+                vocabulary_size=size,
+                dim=8,
+                name=name,
+                placement=te.Replicated() if name == "replicated" else None,
+            )
+        )
+        for name, size in SIZES.items()
+    }
+    users = te.TableConfig(
+        vocabulary_size=te.Dynamic(capacity=300), dim=8, name="dynamic"
+    )
+    features["dynamic"] = te.FeatureConfig(table=users)
+    return te.TPUEmbedding(features, te.optimizers.sgd(0.5), rngs=nnx.Rngs(0))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

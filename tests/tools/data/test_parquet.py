@@ -1,0 +1,223 @@
+"""Tests the reader of Parquet files against the rows that were written."""
+
+import dataclasses
+import sys
+
+import jax
+import numpy as np
+import pytest
+
+from tests.tools.data.damage import cut, flip, samples_of_steps
+from tpu_embedding.tools.data.batch import DataError
+from tpu_embedding.tools.data.parquet_rows import MissingPyarrowError
+from tpu_embedding.tools.train import ParquetFeature, ParquetSource
+
+pa = pytest.importorskip("pyarrow")
+pq = pytest.importorskip("pyarrow.parquet")
+
+SOURCE = ParquetSource(
+    features=(
+        ParquetFeature(name="user", vocabulary_size=1000, column="uid"),
+        ParquetFeature(name="watched", vocabulary_size=50, expected_valence=2),
+    ),
+    label="row",
+    dense=("age", "hour"),
+    weight="weight",
+    num_evaluation_samples=20,
+    num_streams=3,
+)
+
+
+def rows_of(start, stop):
+    return [
+        {
+            "uid": row * 7 % 1000,
+            "watched": None if row % 5 == 0 else list(range(row % 4)),
+            "age": row / 2,
+            "hour": row % 24,
+            "weight": 1 + row % 2,
+            "row": row,
+            "unused": "text",
+        }
+        for row in range(start, stop)
+    ]
+
+
+def write(path, rows, rows_per_group=16, **options):
+    table = pa.Table.from_pylist(rows)
+    for name in ("uid", "hour", "row"):
+        if pa.types.is_integer(table.schema.field(name).type):
+            index = table.schema.names.index(name)
+            table = table.set_column(index, name, table[name].cast(pa.int32()))
+    pq.write_table(table, path, row_group_size=rows_per_group, **options)
+    return path
+
+
+@pytest.fixture
+def directory(tmp_path):
+    write(tmp_path / "a.parquet", rows_of(0, 70))
+    write(tmp_path / "b.parquet", rows_of(70, 120), 50)
+    return tmp_path
+
+
+def open_source(directory, batch_size=10, seed=0, **changes):
+    source = dataclasses.replace(SOURCE, **changes)
+    return source.open(directory, batch_size=batch_size, seed=seed)
+
+
+def check_rows(batch):
+    rows = batch.labels.astype(int)
+    expected = [rows_of(row, row + 1)[0] for row in rows]
+    assert batch.features["user"].tolist() == [row["uid"] for row in expected]
+    assert batch.features["user"].dtype == np.int32
+    lists = [row["watched"] or [] for row in expected]
+    watched = batch.features["watched"]
+    assert watched.values.tolist() == sum(lists, [])
+    assert np.diff(watched.row_splits).tolist() == [len(ids) for ids in lists]
+    dense = [[row["age"], row["hour"]] for row in expected]
+    np.testing.assert_array_equal(batch.dense, np.array(dense, np.float32))
+    assert batch.labels.dtype == batch.dense.dtype == np.float32
+    return rows, expected
+
+
+def test_an_epoch_has_each_row_once(directory):
+    data = open_source(directory)
+    assert (data.num_train_samples, data.num_dense) == (100, 2)
+    for step in range(10):
+        batch = data.train_batch(step)
+        rows, expected = check_rows(batch)
+        assert batch.weights.tolist() == [row["weight"] for row in expected]
+        place = directory / ("a.parquet" if rows[3] < 70 else "b.parquet")
+        assert batch.origin(3) == f"{place}, row {rows[3] - 70 * (rows[3] >= 70)}"
+    first, second = samples_of_steps(data, 20).reshape(2, 100)
+    assert sorted(first) == sorted(second) == list(range(100))
+    assert first.tolist() != second.tolist()
+    held_out = list(data.evaluation_batches())
+    assert np.concatenate([b.labels for b in held_out]).tolist() == [*range(100, 120)]
+    check_rows(held_out[0])
+
+
+def test_a_resumed_run_reads_the_same_rows(directory):
+    expected = open_source(directory).train_batch(123)
+    data = open_source(directory)
+    data.train_batch(7)
+    part = data.train_part(123, range(4, 9))
+    check_rows(part)
+    assert part.labels.tolist() == expected.labels[4:9].tolist()
+    other = open_source(directory, seed=1).train_batch(123)
+    assert other.labels.tolist() != expected.labels.tolist()
+
+
+def test_evaluation_files(directory):
+    changes = {"evaluation_files": "b*.parquet", "num_evaluation_samples": None}
+    data = open_source(directory, **changes)
+    assert (data.num_train_samples, data.num_evaluation_samples) == (70, 50)
+    with pytest.raises(DataError, match=r"must hold a training file: evaluation_files"):
+        open_source(directory, files="b*", **changes)
+    with pytest.raises(DataError, match=r"must hold files 'c\*', got none"):
+        open_source(directory, files="c*")
+
+
+def test_outline_has_the_shapes_of_the_data(directory):
+    outline = SOURCE.outline(batch_size=10, seed=0)
+    data = open_source(directory)
+    assert outline.vocabulary_sizes == data.vocabulary_sizes
+    one, other = outline.train_batch(0), data.train_batch(0)
+    assert len(one.features["watched"].values) == 20
+    assert one.dense.shape == other.dense.shape
+    assert jax.tree.structure(one) == jax.tree.structure(other)
+
+
+@pytest.mark.parametrize("mode", ["modulo", "keep"])
+def test_ids_outside_the_table(tmp_path, mode):
+    rows = rows_of(0, 8)
+    rows[3]["uid"], rows[4]["uid"] = 1007, -1
+    path = write(tmp_path / "a.parquet", rows)
+    feature = dataclasses.replace(SOURCE.features[0], out_of_range=mode)
+    data = open_source(path, 4, features=(feature,), num_evaluation_samples=4)
+    (held_out,) = data.evaluation_batches()
+    ids = [*data.train_batch(0).features["user"], held_out.features["user"][0]]
+    assert sorted(ids)[-1] == (999 if mode == "modulo" else 1007)
+    assert (-1 in ids) == (mode == "keep")
+
+
+BAD_VALUES = {
+    "null": ("uid", None, "an id must not be null"),
+    "null_in_a_list": ("watched", [1, None], "an id must not be null"),
+    "null_number": ("age", None, "a value must not be null; fill it, or drop the row"),
+    "outside": ("uid", 1000, r"'user' must lie in \[0, 1000\), got 1000; correct"),
+    "outside_in_a_list": ("watched", [3, -1], r"must lie in \[0, 50\), got -1"),
+}
+
+
+@pytest.mark.parametrize(
+    ("column", "value", "message"), BAD_VALUES.values(), ids=BAD_VALUES.keys()
+)
+def test_a_wrong_value_names_its_row(tmp_path, column, value, message):
+    rows = rows_of(0, 40)
+    rows[21][column] = value
+    path = write(tmp_path / "a.parquet", rows)
+    data = open_source(path)
+    place = rf"a.parquet, row 21 \(row group 1\), column '{column}'"
+    with pytest.raises(DataError, match=f"{place}: .*{message}"):
+        for step in range(4):
+            data.train_batch(step)
+
+
+BAD_TYPES = {
+    "text": ("uid", "a", "ids must be integers, got string"),
+    "list_of_ids": ("uid", [1], "integers without expected_valence, .* got list"),
+    "ids_without_list": ("watched", 1, "lists of integers with it, got int64"),
+    "text_as_number": ("age", "a", "it must hold numbers, got string"),
+}
+
+
+@pytest.mark.parametrize(
+    ("column", "value", "message"), BAD_TYPES.values(), ids=BAD_TYPES.keys()
+)
+def test_a_wrong_type_names_its_column(tmp_path, column, value, message):
+    rows = [row | {column: value} for row in rows_of(0, 40)]
+    path = write(tmp_path / "a.parquet", rows)
+    with pytest.raises(DataError, match=f"column '{column}': .*{message}"):
+        open_source(path).train_batch(0)
+
+
+def test_damaged_files(directory, tmp_path):
+    with pytest.raises(DataError, match="has no column 'price'; it has "):
+        open_source(directory, dense=("price",))
+    with pytest.raises(DataError, match="pass their path with --data-dir"):
+        open_source(None)
+    with pytest.raises(DataError, match="absent is missing on this machine"):
+        open_source(tmp_path / "absent")
+    empty = write(tmp_path / "empty", rows_of(0, 9))
+    pq.write_table(pq.read_table(empty).slice(0, 0), empty)
+    with pytest.raises(DataError, match="must hold a row, got none"):
+        open_source(empty)
+    path = write(tmp_path / "c", rows_of(0, 40), write_page_checksum=True)
+    flip(path, 20)
+    data = open_source(path)
+    with pytest.raises(DataError, match="c, row group 0, is missing, damaged"):
+        samples_of_steps(data, 4)
+    cut(path, 100)
+    with pytest.raises(DataError, match="c is missing, damaged or no Parquet file"):
+        open_source(path)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"features": ()}, "one feature or more"),
+        ({"features": SOURCE.features[:1] * 2}, "of different names"),
+        ({"num_evaluation_samples": None}, "must hold out rows: set evaluation_files"),
+        ({"num_streams": 0}, "ParquetSource.num_streams must be at least 1, got 0"),
+    ],
+)
+def test_wrong_fields_are_refused(changes, message):
+    with pytest.raises(ValueError, match=message):
+        dataclasses.replace(SOURCE, **changes)
+
+
+def test_missing_pyarrow_names_the_extra(directory, monkeypatch):
+    monkeypatch.setitem(sys.modules, "pyarrow", None)
+    with pytest.raises(MissingPyarrowError, match=r"tpu-embedding\[parquet\]"):
+        open_source(directory)

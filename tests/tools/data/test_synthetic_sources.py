@@ -1,0 +1,129 @@
+"""The synthetic data sets are the recorded ones, bit by bit, and their teacher is best.
+
+A change of these checksums changes the numbers of the configs.
+"""
+
+import dataclasses
+import zlib
+
+import jax
+import numpy as np
+import pytest
+
+from tpu_embedding.tools.data.zipf import ZipfIds
+from tpu_embedding.tools.train import load_config
+
+
+def source_of(config, **changes):
+    small = {"num_evaluation_samples": 1000}
+    if config == "dlrm_v4_small":
+        small = {}
+    return dataclasses.replace(load_config(config).data, **(small | changes))
+
+
+def open_source(config, batch_size=256, **changes):
+    return source_of(config, **changes).open(None, batch_size=batch_size, seed=3)
+
+
+def checksum(batch):
+    checksum = 0
+    for leaf in jax.tree.leaves(batch):
+        array = np.ascontiguousarray(np.asarray(leaf))
+        form = repr((array.dtype.str, array.shape)).encode()
+        checksum = zlib.crc32(array.tobytes(), zlib.crc32(form, checksum))
+    return f"{checksum:08x}"
+
+
+# Checksums of the batches of steps 0 and 1000 and of the first held-out batch, and the
+# log loss of the teacher.
+RECORDED = {
+    "synthetic": ("6985fbcb feb38f62 3a5c5e8b", 0.3975851088549202),
+    "synthetic_stream": ("82f7f9c2 7a785fbf 0bbb824a", 0.4724292881505592),
+    "dlrm": ("7bba3278 b0067810 4ce49b27", 0.3991491509975822),
+    "two_tower": ("0be0405e 53f4acea 96d1f204", 3.266904261280897),
+}
+
+
+@pytest.mark.parametrize("config", RECORDED)
+def test_batches_are_the_recorded_ones(config):
+    data = open_source(config)
+    batches = [data.train_batch(0), data.train_batch(1000)]
+    batches.append(next(data.evaluation_batches()))
+    checksums, teacher = RECORDED[config]
+    assert " ".join(map(checksum, batches)) == checksums
+    assert data.teacher_log_loss() == pytest.approx(teacher, rel=1e-12)
+    # Another data set goes on at any step.
+    assert checksum(open_source(config).train_batch(1000)) == checksums.split()[1]
+
+
+def test_multi_hot_batches_are_the_recorded_ones():
+    data = open_source("dlrm_dcnv2", max_valence=3, max_vocabulary_size=1000)
+    assert checksum(data.train_batch(1000)) == "53709e4a"
+    assert data.train_batch(0).features["cat_20"].shape == (256, 3)
+    assert data.vocabulary_sizes["cat_00"] == 1000
+
+
+@pytest.mark.parametrize(
+    ("vocabulary", "recorded", "rows"),
+    [("hashed", "be541bda", 2952), ("unlimited", "04dd575b", 10_000)],
+)
+def test_other_vocabularies_of_the_stream(vocabulary, recorded, rows):
+    data = open_source("synthetic_stream", vocabulary=vocabulary)
+    assert checksum(data.train_batch(1000)) == recorded
+    assert data.vocabulary_sizes["user"] == rows
+    last = data.train_batch(data._source.evaluation_step).features["user"]
+    assert 0 <= last.min() and last.max() < rows
+
+
+def test_the_synthetic_log_of_events_is_the_recorded_one():
+    data = open_source("dlrm_v4_small", batch_size=64)
+    assert checksum(data.train_batch(0)) == "3d2dc83a"
+    assert checksum(data.train_batch(1000)) == "68223989"
+    batches = list(data.evaluation_batches())
+    assert checksum(batches[0]) == "32df5e2f"
+    weights = np.concatenate([batch.weights for batch in batches])
+    assert weights.sum() == data.num_evaluation_samples
+    assert data.teacher_log_loss() == pytest.approx(0.3358500758414532, rel=1e-12)
+    assert data.teacher_auc() == pytest.approx(0.9238655601084081, rel=1e-12)
+
+
+@pytest.mark.parametrize("config", RECORDED)
+def test_held_out_samples_count_once(config):
+    data = open_source(config, num_evaluation_samples=600)
+    weights = [batch.weights.sum() for batch in data.evaluation_batches()]
+    assert weights == [256, 256, 88]
+    outline = source_of(config).outline(batch_size=256, seed=0).train_batch(0)
+    assert jax.tree.map(np.shape, outline) == jax.tree.map(
+        np.shape, data.train_batch(5)
+    )
+
+
+@pytest.mark.parametrize("exponent", [0.0, 0.7, 1.0, 2.5])
+def test_zipf_ids_have_their_probabilities(exponent):
+    law = ZipfIds(vocabulary_size=12, exponent=exponent)
+    ranks = law.draw_ranks(np.random.default_rng(0), 40_000)
+    expected = law.probabilities(np.arange(12))
+    assert expected.sum() == pytest.approx(1)
+    shares = np.bincount(ranks, minlength=12) / len(ranks)
+    # Five standard errors.
+    np.testing.assert_array_less(abs(shares - expected), 5 * 0.5 / 200)
+    assert sorted(law.ids_of_ranks(np.arange(12))) == list(range(12))
+
+
+@pytest.mark.parametrize(
+    ("config", "changes", "message"),
+    [
+        ("synthetic", {"valence": 0}, "SyntheticClicksSource.valence .* got 0"),
+        (
+            "two_tower",
+            {"num_users": 5},
+            "num_groups must be at most .* 5 and 100000000",
+        ),
+        ("synthetic_stream", {"num_items": -1}, "num_items must be at least 1, got -1"),
+        ("dlrm_v4_small", {"num_days": 0}, "num_days must be at least 1, got 0"),
+        ("dlrm_dcnv2", {"valences": (1, 2)}, "of one length, at most 26, got 26 and 2"),
+    ],
+)
+def test_wrong_fields_are_refused(config, changes, message):
+    with pytest.raises(ValueError, match=message):
+        source_of(config, **changes)

@@ -1,0 +1,260 @@
+"""Tests histories of events against a run of MLPerf's reference, and Yambda's files."""
+
+import dataclasses
+import functools
+
+import numpy as np
+import pytest
+
+from tests.conftest import GOLDEN
+from tests.tools.data.damage import cut
+from tpu_embedding.tools.data.batch import DataError
+from tpu_embedding.tools.data.yambda.event_dataset import EventDataset
+from tpu_embedding.tools.data.yambda.event_log import EventLog
+from tpu_embedding.tools.data.yambda.event_samples import (
+    CROSSES,
+    EventSamples,
+    HistorySettings,
+)
+from tpu_embedding.tools.data.yambda.exact_auc import exact_auc
+from tpu_embedding.tools.data.yambda.xxhash64 import xxh64
+from tpu_embedding.tools.data.yambda.yambda_files import (
+    ALBUM_FILE,
+    ARTIST_FILE,
+    EVENT_COLUMNS,
+    read_yambda,
+)
+from tpu_embedding.tools.train import YambdaSource, load_config
+
+TABLE_SIZES = load_config("dlrm_v4").data.table_sizes
+
+
+@functools.cache
+def golden():
+    with np.load(GOLDEN / "dlrm_v4" / "data_pipeline.npz") as arrays:
+        return {name: arrays[name] for name in arrays}
+
+
+def golden_columns():
+    return {name: golden()[f"log.{name}"] for name in EVENT_COLUMNS}
+
+
+@functools.cache
+def golden_log():
+    return EventLog.of_columns(
+        golden_columns(),
+        item_artists=golden()["map.item_to_artist"],
+        item_albums=golden()["map.item_to_album"],
+        name="golden",
+    )
+
+
+@functools.cache
+def golden_samples(variant):
+    names = ("history_length", "min_history", "scan_window")
+    settings = {name: int(golden()[f"{variant}/{name}"]) for name in names}
+    return EventSamples(golden_log(), TABLE_SIZES, HistorySettings(**settings))
+
+
+@pytest.mark.parametrize("variant", ["benchmark", "short_scan"])
+def test_samples_are_those_of_the_reference(variant):
+    samples = golden_samples(variant)
+
+    def expected(name):
+        return golden()[f"{variant}/{name}"]
+
+    np.testing.assert_array_equal(samples.anchors, expected("anchor_positions"))
+    batch = samples.read(samples.anchors)
+    lengths = expected("history_lengths")
+    np.testing.assert_array_equal(batch.dense["history_length"], lengths)
+    for name in ("item", "artist", "album"):
+        ids = batch.features[f"{name}_id"]
+        candidate = "" if name == "item" else f"{name}_"
+        np.testing.assert_array_equal(
+            ids["history"].values, expected(f"history.{name}_id")
+        )
+        np.testing.assert_array_equal(np.diff(ids["history"].row_splits), lengths)
+        np.testing.assert_array_equal(
+            ids["candidate"], expected(f"candidate.item_candidate_{candidate}id")
+        )
+    is_event = np.arange(samples.settings.width) < lengths[:, None]
+    for name in ("action_weight", "action_timestamp"):
+        padded = batch.dense[name]
+        np.testing.assert_array_equal(padded[is_event], expected(f"history.{name}"))
+        assert not padded[~is_event].any() and padded.dtype == np.int32
+    contextual = [batch.features[name] for name in ("uid", *CROSSES)]
+    np.testing.assert_array_equal(
+        np.stack(contextual, axis=1), expected("contextual_ids")
+    )
+    query_time = expected("candidate.item_query_time")
+    np.testing.assert_array_equal(batch.dense["query_time"], query_time)
+    labels = expected("candidate.item_action_weight")
+    np.testing.assert_array_equal(batch.labels, labels)
+
+
+def test_samples_without_a_history():
+    settings = HistorySettings(history_length=9, min_history=0, scan_window=5)
+    samples = EventSamples(golden_log(), TABLE_SIZES, settings)
+    first = samples.anchors[np.isin(samples.anchors, golden_log().user_bounds)]
+    batch = samples.read(first[:3])
+    assert batch.dense["history_length"].tolist() == [0, 0, 0]
+    assert not batch.dense["action_weight"].any()
+    times = golden_log().times[first[:3]]
+    assert batch.dense["query_time"].tolist() == times.tolist()
+    mixed = samples.read(np.append(first[0], samples.anchors[-1]))
+    assert mixed.dense["history_length"][1] > 0
+    last = mixed.dense["action_timestamp"][1, mixed.dense["history_length"][1] - 1]
+    assert mixed.dense["query_time"].tolist() == [times[0], last]
+
+
+@pytest.mark.parametrize("variant", ["benchmark", "short_scan"])
+def test_windows_are_those_of_the_reference(variant):
+    data = EventDataset(golden_samples(variant), batch_size=6, whole_window="first")
+    anchors = golden()[f"{variant}/anchor_positions"]
+    anchors = anchors[golden()[f"{variant}/window_anchors"]]
+    *sizes, num_held_out = golden()[f"{variant}/window_sizes"].tolist()
+    np.testing.assert_array_equal(data.evaluation_anchors, anchors[-num_held_out:])
+    starts = np.cumsum([0, *sizes])
+    steps = [
+        anchors[start + 6 * i : start + 6 * i + 6]
+        for start, size in zip(starts, sizes, strict=False)
+        for i in range(size // 6)
+    ]
+    assert data.num_train_samples == 6 * len(steps)
+    for step, expected in enumerate([*steps, steps[0]]):
+        batch, part = data.train_batch(step), data.train_part(step, range(2, 5))
+        for field in ("query_time", "action_timestamp"):
+            wanted = data.samples.read(expected).dense[field]
+            np.testing.assert_array_equal(batch.dense[field], wanted)
+            np.testing.assert_array_equal(part.dense[field], wanted[2:5])
+    weights = np.concatenate([batch.weights for batch in data.evaluation_batches()])
+    assert weights.sum() == data.num_evaluation_samples == num_held_out
+    whole = EventDataset(golden_samples(variant), batch_size=6, whole_window="last")
+    times = golden_log().times[whole.evaluation_anchors]
+    assert times.max() - times.min() < 86_400
+
+
+def test_hashes_are_those_of_the_library():
+    for number in ("2", "3"):
+        keys = golden()[f"hash.keys{number}"].T
+        expected = golden()[f"hash.xxh64_seed0_keys{number}"]
+        np.testing.assert_array_equal(xxh64(list(keys)), expected)
+
+
+def test_exact_auc_counts_pairs():
+    generator = np.random.default_rng(0)
+    labels, scores = generator.integers(2, size=80), generator.integers(9, size=80)
+    pairs = scores[labels == 1][:, None] - scores[labels == 0]
+    expected = np.mean((pairs > 0) + 0.5 * (pairs == 0))
+    assert exact_auc(labels, scores) == pytest.approx(expected, rel=1e-12)
+    with pytest.raises(ValueError, match="a positive and a negative label, got 0 pos"):
+        exact_auc(np.zeros(3), np.ones(3))
+    with pytest.raises(ValueError, match="must be numbers, got NaN"):
+        exact_auc(np.array([0, 1]), np.array([0.0, np.nan]))
+
+
+def write_files(directory, **changes):
+    """Writes the golden log in the published form, with words for types."""
+    pa, pq = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    columns = golden_columns()
+    words = np.array(["listen", "like", "dislike", "unlike", "undislike"])
+    ratios = columns["played_ratio_pct"]
+    columns["played_ratio_pct"] = pa.array(ratios, mask=np.isnan(ratios))
+    columns["event_type"] = pa.array(words[columns["event_type"]]).dictionary_encode()
+    table = pa.table(columns | changes)
+    path = directory / "multi_event.parquet"
+    pq.write_table(table, path, row_group_size=64)
+    for name, column in ((ARTIST_FILE, "artist"), (ALBUM_FILE, "album")):
+        items, values = golden()[f"map.{column}_item"], golden()[f"map.{column}_id"]
+        table = pa.table({f"{column}_id": values, "item_id": items})
+        pq.write_table(table, directory / name, row_group_size=20)
+    return path
+
+
+def test_files_hold_the_log(tmp_path):
+    write_files(tmp_path)
+    directory = tmp_path / "flat" / "50m"
+    directory.mkdir(parents=True)
+    (tmp_path / "multi_event.parquet").rename(directory / "multi_event.parquet")
+    log = read_yambda(directory)
+    for field in dataclasses.fields(EventLog):
+        if field.name != "name":
+            found, expected = (getattr(x, field.name) for x in (log, golden_log()))
+            np.testing.assert_array_equal(found, expected, strict=True)
+
+
+@pytest.mark.parametrize("has_dense_ids", [False, True])
+def test_the_source_trains_on_files(tmp_path, has_dense_ids):
+    write_files(tmp_path)
+    history = HistorySettings(history_length=9, min_history=3)
+    source = YambdaSource(
+        table_sizes=TABLE_SIZES, history=history, has_dense_ids=has_dense_ids
+    )
+    data = source.open(tmp_path, batch_size=6, seed=0)
+    ids = data.train_batch(0).features["uid"]
+    num_users = len(data.samples.log.users)
+    assert (ids.max() < num_users) or not has_dense_ids
+    outline = source.outline(batch_size=6, seed=0)
+    assert outline.table_sizes == data.table_sizes
+    assert outline.history_length == data.history_length == 9
+    table_sizes = {**TABLE_SIZES, "item_id": 10}
+    with pytest.raises(
+        DataError, match="for table 'item_id' of 10 rows. Set table_siz"
+    ):
+        dataclasses.replace(source, table_sizes=table_sizes).open(
+            tmp_path, batch_size=6, seed=0
+        )
+
+
+def changed(name, value, row=70):
+    values = golden_columns()[name].tolist()
+    values[row] = value
+    return values
+
+
+@pytest.mark.parametrize(
+    ("column", "value", "message"),
+    [
+        ("uid", None, "a value must not be null"),
+        ("uid", -1, r"values must be integers in \[0, 2147483646\], got -1"),
+        ("timestamp", 2**31, ".* got 2147483648"),
+        ("item_id", 0.5, "values must be integers"),
+    ],
+)
+def test_wrong_values_name_their_row(tmp_path, column, value, message):
+    write_files(tmp_path, **{column: changed(column, value)})
+    with pytest.raises(DataError, match=f"multi_event.*, column '{column}': {message}"):
+        read_yambda(tmp_path)
+
+
+def test_wrong_files_are_named(tmp_path):
+    with pytest.raises(DataError, match=r"must hold a file 'multi_event\*.parquet'"):
+        read_yambda(tmp_path)
+    words = ["listen"] * 400
+    words[70] = "share"
+    path = write_files(tmp_path, event_type=words)
+    with pytest.raises(DataError, match=r"row 70 .*must be one of listen.*got share"):
+        read_yambda(tmp_path)
+    write_files(tmp_path)
+    (tmp_path / ALBUM_FILE).unlink()
+    with pytest.raises(DataError, match=f"must hold '{ALBUM_FILE}'"):
+        read_yambda(tmp_path)
+    cut(path, 500)
+    with pytest.raises(DataError, match="multi_event.parquet is missing, damaged"):
+        read_yambda(tmp_path)
+    with pytest.raises(DataError, match="pass their path with --data-dir"):
+        YambdaSource(table_sizes=TABLE_SIZES).open(None, batch_size=4, seed=0)
+
+
+def test_logs_without_samples_are_refused():
+    columns = {name: values[:1] for name, values in golden_columns().items()}
+    none = np.zeros(0, np.int32)
+    with pytest.raises(DataError, match="must have an event in the 300 days"):
+        EventLog.of_columns(columns, item_artists=none, item_albums=none, name="one")
+    settings = HistorySettings(min_history=10_000)
+    with pytest.raises(DataError, match="a listen with 10000 earlier events"):
+        EventSamples(golden_log(), TABLE_SIZES, settings)
+    with pytest.raises(DataError, match="a day before the last must have 999 anchors"):
+        EventDataset(golden_samples("benchmark"), batch_size=999, whole_window="first")
+    with pytest.raises(ValueError, match="table_sizes must name the tables"):
+        EventSamples(golden_log(), {"uid": 3}, HistorySettings())

@@ -1,0 +1,121 @@
+"""Config files: those of the package, those of users, and changes of them."""
+
+import jax
+import pytest
+
+from tests.conftest import mesh_of
+from tpu_embedding.tools.train import (
+    ConfigError,
+    Target,
+    abstract_step,
+    apply_overrides,
+    list_configs,
+    load_config,
+    make_run_plan,
+    warm_up,
+)
+
+
+@pytest.mark.parametrize("name", sorted(list_configs()))
+def test_configs_of_the_package_describe_themselves(name):
+    config = load_config(name)
+    assert config.name == name
+    assert config.target is not None
+    assert config.describe()["batch_size"] == config.batch_size
+
+
+def test_a_file_of_the_user(tmp_path):
+    (tmp_path / "sizes.py").write_text("STEPS = 7\n")
+    path = tmp_path / "mine.py"
+    path.write_text(
+        "import dataclasses\n"
+        "import sizes\n"
+        "from tpu_embedding.tools.train import load_config\n"
+        "config = dataclasses.replace(\n"
+        "    load_config('synthetic'), name='mine', num_steps=sizes.STEPS)\n"
+    )
+    assert load_config(str(path)).num_steps == 7
+    path.write_text("config = 3")
+    with pytest.raises(ConfigError, match="must define `config`.*got a int"):
+        load_config(str(path))
+    path.write_text("1 / 0")
+    with pytest.raises(ZeroDivisionError):
+        load_config(str(path))
+
+
+@pytest.mark.parametrize(
+    "setting, section, field, value",
+    [
+        ("num_steps=100", None, "num_steps", 100),
+        ("capacity=3", None, "capacity", 3),
+        ("capacity=None", None, "capacity", None),
+        ("exact_auc=True", None, "exact_auc", True),
+        ("table_dtype=bfloat16", None, "table_dtype", "bfloat16"),
+        ("model.dim=8", "model", "dim", 8),
+        ("model.hidden_sizes=8 4", "model", "hidden_sizes", (8, 4)),
+        ("data.zipf_exponent=0.5", "data", "zipf_exponent", 0.5),
+        ("target.at_most=2", "target", "at_most", 2.0),
+    ],
+)
+def test_settings(setting, section, field, value):
+    config = apply_overrides(load_config("synthetic"), [setting])
+    owner = config if section is None else getattr(config, section)
+    assert getattr(owner, field) == value
+
+
+@pytest.mark.parametrize(
+    "settings, message",
+    [
+        (["model.dims=8"], "--model.dim"),
+        (["num_steps=1.5"], "num-steps"),
+        (["loss=log"], "log_loss"),
+        (["make_table_optimizer=adam"], "make-table-optimizer"),
+        (["seed=4294967296"], "below 2"),
+        (["target.metric=rmse"], "must be one of"),
+    ],
+)
+def test_wrong_settings_are_refused(settings, message, capsys):
+    with pytest.raises((SystemExit, ValueError)) as error:
+        apply_overrides(load_config("synthetic"), settings)
+    assert message in f"{error.value}{capsys.readouterr().err}"
+
+
+@pytest.mark.parametrize(
+    "target, value, teacher, is_met",
+    [
+        (Target(metric="rmse", at_most=0.94), 0.93, None, True),
+        (Target(metric="rmse", at_most=0.94), 0.95, None, False),
+        (Target(metric="auc", at_least=0.75), 0.76, 0.7, True),
+        (Target(metric="log_loss", at_most=1.1, relative_to="teacher"), 1, None, None),
+        (Target(metric="log_loss", at_most=1.1, relative_to="teacher"), 1, 0.9, False),
+        (Target(metric="auc", at_least=0.5, relative_to="teacher"), 0.7, 0.8, True),
+    ],
+)
+def test_targets(target, value, teacher, is_met):
+    assert target.is_met(value, teacher) is is_met
+
+
+def test_warm_up_rises_and_stays():
+    schedule = warm_up(2.0, 4)
+    assert [float(schedule(step)) for step in (0, 1, 4, 9)] == [0.0, 0.5, 2.0, 2.0]
+
+
+TINY = {
+    "dlrm": ["data.vocabulary_size=100"],
+    "dlrm_dcnv2": ["data.max_vocabulary_size=100"],
+    "dlrm_v4": ["model.hstu.num_layers=1"],
+    "dlrm_v4_50m": ["model.hstu.num_layers=1"],
+    "dlrm_v4_small": ["model.hstu.num_layers=1"],
+}
+
+
+@pytest.mark.parametrize("name", sorted(list_configs()))
+def test_the_step_of_each_config_can_be_traced(name):
+    settings = ["batch_size=8", *TINY.get(name, ())]
+    config = apply_overrides(load_config(name), settings)
+    data = config.data.outline(batch_size=8, seed=0)
+    plan = make_run_plan(config, data, mesh_of(2))
+    step, state, batch = abstract_step(config, data, plan)
+    new_state, metrics = step.eval_shape(state, batch)
+    assert jax.tree.structure(new_state) == jax.tree.structure(state)
+    assert metrics["loss"].shape == ()

@@ -1,0 +1,107 @@
+"""Batches on their way to the devices: order, parts, loader processes, checks."""
+
+import dataclasses
+import threading
+
+import numpy as np
+import pytest
+
+from tests.conftest import mesh_of
+from tests.tools.train.runs import losses_of, run, small_config
+from tpu_embedding.tools.data.batch import Batch, DataError
+from tpu_embedding.tools.train import make_run_plan
+from tpu_embedding.tools.train.feeding import (
+    READ_AHEAD,
+    _read_part,
+    check_values,
+    prepare_batch,
+    train_batches,
+)
+
+CONFIG = small_config()
+DATA = CONFIG.data.open(None, batch_size=CONFIG.batch_size, seed=0)
+PLAN = make_run_plan(CONFIG, DATA, mesh_of(2))
+
+
+class Recorded:
+    """The data of the config; records the steps that were read, and in which thread."""
+
+    def __init__(self, wrong_step=None):
+        self.steps, self.threads, self.wrong_step = [], set(), wrong_step
+
+    def train_batch(self, step):
+        self.steps.append(step)
+        self.threads.add(threading.get_ident())
+        batch = DATA.train_batch(step)
+        if step == self.wrong_step:
+            batch.labels[5] = 4
+            batch = dataclasses.replace(batch, origin="clicks.csv, line {}".format)
+        return batch
+
+
+def test_batches_come_in_order_and_are_read_ahead():
+    data = Recorded()
+    batches = train_batches(CONFIG, data, PLAN, range(3, 9))
+    for wanted, (step, batch) in zip(range(3, 7), batches, strict=False):
+        assert step == wanted
+        np.testing.assert_array_equal(batch.labels, DATA.train_batch(step).labels)
+    batches.close()
+    assert data.steps[-1] <= 6 + READ_AHEAD
+    assert threading.get_ident() not in data.threads
+
+
+def test_an_error_reaches_the_loop_at_its_step():
+    batches = train_batches(CONFIG, Recorded(wrong_step=1), PLAN, range(3))
+    assert next(batches)[0] == 0
+    message = r"batch 1: labels .* \[0, 1\] .* got 4 for sample 5 \(clicks.csv, line 5"
+    with pytest.raises(DataError, match=message):
+        next(batches)
+
+
+@pytest.mark.parametrize("values", ["labels", "weights"])
+@pytest.mark.parametrize("wrong", [np.nan, -1.0, np.inf])
+def test_values_without_a_meaning_are_refused(values, wrong):
+    batch = DATA.train_batch(0)
+    array = np.array(getattr(batch, values), np.float64)
+    array[7] = wrong
+    batch = dataclasses.replace(batch, **{values: array})
+    with pytest.raises(DataError, match=f"{values} must be finite .* sample 7"):
+        check_values(batch, CONFIG, "Batch")
+
+
+def test_ids_outside_of_their_table_are_refused():
+    batch = DATA.train_batch(0)
+    features = batch.features | {"user": batch.features["user"] + 10**6}
+    with pytest.raises(DataError, match="user"):
+        prepare_batch(dataclasses.replace(batch, features=features), PLAN)
+
+
+def test_arrays_become_float32_and_int32():
+    batch = dataclasses.replace(
+        DATA.train_batch(0), dense={"age": np.arange(48), "price": np.zeros((48, 2))}
+    )
+    prepared = prepare_batch(batch, PLAN)
+    assert prepared.dense["age"].dtype == np.int32
+    assert prepared.dense["price"].dtype == np.float32
+    dense = np.arange(96).reshape(48, 2)
+    prepared = prepare_batch(dataclasses.replace(batch, dense=dense), PLAN)
+    assert prepared.dense.dtype == np.float32
+
+
+def test_a_process_reads_its_samples_only():
+    whole, samples = DATA.train_batch(2), range(12, 24)
+    part = _read_part(DATA, 2, samples)
+    np.testing.assert_array_equal(part.labels, whole.labels[12:24])
+
+    class WithParts:
+        def train_part(self, step, samples):
+            return Batch(features={}, labels=np.array([step]), weights=np.ones(1))
+
+    assert _read_part(WithParts(), 2, samples).labels.tolist() == [2]
+
+
+@pytest.mark.full
+def test_loader_processes_change_nothing(tmp_path):
+    run(tmp_path / "thread", "num_steps=4", "checkpoint_every=0")
+    run(tmp_path / "processes", "num_steps=4", "loader_processes=2")
+    assert losses_of(tmp_path / "processes") == losses_of(tmp_path / "thread")

@@ -1,0 +1,188 @@
+"""Runs: results on any devices, stops and resumes, and what ends them with an error."""
+
+import dataclasses
+import os
+import signal
+import time
+
+import jax
+import numpy as np
+import pytest
+
+from tests.conftest import mesh_of
+from tests.tools.train.runs import (
+    SMALL,
+    losses_of,
+    metrics_of,
+    run,
+    small_config,
+    start_command,
+    wait_for_line,
+)
+from tpu_embedding.checkpoint.errors import CheckpointError
+from tpu_embedding.tools.data.synthetic_clicks import SyntheticClicks
+from tpu_embedding.tools.train import (
+    RunDirectoryError,
+    TrainingDivergedError,
+    evaluate,
+    train,
+)
+from tpu_embedding.tools.train.reporting import PLOT_FILE, RECORDS_FILE, read_records
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    """A run that nothing stopped."""
+    directory = tmp_path_factory.mktemp("whole")
+    return directory, run(directory)
+
+
+def test_a_run_writes_its_files(whole, capsys):
+    directory, result = whole
+    assert result.step == 6
+    assert result.target_met is False
+    assert set(result.metrics) == {
+        *("log_loss", "auc", "normalized_entropy", "calibration")
+    }
+    files = {path.name for path in directory.iterdir()}
+    assert files == {RECORDS_FILE, PLOT_FILE, "tensorboard", "checkpoints"}
+    steps = {path.name for path in (directory / "checkpoints").iterdir()}
+    assert steps == {"2", "4", "6"}
+    first, *_, last = read_records(directory / RECORDS_FILE)
+    assert first["run"]["model"]["dim"] == 4
+    assert last["result"] == dataclasses.asdict(result)
+    assert list(losses_of(directory)) == [2, 4, 6]
+    assert any((directory / "tensorboard").iterdir())
+
+
+@pytest.mark.parametrize("devices", [1, 8])
+def test_devices_do_not_change_the_results(whole, tmp_path, devices):
+    directory, result = whole
+    other = run(tmp_path, devices=devices)
+    assert other.metrics == pytest.approx(result.metrics, abs=1e-5)
+    assert losses_of(tmp_path) == pytest.approx(losses_of(directory), abs=1e-6)
+
+
+def test_a_stopped_run_resumes_to_the_same_numbers(whole, tmp_path, monkeypatch):
+    read = SyntheticClicks.train_batch
+
+    def read_and_signal(self, step):
+        if step == 3:  # It is read ahead, so an earlier step is in progress.
+            os.kill(os.getpid(), signal.SIGTERM)
+        return read(self, step)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(SyntheticClicks, "train_batch", read_and_signal)
+        stopped = run(tmp_path)
+    assert stopped.metrics is None
+    assert 1 <= stopped.step < 4
+    with pytest.raises(RunDirectoryError, match=f"saved at step {stopped.step}"):
+        run(tmp_path)
+    resumed = run(tmp_path, devices=3, existing_run="resume", stop_at=5)
+    assert (resumed.step, resumed.metrics) == (5, None)
+    result = run(tmp_path, existing_run="resume")
+    assert result.metrics == pytest.approx(whole[1].metrics, abs=1e-5)
+    # A finished run is evaluated again.
+    again = run(tmp_path, existing_run="resume")
+    assert again == result
+    assert evaluate(small_config(), tmp_path, mesh=mesh_of(2)) == result
+
+
+def test_a_resumed_run_names_changes_of_the_config(tmp_path, capsys):
+    run(tmp_path, stop_at=2)
+    run(tmp_path, "dense_learning_rate=0.5", existing_run="resume", stop_at=4)
+    changes = [s for s in capsys.readouterr().out.splitlines() if "changed" in s]
+    assert changes == ["changed since the last start: dense_learning_rate 0.01 -> 0.5"]
+
+
+def test_the_second_step_compiles_nothing(tmp_path, caplog):
+    with jax.log_compiles():
+        run(tmp_path, "log_every=1", "num_steps=4", "checkpoint_every=0")
+    compiled = [r.getMessage() for r in caplog.records if "train_step" in r.message]
+    assert len([text for text in compiled if text.startswith("Compiling")]) == 1
+
+
+@pytest.mark.parametrize("place", ["loss", "rate"])
+def test_a_run_that_diverges_saves_nothing_more(tmp_path, place):
+    settings = ["dense_learning_rate=1e38"] if place == "loss" else []
+    settings += ["table_learning_rate=inf"] if place == "rate" else []
+    with pytest.raises(TrainingDivergedError, match="is not finite"):
+        run(tmp_path, *settings)
+    steps = [path.name for path in (tmp_path / "checkpoints").iterdir()]
+    assert "6" not in steps
+    if place == "rate":
+        assert not steps
+
+
+def test_a_damaged_checkpoint_is_refused_by_name(tmp_path):
+    run(tmp_path, stop_at=2)
+    (chunk,) = [
+        path
+        for path in (tmp_path / "checkpoints" / "2").rglob("*")
+        if path.is_file() and "tags" in str(path) and path.stat().st_size > 1000
+    ][:1]
+    chunk.write_bytes(chunk.read_bytes()[:-100])
+    with pytest.raises(CheckpointError, match="tags"):
+        run(tmp_path, existing_run="resume")
+
+
+def test_exact_auc_and_dynamic_tables(tmp_path):
+    result = run(tmp_path / "auc", "exact_auc=True", "num_steps=2")
+    binned = metrics_of(tmp_path / "auc")
+    assert 0 < result.metrics["auc"] < 1
+    assert "auc_max_error" not in binned
+    settings = ["data.num_users=100", "data.num_items=50", "num_steps=4"]
+    settings += ["data.evaluation_step=4"]
+    config = small_config(*settings, name="synthetic_stream")
+    result = train(config, tmp_path / "stream", mesh=mesh_of(2))
+    assert 0 < result.metrics["hits/user"] <= 1
+    records = read_records(tmp_path / "stream" / RECORDS_FILE)
+    counts = [r["train"] for r in records if "train" in r]
+    assert counts[0]["user/inserts"] > counts[-1]["user/inserts"]
+    stopped = train(config, tmp_path / "stopped", mesh=mesh_of(2), stop_at=2)
+    assert stopped.metrics is None
+    resumed = train(
+        config, tmp_path / "stopped", mesh=mesh_of(3), existing_run="resume"
+    )
+    assert resumed.metrics == pytest.approx(result.metrics, abs=1e-5)
+
+
+def test_a_profile_is_recorded(tmp_path):
+    run(tmp_path, "num_steps=3", "checkpoint_every=0", profile=(1, 2))
+    assert list((tmp_path / "profile").rglob("*.xplane.pb"))
+
+
+def test_a_second_run_in_the_directory_is_refused(whole, tmp_path):
+    first = start_command(tmp_path, "--devices", 1, settings=["num_steps=100000"])
+    wait_for_line(first, "train")
+    second = start_command(tmp_path, "--devices", 1, "--resume")
+    output, errors = second.communicate(timeout=120)
+    assert second.returncode == 2
+    assert errors.count("\n") == 1
+    assert "is in use by another process" in errors
+    first.terminate()
+    output, errors = first.communicate(timeout=120)
+    assert first.returncode == 75, errors
+    assert "--resume continues" in output
+
+
+def test_a_full_disk_ends_a_run_with_one_line(tmp_path):
+    # The limit of a file stands for a disk without more space.
+    limited = ["bash", "-c", 'ulimit -f 10; exec "$@"', "bash"]
+    limited += ["env", "-u", "JAX_COMPILATION_CACHE_DIR"]
+    process = start_command(tmp_path, "--devices", 1, within=limited)
+    _, errors = process.communicate(timeout=120)
+    assert process.returncode == 1
+    assert errors.count("\n") == 1
+    assert errors.startswith("error: ")
+
+
+def test_a_killed_run_resumes_from_a_whole_step(whole, tmp_path):
+    settings = [*SMALL, "checkpoint_every=1"]
+    process = start_command(tmp_path, "--devices", 2, settings=settings)
+    wait_for_line(process, "train 2/6")
+    time.sleep(np.random.default_rng().uniform(0, 0.1))
+    process.kill()
+    process.communicate()
+    result = run(tmp_path, "checkpoint_every=1", existing_run="resume")
+    assert result.metrics == pytest.approx(whole[1].metrics, abs=1e-5)

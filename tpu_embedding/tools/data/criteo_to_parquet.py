@@ -1,0 +1,138 @@
+"""Converts Criteo's click logs from text to Parquet, which training reads.
+
+    python -m tpu_embedding.tools.data.criteo_to_parquet day_0 day_0.parquet
+
+A line of the text has 40 fields separated by tabs: the label (0 or 1), 13 integers
+(counts; may be empty or negative) and 26 categories (8 hex digits; may be empty). The
+Kaggle challenge and the 1TB logs share the format. pyarrow parses the text in blocks,
+and unpacks files whose names end in `.gz` on the way.
+
+The Parquet file has these columns:
+
+* `label`: int8.
+* `dense_00` to `dense_12`: float32, `log(1 + max(x, 0))`; an empty field counts as 0.
+  MLPerf's DLRM uses the same transform (`data_utils.py` and `dlrm_data_pytorch.py` of
+  facebookresearch/dlrm).
+* `cat_00` to `cat_25`: int64, 1 plus the 32 bits of the category; 0 for an empty field.
+  `CriteoSource` takes them modulo the rows of the table.
+
+Rows keep the order of the lines.
+"""
+
+import argparse
+import pathlib
+from collections.abc import Iterator
+from typing import Any, Final
+
+import numpy as np
+
+from tpu_embedding.paths import local_path
+from tpu_embedding.tools.data.batch import DataError
+from tpu_embedding.tools.data.criteo import DENSE_NAMES, LABEL
+from tpu_embedding.tools.data.parquet_rows import load_pyarrow
+from tpu_embedding.tools.data.synthetic_criteo import CATEGORY_NAMES
+
+BLOCK_BYTES: Final = 2**24
+"""Bytes of text parsed at a time: about 70,000 lines."""
+
+ROW_GROUP_ROWS: Final = 65_536
+
+
+def convert(text: str | pathlib.Path, parquet_file: str | pathlib.Path) -> int:
+    """Writes the samples of a text file to a Parquet file.
+
+    It needs memory for a few blocks, whatever the size of the file.
+
+    Args:
+      text: path of the text, plain or packed by gzip.
+      parquet_file: path of the file to write; an existing file is replaced.
+
+    Returns:
+      The number of samples.
+
+    Raises:
+      DataError: if the text is missing or a field is wrong. The message names the lines
+        of the block and the column, and no file is written.
+      MissingPyarrowError: if pyarrow is not installed.
+    """
+    pa, parquet = load_pyarrow("pyarrow"), load_pyarrow("pyarrow.parquet")
+    fields = [(LABEL, pa.int8())]
+    fields += [(name, pa.float32()) for name in DENSE_NAMES]
+    fields += [(name, pa.int64()) for name in CATEGORY_NAMES]
+    schema, num_rows = pa.schema(fields), 0
+    path = local_path(parquet_file)
+    unfinished = path.with_name(f"{path.name}.unfinished")
+    with parquet.ParquetWriter(unfinished, schema, write_page_checksum=True) as writer:
+        for block in _blocks(local_path(text)):
+            place = f"{text}, lines {num_rows + 1} to {num_rows + len(block)}"
+            arrays = [_label(block[LABEL], place)]
+            arrays += [_dense(block[name]) for name in DENSE_NAMES]
+            arrays += [_category(block[name], name, place) for name in CATEGORY_NAMES]
+            table = pa.Table.from_arrays(arrays, schema=schema)
+            writer.write_table(table, ROW_GROUP_ROWS)
+            num_rows += len(block)
+    unfinished.replace(path)
+    return num_rows
+
+
+def _blocks(path: pathlib.Path) -> Iterator[Any]:
+    """Yields tables of consecutive lines, whose empty fields are null."""
+    pa, csv = load_pyarrow("pyarrow"), load_pyarrow("pyarrow.csv")
+    types: dict[str, Any] = {name: pa.int64() for name in (LABEL, *DENSE_NAMES)}
+    types |= dict.fromkeys(CATEGORY_NAMES, pa.string())
+    try:
+        with csv.open_csv(
+            path,
+            csv.ReadOptions(
+                column_names=list(types), block_size=BLOCK_BYTES, use_threads=False
+            ),
+            csv.ParseOptions(delimiter="\t", quote_char=False),
+            csv.ConvertOptions(
+                column_types=types, null_values=[""], strings_can_be_null=True
+            ),
+        ) as reader:
+            yield from reader
+    except (pa.ArrowException, OSError) as error:
+        raise DataError(f"{path}: {error}") from error
+
+
+def _label(column: Any, place: str) -> np.ndarray:
+    labels = column.fill_null(-1).to_numpy(zero_copy_only=False)
+    if not np.isin(labels, (0, 1)).all():
+        wrong = labels[~np.isin(labels, (0, 1))][0]
+        raise DataError(f"{place}: a label must be 0 or 1, got {wrong}.")
+    return labels.astype(np.int8)
+
+
+def _dense(column: Any) -> np.ndarray:
+    counts = column.fill_null(0).to_numpy(zero_copy_only=False)
+    return np.log1p(np.maximum(counts, 0)).astype(np.float32)
+
+
+def _category(column: Any, name: str, place: str) -> np.ndarray:
+    """Returns 1 plus the number of 8 hex digits, and 0 for an empty field."""
+    pa = load_pyarrow("pyarrow")
+    words = column.dictionary_encode()
+    try:
+        digits = words.dictionary.cast(pa.binary()).cast(pa.binary(8)).to_pylist()
+        numbers = [1 + int.from_bytes(bytes.fromhex(d.decode()), "big") for d in digits]
+    except (pa.ArrowException, ValueError) as error:
+        raise DataError(
+            f"{place}, column {name!r}: a category must be 8 hex digits or empty: "
+            f"{error}."
+        ) from error
+    places = words.indices.fill_null(len(numbers)).to_numpy(zero_copy_only=False)
+    return np.array([*numbers, 0], np.int64)[places]
+
+
+def main() -> None:
+    """Converts the file that the command line names."""
+    parser = argparse.ArgumentParser(description="Converts Criteo's text to Parquet.")
+    parser.add_argument("text", type=pathlib.Path, help="text of a log")
+    parser.add_argument("parquet", type=pathlib.Path, help="file to write")
+    arguments = parser.parse_args()
+    print(f"{convert(arguments.text, arguments.parquet):,} samples written")
+
+
+if __name__ == "__main__":
+    main()

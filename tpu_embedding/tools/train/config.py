@@ -1,0 +1,286 @@
+"""Run configs: the value that a Python file in `configs/` defines, and how to read it.
+
+A config is plain data in sections, plus two functions that make the optimizers. They
+are functions because a learning rate schedule depends on `num_steps`, which the command
+line can change.
+"""
+
+import dataclasses
+import importlib.util
+import pathlib
+import shlex
+import sys
+import typing
+from collections.abc import Callable, Iterable
+from typing import Any, Final, Literal
+
+import optax
+
+import tpu_embedding
+from tpu_embedding.field_checks import raise_all
+from tpu_embedding.optimizers.row_optimizer import TableOptimizer
+from tpu_embedding.paths import local_path
+from tpu_embedding.plan.backend_request import AUTO
+from tpu_embedding.tools.data.source import DataSource
+from tpu_embedding.tools.train.metrics import LOSSES, LossName
+from tpu_embedding.tools.train.models.model import ModelConfig
+
+_PACKAGE: Final = pathlib.Path(tpu_embedding.__file__).parent
+
+CONFIG_DIRS: Final = (_PACKAGE / "configs", _PACKAGE.parent / "configs")
+"""Folders of the configs: that of an installed package, and that of a checkout."""
+
+
+class ConfigError(ValueError):
+    """Raised if a run config is missing or invalid, or does not fit its data."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Target:
+    """The metric that a config promises to reach on the held-out data.
+
+    Attributes:
+      metric: `"log_loss"`, `"rmse"`, `"mae"` or `"softmax_loss"`, as the run's loss
+        has it, for which lower is better; or `"auc"`.
+      at_most: maximum value of the metric. With `relative_to`, it is a multiple of the
+        teacher's value. None for `"auc"`.
+      at_least: minimum value of `"auc"`; None for the others. With `relative_to`, it is
+        a share of what the teacher's AUC has above 0.5, the AUC of chance.
+      relative_to: `"teacher"` for synthetic data, or None. The teacher is the model
+        that generated the labels; no trained model can beat it.
+    """
+
+    metric: str
+    at_most: float | None = None
+    at_least: float | None = None
+    relative_to: Literal["teacher"] | None = None
+
+    def __post_init__(self):
+        if (self.at_most is None) == (self.at_least is None):
+            raise ValueError(
+                "Target must have at_most or at_least, and not both, got "
+                f"{self.at_most!r} and {self.at_least!r}."
+            )
+
+    def is_met(self, value: float, teacher: float | None) -> bool | None:
+        """Returns True if a value reaches the target; None if that is unknown.
+
+        Args:
+          value: value of the metric.
+          teacher: value of the teacher, or None.
+        """
+        chance, scale = 0.0, 1.0
+        if self.relative_to == "teacher":
+            if teacher is None:
+                return None
+            chance = 0.0 if self.at_least is None else 0.5
+            scale = teacher - chance
+        if self.at_least is not None:
+            return value - chance >= self.at_least * scale
+        assert self.at_most is not None
+        return value <= self.at_most * scale
+
+    def __str__(self) -> str:
+        if self.at_least is not None:
+            unit = " of the teacher's lead over 0.5" if self.relative_to else ""
+            return f"{self.metric} at least {self.at_least:g}{unit}"
+        unit = " times the teacher's" if self.relative_to else ""
+        return f"{self.metric} at most {self.at_most:g}{unit}"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RunConfig:
+    """Settings of a training run, apart from its devices and the paths of its files.
+
+    Attributes:
+      name: name of the run; its default output directory is `runs/<name>`.
+      data: data source of the batches, a frozen dataclass; see `DataSource`.
+      model: sizes and other hyperparameters of the model, a frozen dataclass; see
+        `ModelConfig`.
+      loss: `"log_loss"` for clicks, `"squared_error"` for ratings, or
+        `"in_batch_softmax"` for choices among the items of the batch.
+      loss_weight: factor of the loss in training, positive; metrics do without it.
+      batch_size: samples per step, over all devices. It need not be divisible by the
+        number of devices.
+      num_steps: number of training steps.
+      table_learning_rate: learning rate that `make_table_optimizer` uses.
+      dense_learning_rate: learning rate that `make_dense_optimizer` uses.
+      make_table_optimizer: returns the optimizer of the tables, given this config.
+      make_dense_optimizer: returns the optax optimizer of all other parameters, given
+        this config.
+      max_dense_norm: largest norm of all dense gradients together; longer ones are
+        scaled down to it. Those of the tables neither count nor change. None: no limit.
+      target: metric that the config promises to reach, or None.
+      exact_auc: True computes the AUC from the scores of all held-out samples, which
+        stay in host memory: 12 bytes each. Labels are 0 and 1, and so are weights.
+        False counts scores in bins, whose error is reported where it matters.
+      capacity: ids per destination and round of the exchange; None lets the plan
+        choose. It changes the speed, never the results.
+      kernels: backend that reads and updates rows, as in `make_plan`. `"auto"`: kernels
+        where the verdict of `tpu-embedding doctor` allows them, else XLA.
+      table_dtype: storage type of all tables; None leaves that of the model's tables.
+      tables_split_over: devices that the rows of a table are split over: `"all"`, or
+        `"slice"`, those of a slice, with a copy of the table in each. A table's own
+        placement wins.
+      seed: seed of the data and the initial values, from 0 to 2**32 - 1.
+      loader_processes: processes that read batches ahead of the training process, by
+        grain; 0 reads in a thread of it. It changes the speed, never the results.
+      log_every: steps per line of progress.
+      evaluate_every: steps between evaluations; 0 evaluates only at the end.
+      checkpoint_every: steps between checkpoints; 0 saves only at the end.
+      checkpoints_kept: number of latest checkpoints to keep; older ones are deleted.
+    """
+
+    name: str
+    data: DataSource
+    model: ModelConfig
+    loss: LossName
+    batch_size: int
+    num_steps: int
+    table_learning_rate: float
+    dense_learning_rate: float
+    make_table_optimizer: Callable[["RunConfig"], TableOptimizer]
+    make_dense_optimizer: Callable[["RunConfig"], optax.GradientTransformation]
+    loss_weight: float = 1.0
+    max_dense_norm: float | None = None
+    target: Target | None = None
+    exact_auc: bool = False
+    capacity: int | None = None
+    kernels: str = AUTO
+    table_dtype: Literal["float32", "bfloat16", "float16"] | None = None
+    tables_split_over: Literal["all", "slice"] = "all"
+    seed: int = 0
+    loader_processes: int = 0
+    log_every: int = 100
+    evaluate_every: int = 0
+    checkpoint_every: int = 0
+    checkpoints_kept: int = 3
+
+    def __post_init__(self):
+        problems = [
+            f"RunConfig.{name} must be at least {minimum}, got {getattr(self, name)}"
+            for name, minimum in _MINIMA.items()
+            if getattr(self, name) < minimum
+        ]
+        if self.seed >= 2**32:  # JAX would take its lower bits.
+            problems.append(f"RunConfig.seed must be below 2**32, got {self.seed}")
+        if self.target is not None:
+            loss = LOSSES[self.loss]
+            metrics = loss.metrics
+            if self.target.at_least is not None:
+                metrics = loss.rising_metrics
+            if self.target.metric not in metrics:
+                problems.append(
+                    f"RunConfig.target.metric must be one of {list(metrics)} for the "
+                    f"loss {self.loss!r}, got {self.target.metric!r}"
+                )
+        raise_all(problems)
+
+    def describe(self) -> dict[str, Any]:
+        """Returns the fields as nested dicts, without the two functions."""
+        fields = dataclasses.asdict(self)
+        return {name: value for name, value in fields.items() if not callable(value)}
+
+
+_MINIMA: Final = {
+    "batch_size": 1,
+    "num_steps": 1,
+    "seed": 0,
+    "loader_processes": 0,
+    "log_every": 1,
+    "evaluate_every": 0,
+    "checkpoint_every": 0,
+    "checkpoints_kept": 1,
+}
+
+
+def list_configs() -> dict[str, pathlib.Path]:
+    """Returns the configs of the package, name to file."""
+    paths = [path for folder in CONFIG_DIRS for path in sorted(folder.glob("*.py"))]
+    return {path.stem: path for path in reversed(paths)}
+
+
+def load_config(name_or_path: str) -> RunConfig:
+    """Returns the run config that a Python file defines as `config`.
+
+    The file may import modules of its own folder, as a script may. Errors that it
+    raises pass.
+
+    Args:
+      name_or_path: a name from `list_configs`, or the path of a Python file.
+
+    Raises:
+      ConfigError: if the file does not exist, or defines no `config`.
+
+    Example:
+      >>> load_config("synthetic").batch_size
+      2048
+    """
+    known = list_configs()
+    path = known.get(name_or_path, local_path(name_or_path)).resolve()
+    spec = importlib.util.spec_from_file_location(f"config_{path.stem}", path)
+    if spec is None or spec.loader is None or not path.is_file():
+        raise ConfigError(
+            f"There is no config {name_or_path!r}: it must be a Python file or one of "
+            f"{', '.join(sorted(known))}."
+        )
+    module = importlib.util.module_from_spec(spec)
+    module.__spec__ = None  # Another process cannot import it by its name.
+    sys.modules[module.__name__] = module  # Dataclasses look their module up.
+    sys.path.insert(0, str(path.parent))
+    try:
+        spec.loader.exec_module(module)
+    finally:
+        sys.path.remove(str(path.parent))
+    config = getattr(module, "config", None)
+    if not isinstance(config, RunConfig):
+        raise ConfigError(
+            f"The config {path} must define `config`, a "
+            f"tpu_embedding.tools.train.RunConfig, got a {type(config).__name__}."
+        )
+    return config
+
+
+def apply_overrides(config: Any, settings: Iterable[str]) -> Any:
+    """Returns a copy of a config with some fields replaced.
+
+    A wrong key or value ends the program with status 2 and a message that names similar
+    keys. The setting `help` prints all keys.
+
+    Args:
+      config: a frozen dataclass, whose sections are dataclasses.
+      settings: strings `KEY=VALUE`, such as `num_steps=100` or `model.dim=8`. Values of
+        a tuple are separated by spaces; `None` is a value, too.
+
+    Example:
+      >>> config = apply_overrides(load_config("synthetic"), ["model.dim=8"])
+      >>> config.model.dim
+      8
+    """
+    import tyro  # which comes with the extra `train`
+
+    arguments = []
+    for setting in settings:
+        key, _, value = setting.partition("=")
+        arguments += [f"--{key}", *shlex.split(value)]
+    values = {f.name: getattr(config, f.name) for f in dataclasses.fields(config)}
+    hints = typing.get_type_hints(type(config))
+    # The fields of a section are those of its value, whatever protocol it follows.
+    types = [
+        (name, type(value) if dataclasses.is_dataclass(value) else hints[name])
+        for name, value in values.items()
+    ]
+    settings_type = dataclasses.make_dataclass(
+        "Settings", types, namespace={"__doc__": type(config).__doc__}, frozen=True
+    )
+    changed = tyro.cli(
+        settings_type,
+        prog="--set",
+        args=arguments,
+        default=settings_type(**values),
+        config=(tyro.conf.FlagConversionOff, tyro.conf.AvoidSubcommands),
+    )
+    try:
+        return dataclasses.replace(config, **vars(changed))
+    except ValueError as error:
+        raise ConfigError(str(error)) from error

@@ -1,0 +1,220 @@
+"""Feeds the devices: reads, prepares and transfers batches ahead of the loop."""
+
+import collections
+import concurrent.futures
+import contextlib
+import dataclasses
+import multiprocessing
+import os
+import signal
+import sys
+import threading
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from typing import Any, Final
+
+import jax
+import numpy as np
+
+from tpu_embedding.inputs.buffer_sizes import BufferSizes
+from tpu_embedding.inputs.prepare import Samples, prepare_features, shard_batch
+from tpu_embedding.plan.plan import EmbeddingPlan
+from tpu_embedding.tools.data.batch import Batch, DataError, Dataset
+from tpu_embedding.tools.data.batch_part import slice_batch
+from tpu_embedding.tools.train.config import RunConfig
+from tpu_embedding.tools.train.metrics import LOSSES
+
+READ_AHEAD: Final = 2
+"""Batches that are prepared, or on the devices, before the loop asks for them."""
+
+
+def train_batches(
+    config: RunConfig, data: Dataset, plan: EmbeddingPlan, steps: range
+) -> Generator[tuple[int, Batch], None, None]:
+    """Yields each step's number and its batch on the devices.
+
+    A thread prepares the next batches while the caller uses the current one. In a job
+    of several processes, each one reads the samples of its own devices.
+
+    Args:
+      config: config of the run.
+      data: opened data set.
+      plan: plan of the embedding layer.
+      steps: numbers of the steps, from 0.
+
+    Raises:
+      DataError: if the data are damaged, or ids lie outside their tables.
+    """
+    samples, sizes = plan.process_samples(config.batch_size), BufferSizes()
+    has_shapes = any(f.config.output_shape is not None for f in plan.inputs)
+    is_part = len(samples) < config.batch_size and not has_shapes
+
+    def read(step: int) -> Batch:
+        batch = _read_part(data, step, samples) if is_part else data.train_batch(step)
+        check_values(batch, config, f"Training batch {step}")
+        return batch
+
+    with contextlib.ExitStack() as stack:
+        batches = map(read, steps)
+        if config.loader_processes:
+            batches = _from_processes(read, steps, config.loader_processes, data)
+            stack.callback(batches.close)
+
+        def make(step: int) -> Batch:
+            del step  # Batches come in order.
+            return put_batch(
+                next(batches), plan, sizes, samples="process" if is_part else "global"
+            )
+
+        yield from _ahead(make, steps)
+
+
+def _read_part(data: Any, step: int, samples: range) -> Batch:
+    """Returns some samples of a batch; a data set may read them without the others."""
+    if callable(getattr(data, "train_part", None)):
+        return data.train_part(step, samples)
+    return slice_batch(data.train_batch(step), samples)
+
+
+def _ahead(
+    make: Callable[[int], Batch], steps: Sequence[int]
+) -> Iterator[tuple[int, Batch]]:
+    """Yields the results of a function in order, of which a thread makes the next."""
+    thread = concurrent.futures.ThreadPoolExecutor(max_workers=1)
+    pending: collections.deque[Any] = collections.deque()
+    try:
+        for step in steps:
+            pending.append((step, thread.submit(make, step)))
+            if len(pending) > READ_AHEAD:
+                first, batch = pending.popleft()
+                yield first, batch.result()
+        for step, batch in pending:
+            yield step, batch.result()
+    finally:
+        # Several processes prepare the same batches, as they agree on their sizes.
+        thread.shutdown(cancel_futures=jax.process_count() == 1)
+
+
+def _from_processes(
+    read: Callable[[int], Batch], steps: range, num_processes: int, data: Dataset
+) -> Any:
+    """Returns an iterator of grain, whose processes read whole batches in turn."""
+    import cloudpickle
+    import grain
+    from absl import flags
+
+    if not flags.FLAGS.is_parsed():  # grain reads its flags, which nobody sets here.
+        flags.FLAGS.mark_as_parsed()
+    module = sys.modules.get(type(data).__module__)
+    if module is not None and module.__spec__ is None:
+        # The file of a config, which a process cannot import by name.
+        cloudpickle.register_pickle_by_value(module)
+    options = grain.MultiprocessingOptions(
+        num_workers=num_processes, per_worker_buffer_size=READ_AHEAD
+    )
+    batches = grain.MapDataset.range(steps.start, steps.stop).map(
+        lambda step: read(int(step))
+    )
+    read_options = grain.ReadOptions(num_threads=0, prefetch_buffer_size=0)
+    return iter(
+        batches.to_iter_dataset(read_options).mp_prefetch(
+            options, worker_init_fn=_start_loader
+        )
+    )
+
+
+def _start_loader(index: int, count: int) -> None:
+    """Leaves signals to the parent, and ends with it, even if it is killed."""
+    del index, count
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
+
+    def end_with_parent() -> None:
+        parent = multiprocessing.parent_process()
+        if parent is not None:
+            parent.join()
+            os._exit(1)
+
+    threading.Thread(target=end_with_parent, daemon=True).start()
+
+
+def put_batch(
+    batch: Batch,
+    plan: EmbeddingPlan,
+    sizes: BufferSizes | None = None,
+    *,
+    samples: Samples = "global",
+) -> Batch:
+    """Prepares a batch, and transfers it to the devices; see `prepare_batch`."""
+    prepared = prepare_batch(batch, plan, sizes, samples=samples)
+    return shard_batch(prepared, plan, samples=samples)
+
+
+def prepare_batch(
+    batch: Batch,
+    plan: EmbeddingPlan,
+    sizes: BufferSizes | None = None,
+    *,
+    samples: Samples = "global",
+) -> Batch:
+    """Returns a batch on the host with static shapes, as the steps take it.
+
+    Labels, weights and dense inputs become float32, and integers in a dict of dense
+    inputs int32.
+
+    Args:
+      batch: batch of a data set.
+      plan: plan of the embedding layer.
+      sizes: buffer sizes of ragged features; None: the batch has its own.
+      samples: samples of the batch, as in `prepare_features`.
+
+    Raises:
+      DataError: if the features do not match the plan, or ids lie outside their tables.
+    """
+    try:
+        features = prepare_features(batch.features, plan, sizes=sizes, samples=samples)
+    except (TypeError, ValueError) as error:
+        raise DataError(str(error)) from error
+    dense = batch.dense
+    if isinstance(dense, Mapping):
+        dense = {name: _narrow(array) for name, array in dense.items()}
+    elif dense is not None:
+        dense = np.asarray(dense, np.float32)
+    return dataclasses.replace(
+        batch,
+        features=features,
+        dense=dense,
+        labels=np.asarray(batch.labels, np.float32),
+        weights=np.asarray(batch.weights, np.float32),
+    )
+
+
+def _narrow(array: Any) -> np.ndarray:
+    """Returns an array of int32 if it has integers, else of float32."""
+    array = np.asarray(array)
+    return array.astype(np.int32 if array.dtype.kind in "iu" else np.float32)
+
+
+def check_values(batch: Batch, config: RunConfig, owner: str) -> None:
+    """Refuses labels and weights on which the loss has no meaning.
+
+    A label of 4 under `log_loss`, for example, has a loss without a lower bound.
+
+    Raises:
+      DataError: names the batch, and the sample by its place in the file, if known.
+    """
+    label_range = LOSSES[config.loss].label_range or (-np.inf, np.inf)
+    for name, values, (low, high) in (
+        ("labels", np.asarray(batch.labels), label_range),
+        ("weights", np.asarray(batch.weights), (0.0, np.inf)),
+    ):
+        is_wrong = ~(np.isfinite(values) & (values >= low) & (values <= high))
+        if not is_wrong.any():
+            continue
+        sample = int(np.argmax(is_wrong))
+        place = f"sample {sample}"
+        if batch.origin is not None:
+            place += f" ({batch.origin(sample)})"
+        raise DataError(
+            f"{owner}: {name} must be finite and lie in [{low:g}, {high:g}] for the "
+            f"loss {config.loss!r}, got {values[sample]:g} for {place}."
+        )

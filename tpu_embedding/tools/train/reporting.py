@@ -1,0 +1,175 @@
+"""Reports a run: lines on the screen, records in files, and a plot of two curves.
+
+Records are JSON, one per line: `{"run": ...}` at each start, then `{"step": ...,
+"train": ...}` and `{"step": ..., "evaluation": ...}`, and `{"result": ...}` at the end.
+TensorBoard gets the same numbers as scalars.
+"""
+
+import json
+import pathlib
+import time
+from collections.abc import Iterator, Mapping
+from typing import Any, Final
+
+from tensorboardX import event_file_writer, summary
+from tensorboardX.proto import event_pb2
+
+from tpu_embedding import distributed
+from tpu_embedding.tools.plotting import make_figure
+from tpu_embedding.tools.train.config import RunConfig
+
+RECORDS_FILE: Final = "metrics.jsonl"
+PLOT_FILE: Final = "curves.png"
+TENSORBOARD_DIR: Final = "tensorboard"
+
+
+class RunReport:
+    """Writes the lines, records and plot of one run, on the first process of a job."""
+
+    def __init__(self, directory: pathlib.Path, config: RunConfig, first_step: int):
+        """Opens the files; prints what changed in the config since the last start.
+
+        Args:
+          directory: directory of the run.
+          config: config of the run.
+          first_step: steps done before.
+        """
+        self._path = directory / RECORDS_FILE
+        self._config = config
+        self._file = self._board = None
+        if not distributed.is_first():
+            return
+        description = json.loads(json.dumps(config.describe(), default=str))
+        self._show_changes(description)
+        self._file = self._path.open("a", encoding="utf-8")
+        if self._file.tell():
+            self._file.write("\n")  # A killed run may have left half a line.
+        self._board = _EventFile(directory / TENSORBOARD_DIR, first_step)
+        start = f"resumed after step {first_step}" if first_step else "a new run"
+        self.line(
+            f"{config.name}: {config.num_steps} steps of {config.batch_size} samples, "
+            f"seed {config.seed}, {start}; files in {directory}"
+        )
+        self.record({"run": description, "first_step": first_step})
+
+    def _show_changes(self, description: dict[str, Any]) -> None:
+        if not self._path.exists():
+            return
+        runs = [r["run"] for r in read_records(self._path) if "run" in r]
+        for name, value in description.items() if runs else ():
+            if (before := runs[-1].get(name)) != value:
+                self.line(f"changed since the last start: {name} {before} -> {value}")
+
+    def line(self, text: str) -> None:
+        """Prints a line at once."""
+        if self._file is not None or distributed.is_first():
+            print(text, flush=True)
+
+    def record(self, record: dict[str, Any]) -> None:
+        """Writes a record at once, so that a kill does not lose it."""
+        if self._file is not None:
+            self._file.write(json.dumps(record) + "\n")
+            self._file.flush()
+
+    def scalars(self, step: int, group: str, values: Mapping[str, float]) -> None:
+        """Prints and writes some values after a step.
+
+        Args:
+          step: steps done.
+          group: `"train"` or `"evaluation"`.
+          values: by name.
+        """
+        num_steps = self._config.num_steps
+        shown = [
+            f"{name} {value:.5g}"
+            for name, value in values.items()
+            if group != "train" or "/" not in name  # counts of dynamic tables
+        ]
+        text = "  ".join(shown)
+        self.line(f"{group} {step:>{len(str(num_steps))}}/{num_steps}  {text}")
+        self.record({"step": step, group: values})
+        if self._board is not None:
+            self._board.write(step, group, values)
+
+    def plot(self, metric: str, teacher: float | None) -> None:
+        """Plots the training loss and a metric of all recorded steps.
+
+        Args:
+          metric: name of the metric.
+          teacher: value of the metric to mark as that of the teacher, or None.
+
+        Raises:
+          MissingPlotLibraryError: if matplotlib is not installed.
+        """
+        if self._file is None:
+            return
+        records = list(read_records(self._path))
+        figure = make_figure(PLOT_FILE, width=10, height=4)
+        left, right = figure.subplots(1, 2)
+        figure.suptitle(self._config.name)
+        left.plot(*_curve(records, "train", "loss"), linewidth=1)
+        left.set(xlabel="step", ylabel="training loss")
+        right.plot(*_curve(records, "evaluation", metric), marker="o")
+        right.set(xlabel="step", ylabel=f"{metric}, held-out data")
+        if teacher is not None:
+            right.axhline(teacher, color="gray", linestyle="--", label="teacher")
+            right.legend()
+        figure.savefig(self._path.with_name(PLOT_FILE), dpi=100)
+
+    def close(self) -> None:
+        """Closes the files."""
+        if self._file is not None and self._board is not None:
+            self._file.close()
+            self._board.close()
+
+
+def read_records(path: pathlib.Path) -> Iterator[dict[str, Any]]:
+    """Yields the records of a run, except incomplete lines of a killed one.
+
+    A step that was repeated after a resume has two records. The later one counts.
+    """
+    with path.open(encoding="utf-8") as file:
+        for line in file:
+            try:
+                yield json.loads(line)
+            except json.JSONDecodeError:
+                continue
+
+
+def _curve(
+    records: list[dict[str, Any]], group: str, name: str
+) -> tuple[list[int], list[float]]:
+    """Returns the steps in order, and the value of each."""
+    values = {r["step"]: r[group][name] for r in records if name in r.get(group, ())}
+    steps = sorted(values)
+    return steps, [values[step] for step in steps]
+
+
+class _EventFile:
+    """TensorBoard's file of scalars, written at once, so that a kill loses nothing.
+
+    tensorboardX' `SummaryWriter` writes in a thread, where a full disk ends no run.
+    """
+
+    def __init__(self, directory: pathlib.Path, first_step: int):
+        directory.mkdir(parents=True, exist_ok=True)
+        # Runs that start within a second would share a name otherwise.
+        suffix = f".{time.time_ns()}"
+        self._file = event_file_writer.EventsWriter(str(directory / "events"), suffix)
+        # TensorBoard then forgets the steps that a resumed run repeats.
+        start = event_pb2.SessionLog(status=event_pb2.SessionLog.START)
+        self._write(first_step + 1, session_log=start)
+
+    def write(self, step: int, group: str, values: Mapping[str, float]) -> None:
+        """Writes scalars named `group/name`."""
+        for name, value in values.items():
+            self._write(step, summary=summary.scalar(f"{group}/{name}", value))
+        self._file.flush()
+
+    def _write(self, step: int, **content: Any) -> None:
+        event = event_pb2.Event(step=step, wall_time=time.time(), **content)
+        self._file.write_event(event)
+
+    def close(self) -> None:
+        """Closes the file."""
+        self._file.close()

@@ -1,0 +1,345 @@
+"""The compiled part of a run: its plan, its state, and its two steps.
+
+A step is a pure function of the state and a batch. The state is the `nnx.State` of the
+pair (model, optimizer); the graph definition that rebuilds the pair from it is fixed.
+"""
+
+import collections
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any, cast
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from flax import nnx
+from jax.sharding import Mesh
+
+from tpu_embedding import distributed
+from tpu_embedding.config import FeatureConfig, TableConfig
+from tpu_embedding.functional.dynamic_ids import find_ids
+from tpu_embedding.functional.finite_rates import finite_rates
+from tpu_embedding.gradients import Gradients, all_finite
+from tpu_embedding.hardware import HardwareInfo, hardware_of_device
+from tpu_embedding.kernel_verdicts import verdicts_from_json
+from tpu_embedding.metrics import Mean
+from tpu_embedding.nn.embedding import TPUEmbedding
+from tpu_embedding.nn.training import Optimizer, embedding_layers, value_and_grad
+from tpu_embedding.placement import Sharded
+from tpu_embedding.plan.backend_request import AUTO, KernelChoice, verdicts_for
+from tpu_embedding.plan.device_mesh import SLICE_AXIS
+from tpu_embedding.plan.make_plan import make_plan
+from tpu_embedding.plan.mesh_options import resolve_mesh
+from tpu_embedding.plan.plan import EmbeddingPlan
+from tpu_embedding.tools.compile_report.topology import abstract_arrays, abstract_batch
+from tpu_embedding.tools.data.batch import Batch, Dataset
+from tpu_embedding.tools.train.config import ConfigError, RunConfig
+from tpu_embedding.tools.train.feeding import prepare_batch
+from tpu_embedding.tools.train.metrics import (
+    LOSSES,
+    ClickScores,
+    LossName,
+    Metrics,
+    mean_loss,
+)
+from tpu_embedding.tools.train.models.model import Outputs
+
+StepMetrics = dict[str, jax.Array]
+"""Global scalars of a train step: `loss` and `is_finite`, of the loss, all gradients
+and the tables' learning rates; `rounds`, the most that a stack needed; the number of
+ids `out_of_range`; and counts of dynamic tables, by `table/count`."""
+
+TrainStep = Callable[[nnx.State, Batch], tuple[nnx.State, StepMetrics]]
+EvaluationStep = Callable[[nnx.State, Batch], tuple[Metrics, ClickScores]]
+
+
+def make_run_plan(
+    config: RunConfig,
+    data: Dataset,
+    mesh: Mesh | None = None,
+    *,
+    hardware: HardwareInfo | None = None,
+    compiler_options: Mapping[str, str] | None = None,
+) -> EmbeddingPlan:
+    """Returns the plan of the model's embedding layer; see `make_plan`.
+
+    Args:
+      config: config of the run.
+      data: opened data set, or its outline.
+      mesh: mesh of the devices; None uses all devices.
+      hardware: hardware to plan for; None uses that of the mesh's devices.
+      compiler_options: XLA options of the train step, only for TPUs. They are added to
+        the hardware's defaults, and override them.
+    """
+    mesh = resolve_mesh(mesh)
+    device = mesh.devices.flat[0]
+    hardware = hardware or hardware_of_device(device)
+    hardware = hardware.with_compiler_options(compiler_options or {})
+    features = config.model.feature_config(data)
+    if config.table_dtype is not None:
+        features = _with_table_dtype(features, config.table_dtype)
+    placement = None
+    if config.tables_split_over == "slice" and SLICE_AXIS in mesh.axis_names:
+        axes = tuple(axis for axis in mesh.axis_names if axis != SLICE_AXIS)
+        placement = Sharded(axes=axes)
+    return make_plan(
+        features,
+        mesh,
+        optimizer=config.make_table_optimizer(config),
+        placement=placement,
+        capacity=config.capacity,
+        kernels=_same_kernels(config.kernels, device, hardware),
+        hardware=hardware,
+    )
+
+
+def _with_table_dtype(
+    features: dict[str, FeatureConfig], dtype: str
+) -> dict[str, FeatureConfig]:
+    """Returns the features with another storage type of their tables."""
+    # Unnamed tables are told apart by identity.
+    changed: dict[int, TableConfig] = {}
+
+    def change(table: Any) -> Any:
+        if isinstance(table, tuple):
+            return tuple(map(change, table))
+        new = dataclasses.replace(table, dtype=np.dtype(dtype))
+        return changed.setdefault(id(table), new)
+
+    return {
+        name: dataclasses.replace(feature, table=change(feature.table))
+        for name, feature in features.items()
+    }
+
+
+def _same_kernels(
+    kernels: str, device: jax.Device, hardware: HardwareInfo
+) -> KernelChoice:
+    """Returns the choice of kernels, by process 0's verdicts in several processes.
+
+    Each host has verdicts of its own. Processes that follow different ones would
+    compile different programs, and wait for each other for ever.
+    """
+    if kernels != AUTO or distributed.num_processes() == 1:
+        return cast(KernelChoice, kernels)
+    verdicts = verdicts_for(device, hardware)
+    sent = distributed.exchange("kernels", verdicts and verdicts.to_json())[0]
+    return AUTO if sent is None else verdicts_from_json(sent)
+
+
+def init_train_state(
+    config: RunConfig, data: Dataset, plan: EmbeddingPlan
+) -> tuple[nnx.GraphDef, nnx.State]:
+    """Returns the state before the first step: parameters, tables, optimizer states.
+
+    The values depend on the seed, never on the number of devices.
+
+    Args:
+      config: config of the run.
+      data: opened data set, which determines the sizes of the model.
+      plan: plan from `make_run_plan`.
+
+    Returns:
+      Graph definition of the pair (model, optimizer), and its state on the mesh.
+    """
+    return nnx.split(_build(config, data, plan))
+
+
+def abstract_train_state(
+    config: RunConfig, data: Dataset, plan: EmbeddingPlan
+) -> tuple[nnx.GraphDef, nnx.State]:
+    """Returns shapes, dtypes and shardings of the state, without touching devices.
+
+    Arguments and result are those of `init_train_state`, with values of type
+    `jax.ShapeDtypeStruct` instead of arrays.
+    """
+    graphdef, state = nnx.split(nnx.eval_shape(lambda: _build(config, data, plan)))
+    return graphdef, abstract_arrays(state, plan)
+
+
+def _build(config: RunConfig, data: Dataset, plan: EmbeddingPlan) -> tuple[Any, Any]:
+    """Returns the model and its optimizer, for tables and dense parameters."""
+    model = config.model.build(data, plan, rngs=nnx.Rngs(config.seed))
+    return model, Optimizer(model, config.make_dense_optimizer(config))
+
+
+def abstract_model_state(
+    config: RunConfig, data: Dataset, plan: EmbeddingPlan
+) -> tuple[nnx.GraphDef, nnx.State]:
+    """Returns the part of `abstract_train_state` without the optimizer.
+
+    Its tree is that of `(model,)`, so its names are those in a checkpoint of the run.
+    """
+    model = nnx.eval_shape(
+        lambda: (config.model.build(data, plan, rngs=nnx.Rngs(config.seed)),)
+    )
+    graphdef, state = nnx.split(model)
+    return graphdef, abstract_arrays(state, plan)
+
+
+def make_train_step(
+    graphdef: nnx.GraphDef,
+    loss_name: LossName,
+    *,
+    loss_weight: float = 1.0,
+    max_dense_norm: float | None = None,
+) -> TrainStep:
+    """Returns the train step, `(state, batch) -> (state, StepMetrics)`, uncompiled.
+
+    New ids of dynamic tables get rows first.
+
+    Args:
+      graphdef: graph definition from `init_train_state` or `abstract_train_state`.
+      loss_name: name of the loss, from `RunConfig.loss`.
+      loss_weight: factor of the loss, from `RunConfig.loss_weight`.
+      max_dense_norm: largest norm of the dense gradients, from
+        `RunConfig.max_dense_norm`.
+    """
+    loss = LOSSES[loss_name]
+
+    def loss_fn(model: Any, batch: Batch) -> jax.Array:
+        outputs = _outputs_of(model, batch)
+        labels, weights = jnp.asarray(batch.labels), jnp.asarray(batch.weights)
+        return loss_weight * mean_loss(loss, outputs, labels, weights)
+
+    def train_step(state: nnx.State, batch: Batch) -> tuple[nnx.State, StepMetrics]:
+        model, optimizer = nnx.merge(graphdef, state)
+        if _dynamic_layer(model) is not None:
+            features = optimizer.insert_ids(model, batch.features)
+            batch = dataclasses.replace(batch, features=features)
+        value, gradients = value_and_grad(loss_fn)(model, batch)
+        is_finite = jnp.isfinite(value) & all_finite(gradients)
+        for path, plan in optimizer.plans:
+            is_finite &= finite_rates(optimizer.slots.get_value()[path], plan)
+        metrics = {"loss": value, "is_finite": is_finite, **_counts_of(model)}
+        if max_dense_norm is not None:
+            gradients = _clip_dense(gradients, max_dense_norm)
+        optimizer.update(model, gradients)
+        return nnx.state((model, optimizer)), metrics
+
+    return train_step
+
+
+def jit_train_step(step: TrainStep, state: nnx.State, plan: EmbeddingPlan) -> Any:
+    """Returns the train step under `jax.jit`, which donates the state.
+
+    Args:
+      step: train step from `make_train_step`.
+      state: pytree of `jax.Array` or `jax.ShapeDtypeStruct`; the new state keeps their
+        shardings.
+      plan: plan of the embedding layer.
+    """
+    shardings = jax.tree.map(lambda leaf: leaf.sharding, state)
+    return jax.jit(
+        step,
+        donate_argnums=0,
+        out_shardings=(shardings, plan.replicated),
+        compiler_options=plan.compiler_options,
+    )
+
+
+def abstract_step(
+    config: RunConfig, data: Dataset, plan: EmbeddingPlan
+) -> tuple[Any, nnx.State, Batch]:
+    """Returns the train step of a run and its arguments, to compile it ahead of time.
+
+    Args:
+      config: config of the run.
+      data: opened data set, or its outline. Its first batch determines the shapes.
+      plan: plan from `make_run_plan`.
+
+    Returns:
+      The jitted step and its two arguments, the state and the batch. The leaves of the
+      arguments are of type `jax.ShapeDtypeStruct`, so nothing is allocated.
+    """
+    graphdef, state = abstract_train_state(config, data, plan)
+    step = make_train_step(
+        graphdef,
+        config.loss,
+        loss_weight=config.loss_weight,
+        max_dense_norm=config.max_dense_norm,
+    )
+    batch = abstract_batch(prepare_batch(data.train_batch(0), plan), plan)
+    return jit_train_step(step, state, plan), state, batch
+
+
+def make_evaluation_step(graphdef: nnx.GraphDef, loss_name: LossName) -> EvaluationStep:
+    """Returns the evaluation step, `(state, batch) -> (Metrics, ClickScores)`.
+
+    The model runs as after `eval()`: without dropout, and by its stored statistics. The
+    graph is that of any tuple whose first item is the model.
+    """
+    loss = LOSSES[loss_name]
+
+    def evaluation_step(state: nnx.State, batch: Batch) -> tuple[Metrics, ClickScores]:
+        model, *_ = nnx.merge(graphdef, state)
+        model.eval()
+        batch, hits = _find_ids(model, batch)
+        outputs = _outputs_of(model, batch)
+        labels, weights = jnp.asarray(batch.labels), jnp.asarray(batch.weights)
+        metrics = loss.evaluate(outputs, labels, weights)
+        metrics.update(hits)
+        return metrics, ClickScores(
+            predictions=outputs.predictions, labels=labels, weights=weights
+        )
+
+    return evaluation_step
+
+
+def _find_ids(model: Any, batch: Batch) -> tuple[Batch, Metrics]:
+    """Finds the rows of dynamic tables; returns the share of known ids by table."""
+    hits: Metrics = collections.OrderedDict()
+    layer = _dynamic_layer(model)
+    if layer is None:
+        return batch, hits
+    found = find_ids(layer.tables.get_value(), batch.features, layer.plan)
+    for name, stats in found.stats.items():
+        share = stats.hits / jnp.maximum(stats.ids, 1)
+        hits[f"hits/{name}"] = Mean.from_batch(share[None], stats.ids[None])
+    return dataclasses.replace(batch, features=found.features), hits
+
+
+def _dynamic_layer(model: Any) -> TPUEmbedding | None:
+    """Returns the layer with dynamic tables; `insert_ids` refuses several of them."""
+    layers = embedding_layers(model).values()
+    dynamic = (x for x in layers if any(stack.is_dynamic for stack in x.plan.stacks))
+    return next(dynamic, None)
+
+
+def _outputs_of(model: Any, batch: Batch) -> Outputs:
+    """Calls the model; refuses outputs that the loss would broadcast."""
+    outputs = model(batch.features, batch.dense)
+    shapes = [np.shape(array) for array in jax.tree.leaves(outputs)]
+    if not isinstance(outputs, Outputs) or set(shapes) != {batch.labels.shape}:
+        raise ConfigError(
+            f"{type(model).__name__}.__call__ must return Outputs of three arrays "
+            f"{list(batch.labels.shape)}, got {type(outputs).__name__} of {shapes}."
+        )
+    return outputs
+
+
+def _clip_dense(gradients: Gradients, max_norm: float) -> Gradients:
+    """Scales the dense gradients by `min(1, max_norm / (norm + 1e-6))`, as PyTorch."""
+    norm = optax.global_norm(gradients.dense)
+    factor = jnp.minimum(1.0, max_norm / (norm + 1e-6))
+    dense = jax.tree.map(lambda gradient: gradient * factor, gradients.dense)
+    return dataclasses.replace(gradients, dense=dense)
+
+
+def _counts_of(model: nnx.Module) -> StepMetrics:
+    """Returns what the embedding layers counted in a step."""
+    rounds, out_of_range = [], []
+    for layer in embedding_layers(model).values():
+        stats = layer.stats.get_value()
+        rounds += stats.rounds.values()
+        out_of_range += stats.out_of_range.values()
+    counts = {
+        "rounds": jnp.max(jnp.stack(rounds)),
+        "out_of_range": jnp.sum(jnp.stack(out_of_range)),
+    }
+    dynamic = _dynamic_layer(model)
+    for name, stats in (dynamic.dynamic_stats.get_value() if dynamic else {}).items():
+        for field in dataclasses.fields(stats):
+            counts[f"{name}/{field.name}"] = getattr(stats, field.name)
+    return counts
