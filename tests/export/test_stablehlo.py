@@ -13,11 +13,9 @@ from tests.conftest import mesh_of
 from tests.export.served_models import (
     FEATURES,
     MOVIES,
-    UniqueRowsModel,
     batch_of,
     live_outputs,
     trained_model,
-    unique_rows_batch,
 )
 
 
@@ -210,7 +208,7 @@ def test_damage_is_found(tmp_path):
     config = {"user": FEATURES["user"]}
     layer, path = te.TPUEmbedding(config, rngs=nnx.Rngs(0)), tmp_path / "served"
     te.export.save(layer, path, NO_BATCH)
-    for file in ("program.stablehlo", "dense.safetensors", "tables/users.safetensors"):
+    for file in ("program.stablehlo", "tables/users.safetensors"):
         before = (path / file).read_bytes()
         (path / file).write_bytes(before[:-1] + bytes([before[-1] ^ 0x40]))
         with pytest.raises(te.export.ExportError, match=f"{file}.*SHA-256"):
@@ -218,12 +216,3 @@ def test_damage_is_found(tmp_path):
         if file.startswith("tables"):
             assert te.export.load(path, verify=False).tables["users"].shape == (307, 8)
         (path / file).write_bytes(before)
-
-
-def test_unique_rows_are_served(tmp_path):
-    model = UniqueRowsModel()
-    te.export.save(model, tmp_path / "served", unique_rows_batch(16))
-    served = te.export.load(tmp_path / "served")
-    features = unique_rows_batch(7)
-    expected = model(model.embedding.prepare(features))["score"]
-    np.testing.assert_allclose(served(features)["score"], expected, rtol=1e-6)

@@ -16,7 +16,6 @@ from tpu_embedding.checkpoint.imports import (
     import_tables,
     open_stacked_tables,
     open_tables,
-    tensorflow,
 )
 
 tf = pytest.importorskip("tensorflow", reason="the extra `tf` is not installed")
@@ -131,19 +130,6 @@ def test_a_saved_model():
         "a": (20, 4),
         "b": (7, 4),
     }
-
-
-def test_several_data_files_and_slices():
-    arrays = tensorflow._arrays(FILES / "two_files" / "model")
-    expected = {
-        "a": values("a", (6, 2), np.float16),
-        "b": values("b", (9, 2)),
-        "sliced": values("sliced", (100, 3)),
-    }
-    assert arrays.keys() == expected.keys()
-    for name, array in expected.items():
-        assert arrays[name].dtype == array.dtype
-        np.testing.assert_array_equal(np.asarray(arrays[name]), array)
 
 
 def copy(tmp_path, name):

@@ -233,13 +233,8 @@ class _Stacks:
                 found = slot_rows(self.states[stack.name], stack)
                 slots = {name: file_row(packed) for name, packed in found.items()}
             for table in stack.tables:
-                yield TargetTable(
-                    name=self._full(table.name),
-                    vocabulary_size=table.config.max_rows,
-                    dim=table.config.dim,
-                    slots=slots,
-                    is_dynamic=stack.is_dynamic,
-                )
+                name = self._full(table.name)
+                yield TargetTable(name=name, config=table.config, slots=slots)
 
     def placed(self, matched: Mapping[str, MatchedTable]) -> dict[str, MatchedTable]:
         """Returns the matched tables of these stacks, with rows in their order here."""

@@ -10,6 +10,7 @@ import numpy as np
 
 from tpu_embedding.checkpoint.errors import CheckpointError
 from tpu_embedding.checkpoint.imports.source import RowArray, SourceTable, TableSource
+from tpu_embedding.config import TableConfig
 from tpu_embedding.functional.placed_ids import PlacedIds
 from tpu_embedding.inputs.wide_ids import NO_WIDE_ID, fingerprints_of
 from tpu_embedding.types import Ids64
@@ -48,17 +49,13 @@ class TargetTable:
 
     Attributes:
       name: name of the table; with several layers, `"path of the layer/table"`.
-      vocabulary_size: rows.
-      dim: columns.
+      config: gives its rows and columns.
       slots: row shape of each slot variable by name; None without its optimizer.
-      is_dynamic: True for a table whose rows have ids.
     """
 
     name: str
-    vocabulary_size: int
-    dim: int
+    config: TableConfig
     slots: Mapping[str, jax.ShapeDtypeStruct] | None
-    is_dynamic: bool = False
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -185,18 +182,19 @@ def _check_rows(target: TargetTable, values: RowArray) -> None:
     if len(values.shape) != 2:
         raise CheckpointError(f"shape {values.shape} is no table [rows, dim].")
     num_rows, dim = values.shape
-    if values.holds_int8_rows(target.dim):
-        dim = target.dim
+    if values.holds_int8_rows(target.config.dim):
+        dim = target.config.dim
     elif not values.is_floating:
         raise CheckpointError(
             f"dtype {values.dtype} must be floating; convert it first."
         )
-    size = num_rows if target.is_dynamic else target.vocabulary_size
-    if (num_rows, dim) != (size, target.dim):
+    is_dynamic = target.config.dynamic is not None
+    size = num_rows if is_dynamic else target.config.max_rows
+    if (num_rows, dim) != (size, target.config.dim):
         raise CheckpointError(
             f"the source has {num_rows} rows of dim {dim}, the model {size} of dim "
-            f"{target.dim}; set TableConfig.vocabulary_size and dim, leave the table "
-            "out of tables, or import an array of the wanted rows."
+            f"{target.config.dim}; set TableConfig.vocabulary_size and dim, leave the "
+            "table out of tables, or import an array of the wanted rows."
         )
 
 
@@ -207,7 +205,7 @@ def _ids(target: TargetTable, table: SourceTable, given: Any) -> np.ndarray | No
       CheckpointError: if they do not fit.
     """
     given = table.ids if given is None else given
-    if (given is not None) != target.is_dynamic:
+    if (given is not None) != (target.config.dynamic is not None):
         raise CheckpointError(
             "ids of rows and a te.Dynamic vocabulary need each other; give "
             f"ids={{{target.name!r}: array}}, or set TableConfig.vocabulary_size to "

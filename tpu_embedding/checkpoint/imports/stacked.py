@@ -10,12 +10,11 @@ So rows `i`, `i + num_shards`, ... of a table are neighbours in the stack. A ran
 rows takes one read per shard.
 """
 
-import dataclasses
 import functools
 import pathlib
 import re
 from collections.abc import Mapping, Sequence
-from typing import Any, Final
+from typing import Final
 
 import numpy as np
 
@@ -31,25 +30,6 @@ _ARRAY_OF_STACK: Final = (
     re.compile(r"(?:.*/)?var:(?P<stack>.+?):table(?::slot:(?P<slot>.+))?"),  # keras-rs
     re.compile(r"(?:.*/)?(?P<stack>[^/]+)/(?:table|slot/(?P<slot>[^/]+))"),
 )
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class StackedTable:
-    """A table's place in a stack.
-
-    Attributes:
-      vocabulary_size: rows without padding.
-      dim: columns without padding.
-      num_shards: SparseCores of all devices.
-      row_offset: first row of the table in each shard.
-      rotation: shard that has row 0.
-    """
-
-    vocabulary_size: int
-    dim: int
-    num_shards: int
-    row_offset: int
-    rotation: int
 
 
 def open_stacked_tables(
@@ -93,18 +73,18 @@ def open_stacked_tables(
             )
         stack, row_offset = found[stack_name], 0
         for i, name in enumerate(names):
-            place = StackedTable(
-                vocabulary_size=configs[name].max_rows,
-                dim=configs[name].dim,
+            of_stack = functools.partial(
+                _of_stack,
+                config=configs[name],
                 num_shards=num_sparse_cores,
                 row_offset=row_offset,
-                rotation=i * rotation % num_sparse_cores,
+                rotation=i * rotation,
             )
             result[name] = SourceTable(
-                values=_of_stack(stack.values, place),
-                slots={k: _of_stack(slot, place) for k, slot in stack.slots.items()},
+                values=of_stack(stack.values),
+                slots={k: of_stack(slot) for k, slot in stack.slots.items()},
             )
-            row_offset += rows_in_shard(place.vocabulary_size, num_sparse_cores)
+            row_offset += rows_in_shard(configs[name].max_rows, num_sparse_cores)
         num_rows, dim = stack.values.shape
         widest = max(configs[name].dim for name in names)
         if num_rows != row_offset * num_sparse_cores or dim < widest:
@@ -146,29 +126,34 @@ def rows_in_shard(vocabulary_size: int, num_shards: int) -> int:
     return -(-vocabulary_size // group) * _ROW_ALIGNMENT
 
 
-def _of_stack(stack: RowArray, place: StackedTable) -> RowArray:
-    """Returns the rows of a table, or of its slot variable, in their order."""
-    row_shape = (place.dim,) if len(stack.shape) > 1 else ()
-    return RowArray(
-        (place.vocabulary_size, *row_shape),
-        stack.dtype,
-        functools.partial(_read, stack, place),
-        stack.check,
-    )
+def _of_stack(
+    stack: RowArray,
+    config: TableConfig,
+    num_shards: int,
+    row_offset: int,
+    rotation: int,
+) -> RowArray:
+    """Returns the rows of a table, or of its slot variable, in their order.
 
+    Args:
+      stack: rows of the stack.
+      config: config of the table.
+      num_shards: SparseCores of all devices.
+      row_offset: first row of the table in each shard.
+      rotation: shard that has row 0.
+    """
+    row_shape = (config.dim,) if len(stack.shape) > 1 else ()
 
-def _read(
-    stack: RowArray, place: StackedTable, start: int, num_rows: int
-) -> np.ndarray:
-    rows_per_shard = stack.shape[0] // place.num_shards
-    columns: Any = slice(None) if len(stack.shape) == 1 else (..., slice(place.dim))
-    row_shape = () if len(stack.shape) == 1 else (place.dim,)
-    rows = np.empty((num_rows, *row_shape), stack.dtype)
-    for first in range(min(place.num_shards, num_rows)):
-        row = start + first
-        shard = (row + place.rotation) % place.num_shards
-        position = place.row_offset + row // place.num_shards
-        part = rows[first :: place.num_shards]
-        found = stack.read(shard * rows_per_shard + position, len(part))
-        part[...] = found[columns]
-    return rows
+    def read(start: int, num_rows: int) -> np.ndarray:
+        rows = np.empty((num_rows, *row_shape), stack.dtype)
+        for first in range(min(num_shards, num_rows)):
+            row = start + first
+            shard = (row + rotation) % num_shards
+            position = shard * (stack.shape[0] // num_shards) + row_offset
+            part = rows[first::num_shards]
+            found = stack.read(position + row // num_shards, len(part))
+            part[...] = found[:, : config.dim] if row_shape else found
+        return rows
+
+    shape = (config.max_rows, *row_shape)
+    return RowArray(shape, stack.dtype, read, stack.check)
