@@ -3,7 +3,6 @@
 import numpy as np
 import optax
 import pytest
-import safetensors.numpy
 from flax import nnx
 
 import tpu_embedding as te
@@ -69,20 +68,6 @@ def test_strings_are_served_and_a_model_without_an_id(tmp_path):
     te.export.save(DynamicModel(), tmp_path / "served", dynamic_batch(8))
     batch = dynamic_batch(4) | {"user": np.array(["ann", "bob", "ann", "eve é"])}
     assert not np.any(te.export.load(tmp_path / "served")(batch)["user"])
-
-
-def test_files_hold_ids_and_their_rows(trained, tmp_path):
-    te.export.save_tables(trained, tmp_path / "tables")
-    layer = trained.embedding
-    found = te.functional.dynamic_rows(layer.tables.get_value(), layer.plan)["user"]
-    stored = safetensors.numpy.load_file(tmp_path / "tables/tables/user.safetensors")
-    lines = stored["user:ids"].astype(np.uint64)
-    ids = (lines[:, :64] << np.uint64(32) | lines[:, 64:]).reshape(-1)
-    (rows,) = np.nonzero(ids != 2**64 - 1)
-    order = np.argsort(ids[rows])
-    np.testing.assert_array_equal(ids[rows][order], found.ids)
-    values = layer.embedding_tables()["user"]
-    np.testing.assert_array_equal(stored["user"][rows][order], values[found.rows])
 
 
 def test_narrow_rows_are_served(trained, tmp_path):

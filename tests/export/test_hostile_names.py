@@ -72,10 +72,12 @@ def test_hostile_names_are_served(tmp_path):
 
 
 class Model(nnx.Module):
-    """Looks up the input "w" in each layer, and returns a function of the rows."""
+    """Looks up the input "w" in two layers, and returns a function of the rows."""
 
-    def __init__(self, returned, layers):
-        self.layers = nnx.Dict(layers)
+    def __init__(self, returned, tables):
+        self.layers = nnx.Dict(
+            {name: layer_of(["w"], table) for name, table in tables.items()}
+        )
         self.returned = returned
 
     def __call__(self, features):
@@ -88,11 +90,8 @@ def nested(rows):
 
 
 REFUSED = {
-    "outputs of an export.*'a/b'": (nested, {"layer": layer_of(["w"])}),
-    "tables of an export.*'layers/a/b/w'": (
-        abs,
-        {"a": layer_of(["w"], "b/{}"), "a/b": layer_of(["w"])},
-    ),
+    "outputs of an export.*'a/b'": (nested, {"layer": "{}"}),
+    "tables of an export.*'layers/a/b/w'": (abs, {"a": "b/{}", "a/b": "{}"}),
 }
 
 

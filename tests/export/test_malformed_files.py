@@ -139,7 +139,6 @@ def test_malformed_files_are_refused_whole(files, seed):
     except pytest.fail.Exception:
         after = json.loads(path.read_text())
         # No number that is served depends on these fields.
-        assert set(after) == set(before)
         differs = {k for k in before if before[k] != after[k]}
         assert differs <= {"versions", "written", "largest_errors", "signature"}
 
@@ -153,14 +152,6 @@ def test_the_originals_are_taken_and_nothing_is_written_elsewhere(files):
     te.export.load(files / "made")
     assert (files / "linked").read_bytes() == before
     assert (files / "made" / MOVIE).read_bytes() != before
-
-
-def test_files_without_digests_are_refused(files):
-    path = files / "program" / "export.json"
-    document = json.loads(path.read_text())
-    del document["files"][MOVIE]
-    path.write_text(json.dumps(document))
-    refuses(load, files, "SHA-256")
 
 
 ROWS = {

@@ -84,20 +84,6 @@ def test_program_holds_no_array_of_ids_by_vocabulary(directory):
     assert not re.search(r"all_to_all|all_reduce|collective|sharding|while", text)
 
 
-def test_narrow_tables_err_by_their_rounding_only(trained, tmp_path):
-    table = trained.embedding.embedding_tables()["users"]
-    example = {"user": np.arange(4)}
-    te.export.save(trained.embedding, tmp_path / "served", example, dtype="int8")
-    served = te.export.load(tmp_path / "served")
-    assert set(served.tables) == {"users"}
-    difference = np.abs(served({"user": np.arange(307)})["user"] - table)
-    # Half a step of 255, and rounding.
-    step = (table.max(axis=1) - table.min(axis=1))[:, None] / 255
-    assert (difference <= 0.501 * step + 1e-9).all()
-    error = served.document.largest_errors["users"]
-    assert error == pytest.approx(difference.max(), rel=1e-5)
-
-
 class Similar(nnx.Module):
     """Two layers, and methods that a batch of training does not call."""
 
