@@ -53,6 +53,7 @@ def test_instructions():
     assert (start.opcode, start.base_opcode) == ("copy-start", "copy")
     assert start.dims == ((8,), (8,), ())
     assert start.sizes == (8, 8, 1)
+    assert start.is_on_chip and not entry["fusion"].is_on_chip
     assert entry["fusion"].operands == ("copy-done",)
     assert entry["fusion"].called("calls") == "fused_computation.3"
 

@@ -26,6 +26,7 @@ class Instruction:
       name: name, unique within the program.
       opcode: operation, such as `"copy"` or `"fusion"`.
       dims: shape of each array of the result; tuples are flattened.
+      is_on_chip: True if an array of the result lies in on-chip memory, not in HBM.
       operands: names of the instructions that it reads.
       attributes: text after the operands.
       text: the whole line.
@@ -34,6 +35,7 @@ class Instruction:
     name: str
     opcode: str
     dims: tuple[tuple[int, ...], ...]
+    is_on_chip: bool
     operands: tuple[str, ...]
     attributes: str
     text: str
@@ -145,6 +147,7 @@ def _parse_instruction(name: str, rest: str, text: str) -> Instruction | None:
             tuple(int(n) for n in re.findall(r"\d+", dims))
             for dims in _DIMS.findall(result)
         ),
+        is_on_chip="S(1)" in result,
         operands=tuple(_NAME.findall(operands)),
         attributes=attributes,
         text=text,

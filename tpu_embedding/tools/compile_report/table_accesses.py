@@ -56,9 +56,10 @@ class TableAccesses:
       alias_bytes: size of the inputs that are updated in place.
       temporary_bytes: temporaries at a time, with those of SparseCores; see
         `memory.temporary_bytes`.
-      table_sized_copies: copies of an array as large as a stacked table or slot
-        variable, or larger than all of them. Copies below 64 KiB per device are not
-        reported.
+      table_sized_copies: copies within HBM of an array as large as a stacked table or
+        slot variable, or larger than all of them. XLA may keep small tables on the chip
+        during a step; copies there and back are not reported, nor are those below 64
+        KiB per device.
       table_sized_passes: other instructions that write an array of that size, except
         scatters in place. Only an optimizer that updates every row needs them.
       table_sized_all_gathers: all-gathers whose result has that size.
@@ -99,11 +100,16 @@ def inspect_program(
     sizes = {math.prod(shape) for shape in table_shapes(plan)}
     instructions = list(parse_module(text).unfused_instructions())
     large = [i for i in instructions if _is_table_sized(i, sizes)]
+    on_chip = {i.name for i in instructions if i.is_on_chip}
     return TableAccesses(
         argument_bytes=memory.argument_size_in_bytes,
         alias_bytes=memory.alias_size_in_bytes,
         temporary_bytes=temporary_bytes(memory),
-        table_sized_copies=tuple(i.text for i in large if i.opcode in _COPIES),
+        table_sized_copies=tuple(
+            i.text
+            for i in large
+            if i.opcode in _COPIES and on_chip.isdisjoint((i.name, *i.operands))
+        ),
         table_sized_passes=tuple(
             i.text for i in large if i.opcode not in _COPIES and not _is_in_place(i)
         ),
