@@ -12,7 +12,7 @@ def test_ranking_reaches_the_error_that_the_page_promises(
     run_program("ranking", movielens_dir, monkeypatch=monkeypatch)
     rmse = float(capsys.readouterr().out.rsplit(" ", 1)[1])
     # The mean rating alone gives 1.154 on this split.
-    assert rmse < 0.97
+    assert rmse < 0.915
 
 
 def test_ranking_names_the_file_that_is_missing(tmp_path, monkeypatch):

@@ -18,7 +18,6 @@ from tpu_embedding.tools.data.criteo import CriteoSource as CriteoSource
 from tpu_embedding.tools.data.interactions import (
     InteractionsSource as InteractionsSource,
 )
-from tpu_embedding.tools.data.movielens import MovieLensSource as MovieLensSource
 from tpu_embedding.tools.data.multi_hot import (
     MultiHotClicksSource as MultiHotClicksSource,
 )

@@ -12,67 +12,19 @@ from tpu_embedding.tools.data.interactions import InteractionsSource
 from tpu_embedding.tools.data.synthetic_criteo import SyntheticCriteo
 from tpu_embedding.tools.train.models import (
     DLRMDCNv2Config,
-    RatingModelConfig,
     TwoTowerConfig,
 )
 from tpu_embedding.tools.train.models.dcn import CrossLayer
 from tpu_embedding.tools.train.models.dlrm import interactions
 from tpu_embedding.tools.train.models.two_tower import in_batch_softmax
-from tpu_embedding.types import PADDING_ROW_ID, RaggedIds
+from tpu_embedding.types import PADDING_ROW_ID
 
-RATING = RatingModelConfig(dim=4, initial_deviation=0.5, l2=0.1)
 DCN = DLRMDCNv2Config(
     dim=4, bottom_sizes=(5,), top_sizes=(6, 7), num_cross_layers=2, cross_rank=3
 )
 TOWERS = TwoTowerConfig(
     dim=4, context_dim=2, hidden_sizes=(5,), output_dim=3, temperature=0.2
 )
-
-
-class Ratings:
-    """Stands in for `MovieLens` with the attributes that the model reads."""
-
-    max_history = 2
-    vocabulary_sizes = dict.fromkeys(
-        ("user", "movie", "age", "gender", "occupation", "genres", "history"), 10
-    )
-    mean_rating = 3.5
-
-
-def test_rating_model():
-    ids = {name: np.array([1, 2, 3]) for name in Ratings.vocabulary_sizes}
-    ids["genres"] = np.array([[1, 2], [3, 4], [5, 6]])
-    ids["history"] = RaggedIds(
-        values=np.array([7, 8, 9]), row_splits=np.array([0, 2, 2, 3])
-    )
-    plan = make_plan(RATING.feature_config(Ratings), mesh_of(1))
-    model = RATING.build(Ratings, plan, rngs=nnx.Rngs(0))
-    outputs = model(model.embedding.prepare(ids), None)
-    rows = model.embedding.embedding_tables()
-    one = {n: rows[n][[1, 2, 3]] for n in ("user", "movie", "age", "gender")}
-    one["occupation"] = rows["occupation"][[1, 2, 3]]
-    genres = (rows["genres"][[1, 3, 5]] + rows["genres"][[2, 4, 6]]) / 2
-    history = np.stack(
-        [
-            (rows["history"][7] + rows["history"][8]) / np.sqrt(2),
-            np.zeros(4),
-            rows["history"][9],
-        ]
-    )
-    about_user = one["age"] + one["gender"] + one["occupation"]
-    user = one["user"] + history + about_user
-    movie = one["movie"] + genres
-    scores = 3.5 + user[:, 0] + movie[:, 0] + (user[:, 1:] * movie[:, 1:]).sum(1)
-    penalty = 0.1 * sum(
-        np.square(part).sum(1)
-        for part in (one["user"], one["movie"], history, genres, about_user)
-    )
-    # Tolerance: float32 rounding of a sum of a few numbers near 1.
-    np.testing.assert_allclose(outputs.scores, scores, rtol=1e-5)
-    np.testing.assert_allclose(outputs.penalty, penalty, rtol=1e-5)
-    np.testing.assert_array_equal(
-        outputs.predictions, np.clip(outputs.scores, np.float32(1), np.float32(5))
-    )
 
 
 def test_interactions_are_all_pairs_once():
