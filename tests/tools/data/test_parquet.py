@@ -128,6 +128,19 @@ def test_outline_has_the_shapes_of_the_data(directory):
     assert jax.tree.structure(one) == jax.tree.structure(other)
 
 
+def test_lists_of_a_fixed_size_are_a_matrix(tmp_path):
+    ids = np.arange(80, dtype=np.int32).reshape(40, 2)
+    lists = pa.FixedSizeListArray.from_arrays(ids.ravel(), 2)
+    path = tmp_path / "a.parquet"
+    table = pa.table({"row": np.arange(40), "watched": lists})
+    pq.write_table(table, path, row_group_size=16)
+    feature = dataclasses.replace(SOURCE.features[1], vocabulary_size=80)
+    data = open_source(path, features=(feature,), dense=(), weight=None)
+    batch = data.train_batch(0)
+    found = batch.features["watched"]
+    np.testing.assert_array_equal(found, ids[batch.labels.astype(int)])
+
+
 @pytest.mark.parametrize("mode", ["modulo", "keep"])
 def test_ids_outside_the_table(tmp_path, mode):
     rows = rows_of(0, 8)

@@ -13,7 +13,6 @@ Files:
 
 * `parquet`, `parquet_rows`: Parquet files with columns of ids and of lists.
 * `criteo`, `criteo_to_parquet`: Criteo's logs, and the converter of their text.
-* `multi_hot`: the arrays of MLPerf's DLRM-DCNv2.
 * `yambda`: histories of events for MLPerf's `dlrm_v4`, from files or drawn.
 
 Synthetic samples, whose best possible loss is known:
