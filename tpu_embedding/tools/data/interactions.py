@@ -19,7 +19,6 @@ from tpu_embedding.tools.data.random_streams import (
     splitmix64,
 )
 from tpu_embedding.tools.data.source import SyntheticSource
-from tpu_embedding.tools.data.teacher import TeacherDataset
 from tpu_embedding.tools.data.zipf import ZipfIds
 from tpu_embedding.types import PADDING_ROW_ID
 
@@ -215,10 +214,6 @@ class Interactions:
         any_group = generator.integers(self._num_groups, size=groups.shape)
         is_noise = generator.random(groups.shape) < self._noise
         return np.where(is_noise, any_group, groups)
-
-
-# A run compares its loss with the teacher's loss if its data is a TeacherDataset.
-TeacherDataset.register(Interactions)
 
 
 def _hashed(ids: np.ndarray, salt: np.uint64, size: int) -> np.ndarray:

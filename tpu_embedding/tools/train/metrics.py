@@ -16,8 +16,7 @@ import optax
 from jaxtyping import Array, Float
 
 from tpu_embedding import metrics as m
-from tpu_embedding.tools.data.batch import DataError
-from tpu_embedding.tools.data.yambda.exact_auc import exact_auc
+from tpu_embedding.tools.data.teacher import exact_auc
 from tpu_embedding.tools.train.models.model import Outputs
 
 LossName = Literal["log_loss", "squared_error", "in_batch_softmax"]
@@ -115,24 +114,14 @@ def exact_auc_of(scores: Iterable[ClickScores]) -> float:
     """Returns the exact AUC of samples of both classes, on the host.
 
     Args:
-      scores: scores of all batches.
-
-    Raises:
-      DataError: if a weight is neither 0 nor 1.
+      scores: scores of all batches; samples of weight 0 do not count.
     """
     batches = [jax.device_get(batch) for batch in scores]
     predictions, labels, weights = (
         np.concatenate([getattr(batch, name) for batch in batches])
         for name in ("predictions", "labels", "weights")
     )
-    is_sample = weights == 1
-    if weights[~is_sample].any():
-        wrong = weights[~is_sample & (weights != 0)][0]
-        raise DataError(
-            "Weights of held-out samples must be 0 or 1 for RunConfig.exact_auc, got "
-            f"{wrong:g}; set exact_auc=False."
-        )
-    return exact_auc(labels[is_sample], predictions[is_sample])
+    return exact_auc(labels[weights > 0], predictions[weights > 0])
 
 
 _merge = jax.jit(m.merge)

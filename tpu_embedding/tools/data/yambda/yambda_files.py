@@ -13,20 +13,14 @@ from typing import Any, Final, Literal
 import numpy as np
 
 from tpu_embedding.tools.data.batch import DataError
-from tpu_embedding.tools.data.parquet_rows import (
-    RowGroup,
-    load_pyarrow,
-    read_numbers,
-    read_row_group,
-    row_groups,
-)
+from tpu_embedding.tools.data.parquet_rows import RowGroup, load_pyarrow, row_groups
 from tpu_embedding.tools.data.source import required_files
-from tpu_embedding.tools.data.yambda.event_dataset import EventDataset, EventOutline
-from tpu_embedding.tools.data.yambda.event_log import EVENT_TYPES, MAX_ID, EventLog
-from tpu_embedding.tools.data.yambda.event_samples import (
-    EventSamples,
+from tpu_embedding.tools.data.yambda.event_dataset import (
+    EventDataset,
+    EventOutline,
     HistorySettings,
 )
+from tpu_embedding.tools.data.yambda.event_log import EVENT_TYPES, MAX_ID, EventLog
 
 EVENT_FILES: Final = "multi_event*.parquet"
 ARTIST_FILE: Final = "artist_item_mapping.parquet"
@@ -46,7 +40,7 @@ class YambdaSource:
     """Source of `EventDataset`, from Yambda's Parquet files.
 
     Attributes:
-      table_sizes: number of rows of each of `event_samples.TABLES`.
+      table_sizes: number of rows of each of the tables of `EventDataset`.
       has_dense_ids: True gives users, items, artists and albums new ids that leave no
         number out. The extracts of Yambda keep the ids of the whole log.
       history: anchors and histories; the default is that of the benchmark.
@@ -71,9 +65,12 @@ class YambdaSource:
         log = read_yambda(required_files(data_dir, "Yambda's Parquet files"))
         if self.has_dense_ids:
             log = log.with_dense_ids()
-        samples = EventSamples(log, self.table_sizes, self.history)
         return EventDataset(
-            samples, batch_size=batch_size, whole_window=self.whole_window
+            log,
+            self.table_sizes,
+            self.history,
+            batch_size=batch_size,
+            whole_window=self.whole_window,
         )
 
     def outline(self, *, batch_size: int, seed: int) -> EventOutline:
@@ -86,7 +83,7 @@ def read_yambda(directory: pathlib.Path) -> EventLog:
     """Returns the training events of a log in files.
 
     All events are read into memory and sorted there, in about 70 bytes each. The result
-    has 10 bytes per event. Types of events are the words of `EVENT_TYPES`, or their
+    has 14 bytes per event. Types of events are the words of `EVENT_TYPES`, or their
     numbers. A played ratio that is null or NaN counts as 0. If a map has several rows
     of an item, the last one counts. Items without one have the artist or album 0.
 
@@ -135,7 +132,7 @@ def _read_columns(
     parts: dict[str, list[np.ndarray]] = {name: [] for name in names}
     for path in paths:
         for group in row_groups(path, names):
-            for name, array in read_row_group(group, names).items():
+            for name, array in group.read(names).items():
                 parts[name].append(_convert(array, name, group))
     return {
         name: np.concatenate(arrays) if arrays else np.zeros(0, np.int32)
@@ -146,10 +143,10 @@ def _read_columns(
 def _convert(array: Any, name: str, group: RowGroup) -> np.ndarray:
     """Returns int32 ids, times, types and flags, or played ratios."""
     if name == "played_ratio_pct":
-        return read_numbers(array.fill_null(0), name, group).astype(np.float32)
+        return group.numbers(array.fill_null(0), name).astype(np.float32)
     if name == "event_type" and not str(array.type).lstrip("u").startswith("int"):
         array = _numbers_of_words(array, group)
-    values = read_numbers(array, name, group)
+    values = group.numbers(array, name)
     if values.dtype.kind == "f" or values.min() < 0 or values.max() > MAX_ID:
         rule = f"values must be integers in [0, {MAX_ID}]"
         row = int(np.argmax((values < 0) | (values > MAX_ID)))
