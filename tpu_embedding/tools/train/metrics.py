@@ -89,14 +89,12 @@ def values_of(metrics: Metrics) -> dict[str, float]:
     if the samples do not determine them. `auc_max_error` follows an AUC whose bins are
     too coarse for its scores, by more than `MAX_AUC_ERROR`.
     """
-    values, is_defined, errors = jax.device_get(_compute(metrics))
     result = {}
-    for name in metrics:
-        if not is_defined[name]:
-            continue
-        result[name] = float(values[name])
-        if errors.get(name, 0.0) > MAX_AUC_ERROR:
-            result[f"{name}_max_error"] = float(errors[name])
+    for name, metric in jax.device_get(metrics).items():
+        if metric.is_defined():
+            result[name] = float(metric.compute())
+            if isinstance(metric, m.AUC) and metric.max_error() > MAX_AUC_ERROR:
+                result[f"{name}_max_error"] = float(metric.max_error())
     return result
 
 
@@ -125,20 +123,6 @@ def exact_auc_of(scores: Iterable[ClickScores]) -> float:
 
 
 _merge = jax.jit(m.merge)
-
-
-@jax.jit
-def _compute(
-    metrics: Metrics,
-) -> tuple[dict[str, Array], dict[str, Array], dict[str, Array]]:
-    """Returns the values, if each is defined, and the errors of those with bins."""
-    is_defined = {name: metric.is_defined() for name, metric in metrics.items()}
-    errors = {
-        name: metric.max_error()
-        for name, metric in metrics.items()
-        if isinstance(metric, m.AUC)
-    }
-    return m.compute(metrics), is_defined, errors
 
 
 def _log_loss(outputs: Outputs, labels: Array) -> Array:

@@ -1,7 +1,7 @@
 """Defines the interface of a model to the training loop, and code that models share."""
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
 import jax
@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float
 
-from tpu_embedding.config import FeatureConfig
+from tpu_embedding.config import FeatureConfig, TableConfig
 from tpu_embedding.plan.plan import EmbeddingPlan
 
 
@@ -124,20 +124,19 @@ def click_outputs(logits: Float[Array, " batch"]) -> Outputs:
     )
 
 
-def check_sizes(owner: str, **sizes: int | tuple[int, ...]) -> None:
-    """Checks that sizes are positive ints.
+def features_of_columns(
+    vocabulary_sizes: Mapping[str, int], dim: int, **options: Any
+) -> dict[str, FeatureConfig]:
+    """Returns one feature per column of a data set, each with a table of its own.
 
     Args:
-      owner: name of the config's class, for the error.
-      **sizes: field name to size, or to a tuple of sizes.
-
-    Raises:
-      ValueError: if some are not; names every one of them.
+      vocabulary_sizes: rows of each table, by the names of the columns.
+      dim: dimension of every table.
+      **options: further fields of every `TableConfig`.
     """
-    problems = []
-    for name, value in sizes.items():
-        values = value if isinstance(value, tuple) else (value,)
-        if not all(isinstance(v, int) and v >= 1 for v in values):
-            problems.append(f"{owner}.{name} must be positive, got {value!r}")
-    if problems:
-        raise ValueError("; ".join(problems) + ".")
+    return {
+        name: FeatureConfig(
+            table=TableConfig(vocabulary_size=size, dim=dim, name=name, **options)
+        )
+        for name, size in vocabulary_sizes.items()
+    }
