@@ -114,11 +114,6 @@ def test_zipf_ids_have_their_probabilities(exponent):
     ("config", "changes", "message"),
     [
         ("synthetic", {"valence": 0}, "SyntheticClicksSource.valence .* got 0"),
-        (
-            "two_tower",
-            {"num_users": 5},
-            "num_groups must be at most .* 5 and 100000000",
-        ),
         ("synthetic_stream", {"num_items": -1}, "num_items must be at least 1, got -1"),
         ("dlrm_v4_small", {"num_days": 0}, "num_days must be at least 1, got 0"),
         ("dlrm", {"vocabulary_size": 0}, "CriteoSource.vocabulary_size .* got 0"),

@@ -49,13 +49,10 @@ def golden_log():
 
 
 def data_of(history, batch_size=6, whole_window="first"):
-    return EventDataset(
-        golden_log(),
-        TABLE_SIZES,
-        history,
-        batch_size=batch_size,
-        whole_window=whole_window,
+    source = YambdaSource(
+        table_sizes=TABLE_SIZES, history=history, whole_window=whole_window
     )
+    return EventDataset(golden_log(), source, batch_size=batch_size)
 
 
 def golden_history(variant):

@@ -54,14 +54,6 @@ class InteractionsSource(SyntheticSource):
     noise: float = 0.2
     zipf_exponent: float = 1.0
 
-    def __post_init__(self):
-        super().__post_init__()
-        if self.num_groups > min(self.num_users, self.num_items):
-            raise ValueError(
-                "InteractionsSource.num_groups must be at most num_users and num_items,"
-                f" {self.num_users} and {self.num_items}, got {self.num_groups}."
-            )
-
     def draw(self, *, batch_size: int, seed: int) -> "Interactions":
         """Returns the data set."""
         return Interactions(self, batch_size=batch_size, seed=seed)

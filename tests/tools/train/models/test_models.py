@@ -14,7 +14,6 @@ from tpu_embedding.tools.train.models import (
     DLRMDCNv2Config,
     TwoTowerConfig,
 )
-from tpu_embedding.tools.train.models.dcn import CrossLayer
 from tpu_embedding.tools.train.models.dlrm import interactions
 from tpu_embedding.tools.train.models.two_tower import in_batch_softmax
 from tpu_embedding.types import PADDING_ROW_ID
@@ -36,20 +35,6 @@ def test_interactions_are_all_pairs_once():
     np.testing.assert_allclose(interactions(jnp.array(vectors)), wanted, rtol=1e-5)
 
 
-def test_cross_layer_is_its_formula():
-    layer = CrossLayer(6, 2, rngs=nnx.Rngs(0))
-    generator = np.random.default_rng(0)
-    bias, first, x = (
-        generator.normal(size=shape).astype(np.float32) for shape in (6, (5, 6), (5, 6))
-    )
-    layer.up.bias.set_value(jnp.array(bias))
-    v, w = np.asarray(layer.down.kernel), np.asarray(layer.up.kernel)
-    assert layer.down.bias is None
-    wanted = first * (x @ v @ w + bias) + x
-    # Tolerance: float32 rounding of a sum of six numbers near 1.
-    np.testing.assert_allclose(layer(first, x), wanted, rtol=1e-5, atol=1e-6)
-
-
 def test_dcn_model():
     data = SyntheticCriteo(batch_size=3, vocabulary_sizes=[9, 5], valences=[2, 1])
     plan = make_plan(DCN.feature_config(data), mesh_of(1))
@@ -61,9 +46,8 @@ def test_dcn_model():
     vectors = [model.bottom(batch.dense), many.sum(axis=1), one]
     first = crossed = jnp.concatenate(vectors, axis=1)
     assert first.shape == (3, 3 * 4)
-    for i in range(2):
-        layer = jax.tree.map(lambda stacked, i=i: stacked[i], model.cross)
-        crossed = layer(first, crossed)
+    for v, w in zip(model.cross.down.kernel, model.cross.up.kernel, strict=True):
+        crossed = first * (crossed @ v @ w) + crossed  # the biases are 0
     scores = model.top(crossed)[:, 0]
     # Tolerance: the layer sums the rows of a sample in another order.
     np.testing.assert_allclose(outputs.scores, scores, rtol=1e-5, atol=1e-6)

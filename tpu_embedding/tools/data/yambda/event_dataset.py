@@ -64,6 +64,29 @@ class HistorySettings:
         return len(ACTIONS) * self.events_per_action
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class EventSource:
+    """Base of the sources of `EventDataset`.
+
+    Attributes:
+      table_sizes: number of rows of the tables `"item_id"`, `"artist_id"`,
+        `"album_id"`, `"uid"`, and of each of `CROSSES`.
+      history: anchors and histories; the default is that of the benchmark.
+      whole_window: window whose length is full. `"first"` starts the windows with the
+        earliest anchor, as in the benchmark. The last one can then be short, and few
+        samples are evaluated. `"last"` ends the windows with the last anchor.
+    """
+
+    table_sizes: Mapping[str, int]
+    history: HistorySettings = dataclasses.field(default_factory=HistorySettings)
+    whole_window: Literal["first", "last"] = "first"
+
+    def outline(self, *, batch_size: int, seed: int) -> "EventOutline":
+        """Returns a data set of the same sizes, without events."""
+        del seed
+        return EventOutline(self, batch_size=batch_size)
+
+
 class EventDataset:
     """The samples of a log, day by day.
 
@@ -84,42 +107,28 @@ class EventDataset:
       evaluation_anchors: places in the log of the held-out samples, in their order.
     """
 
-    def __init__(
-        self,
-        log: EventLog,
-        table_sizes: Mapping[str, int],
-        history: HistorySettings,
-        *,
-        batch_size: int,
-        whole_window: Literal["first", "last"],
-    ):
+    def __init__(self, log: EventLog, source: EventSource, *, batch_size: int):
         """Finds the anchors, and sorts them by window.
 
         Args:
           log: log of events.
-          table_sizes: number of rows of the tables `"item_id"`, `"artist_id"`,
-            `"album_id"`, `"uid"`, and of each of `CROSSES`.
-          history: settings of anchors and histories.
+          source: sizes of tables and histories.
           batch_size: samples per batch.
-          whole_window: window whose length is full. `"first"` starts the windows with
-            the earliest anchor, as in the benchmark. The last one can then be short,
-            and few samples are evaluated. `"last"` ends the windows with the last
-            anchor.
 
         Raises:
           DataError: if the log has larger ids than its tables, or no window but the
             last one fills a batch.
         """
         self.log = log
-        self.table_sizes = dict(table_sizes)
+        self.table_sizes = dict(source.table_sizes)
         self.batch_size = batch_size
-        self.history_length = history.width
-        self._history = history
+        self.history_length = source.history.width
+        self._history = source.history
         self._check_ids()
         # Sorted places of the listens, likes and skips.
         self._places = [np.flatnonzero(log.actions == action) for action in ACTIONS]
         self.anchors = self._find_anchors()
-        self._sort_by_window(whole_window)
+        self._sort_by_window(source.whole_window)
 
     def _check_ids(self) -> None:
         log = self.log
@@ -330,22 +339,17 @@ class EventOutline:
     values mean nothing.
 
     Example:
-      >>> outline = EventOutline({"item_id": 10_000}, HistorySettings(), batch_size=32)
+      >>> source = EventSource(table_sizes={"item_id": 10_000})
+      >>> outline = EventOutline(source, batch_size=32)
       >>> ids = outline.train_batch(0).features["item_id"]
       >>> ids["history"].row_splits.shape, ids["candidate"].shape
       ((33,), (32,))
     """
 
-    def __init__(
-        self,
-        table_sizes: Mapping[str, int],
-        settings: HistorySettings,
-        *,
-        batch_size: int,
-    ):
+    def __init__(self, source: EventSource, *, batch_size: int):
         self.batch_size = batch_size
-        self.table_sizes = dict(table_sizes)
-        self.history_length = settings.width
+        self.table_sizes = dict(source.table_sizes)
+        self.history_length = source.history.width
 
     def train_batch(self, step: int) -> Batch:
         """Returns the same batch for each step."""

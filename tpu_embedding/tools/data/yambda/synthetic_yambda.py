@@ -7,7 +7,7 @@ model has a higher expected AUC than these probabilities. So the share of
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Final
+from typing import Final, Literal
 
 import numpy as np
 
@@ -23,11 +23,7 @@ from tpu_embedding.tools.data.teacher import (
     exact_auc,
     sigmoid,
 )
-from tpu_embedding.tools.data.yambda.event_dataset import (
-    EventDataset,
-    EventOutline,
-    HistorySettings,
-)
+from tpu_embedding.tools.data.yambda.event_dataset import EventDataset, EventSource
 from tpu_embedding.tools.data.yambda.event_log import (
     EVENT_TYPES,
     LISTENED,
@@ -75,7 +71,7 @@ ZIPF_EXPONENT: Final = 0.7
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class SyntheticYambdaSource(SyntheticSource):
+class SyntheticYambdaSource(EventSource, SyntheticSource):
     """Source of `SyntheticEventDataset`; reads no file. The last day is held out.
 
     The logit of a listen to half of the item or more is
@@ -96,8 +92,6 @@ class SyntheticYambdaSource(SyntheticSource):
     rates of pairs of user and artist, added up, reach 0.721.
 
     Attributes:
-      table_sizes: number of rows of each of `the tables of `EventDataset``.
-      history: anchors and histories.
       num_users: number of users; ids count from 0.
       num_items: number of items; ids count from 0.
       num_artists: number of artists; ids count from 1, because 0 is unknown.
@@ -105,10 +99,11 @@ class SyntheticYambdaSource(SyntheticSource):
       events_per_user: mean number of events of a user.
       num_days: days of the log, at least 2, because the benchmark leaves the last one
         out.
+
+    The others are those of `EventSource`.
     """
 
-    table_sizes: Mapping[str, int]
-    history: HistorySettings
+    whole_window: Literal["first", "last"] = "last"
     num_users: int = 3_000
     num_items: int = 400
     num_artists: int = 20
@@ -119,20 +114,9 @@ class SyntheticYambdaSource(SyntheticSource):
     def draw(self, *, batch_size: int, seed: int) -> "SyntheticEventDataset":
         """Returns the data set."""
         log, probabilities = draw_log(self, seed)
-        data = SyntheticEventDataset(
-            log,
-            self.table_sizes,
-            self.history,
-            batch_size=batch_size,
-            whole_window="last",
-        )
+        data = SyntheticEventDataset(log, self, batch_size=batch_size)
         data.probabilities = probabilities
         return data
-
-    def outline(self, *, batch_size: int, seed: int) -> EventOutline:
-        """Returns a data set of the same sizes, without drawing the log."""
-        del seed
-        return EventOutline(self.table_sizes, self.history, batch_size=batch_size)
 
 
 class SyntheticEventDataset(EventDataset):

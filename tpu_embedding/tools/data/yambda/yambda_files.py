@@ -7,19 +7,15 @@ and its album.
 
 import dataclasses
 import pathlib
-from collections.abc import Mapping, Sequence
-from typing import Any, Final, Literal
+from collections.abc import Sequence
+from typing import Any, Final
 
 import numpy as np
 
 from tpu_embedding.tools.data.batch import DataError
 from tpu_embedding.tools.data.parquet_rows import RowGroup, load_pyarrow, row_groups
 from tpu_embedding.tools.data.source import required_files
-from tpu_embedding.tools.data.yambda.event_dataset import (
-    EventDataset,
-    EventOutline,
-    HistorySettings,
-)
+from tpu_embedding.tools.data.yambda.event_dataset import EventDataset, EventSource
 from tpu_embedding.tools.data.yambda.event_log import EVENT_TYPES, MAX_ID, EventLog
 
 EVENT_FILES: Final = "multi_event*.parquet"
@@ -36,22 +32,17 @@ EVENT_COLUMNS: Final = (
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class YambdaSource:
+class YambdaSource(EventSource):
     """Source of `EventDataset`, from Yambda's Parquet files.
 
     Attributes:
-      table_sizes: number of rows of each of the tables of `EventDataset`.
       has_dense_ids: True gives users, items, artists and albums new ids that leave no
         number out. The extracts of Yambda keep the ids of the whole log.
-      history: anchors and histories; the default is that of the benchmark.
-      whole_window: day that is full, as in `EventDataset`: `"first"`, as in the
-        benchmark, or `"last"`, so that a whole day is held out.
+
+    The others are those of `EventSource`.
     """
 
-    table_sizes: Mapping[str, int]
     has_dense_ids: bool = False
-    history: HistorySettings = dataclasses.field(default_factory=HistorySettings)
-    whole_window: Literal["first", "last"] = "first"
 
     def open(
         self, data_dir: pathlib.Path | None, *, batch_size: int, seed: int
@@ -65,18 +56,7 @@ class YambdaSource:
         log = read_yambda(required_files(data_dir, "Yambda's Parquet files"))
         if self.has_dense_ids:
             log = log.with_dense_ids()
-        return EventDataset(
-            log,
-            self.table_sizes,
-            self.history,
-            batch_size=batch_size,
-            whole_window=self.whole_window,
-        )
-
-    def outline(self, *, batch_size: int, seed: int) -> EventOutline:
-        """Returns a data set of the same sizes without reading any file."""
-        del seed
-        return EventOutline(self.table_sizes, self.history, batch_size=batch_size)
+        return EventDataset(log, self, batch_size=batch_size)
 
 
 def read_yambda(directory: pathlib.Path) -> EventLog:
