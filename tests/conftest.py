@@ -17,8 +17,6 @@ os.environ.setdefault(
     "XLA_FLAGS",
     "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true",
 )
-# No verdicts of this machine on kernels: tests store those that they need.
-os.environ["TPU_EMBEDDING_VERDICTS"] = "/nonexistent/verdicts"
 os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
 os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
 

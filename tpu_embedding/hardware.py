@@ -387,36 +387,6 @@ def hardware_of_kind(platform: str, device_kind: str) -> HardwareInfo:
 
 # Google Cloud's names of accelerators, and TensorCores per chip, which they count: the
 # "Accelerator types" section of each generation's page.
-_ACCELERATORS: Final[Mapping[str, tuple[HardwareInfo, int]]] = {
-    "v4": (_TPU_V4, 2),
-    "v5litepod": (_TPU_V5E, 1),
-    "v5p": (_TPU_V5P, 2),
-    "v6e": (_TPU_V6E, 1),
-    "tpu7x": (_TPU_7X, 2),
-}
-
-
-def hardware_of_accelerator(name: str) -> tuple[HardwareInfo, int] | None:
-    """Returns the hardware and the chips of a Cloud TPU accelerator type.
-
-    Args:
-      name: value of the variable `TPU_ACCELERATOR_TYPE`.
-
-    Returns:
-      The hardware and the number of chips of the slice; None if the name is unknown.
-
-    Example:
-      >>> hardware, num_chips = hardware_of_accelerator("v5p-16")
-      >>> hardware.name, num_chips
-      ('v5p', 8)
-    """
-    prefix, _, count = name.partition("-")
-    if prefix not in _ACCELERATORS or not count.isdecimal():
-        return None
-    hardware, cores_per_chip = _ACCELERATORS[prefix]
-    return hardware, max(1, int(count) // cores_per_chip)
-
-
 MAX_SLICES: Final = 256
 """Maximum number of slices of a topology.
 

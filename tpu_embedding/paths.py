@@ -20,18 +20,6 @@ def local_path(path: str | os.PathLike[str]) -> pathlib.Path:
     return pathlib.Path(os.path.expanduser(path))
 
 
-def user_cache() -> pathlib.Path:
-    """Returns the package's directory in the cache of the user, which may not exist.
-
-    It lies in `XDG_CACHE_HOME`, or in `~/.cache`.
-
-    Raises:
-      RuntimeError: if the user has no home directory.
-    """
-    cache = os.environ.get("XDG_CACHE_HOME") or pathlib.Path.home() / ".cache"
-    return pathlib.Path(cache) / "tpu_embedding"
-
-
 def is_local_path(value: Any) -> TypeGuard[str | os.PathLike[str]]:
     """Returns True for a path of this machine, not for a URL or another value.
 

@@ -84,6 +84,7 @@ def test_a_step_inserts_in_place(case):
     assert memory.temp_size_in_bytes < 0.05 * row_bytes + 64 * 2**20
 
 
+@pytest.mark.full
 @pytest.mark.tpu_compiler
 def test_ids_travel_in_two_exchanges_each_way():
     dynamic, static = (

@@ -1,32 +1,14 @@
-"""Resolves the backend that a user asks for, by name or by the verdicts of the doctor.
-
-`make_plan(kernels=...)` makes one request, and `backends.py` asks it for each stack and
-direction whose rows kernels reach.
-"""
+"""Resolves the backend that a user asks for by name, `make_plan(kernels=...)`."""
 
 from typing import Final, Literal, NamedTuple, get_args
 
 import jax
 
 from tpu_embedding.hardware import HardwareInfo
-from tpu_embedding.kernel_verdicts import (
-    Direction,
-    KernelName,
-    KernelVerdicts,
-    RuleKind,
-    capability_of,
-    load_verdicts,
-)
 from tpu_embedding.rows.kernels.kernel_access import Backend, KernelBackend
 
 BACKENDS: Final[tuple[Backend, ...]] = get_args(Backend)
 """Backends that `make_plan(kernels=...)` takes by name."""
-
-AUTO: Final = "auto"
-"""Value of `make_plan(kernels=...)` that follows the stored verdicts."""
-
-KernelChoice = Backend | Literal["auto"] | KernelVerdicts
-"""Values of `make_plan(kernels=...)`: a backend, `"auto"`, or verdicts to follow."""
 
 _DEFAULT: Final = "the default; make_plan(kernels=...) chooses kernels"
 _REQUESTED: Final = "requested"
@@ -88,32 +70,24 @@ class BackendChoice(NamedTuple):
 
 
 class BackendRequest(NamedTuple):
-    """The backend that a user asked for, by name or by verdicts.
+    """The backend that a user asked for.
 
     Attributes:
       backend: the backend to use where it can run.
       reason: why it was chosen.
-      verdicts: limit the backend to the capabilities that they allow; None: no limit.
     """
 
     backend: Backend
     reason: str
-    verdicts: KernelVerdicts | None = None
 
-    def choose(
-        self, direction: Direction, dim: int, rule: RuleKind = "elements"
-    ) -> BackendChoice:
-        """Returns the choice for one direction of rows that kernels reach."""
-        if self.verdicts is None:
-            return BackendChoice(self.backend, self.reason)
-        capability = capability_of(direction, dim, rule)
-        is_allowed = self.verdicts.allows(capability)
-        backend = self.backend if is_allowed else "xla"
-        return BackendChoice(backend, self.verdicts.reason(capability))
+    @property
+    def choice(self) -> BackendChoice:
+        """The choice for rows that the backend reaches."""
+        return BackendChoice(self.backend, self.reason)
 
 
 def requested_backend(
-    kernels: KernelChoice | None, device: jax.Device, hardware: HardwareInfo
+    kernels: Backend | None, device: jax.Device, hardware: HardwareInfo
 ) -> BackendRequest:
     """Returns the backend that the user asked for.
 
@@ -125,61 +99,12 @@ def requested_backend(
     Raises:
       ValueError: if the choice is unknown, or cannot run on this device or jax.
     """
-    if isinstance(kernels, KernelVerdicts) or kernels == AUTO:
-        return _by_verdicts(kernels, device, hardware)
     if kernels is None or kernels == "xla":
         return BackendRequest("xla", _DEFAULT)
     if kernels not in BACKENDS:
-        raise ValueError(
-            f"kernels must be one of {(*BACKENDS, AUTO)}, verdicts or None, got "
-            f"{kernels!r}."
-        )
+        raise ValueError(f"kernels must be one of {BACKENDS} or None, got {kernels!r}.")
     _check_kernels(kernels, device, hardware)
     return BackendRequest(kernels, _REQUESTED)
-
-
-def verdicts_for(device: jax.Device, hardware: HardwareInfo) -> KernelVerdicts | None:
-    """Returns the stored verdicts that `kernels="auto"` follows on a device.
-
-    In a job of several processes, all must follow those of one process: pass them to
-    `make_plan(kernels=...)`.
-
-    Args:
-      device: one of the plan's devices.
-      hardware: the hardware that rows are laid out for.
-
-    Returns:
-      The verdicts; None where no kernel can run.
-    """
-    if _no_kernels_reason(device, hardware) is not None:
-        return None
-    backend: KernelName = "sparse_core" if device.platform == "tpu" else "interpreter"
-    return load_verdicts(device.device_kind, backend)
-
-
-def _by_verdicts(
-    kernels: Literal["auto"] | KernelVerdicts,
-    device: jax.Device,
-    hardware: HardwareInfo,
-) -> BackendRequest:
-    reason = _no_kernels_reason(device, hardware)
-    if reason is not None:
-        return BackendRequest("xla", f"auto: {reason}")
-    found = verdicts_for(device, hardware) if kernels == AUTO else kernels
-    assert isinstance(found, KernelVerdicts)
-    _check_kernels(found.backend, device, hardware)
-    return BackendRequest(found.backend, "auto", found)
-
-
-def _no_kernels_reason(device: jax.Device, hardware: HardwareInfo) -> str | None:
-    """Says why no kernel runs on a device; None: kernels can."""
-    if hardware.line_lanes is None:
-        return f"{hardware.name} runs XLA"
-    if device.platform == "tpu" and hardware.num_sparse_cores == 0:
-        return f"{hardware.name} has no SparseCores that kernels can use"
-    if jax.__version_info__ < (0, 12):
-        return f"kernels need jax 0.12 or later, not {jax.__version__}"
-    return None
 
 
 def _check_kernels(

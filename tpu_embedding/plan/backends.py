@@ -6,9 +6,8 @@ decides once per stack, when the plan is made. Two directions also depend on the
 with the lookup to the backward pass. Every choice carries its reason. `print(plan)`
 shows those of the stack, and the compile report those of its batch, too.
 
-XLA is the default on every device. Kernels are chosen by name, or by `"auto"`: then a
-direction runs in a kernel only where a verdict of `tpu-embedding doctor` on this kind
-of device says that the kernel is equal to XLA and faster (`kernel_verdicts.py`).
+XLA is the default on every device. Kernels have run on no TPU, so they are chosen by
+name only.
 """
 
 from collections.abc import Sequence
@@ -17,9 +16,7 @@ from typing import Final, NamedTuple
 import jax
 
 from tpu_embedding.hardware import MEBIBYTE, HardwareInfo
-from tpu_embedding.kernel_verdicts import RuleKind
 from tpu_embedding.optimizers.analysis.kernel_lowering import (
-    LoweredRule,
     Refusal,
     lower_to_kernel,
 )
@@ -145,20 +142,12 @@ def choose_backends(
         return _by_xla(_all_for(reason), optimizer, devices)
     reason = _no_update_reason(layout.dim, optimizer, slots)
     backends = StackBackends(
-        read=request.choose("read", layout.dim),
-        pool=_if_batch_allows(request.choose("pool", layout.dim), layout, pools=True),
-        spread=_if_batch_allows(
-            request.choose("spread", layout.dim), layout, pools=False
-        ),
-        update=request.choose(
-            "update", layout.dim, _rule_kind(layout.dim, optimizer, slots)
-        )
-        if reason is None
-        else BackendChoice("xla", reason),
-        write=request.choose("write", layout.dim),
+        read=request.choice,
+        pool=_if_batch_allows(request.choice, layout, pools=True),
+        spread=_if_batch_allows(request.choice, layout, pools=False),
+        update=request.choice if reason is None else BackendChoice("xla", reason),
+        write=request.choice,
     )
-    if kernel_access(backends) is None:
-        return _by_xla(backends, optimizer, devices)
     return backends
 
 
@@ -286,21 +275,6 @@ def _no_update_reason(
     if num_row_scalars or lowered.kernel_body.num_sums > 0:
         return no_room_reason(dim, num_arrays, num_row_scalars)
     return None
-
-
-def _rule_kind(
-    dim: int,
-    optimizer: RowOptimizer | None,
-    slots: Sequence[jax.ShapeDtypeStruct],
-) -> RuleKind:
-    """Returns the kind of a rule that a kernel can run."""
-    assert optimizer is not None
-    lowered = lower_to_kernel(optimizer, dim)
-    assert isinstance(lowered, LoweredRule)
-    keeps_row_scalars = any(slot.shape in ((), (1,)) for slot in slots)
-    if keeps_row_scalars or lowered.kernel_body.num_sums > 0:
-        return "row sums"
-    return "elements"
 
 
 def _if_batch_allows(

@@ -22,7 +22,6 @@ from tpu_embedding.placement import PlacementPolicy
 from tpu_embedding.plan import stacking
 from tpu_embedding.plan.backend_request import (
     BackendRequest,
-    KernelChoice,
     requested_backend,
 )
 from tpu_embedding.plan.backends import (
@@ -44,6 +43,7 @@ from tpu_embedding.plan.placing import TablePlacement, check_policy, place_table
 from tpu_embedding.plan.plan import EmbeddingPlan
 from tpu_embedding.plan.stack_plan import StackPlan, TablePlan, TrainedStackPlan
 from tpu_embedding.rows.access import with_room_for_kernels
+from tpu_embedding.rows.kernels.kernel_access import Backend
 from tpu_embedding.rows.narrow_rows import NARROW_DTYPES, NarrowDtype
 from tpu_embedding.rows.packed_rows import (
     RowLayout,
@@ -63,7 +63,7 @@ def make_plan(
     optimizer: TableOptimizer | None = None,
     capacity: int | None = None,
     exchange: ExchangeKind | None = None,
-    kernels: KernelChoice | None = None,
+    kernels: Backend | None = None,
     placement: PlacementPolicy | None = None,
     batch_axes: tuple[str, ...] | None = None,
     embedding_feature: Any = None,
@@ -93,11 +93,8 @@ def make_plan(
         a multiple of 128 elements, and update it in one pass. They have not run on a
         TPU yet.
         `"interpreter"`: the same kernels on any device, with the `hardware` of a TPU;
-        slow, for tests. `"auto"`: kernels in each direction and kind of row for which
-        the verdict of `tpu-embedding doctor` on this kind of device says that they are
-        equal to XLA and faster. In a job of several processes, pass the
-        `KernelVerdicts` of one of them to all. Kernels need jax 0.12. Where a kernel
-        cannot run, XLA does: `print(plan)` shows each choice and its reason.
+        slow, for tests. Kernels need jax 0.12. Where a kernel cannot run, XLA does:
+        `print(plan)` shows each choice and its reason.
       placement: where the rows of tables live that set no `TableConfig.placement`. It
         changes memory and traffic, never results. `te.Sharded()` (also None): over all
         devices. `te.Sharded(axes=...)`: over some mesh axes, copied along the others.

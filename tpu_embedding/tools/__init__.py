@@ -2,6 +2,5 @@
 
 The layer imports nothing of this package. Each folder may be read, replaced or deleted
 alone: `cli` has the commands, `train` the training loop, `data` the readers of files,
-`jobs` the processes of a run, `compile_report` and `doctor` a command each.
-`plotting` makes figures for several of them.
+`compile_report` and `doctor` a command each.
 """

@@ -101,12 +101,11 @@ def _status_of(error: Exception) -> int | None:
     from tpu_embedding.export.signature import ExportError
     from tpu_embedding.tools.cli.arguments import UsageError
     from tpu_embedding.tools.data.batch import DataError
-    from tpu_embedding.tools.plotting import MissingPlotLibraryError
     from tpu_embedding.tools.train.config import ConfigError
     from tpu_embedding.tools.train.run import RunDirectoryError, TrainingDivergedError
 
     wrong = (UsageError, ConfigError, DataError, ExportError, RunDirectoryError)
-    failed = (TrainingDivergedError, MissingPlotLibraryError, OSError, MemoryError)
+    failed = (TrainingDivergedError, OSError, MemoryError)
     if isinstance(error, (*wrong, CheckpointError)):
         return WRONG
     if isinstance(error, (*failed, jax.errors.JaxRuntimeError)):

@@ -14,6 +14,7 @@ import jax
 from tpu_embedding.plan.plan import EmbeddingPlan
 from tpu_embedding.rows.packed_rows import RowLayout
 from tpu_embedding.tools.compile_report.hlo import Instruction, parse_module
+from tpu_embedding.tools.compile_report.memory import temporary_bytes
 
 # Instructions that forward an array or update it in place.
 _WITHOUT_COPY: Final = frozenset(
@@ -53,7 +54,8 @@ class TableAccesses:
     Attributes:
       argument_bytes: size of all inputs.
       alias_bytes: size of the inputs that are updated in place.
-      temporary_bytes: size of temporaries, without inputs and outputs.
+      temporary_bytes: temporaries at a time, with those of SparseCores; see
+        `memory.temporary_bytes`.
       table_sized_copies: copies of an array as large as a stacked table or slot
         variable, or larger than all of them. Copies below 64 KiB per device are not
         reported.
@@ -100,7 +102,7 @@ def inspect_program(
     return TableAccesses(
         argument_bytes=memory.argument_size_in_bytes,
         alias_bytes=memory.alias_size_in_bytes,
-        temporary_bytes=memory.temp_size_in_bytes,
+        temporary_bytes=temporary_bytes(memory),
         table_sized_copies=tuple(i.text for i in large if i.opcode in _COPIES),
         table_sized_passes=tuple(
             i.text for i in large if i.opcode not in _COPIES and not _is_in_place(i)

@@ -1,92 +1,109 @@
-"""The doctor's child process: describes the devices, and runs cases on them.
+"""The program of the doctor's children: `devices`, or a backend whose rows to check.
 
-The parent asks by lines of JSON (`child_process.py`). `{"devices": true}` asks for the
-devices. `{"case": ..., "kernels": ...}` has the fields of a `RowCase` and the backend
-of the kernels, or null for XLA alone. The answer has the fields of a `CaseResult`.
+The last line of the output is the answer, in JSON.
 """
 
-import dataclasses
 import json
-import os
 import sys
-import traceback
-from typing import Any
+import time
+from typing import Any, Final
 
 import jax
+import numpy as np
 
-from tpu_embedding.tools.doctor.row_cases import CaseResult, RowCase
-from tpu_embedding.tools.doctor.row_checks import find_problem
-from tpu_embedding.tools.doctor.row_programs import RowProgram, row_program
-from tpu_embedding.tools.doctor.row_speed import time_programs
+import tpu_embedding as te
+
+RATE: Final = 0.5
+NUM_ROWS: Final = 1000
+NUM_IDS: Final = 512
+NUM_CALLS: Final = 10
 
 
 def main() -> None:
-    """Answers the questions of the standard input until it ends."""
-    # Only answers reach the standard output; libraries print to stderr.
-    answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
-    os.dup2(2, 1)
-    for line in sys.stdin:
-        print(json.dumps(_answer(json.loads(line))), file=answers, flush=True)
-
-
-def _answer(question: dict[str, Any]) -> Any:
-    if "devices" in question:
-        return describe_devices()
-    case = RowCase(**question["case"])
-    return dataclasses.asdict(run_case(case, question["kernels"], jax.local_devices()))
+    """Prints the answer to the question of the command line."""
+    (question,) = sys.argv[1:]
+    answer = describe_devices() if question == "devices" else check_rows(question)
+    print(json.dumps(answer))
 
 
 def describe_devices() -> dict[str, Any]:
-    """Returns platform, kind of all devices, and memory of this host's devices."""
-    try:
-        devices = jax.devices()
-    except RuntimeError as error:
-        sys.exit(f"RuntimeError: {str(error).splitlines()[0]}")
+    """Returns platform, kinds of all devices, and memory of this host's devices."""
+    memory = [(device.memory_stats() or {}) for device in jax.local_devices()]
     return {
         "platform": jax.default_backend(),
-        "kinds": [device.device_kind for device in devices],
-        "memory": [_memory(device) for device in jax.local_devices()],
+        "kinds": [device.device_kind for device in jax.devices()],
+        "memory": [stats.get("bytes_limit") for stats in memory],
     }
 
 
-def _memory(device: jax.Device) -> dict[str, int] | None:
-    stats: Any = device.memory_stats()
-    if not stats or "bytes_limit" not in stats:
-        return None
-    return {
-        "bytes_limit": int(stats["bytes_limit"]),
-        "bytes_in_use": int(stats.get("bytes_in_use", 0)),
-    }
-
-
-def run_case(case: RowCase, kernels: str | None, devices: list[Any]) -> CaseResult:
-    """Runs a case by XLA and by kernels, compares the results, and times both.
+def check_rows(kernels: str) -> dict[str, Any]:
+    """Compares a train step with the same step in NumPy, row by row.
 
     Args:
-      case: the case.
-      kernels: the backend of the kernels; None: XLA alone runs.
-      devices: the devices of this process. A case without an exchange uses the first.
+      kernels: backend of the rows, as in `te.make_plan`.
+
+    Returns:
+      `problem`, or None if all rows are right, and `milliseconds` of a step. Rows of
+      32 and of 128 values are looked up and updated by Adagrad.
     """
-    by_xla, xla_problem = _checked(case, "xla", devices)
-    by_kernels, problem, times = None, None, {}
-    if kernels is not None and case.directions:
-        by_kernels, problem = _checked(case, kernels, devices)
-    if case.is_timed and by_xla is not None and problem is None:
-        times = time_programs(by_kernels, by_xla)
-    return CaseResult(case=case.name, problem=problem, xla_problem=xla_problem, **times)
+    milliseconds = {}
+    for dim in (32, 128):
+        problem, milliseconds[str(dim)] = _check_dim(dim, kernels)
+        if problem is not None:
+            return {"problem": f"dim {dim}: {problem}", "milliseconds": milliseconds}
+    return {"problem": None, "milliseconds": milliseconds}
 
 
-def _checked(
-    case: RowCase, backend: Any, devices: list[Any]
-) -> tuple[RowProgram | None, str | None]:
-    """Returns the program of a case for a backend, and the problem that it shows."""
-    try:
-        program = row_program(case, backend, devices)
-        return program, find_problem(program)
-    except Exception as error:  # Whatever fails is a finding, not an end.
-        traceback.print_exc()
-        first_line = (str(error).splitlines() or [""])[0]
-        return None, f"{type(error).__name__}: {first_line}"
+def _check_dim(dim: int, kernels: Any) -> tuple[str | None, float]:
+    mesh = jax.sharding.Mesh(np.array(jax.local_devices()), ("shard",))
+    table = te.TableConfig(
+        vocabulary_size=NUM_ROWS,
+        dim=dim,
+        name="table",
+        combiner="sum",
+        initializer=te.initializers.normal(1.0),
+    )
+    plan = te.make_plan(
+        {"ids": te.FeatureConfig(table=table)},
+        mesh,
+        optimizer=te.optimizers.adagrad(RATE, initial_accumulator_value=1.0),
+        kernels=kernels,
+    )
+
+    @jax.jit
+    def step(tables, slots, ids, cotangents):
+        result = te.functional.lookup(tables, ids, plan)
+        gradients = te.functional.compute_gradients(result.routing, cotangents, plan)
+        new = te.functional.apply_gradients(tables, slots, gradients, plan)
+        return result.activations["ids"], new
+
+    random = np.random.default_rng(dim)
+    ids = random.integers(0, NUM_ROWS // 4, (NUM_IDS, 2), np.int32)
+    cotangents = random.standard_normal((NUM_IDS, dim), np.float32)
+    tables = te.functional.init_tables(plan, jax.random.key(dim))
+    old = te.functional.unstack_tables(tables, plan)["table"]
+    slots = te.functional.init_slots(tables, plan)
+    arguments = tables, slots, {"ids": ids}, {"ids": cotangents}
+    activations, (new, _) = jax.block_until_ready(step(*arguments))
+    seconds = []
+    for _ in range(NUM_CALLS):
+        begin = time.perf_counter()
+        jax.block_until_ready(step(*arguments))
+        seconds.append(time.perf_counter() - begin)
+    found = te.functional.unstack_tables(new, plan)["table"]
+    gradient = np.zeros((NUM_ROWS, dim))
+    np.add.at(gradient, ids, cotangents[:, None].astype(np.float64))
+    expected = old - RATE * gradient / np.sqrt(1.0 + gradient**2)
+    pairs = {
+        "a lookup": (np.asarray(activations), old[ids].sum(axis=1)),
+        "an update": (np.asarray(found), expected),
+    }
+    for name, (actual, wanted) in pairs.items():
+        is_wrong = ~np.isclose(actual, wanted, rtol=1e-5, atol=1e-5).all(axis=1)
+        if is_wrong.any():
+            row = int(np.argmax(is_wrong))
+            return f"{name} gives {is_wrong.sum()} wrong rows, the first is {row}", 0.0
+    return None, 1000 * float(np.median(seconds))
 
 
 if __name__ == "__main__":

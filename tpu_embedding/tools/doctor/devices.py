@@ -1,83 +1,68 @@
 """Checks the devices that JAX finds against those that should be there."""
 
-import dataclasses
+import json
 import math
 import os
 import pathlib
 import re
+import signal
+import subprocess
 import sys
 from collections.abc import Mapping
-from typing import Final
+from typing import Any, Final
 
 from tpu_embedding.hardware import (
     EXAMPLE_TOPOLOGIES,
     GIBIBYTE,
-    HardwareInfo,
     hardware_by_name,
-    hardware_of_accelerator,
     hardware_of_kind,
 )
-from tpu_embedding.tools.doctor.child_process import ChildLost, ChildProcess
-from tpu_embedding.tools.doctor.findings import Finding
-
-CHILD: Final = (sys.executable, "-m", "tpu_embedding.tools.doctor.child")
-"""Command of the child that holds the devices."""
-
-_START_SECONDS: Final = 90.0
-"""Deadline for the start of JAX. A slice of several hosts waits for all of them."""
+from tpu_embedding.tools.doctor.environment import Finding
 
 _MIN_MEMORY_SHARE: Final = 0.9
 """Minimum of a device's memory that programs can use; the runtime reserves the rest."""
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Expectation:
-    """The devices that should be there.
+def ask_child(
+    question: list[str], environment: Mapping[str, str], seconds: float
+) -> dict[str, Any] | str:
+    """Returns the answer of a child process, or what went wrong.
 
-    Attributes:
-      num_devices: number of JAX devices on all hosts.
-      hardware: hardware of each device; None: any.
-      source: the option or variable that says so.
+    A TPU belongs to one process at a time, and a program may hang or halt it. So all
+    work on the devices happens in children, each with a time limit.
+
+    Args:
+      question: arguments of `child.py`.
+      environment: variables of the child.
+      seconds: time limit.
     """
-
-    num_devices: int
-    hardware: HardwareInfo | None
-    source: str
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class FoundDevices:
-    """The devices that JAX found in a child process.
-
-    Attributes:
-      platform: JAX's default backend.
-      kinds: device kind of each device of all hosts.
-      memory: `bytes_limit` and `bytes_in_use` of each device of this host, or None.
-    """
-
-    platform: str
-    kinds: tuple[str, ...]
-    memory: tuple[Mapping[str, int] | None, ...]
-
-    @property
-    def hardware(self) -> HardwareInfo | None:
-        """The hardware of the devices; None if it is unknown."""
-        try:
-            return hardware_of_kind(self.platform, self.kinds[0])
-        except ValueError:
-            return None
+    command = [sys.executable, "-m", "tpu_embedding.tools.doctor.child", *question]
+    try:
+        child = subprocess.run(
+            command, capture_output=True, text=True, env=environment, timeout=seconds
+        )
+    except subprocess.TimeoutExpired:
+        return f"hangs: no result in {seconds:g} s; killed"
+    if child.returncode == 0:
+        return json.loads(child.stdout.splitlines()[-1])
+    status = child.returncode
+    text = f"ended with exit status {status}"
+    if status < 0:
+        text = f"crashed by {signal.Signals(-status).name}"
+    lines = [line.strip() for line in child.stderr.splitlines() if line.strip()]
+    return f"{text}: {lines[-1][:300]}" if lines else text
 
 
-def parse_expectation(text: str) -> Expectation:
-    """Returns the devices of `--expect`: a number, or a generation and its chips.
+def parse_expectation(text: str) -> tuple[str | None, int]:
+    """Returns generation and number of the devices that `--expect` names.
 
     Raises:
       ValueError: if the text is neither a number of devices, nor a generation and its
         chips.
 
     Example:
-      >>> parse_expectation(EXAMPLE_TOPOLOGIES[0]).num_devices
-      8
+      >>> parse_expectation("v5e:2x4"), parse_expectation("16")
+      (('v5e', 8), (None, 16))
     """
     name, _, size = text.rpartition(":")
     if re.fullmatch(r"[1-9]\d{0,5}(x[1-9]\d{0,5})*", size, re.ASCII) is None:
@@ -85,152 +70,77 @@ def parse_expectation(text: str) -> Expectation:
             "--expect must be a number of devices, or a generation and its chips such "
             f"as {' or '.join(EXAMPLE_TOPOLOGIES)}, got {text!r}."
         )
-    hardware = hardware_by_name(name) if name else None
-    count = math.prod(map(int, size.split("x")))
-    return Expectation(
-        num_devices=count * (hardware.devices_per_chip if hardware else 1),
-        hardware=hardware,
-        source=f"--expect {text}",
-    )
-
-
-def expectation_of_environment(environment: Mapping[str, str]) -> Expectation | None:
-    """Returns the devices that a TPU VM's variables name; None if they name none."""
-    name = environment.get("TPU_ACCELERATOR_TYPE", "")
-    found = hardware_of_accelerator(name)
-    if found is None:
-        return None
-    hardware, num_chips = found
-    return Expectation(
-        num_devices=num_chips * hardware.devices_per_chip,
-        hardware=hardware,
-        source=f"TPU_ACCELERATOR_TYPE={name}",
-    )
-
-
-def find_devices(
-    environment: Mapping[str, str], seconds: float = _START_SECONDS
-) -> FoundDevices | str:
-    """Asks JAX for its devices, in a child process; returns them, or the problem.
-
-    Args:
-      environment: variables of the child.
-      seconds: time limit.
-    """
-    with ChildProcess(CHILD, environment) as child:
-        try:
-            answer = child.ask({"devices": True}, seconds)
-        except ChildLost as lost:
-            return str(lost)
-    return FoundDevices(
-        platform=answer["platform"],
-        kinds=tuple(answer["kinds"]),
-        memory=tuple(answer["memory"]),
-    )
+    per_chip = hardware_by_name(name).devices_per_chip if name else 1
+    return name or None, math.prod(map(int, size.split("x"))) * per_chip
 
 
 def check_devices(
-    found: FoundDevices | str,
-    expected: Expectation | None,
-    *,
-    device_files: list[str],
+    found: dict[str, Any] | str, expected: str | None, chips: list[str]
 ) -> list[Finding]:
     """Checks the devices that JAX found.
 
     Args:
-      found: devices or problem, from `find_devices`.
-      expected: devices that should be there; None: any will do.
-      device_files: files of the host's TPU chips.
+      found: answer of the child to `devices`, or its problem.
+      expected: the devices that should be there, as in `parse_expectation`.
+      chips: files of this host's TPU chips.
     """
     if isinstance(found, str):
-        text = f"JAX did not start: {found}."
         way_out = (
-            "Another process may hold the TPU; a finding above names it, if this user "
-            "can see it. On a slice of several hosts, start the doctor on all of them "
-            "at the same time: each waits for the others."
+            "Another process may hold the TPU. On a slice of several hosts, start the "
+            "doctor on all of them at the same time: each waits for the others."
         )
-        return [Finding(check="devices", status="failed", text=text, way_out=way_out)]
-    kinds = ", ".join(
-        f"{found.kinds.count(kind)} x {kind}" for kind in dict.fromkeys(found.kinds)
-    )
-    text = f"JAX runs on {kinds}."
-    findings = [Finding(check="devices", status="ok", text=text)]
-    if found.platform != "tpu" and device_files:
-        text = f"JAX runs on {found.platform}, although this host has TPU chips: "
-        text += f"{', '.join(device_files)}."
-        way_out = (
-            "Install libtpu (pip install 'tpu-embedding[tpu]'), unset the variables "
-            "that the doctor names, and end other processes on the chips."
-        )
-        findings.append(
-            Finding(check="fall-back", status="failed", text=text, way_out=way_out)
-        )
+        text = f"JAX did not start: {found}"
+        return [Finding("devices", "FAILED", text, way_out)]
+    platform, kinds = found["platform"], found["kinds"]
+    listed = ", ".join(f"{kinds.count(x)} x {x}" for x in dict.fromkeys(kinds))
+    findings = [Finding("devices", "ok", f"JAX runs on {listed}.")]
+    if platform != "tpu" and chips:
+        text = f"JAX runs on {platform}, although this host has {', '.join(chips)}."
+        way_out = "pip install 'tpu-embedding[tpu]', and unset the variables above."
+        findings.append(Finding("fall-back", "FAILED", text, way_out))
+    try:
+        hardware = hardware_of_kind(platform, kinds[0])
+    except ValueError:
+        hardware = None
     if expected is not None:
-        findings.append(_check_expected(found, expected, kinds))
-    hardware = found.hardware
+        name, count = parse_expectation(expected)
+        is_kind = name is None or (hardware is not None and hardware.name == name)
+        text = f"expected {expected}: {count} devices, found {listed}"
+        if is_kind and len(kinds) == count:
+            findings.append(Finding("expected", "ok", text))
+        else:
+            way_out = "Start the doctor on all hosts; check the accelerator type."
+            findings.append(Finding("expected", "FAILED", text, way_out))
     if hardware is not None and hardware.hbm_capacity_bytes is not None:
         capacity = hardware.hbm_capacity_bytes / hardware.devices_per_chip
-        findings.append(_check_memory(found, capacity))
+        findings += [_check_memory(limit, capacity) for limit in set(found["memory"])]
     return findings
 
 
-def _check_expected(found: FoundDevices, expected: Expectation, kinds: str) -> Finding:
-    wanted = f"{expected.num_devices} devices"
-    if expected.hardware is not None:
-        wanted += f" of {expected.hardware.name}"
-    wanted += f" ({expected.source})"
-    is_right_kind = expected.hardware in (None, found.hardware)
-    if len(found.kinds) == expected.num_devices and is_right_kind:
-        return Finding(check="expected devices", status="ok", text=f"{wanted}: found.")
-    return Finding(
-        check="expected devices",
-        status="failed",
-        text=f"Expected {wanted}, found {kinds}.",
-        way_out="With fewer devices: start the doctor on all hosts of the slice at the "
-        "same time, and unset variables that hide chips. With another kind: check the "
-        "accelerator type of the machine.",
-    )
-
-
-def _check_memory(found: FoundDevices, capacity: float) -> Finding:
-    """Compares the memory of this host's devices with the hardware table's."""
-    known = [memory for memory in found.memory if memory is not None]
-    if not known:
-        text = "devices do not report their memory"
-        return Finding(check="device memory", status="unmeasured", text=text)
-    smallest = min(memory["bytes_limit"] for memory in known)
-    used = max(memory["bytes_in_use"] for memory in known)
-    text = (
-        f"{smallest / GIBIBYTE:.1f} GiB per device of {capacity / GIBIBYTE:.0f} GiB in "
-        f"the hardware table, {used / GIBIBYTE:.1f} GiB in use"
-    )
-    if smallest >= _MIN_MEMORY_SHARE * capacity:
-        return Finding(check="device memory", status="ok", text=text)
-    way_out = "Unset LIBTPU_INIT_ARGS and XLA_FLAGS; they can limit the memory."
-    return Finding(check="device memory", status="failed", text=text, way_out=way_out)
+def _check_memory(limit: int | None, capacity: float) -> Finding:
+    """Compares the memory of devices with the hardware table's."""
+    if limit is None:
+        return Finding("memory", "warning", "the devices do not report their memory")
+    gibibytes = f"{limit / GIBIBYTE:.1f} of {capacity / GIBIBYTE:.0f} GiB per device"
+    if limit >= _MIN_MEMORY_SHARE * capacity:
+        return Finding("memory", "ok", gibibytes)
+    way_out = "unset LIBTPU_INIT_ARGS XLA_FLAGS"
+    return Finding("memory", "FAILED", gibibytes, way_out)
 
 
 def check_holders(
-    device_files: list[str], *, processes: pathlib.Path = pathlib.Path("/proc")
+    chips: list[str], processes: pathlib.Path = pathlib.Path("/proc")
 ) -> list[Finding]:
-    """Checks that no other process holds the TPU chips of this host.
-
-    Args:
-      device_files: files of the chips.
-      processes: the folder of processes.
-    """
-    holders = []
+    """Names the other processes that hold the TPU chips of this host."""
+    findings = []
     for folder in sorted(processes.glob("[0-9]*")):
         try:
             opened = {os.readlink(link) for link in (folder / "fd").iterdir()}
-            if folder.name != str(os.getpid()) and not opened.isdisjoint(device_files):
-                holders.append((folder.name, (folder / "comm").read_text().strip()))
         except OSError:
             continue  # It ended, or belongs to another user.
-    if not holders:
-        return []
-    listed = ", ".join(f"{pid} ({name})" for pid, name in holders)
-    text = f"The TPU is held by process {listed}. "
-    text += "A TPU belongs to one process at a time."
-    way_out = f"End it: kill {holders[0][0]}."
-    return [Finding(check="TPU in use", status="failed", text=text, way_out=way_out)]
+        if folder.name != str(os.getpid()) and not opened.isdisjoint(chips):
+            text = f"Process {folder.name} holds a TPU, which one process can at a time"
+            findings.append(
+                Finding("TPU in use", "FAILED", text, f"kill {folder.name}")
+            )
+    return findings

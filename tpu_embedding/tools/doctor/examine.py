@@ -1,93 +1,60 @@
-"""Runs all checks of the doctor, and prints their findings as they come."""
+"""Runs all checks of a machine."""
 
-import datetime
-from collections.abc import Callable
+import glob
+from collections.abc import Iterator, Mapping
+from typing import Any, Final
 
-from tpu_embedding.host_without_tpus import tpu_device_files
-from tpu_embedding.kernel_verdicts import Verdict
-from tpu_embedding.tools.doctor.devices import (
-    Expectation,
-    FoundDevices,
-    check_devices,
-    check_holders,
-    expectation_of_environment,
-    find_devices,
-)
+from tpu_embedding.hardware import hardware_of_kind
+from tpu_embedding.tools.doctor.devices import ask_child, check_devices, check_holders
 from tpu_embedding.tools.doctor.environment import (
+    Finding,
     check_variables,
     check_versions,
     user_environment,
 )
-from tpu_embedding.tools.doctor.findings import Finding
-from tpu_embedding.tools.doctor.kernel_checks import (
-    CaseRun,
-    Tier,
-    findings_on_cases,
-    format_times,
-    make_verdicts,
-    run_cases,
-)
-from tpu_embedding.tools.doctor.verdict_store import store_verdicts
+
+_CHIP_FILES: Final = ("/dev/accel[0-9]*", "/dev/vfio/[0-9]*")
 
 
-def examine(
-    print_line: Callable[[str], None],
-    *,
-    tier: Tier = "full",
-    expected: Expectation | None = None,
-    num_devices: int | None = None,
-) -> list[Finding]:
-    """Runs all checks, stores the verdicts, and returns the findings.
+def examine(expected: str | None, seconds: float) -> Iterator[Finding]:
+    """Yields the finding of each check, in the order of a report.
 
     Args:
-      print_line: prints a finding, or the table of times.
-      tier: quick or full.
-      expected: devices that should be there; None: those that the environment names.
-      num_devices: emulated CPU devices; None: the devices of the machine.
+      expected: the devices that should be there, as in `parse_expectation`.
+      seconds: time limit of each child process.
     """
-    findings: list[Finding] = []
-
-    def add(*new: Finding) -> None:
-        findings.extend(new)
-        for finding in new:
-            print_line(str(finding))
-
-    variables = user_environment()
-    files = tpu_device_files() if num_devices is None else []
-    add(*check_versions(), *check_variables(variables, device_files=files))
-    add(*check_holders(files))
-    if num_devices is not None:
-        variables["JAX_PLATFORMS"] = "cpu"
-        variables["JAX_NUM_CPU_DEVICES"] = str(num_devices)
-    expected = expected or expectation_of_environment(variables)
-    found = find_devices(variables)
-    add(*check_devices(found, expected, device_files=files))
-    if isinstance(found, str):
-        return findings
-    print_line(f"{'':10}  lookups and updates, in a process of their own ...")
-    run = run_cases(found, tier, variables)
-    verdicts = make_verdicts(run, datetime.datetime.now(datetime.UTC).date())
-    add(*findings_on_cases(run), _store(found, run, tier, verdicts))
-    if times := format_times(run, verdicts):
-        print_line(f"\n{times}")
-    return findings
+    environment = user_environment()
+    chips = [path for pattern in _CHIP_FILES for path in glob.glob(pattern)]
+    yield from check_versions()
+    yield from check_variables(environment, chips)
+    yield from check_holders(chips)
+    found = ask_child(["devices"], environment, seconds)
+    yield from check_devices(found, expected, chips)
+    if isinstance(found, dict):
+        for backend in _backends(found):
+            yield _check_rows(backend, environment, seconds)
 
 
-def _store(
-    found: FoundDevices, run: CaseRun, tier: Tier, verdicts: list[Verdict]
-) -> Finding:
-    """Stores the verdicts; returns a finding that says where."""
-    if run.kernels is None:
-        text = 'no kernels to judge on this device; "auto" runs XLA'
-        return Finding(check="verdicts", status="ok", text=text)
-    kind, is_complete = found.kinds[0], tier == "full"
+def _backends(found: dict[str, Any]) -> list[str]:
+    """Returns the backends that the devices have."""
     try:
-        path = store_verdicts(kind, run.kernels, verdicts, is_complete=is_complete)
-    except OSError as error:
-        text = f"the verdicts cannot be stored: {error}"
-        way_out = "Set TPU_EMBEDDING_VERDICTS to a directory that can be written."
-        return Finding(check="verdicts", status="warning", text=text, way_out=way_out)
-    text = f"{len(verdicts)} verdicts for {kind} are stored in {path}"
-    if not is_complete:
-        text = f"only problems are stored, in {path}; the full check allows kernels"
-    return Finding(check="verdicts", status="ok", text=text)
+        hardware = hardware_of_kind(found["platform"], found["kinds"][0])
+    except ValueError:
+        return ["xla"]
+    return ["xla", "sparse_core"] if hardware.num_sparse_cores else ["xla"]
+
+
+def _check_rows(
+    backend: str, environment: Mapping[str, str], seconds: float
+) -> Finding:
+    answer = ask_child([backend], environment, seconds)
+    problem = answer if isinstance(answer, str) else answer["problem"]
+    if problem is None:
+        assert isinstance(answer, dict)
+        times = answer["milliseconds"].items()
+        text = ", ".join(f"dim {dim}: {time:.2f} ms a step" for dim, time in times)
+        return Finding(f"rows by {backend}", "ok", f"equal to NumPy; {text}")
+    way_out = "Please report it, with this output."
+    if backend != "xla":
+        way_out = "Do not use this backend here: kernels='xla'. Please report it."
+    return Finding(f"rows by {backend}", "FAILED", problem, way_out)

@@ -6,7 +6,6 @@ The command `tpu-embedding train` calls `train` of this package.
 * `run`: the loop. `feeding`: batches, ahead of it. `reporting`: lines, records, plot.
 * `steps`: plan, state, train step and evaluation step, which XLA compiles.
 * `models/`: the models of the configs. `metrics`: their losses and metrics.
-* `ahead_of_time`: programs of a run for `tpu-embedding compile`.
 """
 
 from tpu_embedding.tools.data.batch import Batch as Batch

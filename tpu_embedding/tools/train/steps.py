@@ -7,7 +7,7 @@ pair (model, optimizer); the graph definition that rebuilds the pair from it is 
 import collections
 import dataclasses
 from collections.abc import Callable, Mapping
-from typing import Any, cast
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -16,18 +16,15 @@ import optax
 from flax import nnx
 from jax.sharding import Mesh
 
-from tpu_embedding import distributed
 from tpu_embedding.config import FeatureConfig, TableConfig
 from tpu_embedding.functional.dynamic_ids import find_ids
 from tpu_embedding.functional.finite_rates import finite_rates
 from tpu_embedding.gradients import Gradients, all_finite
 from tpu_embedding.hardware import HardwareInfo, hardware_of_device
-from tpu_embedding.kernel_verdicts import verdicts_from_json
 from tpu_embedding.metrics import Mean
 from tpu_embedding.nn.embedding import TPUEmbedding
 from tpu_embedding.nn.training import Optimizer, embedding_layers, value_and_grad
 from tpu_embedding.placement import Sharded
-from tpu_embedding.plan.backend_request import AUTO, KernelChoice, verdicts_for
 from tpu_embedding.plan.device_mesh import SLICE_AXIS
 from tpu_embedding.plan.make_plan import make_plan
 from tpu_embedding.plan.mesh_options import resolve_mesh
@@ -89,7 +86,7 @@ def make_run_plan(
         optimizer=config.make_table_optimizer(config),
         placement=placement,
         capacity=config.capacity,
-        kernels=_same_kernels(config.kernels, device, hardware),
+        kernels=config.kernels,
         hardware=hardware,
     )
 
@@ -111,21 +108,6 @@ def _with_table_dtype(
         name: dataclasses.replace(feature, table=change(feature.table))
         for name, feature in features.items()
     }
-
-
-def _same_kernels(
-    kernels: str, device: jax.Device, hardware: HardwareInfo
-) -> KernelChoice:
-    """Returns the choice of kernels, by process 0's verdicts in several processes.
-
-    Each host has verdicts of its own. Processes that follow different ones would
-    compile different programs, and wait for each other for ever.
-    """
-    if kernels != AUTO or distributed.num_processes() == 1:
-        return cast(KernelChoice, kernels)
-    verdicts = verdicts_for(device, hardware)
-    sent = distributed.exchange("kernels", verdicts and verdicts.to_json())[0]
-    return AUTO if sent is None else verdicts_from_json(sent)
 
 
 def init_train_state(

@@ -1,0 +1,157 @@
+"""The doctor: on this machine, and on TPU hosts that fakes play."""
+
+import os
+import pathlib
+import subprocess
+import sys
+
+import pytest
+
+from tpu_embedding.hardware import GIBIBYTE
+from tpu_embedding.tools import cli
+from tpu_embedding.tools.doctor import child, devices, examine
+from tpu_embedding.tools.doctor.devices import (
+    ask_child,
+    check_devices,
+    check_holders,
+    parse_expectation,
+)
+from tpu_embedding.tools.doctor.environment import check_variables, check_versions
+
+CHIPS = ["/dev/accel0", "/dev/accel1"]
+ROOT = pathlib.Path(__file__).parents[3]
+ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"}
+
+
+def found_devices(count=8, kind="TPU v5 lite", platform="tpu", gibibytes=15.7):
+    limit = None if gibibytes is None else int(gibibytes * GIBIBYTE)
+    return {"platform": platform, "kinds": [kind] * count, "memory": [limit] * 4}
+
+
+def statuses(findings):
+    return {finding.check: finding.status for finding in findings}
+
+
+VARIABLES = {
+    "JAX_PLATFORMS=cpu": "FAILED",
+    "JAX_PLATFORMS=tpu,cpu": None,
+    "TPU_SKIP_MDS_QUERY=1": "FAILED",
+    "TPU_SKIP_MDS_QUERY=false": None,
+    "TPU_VISIBLE_DEVICES=1": "warning",
+    "MEGASCALE_NUM_SLICES=2": "warning",
+    "UNKNOWN=1": None,
+}
+
+
+@pytest.mark.parametrize("assignment", VARIABLES)
+def test_variables(assignment):
+    name, _, value = assignment.partition("=")
+    on_tpu = check_variables({name: value}, CHIPS)
+    expected = VARIABLES[assignment]
+    assert [finding.status for finding in on_tpu] == ([expected] if expected else [])
+    assert all(assignment in finding.text for finding in on_tpu)
+    assert {finding.status for finding in check_variables({name: value}, [])} <= {"ok"}
+
+
+def test_libtpu_is_the_one_that_jax_asks_for(monkeypatch):
+    assert statuses(check_versions()).get("libtpu") is None
+    monkeypatch.setattr(
+        "importlib.metadata.requires", lambda name: ["libtpu==9.9.*; extra == 'tpu'"]
+    )
+    monkeypatch.setattr("importlib.metadata.version", lambda name: "0.1")
+    assert statuses(check_versions())["libtpu"] == "FAILED"
+
+
+EXPECTED = {
+    # --expect, the devices found, and the status.
+    "8": (8, "TPU v5 lite", "ok"),
+    "16": (8, "TPU v5 lite", "FAILED"),
+    "v5e:2x4": (8, "TPU v5 lite", "ok"),
+    "v6e:8": (8, "TPU v5 lite", "FAILED"),
+    "tpu7x:4": (8, "TPU7x", "ok"),
+    "v5p:1": (1, "TPU of the future", "FAILED"),
+}
+
+
+@pytest.mark.parametrize("expected", EXPECTED)
+def test_expected_devices(expected):
+    count, kind, status = EXPECTED[expected]
+    found = found_devices(count, kind)
+    assert statuses(check_devices(found, expected, CHIPS))["expected"] == status
+
+
+@pytest.mark.parametrize("text", ["", "v5e", "0", "-8", "v5e:", "v5e:8x", "v9:8", "²"])
+def test_wrong_expectations(text, capsys):
+    with pytest.raises(ValueError, match=r"--expect must be|hardware must be one of"):
+        parse_expectation(text)
+    assert cli.main(["doctor", f"--expect={text}"]) == 2
+
+
+def test_a_silent_fall_back_to_the_cpu():
+    cpu = found_devices(1, "cpu", "cpu", None)
+    assert statuses(check_devices(cpu, None, CHIPS))["fall-back"] == "FAILED"
+    assert "fall-back" not in statuses(check_devices(cpu, None, []))
+    assert "fall-back" not in statuses(check_devices(found_devices(), None, CHIPS))
+
+
+@pytest.mark.parametrize(
+    ("kind", "gibibytes", "status"),
+    [
+        ("TPU v5 lite", 15.7, "ok"),
+        ("TPU v5 lite", 8, "FAILED"),
+        ("TPU v5 lite", None, "warning"),
+        ("TPU7x", 95, "ok"),  # Half of the chip's 192 GiB for each of two devices.
+        ("TPU of the future", 1, None),
+    ],
+)
+def test_device_memory(kind, gibibytes, status):
+    found = found_devices(8, kind, gibibytes=gibibytes)
+    assert statuses(check_devices(found, None, CHIPS)).get("memory") == status
+
+
+def test_a_process_that_holds_the_tpu(tmp_path):
+    for number, file in ((7, "/dev/null"), (42, CHIPS[1]), (os.getpid(), CHIPS[0])):
+        (tmp_path / str(number) / "fd").mkdir(parents=True)
+        (tmp_path / str(number) / "fd" / "3").symlink_to(file)
+    (tmp_path / "99").mkdir()  # A process that has ended meanwhile.
+    (finding,) = check_holders(CHIPS, tmp_path)
+    assert finding.way_out == "kill 42"
+    assert check_holders([], tmp_path) == []
+
+
+@pytest.mark.parametrize(
+    ("code", "words"),
+    [
+        ("import time; time.sleep(60)", "hangs: no result in 1 s"),
+        ("import os; os.abort()", "crashed by SIGABRT"),
+        ("raise SystemExit('no chips')", "ended with exit status 1: no chips"),
+    ],
+)
+def test_children_that_give_no_answer(code, words, monkeypatch):
+    run = subprocess.run
+    monkeypatch.setattr(
+        devices.subprocess,
+        "run",
+        lambda command, **options: run([sys.executable, "-c", code], **options),
+    )
+    answer = ask_child(["devices"], ENVIRONMENT, 1)
+    assert isinstance(answer, str) and answer.startswith(words)
+    (finding,) = check_devices(answer, None, CHIPS)
+    assert finding.status == "FAILED" and "JAX did not start" in finding.text
+
+
+def test_wrong_rows_are_named(monkeypatch):
+    assert child.check_rows("xla")["problem"] is None
+    monkeypatch.setattr(child, "RATE", 0.25)  # of the reference alone, from here on
+    rule = child.te.optimizers.adagrad(0.5, initial_accumulator_value=1.0)
+    monkeypatch.setattr(child.te.optimizers, "adagrad", lambda *_, **__: rule)
+    assert "dim 32: an update gives" in child.check_rows("xla")["problem"]
+
+
+def test_this_machine(monkeypatch, capsys):
+    monkeypatch.setattr(examine, "user_environment", lambda: ENVIRONMENT)
+    assert cli.main(["doctor", "--expect", "7"]) == 1
+    out = capsys.readouterr().out
+    failed = [line for line in out.splitlines() if line.startswith("FAILED")]
+    assert len(failed) == 1 and "expected 7: 7 devices" in failed[0]
+    assert "rows by xla: equal to NumPy" in out
