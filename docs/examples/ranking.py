@@ -17,7 +17,6 @@ import tpu_embedding as te
 NUM_STEPS, BATCH_SIZE, NUM_MOVIES, MAX_HISTORY = 800, 1000, 1682, 100
 SIZES = {"user": 943, "movie": NUM_MOVIES, "age": 7, "gender": 2, "occupation": 21}
 SIZES |= {"genres": 19, "history": 5 * NUM_MOVIES}  # a history of (movie, rating)
-COMBINERS = {"genres": "mean", "history": "sqrtn"}
 RULE = te.optimizers.adam(
     optax.warmup_cosine_decay_schedule(
         0.0, 0.005, NUM_STEPS // 20, NUM_STEPS, end_value=0.00005
@@ -32,7 +31,7 @@ features = {
             vocabulary_size=size,
             dim=32,  # column 0 is a bias
             initializer=te.initializers.normal(0.01),
-            combiner=COMBINERS.get(name, "sum"),
+            combiner="mean" if name == "genres" else "sqrtn",
             name=name,
         ),
         expected_valence=MAX_HISTORY if name == "history" else None,

@@ -56,18 +56,7 @@ class ParquetSource(ParquetColumns):
     num_streams: int = NUM_STREAMS
 
     def __post_init__(self):
-        names = [feature.name for feature in self.features]
-        if not names or len(set(names)) < len(names):
-            raise ValueError(
-                "ParquetSource.features must have one feature or more, of different "
-                f"names, got {names}."
-            )
         check_counts(self)
-        if self.num_evaluation_samples is None and self.evaluation_files is None:
-            raise ValueError(
-                "ParquetSource must hold out rows: set evaluation_files, or "
-                "num_evaluation_samples to hold out the last rows of the files."
-            )
 
     def open(
         self, data_dir: pathlib.Path | None, *, batch_size: int, seed: int

@@ -40,7 +40,7 @@ class Loss:
         The first one is the main metric, which a teacher can have, too.
       rising_metrics: likewise, for which higher is better.
       label_range: minimum and maximum of a label; None if every finite number is one.
-      per_sample: `(outputs, labels) -> losses [batch]`, without the penalty.
+      per_sample: `(outputs, labels) -> losses [batch]`.
       evaluate: `(outputs, labels, weights) -> Metrics` of one batch.
     """
 
@@ -62,9 +62,8 @@ def mean_loss(
     labels: Float[Array, " batch"],
     weights: Float[Array, " batch"],
 ) -> jax.Array:
-    """Returns the weighted mean of loss plus penalty over the batch. Global."""
-    per_sample = loss.per_sample(outputs, labels) + outputs.penalty
-    return jnp.sum(weights * per_sample) / jnp.sum(weights)
+    """Returns the weighted mean of the loss over the batch. Global."""
+    return jnp.sum(weights * loss.per_sample(outputs, labels)) / jnp.sum(weights)
 
 
 def merge_batches(batches: Iterable[Metrics]) -> Metrics:

@@ -281,7 +281,7 @@ def _outputs_of(model: Any, batch: Batch) -> Outputs:
     shapes = [np.shape(array) for array in jax.tree.leaves(outputs)]
     if not isinstance(outputs, Outputs) or set(shapes) != {batch.labels.shape}:
         raise ConfigError(
-            f"{type(model).__name__}.__call__ must return Outputs of three arrays "
+            f"{type(model).__name__}.__call__ must return Outputs of two arrays "
             f"{list(batch.labels.shape)}, got {type(outputs).__name__} of {shapes}."
         )
     return outputs

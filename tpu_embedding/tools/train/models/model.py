@@ -5,7 +5,6 @@ from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
 import jax
-import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float
 
@@ -16,7 +15,7 @@ from tpu_embedding.plan.plan import EmbeddingPlan
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Outputs:
-    """A model's outputs for the samples of a batch: three float arrays `[batch]`.
+    """A model's outputs for the samples of a batch: two float arrays `[batch]`.
 
     `click_outputs` makes them from logits.
 
@@ -24,12 +23,10 @@ class Outputs:
       scores: input of the loss: logits, unclipped ratings, or log-softmax values.
       predictions: input of the metrics: probabilities, ratings clipped to their valid
         range, or ranks.
-      penalty: regularisation of each sample, added to its loss.
     """
 
     scores: Float[Array, " batch"]
     predictions: Float[Array, " batch"]
-    penalty: Float[Array, " batch"]
 
 
 class ModelConfig(Protocol):
@@ -108,20 +105,16 @@ class MLP(nnx.Module):
 
 
 def click_outputs(logits: Float[Array, " batch"]) -> Outputs:
-    """Returns the outputs of a click model without regularisation.
+    """Returns the outputs of a click model.
 
     Args:
       logits: float32 `[batch]`, the logit of a click.
 
     Example:
-      >>> click_outputs(jnp.zeros(2)).predictions.tolist()
+      >>> click_outputs(jax.numpy.zeros(2)).predictions.tolist()
       [0.5, 0.5]
     """
-    return Outputs(
-        scores=logits,
-        predictions=jax.nn.sigmoid(logits),
-        penalty=jnp.zeros_like(logits),
-    )
+    return Outputs(scores=logits, predictions=jax.nn.sigmoid(logits))
 
 
 def features_of_columns(

@@ -122,9 +122,7 @@ class TwoTower(nnx.Module):
         log_softmax, ranks = in_batch_softmax(
             users / self.temperature, items, dense[:, 0]
         )
-        return Outputs(
-            scores=log_softmax, predictions=ranks, penalty=jnp.zeros_like(ranks)
-        )
+        return Outputs(scores=log_softmax, predictions=ranks)
 
 
 def in_batch_softmax(

@@ -200,33 +200,6 @@ def test_the_benchmark_has_15_243_057_parameters():
     assert sum(p.size for p in params) == 15_243_057
 
 
-def glorot(sizes):
-    return (2 / sum(sizes)) ** 0.5
-
-
-# Standard deviation of the initial values, and if they are uniform.
-INITIAL = {
-    "token_encoder.content_mlp.dense1.kernel": (glorot((64, 96)), False),
-    "token_encoder.contextual.kernel": (glorot((64, 64)), False),
-    "position_encoder.time_table": ((2048 * 3) ** -0.5, True),
-    "layers.0.uvqk.kernel": (glorot((64, 256)), True),
-    "head.dense1.kernel": (glorot((64, 512)), True),
-}
-
-
-def test_initial_values():
-    model = HSTU(SIZES, rngs=nnx.Rngs(0))
-    values = {
-        ".".join(map(str, path)): np.asarray(variable.get_value())
-        for path, variable in nnx.to_flat_state(nnx.state(model, nnx.Param))
-    }
-    for name, (deviation, is_uniform) in INITIAL.items():
-        # Tolerance: 4 standard deviations of that of 4,000 values or more.
-        np.testing.assert_allclose(values[name].std(), deviation, rtol=0.05)
-        limit = np.abs(values[name]).max() / deviation
-        assert 1.7 < limit < 1.7321 if is_uniform else limit > 3
-
-
 def test_sizes_that_would_compute_something_else_are_refused():
     with pytest.raises(ValueError, match="num_positions must exceed num_contextual"):
         dataclasses.replace(SIZES, num_positions=8)
