@@ -166,18 +166,19 @@ class EventDataset:
             back = (times.max() - times) // SECONDS_PER_DAY
             windows = back.max() - back
         # Equal windows keep their order, which is that of the log: by user, then time.
-        self._sorted = self.anchors[np.argsort(windows, kind="stable")]
-        sizes = np.bincount(windows)
-        self._window_starts = np.cumsum([0, *sizes[:-1]])
-        self._first_steps = np.cumsum([0, *(sizes[:-1] // self.batch_size)])
-        self.num_train_samples = int(self._first_steps[-1]) * self.batch_size
-        self.num_evaluation_samples = int(sizes[-1])
-        self.evaluation_anchors = self._sorted[self._window_starts[-1] :]
+        anchors = self.anchors[np.argsort(windows, kind="stable")]
+        ends = np.cumsum(np.bincount(windows))
+        *days, self.evaluation_anchors = np.split(anchors, ends[:-1])
+        whole = [day[: len(day) - len(day) % self.batch_size] for day in days]
+        self._train_anchors = np.concatenate([anchors[:0], *whole])
+        self.num_train_samples = len(self._train_anchors)
+        self.num_evaluation_samples = len(self.evaluation_anchors)
         if not self.num_train_samples:
             raise DataError(
                 f"{self.log.name}: a day before the last must have {self.batch_size} "
-                f"anchors to fill a batch, got {len(sizes)} day(s) of at most "
-                f"{sizes.max()} anchors; lower batch_size, or pass more events."
+                f"anchors to fill a batch, got {len(days)} such day(s) of at most "
+                f"{max(map(len, days), default=0)}; lower batch_size, or pass more "
+                "events."
             )
 
     def train_batch(self, step: int) -> Batch:
@@ -186,12 +187,9 @@ class EventDataset:
 
     def train_part(self, step: int, samples: range) -> Batch:
         """Returns some consecutive samples of the batch of a training step."""
-        step %= self._first_steps[-1]
-        window = np.searchsorted(self._first_steps, step, side="right") - 1
-        first = self._window_starts[window]
-        first += (step - self._first_steps[window]) * self.batch_size
-        anchors = self._sorted[first + samples.start : first + samples.stop]
-        return self.read(anchors)
+        first = step * self.batch_size % self.num_train_samples
+        places = slice(first + samples.start, first + samples.stop)
+        return self.read(self._train_anchors[places])
 
     def evaluation_batches(self) -> Iterator[Batch]:
         """Yields the last window once, by user and time.
