@@ -99,14 +99,19 @@ lint-imports --no-cache
 section "types"
 pyright --pythonpath "$(command -v python)"
 if [ "$tests" != "not full" ]; then
-    section "wheel, from another directory"
+    # One leg on each core: all spend most of their time in pip and on one core.
+    section "wheel, Python 3.11 and lowest versions, beside TensorFlow"
+    log=$(mktemp)
+    check_tensorflow >"$log" 2>&1 &
+    leg=$!
+    trap 'kill "$leg" 2>/dev/null; rm -f "$log"' EXIT
     bash scripts/check_wheel.sh
-    section "TensorFlow"
-    (check_tensorflow)
-    section "Python 3.11"
     (check_python311)
-    section "lowest versions"
     (check_lowest_versions)
+    section "TensorFlow"
+    wait "$leg" || failed=yes
+    cat "$log"
+    [ -z "${failed-}" ]
 fi
 section "tests, $tier tier"
 run_pytest -m "$tests" "${left_out[@]}" "$@"

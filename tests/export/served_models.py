@@ -96,32 +96,3 @@ def live_outputs(model, features, inputs):
     return {
         name: np.asarray(x) for name, x in (rows | outputs).items() if name != "rows"
     }
-
-
-class UniqueRowsModel(nnx.Module):
-    """Scores of histories and candidates, which share unique rows."""
-
-    def __init__(self):
-        movies = te.FeatureConfig(
-            table=MOVIES,
-            unique_rows=True,
-            max_sequence_length=3,
-            out_of_range_ids="drop",
-        )
-        self.embedding = te.TPUEmbedding({"items": movies}, rngs=nnx.Rngs(0))
-
-    def __call__(self, features):
-        unique = self.embedding(features)["items"]
-        expanded = unique.expand(jnp.tanh(unique.rows))
-        is_event = unique.is_id()["history"][..., None]
-        history = jnp.where(is_event, expanded["history"] + 1.0, 0.0).sum(axis=1)
-        return {"score": (history * expanded["candidate"]).sum(axis=-1)}
-
-
-def unique_rows_batch(batch_size):
-    """Returns histories of 0 to 4 movies, of which 3 count, and candidates."""
-    random = np.random.default_rng(batch_size)
-    lists = [random.integers(0, 1009, n % 5).tolist() for n in range(batch_size)]
-    candidates = random.integers(0, 1100, batch_size)  # some out of range
-    history = te.RaggedIds.from_lists(lists)
-    return {"items": {"history": history, "candidate": candidates}}

@@ -1,7 +1,5 @@
 """A delta, applied to the older export, gives the newer one."""
 
-import shutil
-
 import numpy as np
 import pytest
 import safetensors.numpy
@@ -58,15 +56,16 @@ def test_a_delta_holds_the_rows_that_differ(exports):
 
 def test_a_chain_gives_the_later_export(exports):
     for i in range(2):
-        te.export.apply_delta(exports / "export0", exports / f"delta{i}")
-        assert content_of(exports / "export0") == content_of(exports / f"export{i + 1}")
+        older = exports / ("made1" if i else "export0")
+        te.export.apply_delta(older, exports / f"delta{i}", exports / f"made{i + 1}")
+        made = content_of(exports / f"made{i + 1}")
+        assert made == content_of(exports / f"export{i + 1}")
 
 
 @pytest.mark.parametrize(
     ("num_devices", "dtype"),
     [
         (1, "int8"),
-        pytest.param(2, "float32", marks=pytest.mark.full),
         pytest.param(2, "bfloat16", marks=pytest.mark.full),
     ],
 )
@@ -79,34 +78,23 @@ def test_programs_of_every_type(tmp_path, num_devices, dtype, monkeypatch):
         trainer.train(2)  # Users come, and others are evicted.
     te.export.save_delta(tmp_path / "new", tmp_path / "old", tmp_path / "delta")
     before = te.export.load(tmp_path / "old").tables["user:ids"]
-    te.export.apply_delta(tmp_path / "old", tmp_path / "delta")
-    assert content_of(tmp_path / "old") == content_of(tmp_path / "new")
-    after = te.export.load(tmp_path / "old").tables["user:ids"]
+    te.export.apply_delta(tmp_path / "old", tmp_path / "delta", tmp_path / "made")
+    assert content_of(tmp_path / "made") == content_of(tmp_path / "new")
+    after = te.export.load(tmp_path / "made").tables["user:ids"]
     assert set(np.ravel(before)) - set(np.ravel(after)), "ids were evicted"
 
 
-def refuses(export, delta, match):
-    """Checks that a delta is refused, and the export stays as it is."""
-    before = content_of(export)
-    with pytest.raises(ExportError, match=match):
-        te.export.apply_delta(export, delta)
-    assert content_of(export) == before
-    assert not [x for x in export.parent.iterdir() if x.name.startswith(".")]
-
-
 def test_deltas_of_other_exports_are_refused(exports):
-    refuses(exports / "export0", exports / "delta1", "does not follow the export")
-    te.export.apply_delta(exports / "export0", exports / "delta0")
-    refuses(exports / "export0", exports / "delta0", "is applied already")
+    with pytest.raises(ExportError, match="does not follow the export"):
+        te.export.apply_delta(exports / "export0", exports / "delta1", exports / "made")
+    with pytest.raises(ExportError, match="must be a new directory"):
+        te.export.apply_delta(
+            exports / "export0", exports / "delta0", exports / "export0"
+        )
+    assert not (exports / "made").exists()
 
 
-def test_an_interrupted_delta_is_applied_again(exports):
-    shutil.copy(exports / "export1/tables/c.safetensors", exports / "export0/tables")
-    te.export.apply_delta(exports / "export0", exports / "delta0")
-    assert content_of(exports / "export0") == content_of(exports / "export1")
-
-
-def test_exports_that_have_no_delta(exports, tmp_path):
+def test_exports_that_have_no_delta(exports):
     layer = te.TPUEmbedding(
         te.FeatureConfig(table=te.TableConfig(vocabulary_size=5, dim=8, name="b")),
         rngs=nnx.Rngs(0),
@@ -120,6 +108,6 @@ def test_exports_that_have_no_delta(exports, tmp_path):
     features = {name: te.FeatureConfig(table=table) for name, table in wider.items()}
     layer = te.TPUEmbedding(features, rngs=nnx.Rngs(0))
     te.export.save_tables(layer, exports / "wider")
-    with pytest.raises(ExportError, match=r"must hold float32 \[37, 4\] as tensor"):
+    with pytest.raises(ExportError, match=r"one shape and dtype, got float32\[9, 4\]"):
         te.export.save_delta(exports / "wider", exports / "export0", exports / "delta")
     assert not (exports / "delta").exists()

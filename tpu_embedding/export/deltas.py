@@ -1,6 +1,6 @@
 """Deltas: what differs between two exports, so that a server need not copy all again.
 
-delta.json                  digest of the older export's export.json, digests of files
+delta.json                  digest of the older export's export.json
 export.json                 that of the newer export
 tables/NAME.safetensors     of a table that differs: the rows that do, and their places
 others                      whole files of the newer export that differ
@@ -13,35 +13,25 @@ that came or were evicted are rows that differ, too.
 import dataclasses
 import pathlib
 import shutil
-import tempfile
-from collections.abc import Mapping
-from typing import Final, Literal
+from typing import Final
 
 import numpy as np
+import safetensors.numpy
 
 from tpu_embedding.argument_checks import PATH, takes
 from tpu_embedding.export.directories import new_directory
 from tpu_embedding.export.documents import (
     DOCUMENT_FILE,
-    TABLES_DIR,
-    ExportDocument,
     check_files,
-    digests_of_files,
     file_digest,
-    path_inside,
+    files_of,
     read_document,
     read_json,
     write_json,
 )
+from tpu_embedding.export.layer_tables import TABLES_DIR
 from tpu_embedding.export.signature import ExportError
-from tpu_embedding.export.tensor_files import (
-    TensorSpec,
-    check_tensors,
-    read_tensors,
-    spec_of,
-    writable_tensor,
-    write_tensors,
-)
+from tpu_embedding.export.tensor_files import read_tensors, writable_tensor
 from tpu_embedding.paths import local_path
 
 DELTA_FILE: Final = "delta.json"
@@ -54,13 +44,10 @@ class DeltaDocument:
 
     Attributes:
       base: SHA-256 of the older export's `export.json`.
-      files: path of each other file of the delta to its SHA-256.
     """
 
-    format: Literal["tpu_embedding.delta"] = "tpu_embedding.delta"
-    format_version: Literal[2] = 2
     base: str
-    files: dict[str, str]
+    format: str = "tpu_embedding.delta 3"
 
 
 @takes("te.export.", export=PATH, base=PATH, directory=PATH)
@@ -94,59 +81,54 @@ def save_delta(
       >>> layer.set_embedding_tables({"movie": np.ones((3, 2))})
       >>> te.export.save_tables(layer, path / "tuesday")
       >>> te.export.save_delta(path / "tuesday", path / "monday", path / "delta")
-      >>> te.export.apply_delta(path / "monday", path / "delta")
+      >>> te.export.apply_delta(path / "monday", path / "delta", path / "served")
       >>> [float(rows.mean()) for rows in read_tensors(
-      ...     path / "monday" / "tables" / "movie.safetensors").values()]
+      ...     path / "served" / "tables" / "movie.safetensors").values()]
       [1.0]
     """
     new, old = local_path(export), local_path(base)
     new_files, old_files = read_document(new).files, read_document(old).files
-    _check_same_files(new_files, old_files, new, old)
     check_files(new, new_files)
     check_files(old, old_files)
-    with new_directory(directory) as path:
-        if path is None:
-            return
-        (path / TABLES_DIR).mkdir()
-        for name, digest in new_files.items():
-            if digest == old_files[name]:
-                continue
-            if name.startswith(f"{TABLES_DIR}/"):
-                write_tensors(path / name, _changed_rows(new / name, old / name))
-            else:
-                (path / name).parent.mkdir(parents=True, exist_ok=True)
-                shutil.copyfile(new / name, path / name)
-        shutil.copyfile(new / DOCUMENT_FILE, path / DOCUMENT_FILE)
-        document = DeltaDocument(
-            base=file_digest(old / DOCUMENT_FILE), files=digests_of_files(path)
-        )
-        write_json(path / DELTA_FILE, document)
-
-
-def _check_same_files(
-    new_files: Mapping[str, str],
-    old_files: Mapping[str, str],
-    new: pathlib.Path,
-    old: pathlib.Path,
-) -> None:
     if different := sorted(new_files.keys() ^ old_files.keys()):
         raise ExportError(
             f"A delta needs two exports of the same files, but {different} are in one "
             f"of {new} and {old} only; serve the whole newer export."
         )
+    with new_directory(directory) as path:
+        if path is None:
+            return
+        for name, source in files_of(new).items():
+            if new_files[name] == old_files[name]:
+                continue
+            (path / name).parent.mkdir(parents=True, exist_ok=True)
+            if source.parent.name == TABLES_DIR:
+                changed = _changed_rows(source, old / name)
+                safetensors.numpy.save_file(changed, path / name)
+            else:
+                shutil.copyfile(source, path / name)
+        shutil.copyfile(new / DOCUMENT_FILE, path / DOCUMENT_FILE)
+        document = DeltaDocument(base=file_digest(old / DOCUMENT_FILE))
+        write_json(path / DELTA_FILE, document)
 
 
 def _changed_rows(new: pathlib.Path, old: pathlib.Path) -> dict[str, np.ndarray]:
     """Returns the rows of a table's file that differ from another's, as tensors."""
     tensors, before = read_tensors(new), read_tensors(old)
-    check_tensors(new, tensors, before)
     changed: dict[str, np.ndarray] = {}
     for name, tensor in tensors.items():
+        other = before.get(name, np.zeros(0))
+        if (tensor.shape, tensor.dtype) != (other.shape, other.dtype):
+            raise ExportError(
+                f"Tensor {name!r} of {new} and {old} must have one shape and dtype, "
+                f"got {tensor.dtype}{list(tensor.shape)} and "
+                f"{other.dtype}{list(other.shape)}; serve the whole newer export."
+            )
         row_bytes = max(1, tensor.nbytes // max(1, len(tensor)))
         size = max(1, _BLOCK_BYTES // row_bytes)
         numbers = [np.zeros(0, np.int64)]
         for start in range(0, len(tensor), size):
-            pair = (x[start : start + size] for x in (tensor, before[name]))
+            pair = (x[start : start + size] for x in (tensor, other))
             rows, others = (np.ascontiguousarray(x).view(np.uint8) for x in pair)
             numbers.append(start + np.flatnonzero((rows != others).any(axis=1)))
         changed[f"{name}:rows"] = np.concatenate(numbers)
@@ -154,93 +136,60 @@ def _changed_rows(new: pathlib.Path, old: pathlib.Path) -> dict[str, np.ndarray]
     return changed
 
 
-@takes("te.export.", export=PATH, delta=PATH)
-def apply_delta(export: str | pathlib.Path, delta: str | pathlib.Path) -> None:
-    """Makes the newer export of a delta out of the older one, in place.
+@takes("te.export.", export=PATH, delta=PATH, directory=PATH)
+def apply_delta(
+    export: str | pathlib.Path,
+    delta: str | pathlib.Path,
+    directory: str | pathlib.Path,
+) -> None:
+    """Makes the newer export of a delta out of the older one.
 
-    The files of tables are copied, changed, and compared with the digests of the newer
-    export; only then do they take the place of the old ones. So the export's disk needs
-    room for a second copy of the tables that change. If the call is interrupted while
-    files are replaced, call it again with the same delta.
+    The older export stays, so a server may go on with it. All files of the newer one
+    are compared with its digests before its directory appears.
 
     Args:
-      export: the older export; no server must have its files open while it changes.
+      export: the older export.
       delta: directory of `save_delta`.
+      directory: new directory for the newer export.
 
     Raises:
-      ExportError: a ValueError, if the delta belongs to another export, or files are
-        missing or damaged. The export has not changed then.
+      ExportError: a ValueError, if the delta belongs to another export, files are
+        missing or damaged, or the directory holds files.
     """
-    path, change = local_path(export), local_path(delta)
-    facts, later = _read_delta(change)
-    now = read_document(path)
-    if file_digest(path / DOCUMENT_FILE) != facts.base:
+    old, change = local_path(export), local_path(delta)
+    base = read_json(change / DELTA_FILE, DeltaDocument, "te.export.save_delta").base
+    later = read_document(change)
+    read_document(old)
+    if file_digest(old / DOCUMENT_FILE) != base:
         raise ExportError(
-            f"The delta {change} does not follow the export {path}: it was made from "
-            "another one, or is applied already. Apply deltas in the order in which "
-            "they were made, or copy the whole newer export."
+            f"The delta {change} does not follow the export {old}: it was made from "
+            "another one. Apply deltas in the order in which they were made, or copy "
+            "the whole newer export."
         )
-    _check_same_files(later.files, now.files, change, path)
-    found = {name: _digest_inside(path, name) for name in now.files}
-    # Of an interrupted call, some files are the newer ones.
-    check_files(
-        path, {k: x for k, x in now.files.items() if found[k] != later.files[k]}
-    )
-    changed = [name for name, digest in found.items() if digest != later.files[name]]
-    if missing := sorted({*changed, DOCUMENT_FILE} - facts.files.keys()):
-        raise ExportError(
-            f"{change / DELTA_FILE} must have digests of {missing}, which differ; copy "
-            "the delta again."
-        )
-    with tempfile.TemporaryDirectory(
-        prefix=f".{path.name}.", dir=path.parent
-    ) as scratch:
-        staged = pathlib.Path(scratch)
-        for name in changed:
-            (staged / name).parent.mkdir(parents=True, exist_ok=True)
-            _stage(path / name, change / name, staged / name)
-        check_files(staged, {name: later.files[name] for name in changed})
-        shutil.copyfile(change / DOCUMENT_FILE, staged / DOCUMENT_FILE)
-        for name in (*changed, DOCUMENT_FILE):
-            (staged / name).replace(path / name)
+    with new_directory(directory) as path:
+        if path is None:
+            return
+        changed = files_of(change)
+        for name, source in files_of(old).items():
+            (path / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(source, path / name)
+            if name in changed and source.parent.name == TABLES_DIR:
+                _set_rows(path / name, changed[name])
+            elif name in changed:
+                shutil.copyfile(changed[name], path / name)
+        shutil.copyfile(change / DOCUMENT_FILE, path / DOCUMENT_FILE)
+        check_files(path, later.files)
 
 
-def _read_delta(directory: pathlib.Path) -> tuple[DeltaDocument, ExportDocument]:
-    """Returns the documents of a delta whose files are as they were written."""
-    path = path_inside(directory, DELTA_FILE)
-    document = read_json(path, DeltaDocument, "te.export.save_delta")
-    check_files(directory, document.files)
-    return document, read_document(directory)
-
-
-def _digest_inside(directory: pathlib.Path, name: str) -> str | None:
-    path = path_inside(directory, name)
-    return file_digest(path) if path.is_file() else None
-
-
-def _stage(old: pathlib.Path, source: pathlib.Path, target: pathlib.Path) -> None:
-    """Makes a file of the newer export; whether it is right, its digest will tell."""
-    if source.parent.name != TABLES_DIR:
-        shutil.copyfile(source, target)
-        return
-    shutil.copyfile(old, target)
+def _set_rows(table: pathlib.Path, source: pathlib.Path) -> None:
+    """Sets the rows of a delta; whether they are right, the digest will tell."""
     changed = read_tensors(source)
-    for tensor, spec in {k: spec_of(x) for k, x in read_tensors(old).items()}.items():
-        numbers, rows = changed.get(f"{tensor}:rows"), changed.get(tensor)
-        if numbers is None or rows is None or not _fits(numbers, rows, spec):
+    for name in read_tensors(table):
+        try:
+            numbers, rows = changed[f"{name}:rows"], changed[name]
+            writable_tensor(table, name)[numbers] = rows
+        except (LookupError, TypeError, ValueError) as error:
             raise ExportError(
-                f"{source} must hold rows of {spec.dtype} {list(spec.shape)} in "
-                f"{tensor!r}, and their numbers in '{tensor}:rows'; make the delta "
-                "again."
-            )
-        if len(numbers):
-            writable_tensor(target, tensor)[numbers] = rows
-
-
-def _fits(numbers: np.ndarray, rows: np.ndarray, spec: TensorSpec) -> bool:
-    """Returns True if rows and their numbers are some of a tensor's."""
-    is_kind = numbers.dtype == np.int64 and numbers.ndim == 1
-    wanted = TensorSpec((len(numbers), *spec.shape[1:]), spec.dtype)
-    if not is_kind or spec_of(rows) != wanted:
-        return False
-    return not len(numbers) or 0 <= numbers.min() <= numbers.max() < spec.shape[0]
+                f"{source} must hold rows of {name!r}, and their numbers in "
+                f"'{name}:rows': {error}; make the delta again."
+            ) from None

@@ -4,7 +4,6 @@ Inputs that hold ids are checked by `prepare_features`, so that a wrong id is re
 with the same words as in training. The program itself refuses wrong shapes.
 """
 
-import dataclasses
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -15,7 +14,7 @@ import numpy as np
 from tpu_embedding.config import FeatureConfig, TableConfig
 from tpu_embedding.dynamic import Dynamic
 from tpu_embedding.export.example import nest_of
-from tpu_embedding.export.signature import ExportError, Input, Signature
+from tpu_embedding.export.signature import WIDE_DTYPE, ExportError, Input, Signature
 from tpu_embedding.inputs.buffer_sizes import BufferSizes
 from tpu_embedding.inputs.forms import is_integer
 from tpu_embedding.inputs.prepare import prepare_features
@@ -27,26 +26,30 @@ from tpu_embedding.types import (
     Ids64,
     RaggedIds,
     ShardedRaggedIds,
-    SparseIds,
 )
 
 
 class Feeder:
     """Checks the arguments of calls, and remembers the sizes of ragged buffers."""
 
-    def __init__(self, signature: Signature):
-        self._signature = signature
-        self._inputs = {each.name: each for each in signature.inputs}
+    def __init__(self, signature: Signature, arrays: Mapping[str, Any]):
+        """Prepares to feed a program.
+
+        Args:
+          signature: the inputs of the program.
+          arrays: shape and dtype of each array that the program takes, by name.
+        """
+        self._signature, self._arrays = signature, arrays
         self._sizes = BufferSizes()
         # One plan each: inputs may differ in their numbers of samples.
         self._plans = {
-            each.name: _input_plan(each)
+            each.name: _input_plan(each, arrays[each.ids_name].dtype == WIDE_DTYPE)
             for each in signature.inputs
             if each.kind != "array"
         }
 
     def arrays_of(self, arguments: Sequence[Any]) -> dict[str, np.ndarray]:
-        """Returns the arrays of the signature.
+        """Returns the arrays of the program.
 
         Args:
           arguments: a batch like the example of the export. Further inputs in its
@@ -62,14 +65,23 @@ class Feeder:
                 f"{len(arguments)}."
             )
         nest = nest_of(names, arguments)
-        values = {name: _value_at(nest, each) for name, each in self._inputs.items()}
-        for name, plan in self._plans.items():
-            ids = {name: _ragged(values[name], self._inputs[name])}
-            values |= prepare_features(ids, plan, sizes=self._sizes)
         arrays: dict[str, np.ndarray] = {}
-        for name, each in self._inputs.items():
-            parts = _parts_of_input(each, values[name])
-            arrays |= each.named({k: _in_words(array) for k, array in parts.items()})
+        for each in self._signature.inputs:
+            value = _value_at(nest, each)
+            if each.kind == "array":
+                dtype = self._arrays[each.ids_name].dtype
+                arrays[each.ids_name] = _as_dtype(value, dtype, each.name)
+                continue
+            ids = {each.name: _ragged(value, each)}
+            plan = self._plans[each.name]
+            ids = prepare_features(ids, plan, sizes=self._sizes)[each.name]
+            arrays |= _arrays_of_ids(each, ids)
+        if arrays.keys() != self._arrays.keys():
+            raise ExportError(
+                "Each input must be dense or ragged, and have weights or none, as in "
+                "the example of the export; the program takes the arrays "
+                f"{sorted(self._arrays)}, got {sorted(arrays)}."
+            )
         return arrays
 
 
@@ -97,16 +109,6 @@ def _ragged(value: Any, each: Input) -> Any:
         return value
     if isinstance(value, list):
         return RaggedIds.from_lists(value)
-    if isinstance(value, SparseIds):
-        # Several axes of samples become one, in row-major order.
-        *outer, last = (int(size) for size in value.dense_shape)
-        *axes, places = np.asarray(value.indices).T
-        samples = np.ravel_multi_index(tuple(axes), outer)
-        return dataclasses.replace(
-            value,
-            indices=np.stack([samples, places], axis=1),
-            dense_shape=(math.prod(outer), last),
-        )
     if not isinstance(value, np.ndarray | jax.Array):
         return value
     valence = math.prod(value.shape[1:])
@@ -114,81 +116,53 @@ def _ragged(value: Any, each: Input) -> Any:
     return RaggedIds(values=value.reshape(-1), row_splits=splits)
 
 
-def _input_plan(each: Input) -> InputPlan:
-    """Returns the rules by which the ids of an input are checked."""
-    _, tree = jax.tree.flatten({each.name: 0})
-    return InputPlan(features=(_feature_plan(each),), feature_tree=tree, num_shards=1)
-
-
-def _feature_plan(each: Input) -> FeaturePlan:
+def _input_plan(each: Input, is_wide: bool) -> InputPlan:
     """Returns the rules by which the ids of an input are checked."""
     num_rows = min(each.vocabulary_size or PADDING_ROW_ID, PADDING_ROW_ID - 1)
     table = TableConfig(
-        vocabulary_size=Dynamic(capacity=1) if each.is_wide else num_rows, dim=1
+        vocabulary_size=Dynamic(capacity=1) if is_wide else num_rows, dim=1
     )
     policy = "drop" if each.vocabulary_size is None else "error"
-    config = FeatureConfig(table=table, out_of_range_ids=policy)
-    return FeaturePlan(
+    feature = FeaturePlan(
         name=each.name,
-        config=config,
+        config=FeatureConfig(table=table, out_of_range_ids=policy),
         stack_index=0,
         row_offset=0,
         num_rows=table.max_rows,
     )
+    _, tree = jax.tree.flatten({each.name: 0})
+    return InputPlan(features=(feature,), feature_tree=tree, num_shards=1)
 
 
-def _parts_of_input(each: Input, leaf: Any) -> dict[str, np.ndarray]:
-    """Returns the arrays of one input, by the keys of `Input.parts`."""
-    if each.kind == "array":
-        assert each.spec is not None
-        return {"": _as_dtype(leaf, each.spec.dtype, each.name)}
-    weights = getattr(leaf, "weights", None)
-    if (weights is not None) != each.is_weighted:
-        wanted = "one weight per id" if each.is_weighted else "no weights"
-        raise ExportError(
-            f"Input {each.name!r} must have {wanted}, as in the example of the export."
-        )
-    is_ragged = isinstance(leaf, ShardedRaggedIds)
-    if is_ragged != (each.kind == "ragged_ids"):
-        raise ExportError(
-            f"Input {each.name!r} must hold {each.kind}, as in the example of the "
-            f"export, got {'ragged_ids' if is_ragged else 'dense_ids'}."
-        )
-    parts: dict[str, Any] = {} if weights is None else {"weights": weights}
-    if is_ragged:
-        parts |= {"values": _on_host(leaf.values), "row_splits": leaf.row_splits}
-        return {key: np.asarray(x)[0] for key, x in parts.items()}
-    parts[each.ids_part] = _on_host(leaf.ids if isinstance(leaf, DenseIds) else leaf)
-    return {key: np.asarray(x) for key, x in parts.items()}
+def _arrays_of_ids(each: Input, leaf: Any) -> dict[str, np.ndarray]:
+    """Returns the arrays of ids that were prepared for one shard."""
+    if isinstance(leaf, ShardedRaggedIds):
+        parts = {
+            f"{each.name}/values": _on_host(leaf.values),
+            each.row_splits_name: leaf.row_splits,
+            each.weights_name: leaf.weights,
+        }
+        return {k: np.asarray(x)[0] for k, x in parts.items() if x is not None}
+    if not isinstance(leaf, DenseIds):
+        leaf = DenseIds(ids=leaf)
+    parts = {each.name: _on_host(leaf.ids), each.weights_name: leaf.weights}
+    return {k: np.asarray(x) for k, x in parts.items() if x is not None}
 
 
 def _on_host(ids: Any) -> np.ndarray:
-    """Returns ids as int32 or uint64."""
-    return ids.to_numpy() if isinstance(ids, Ids64) else np.asarray(ids)
+    """Returns ids, those of 64 bits as two words along a last axis."""
+    if not isinstance(ids, Ids64):
+        return np.asarray(ids)
+    return np.stack([np.asarray(ids.low), np.asarray(ids.high)], axis=-1)
 
 
-def _in_words(array: np.ndarray) -> np.ndarray:
-    """Returns ids of 64 bits as two words along a last axis, all others as they are."""
-    if array.dtype != np.uint64:
-        return array
-    words = Ids64.of_array(array)
-    return np.stack([words.low, words.high], axis=-1)
-
-
-def _as_dtype(value: Any, dtype: str, name: str) -> np.ndarray:
+def _as_dtype(value: Any, dtype: Any, name: str) -> np.ndarray:
     """Converts an array, unless that would change its numbers beyond rounding."""
-    array, target = np.asarray(value), np.dtype(dtype)
-    if array.dtype == object or array.dtype.kind in "SUT":
-        raise TypeError(f"Input {name!r} must hold numbers, got dtype {array.dtype}.")
-    if is_integer(target):
-        if not is_integer(array.dtype) and array.dtype != np.bool_:
-            raise TypeError(
-                f"Input {name!r} must hold integers, got dtype {array.dtype}."
-            )
-        limits = np.iinfo(target)
-        if array.size and not limits.min <= array.min() <= array.max() <= limits.max:
-            raise ExportError(
-                f"Input {name!r} must hold numbers that {target} can hold, got "
-                f"{array.min()} to {array.max()}."
-            )
-    return array.astype(target, copy=False)
+    array = np.asarray(value)
+    converted = array.astype(dtype, casting="same_kind")
+    if is_integer(converted.dtype) and (converted != array).any():
+        raise ExportError(
+            f"Input {name!r} must hold numbers that {dtype} can hold, got "
+            f"{array.min()} to {array.max()}."
+        )
+    return converted

@@ -8,21 +8,21 @@ All ones stand for no id.
 
 import dataclasses
 import pathlib
+import urllib.parse
 from collections.abc import Collection, Iterator, Mapping
-from typing import NamedTuple
+from typing import Final
 
 import numpy as np
 from flax import nnx
 
 from tpu_embedding.dynamic import SLOTS_PER_BUCKET
-from tpu_embedding.export.documents import TABLES_DIR, ExportedTable, file_of_table
 from tpu_embedding.export.row_formats import (
     RowFormat,
     encode,
     largest_error,
     stored_spec,
 )
-from tpu_embedding.export.signature import ExportError, check_name, refuse_repeated
+from tpu_embedding.export.signature import ExportError, refuse_repeated
 from tpu_embedding.export.tensor_files import TensorSpec, create_file, writable_tensor
 from tpu_embedding.functional.dynamic_ids import DynamicRows, rows_in_directory
 from tpu_embedding.nn.embedding import TPUEmbedding
@@ -34,6 +34,8 @@ from tpu_embedding.rows.id_mixing import NO_ID
 from tpu_embedding.tables.row_stream import read_blocks
 from tpu_embedding.types import Ids64
 
+TABLES_DIR: Final = "tables"
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class StoredIds:
@@ -43,13 +45,11 @@ class StoredIds:
       lines: uint32 `[buckets, 128]`; see the module.
       places: int64 `[rows]`, row in the export of each row of the table; -1: none.
       num_rows: rows in the export.
-      num_ids: ids that have rows.
     """
 
     lines: np.ndarray
     places: np.ndarray
     num_rows: int
-    num_ids: int
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -66,35 +66,15 @@ class LayerTable:
     place: TablePlan
     ids: StoredIds | None = None
 
-    def stored_spec(self, row_format: RowFormat) -> TensorSpec:
-        """Returns the shape and dtype of the exported rows."""
-        config = self.place.config
-        num_rows = config.max_rows if self.ids is None else self.ids.num_rows
-        return stored_spec(num_rows, config.dim, row_format)
-
     def tensor_specs(self, name: str, row_format: RowFormat) -> dict[str, TensorSpec]:
         """Returns the tensors of the exported table: its rows, and its ids."""
-        specs = {name: self.stored_spec(row_format)}
+        config = self.place.config
+        num_rows = config.max_rows if self.ids is None else self.ids.num_rows
+        specs = {name: stored_spec(num_rows, config.dim, row_format)}
         if self.ids is not None:
             lines = self.ids.lines
             specs[directory_name(name)] = TensorSpec(lines.shape, lines.dtype)
         return specs
-
-
-class TableBlock(NamedTuple):
-    """Some rows of a table.
-
-    Attributes:
-      name: name of the table in the export.
-      places: their places in the export: consecutive ones, or any.
-      rows: values of the rows, as they are stored.
-      error: largest difference from the model's values.
-    """
-
-    name: str
-    places: slice | np.ndarray
-    rows: np.ndarray
-    error: float
 
 
 def table_prefix(path: str, layers: Collection[str]) -> str:
@@ -108,8 +88,8 @@ def tables_of_model(model: nnx.Module) -> dict[str, LayerTable]:
     All processes of a job call it together.
 
     Raises:
-      ExportError: if the model has no embedding layer, or a table has a name that an
-        export cannot hold, or the name of another table or of another one's ids.
+      ExportError: if the model has no embedding layer, or a table has the name of
+        another table or of another one's ids.
     """
     layers = embedding_layers(model)
     if not layers:
@@ -122,16 +102,9 @@ def tables_of_model(model: nnx.Module) -> dict[str, LayerTable]:
         for path, layer in layers.items()
         for table in _tables_of_layer(layer)
     ]
-    refuse_repeated("tables", (name for name, _ in named))
-    tables = dict(named)
-    for name, table in tables.items():
-        check_name("table", name)
-        if table.ids is not None and directory_name(name) in tables:
-            raise ExportError(
-                f"No table must have the name {directory_name(name)!r}, under which an "
-                f"export holds the ids of the dynamic table {name!r}; rename one."
-            )
-    return tables
+    ids = [directory_name(name) for name, table in named if table.ids is not None]
+    refuse_repeated("tables", [*(name for name, _ in named), *ids])
+    return dict(named)
 
 
 def _tables_of_layer(layer: TPUEmbedding) -> Iterator[LayerTable]:
@@ -158,18 +131,60 @@ def _stored_ids(found: DynamicRows, member: DynamicTablePlan) -> StoredIds:
     if member.default_row is not None:
         places[member.default_row] = num_rows
         num_rows += 1
-    return StoredIds(
-        lines=lines, places=places, num_rows=num_rows, num_ids=len(found.ids)
-    )
+    return StoredIds(lines=lines, places=places, num_rows=num_rows)
 
 
-def stored_blocks(
-    tables: Mapping[str, LayerTable], row_format: RowFormat
-) -> Iterator[TableBlock]:
-    """Yields the rows of some tables in blocks; see `read_blocks` for its bounds.
+def write_table_files(
+    directory: pathlib.Path | None,
+    tables: Mapping[str, LayerTable],
+    row_format: RowFormat,
+) -> dict[str, float]:
+    """Writes one file per table, block by block; see `read_blocks` for its bounds.
 
     In a job, all processes call it together, and each gets all rows.
+
+    Args:
+      directory: the export; None for a process that only helps to read.
+      tables: by name.
+      row_format: type of the rows in the files.
+
+    Returns:
+      The largest error that the rounding of each table makes.
     """
+    if directory is not None:
+        (directory / TABLES_DIR).mkdir()
+        for name, table in tables.items():
+            file = directory / _file_of_table(name)
+            create_file(file, table.tensor_specs(name, row_format))
+            if table.ids is not None:
+                tensor = writable_tensor(file, directory_name(name))
+                tensor[...] = table.ids.lines
+    errors = dict.fromkeys(tables, 0.0)
+    for name, start, rows in _blocks(tables):
+        places: slice | np.ndarray = slice(start, start + len(rows))
+        if (ids := tables[name].ids) is not None:
+            places = ids.places[start : start + len(rows)]
+            rows, places = rows[places >= 0], places[places >= 0]
+        stored = encode(rows, row_format, f"table {name!r}")
+        error = np.maximum(errors[name], largest_error(rows, stored))
+        errors[name] = float(error)
+        if directory is not None and len(rows):
+            # Not kept open: a model may have more tables than a process may open files.
+            tensor = writable_tensor(directory / _file_of_table(name), name)
+            tensor[places] = stored
+    return errors
+
+
+def _file_of_table(name: str) -> str:
+    """Returns the path of a table's file in the directory of an export."""
+    # Names may hold slashes, and other characters that a file's name cannot.
+    return f"{TABLES_DIR}/{urllib.parse.quote(name, safe='')}.safetensors"
+
+
+def _blocks(
+    tables: Mapping[str, LayerTable],
+) -> Iterator[tuple[str, int, np.ndarray]]:
+    """Yields name of the table, first row and rows of each block of some tables."""
     names = {(id(x.layer), x.place.name): name for name, x in tables.items()}
     for layer in {id(x.layer): x.layer for x in tables.values()}.values():
         packed = layer.tables.get_value()
@@ -180,73 +195,4 @@ def stored_blocks(
             turns = read_blocks(packed[stack.name], stack, layer.plan, wanted, "all")
             for blocks in turns:
                 for table, start, rows in blocks:
-                    name = names[id(layer), table]
-                    yield _block_of(name, start, rows, tables[name].ids, row_format)
-
-
-def _block_of(
-    name: str,
-    start: int,
-    rows: np.ndarray,
-    ids: StoredIds | None,
-    row_format: RowFormat,
-) -> TableBlock:
-    places: slice | np.ndarray = slice(start, start + len(rows))
-    if ids is not None:
-        places = ids.places[start : start + len(rows)]
-        rows, places = rows[places >= 0], places[places >= 0]
-    stored = encode(rows, row_format, f"table {name!r}")
-    return TableBlock(name, places, stored, largest_error(rows, stored))
-
-
-def write_table_files(
-    directory: pathlib.Path | None,
-    tables: Mapping[str, LayerTable],
-    row_format: RowFormat,
-) -> dict[str, ExportedTable]:
-    """Writes one file per table, block by block.
-
-    Args:
-      directory: the export; None for a process that only helps to read.
-      tables: by name.
-      row_format: type of the rows in the files.
-
-    Returns:
-      The entry of each table in the document.
-    """
-    files = {name: file_of_table(name) for name in tables}
-    if directory is not None:
-        (directory / TABLES_DIR).mkdir()
-        for name, table in tables.items():
-            specs = table.tensor_specs(name, row_format)
-            create_file(directory / files[name], specs)
-            if table.ids is not None:
-                tensor = writable_tensor(directory / files[name], directory_name(name))
-                tensor[...] = table.ids.lines
-    errors = dict.fromkeys(tables, 0.0)
-    for block in stored_blocks(tables, row_format):
-        errors[block.name] = float(np.maximum(errors[block.name], block.error))
-        if directory is not None and len(block.rows):
-            # Not kept open: a model may have more tables than a process may open files.
-            tensor = writable_tensor(directory / files[block.name], block.name)
-            tensor[block.places] = block.rows
-    return {
-        name: describe_table(table, row_format, errors[name])
-        for name, table in tables.items()
-    }
-
-
-def describe_table(
-    table: LayerTable, row_format: RowFormat, error: float
-) -> ExportedTable:
-    """Returns the entry of a table in the document."""
-    spec, config = table.stored_spec(row_format), table.place.config
-    return ExportedTable(
-        vocabulary_size=config.max_rows,
-        dim=config.dim,
-        row_format=row_format,
-        dtype=str(spec.dtype),
-        shape=spec.shape,
-        largest_error=error,
-        num_ids=None if table.ids is None else table.ids.num_ids,
-    )
+                    yield names[id(layer), table], start, rows

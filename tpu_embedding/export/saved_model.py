@@ -10,22 +10,26 @@ import importlib
 import importlib.util
 import pathlib
 import re
+import tempfile
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import jax
-import numpy as np
+import jax.export
 from flax import nnx
 from jax.extend.mlir.dialects import stablehlo
 
 from tpu_embedding.argument_checks import PATH, takes
 from tpu_embedding.export.directories import new_directory
-from tpu_embedding.export.documents import write_document
-from tpu_embedding.export.layer_tables import describe_table, stored_blocks
 from tpu_embedding.export.row_formats import RowFormat
-from tpu_embedding.export.serving_program import ServingProgram, make_program
-from tpu_embedding.export.signature import ExportError, Input, Signature
+from tpu_embedding.export.signature import WIDE_DTYPE, ExportError, Input
+from tpu_embedding.export.stablehlo import (
+    SavedProgram,
+    arrays_of_program,
+    read_export,
+    save,
+)
 from tpu_embedding.nn.training import MODEL
-from tpu_embedding.rows.id_directory import directory_name
 from tpu_embedding.rows.id_mixing import NO_ID
 from tpu_embedding.types import PADDING_ROW_ID
 
@@ -47,7 +51,8 @@ def save_saved_model(
     returns, `tables` and `dense` hold the variables. Strings are turned into ids by a
     `tf.Module` around it.
 
-    The host holds all tables at once, as TensorFlow does.
+    The tables are written to the directory of temporary files first. Then the host
+    holds all of them at once, as TensorFlow does.
 
     Args:
       model: see `save`.
@@ -61,25 +66,12 @@ def save_saved_model(
       ExportError: see `save`, and if TensorFlow is missing or too old.
     """
     tf = _tensorflow()
-    program = make_program(
-        model, example, method=method, row_format=dtype, batch_size=batch_size
-    )
-    names = _flat_names(program.signature)
-    served, errors = _module(program, names)
-    flat = served.serve.get_concrete_function(_flat_specs(program.signature, names))
-    with new_directory(directory) as path:
-        assert path is not None, "make_program refuses jobs of several processes"
+    options: Any = {"method": method, "dtype": dtype, "batch_size": batch_size}
+    with new_directory(directory) as path, tempfile.TemporaryDirectory() as scratch:
+        program = pathlib.Path(scratch) / "program"
+        save(model, program, *example, **options)
+        served, flat = _module(read_export(program))
         tf.saved_model.save(served, str(path), signatures={"serving_default": flat})
-        write_document(
-            path,
-            kind="savedmodel",
-            tables={
-                name: describe_table(table, dtype, errors[name])
-                for name, table in program.tables.items()
-            },
-            signature=program.signature,
-            platforms=tuple(program.exported.platforms),
-        )
 
 
 def _tensorflow() -> Any:
@@ -96,42 +88,41 @@ def _tensorflow() -> Any:
     return importlib.import_module("tensorflow")
 
 
-def _module(
-    program: ServingProgram, names: dict[str, str]
-) -> tuple[Any, dict[str, float]]:
-    """Returns a `tf.Module` that runs the program, and the error of each table.
-
-    Args:
-      program: the program.
-      names: from `_flat_names`.
-    """
+def _module(saved: SavedProgram) -> tuple[Any, Any]:
+    """Returns a `tf.Module` that runs a program, and its function of flat tensors."""
     tf = _tensorflow()
-    call = _call_module(program)
-    variables, errors = _table_variables(program)
+    call = _call_module(saved.exported)
+    arrays = arrays_of_program(saved.exported)
+    names = _flat_names(arrays)
+
+    def variables(values: Mapping[str, Any]) -> dict[str, Any]:
+        return {k: tf.Variable(array, trainable=False) for k, array in values.items()}
 
     class Served(tf.Module):
         """A model of tpu_embedding, exported."""
 
         def __init__(self):
             super().__init__()
-            self.tables = variables
-            self.dense = {
-                name: tf.Variable(array, trainable=False, name=_tf_name(name))
-                for name, array in program.dense.items()
-            }
+            self.tables = variables(saved.tables)
+            self.dense = variables(saved.dense)
 
         @tf.function(autograph=False)
         def serve(self, tensors):
-            arrays = {}
-            for each in program.signature.inputs:
-                parts = {k: tensors[names[x]] for k, x in each.named_parts.items()}
-                arrays |= each.named(_converted(each, parts))
-            return call(dict(self.tables), dict(self.dense), arrays)
+            given = {name: tensors[flat] for name, flat in names.items()}
+            for each in saved.signature.inputs:
+                given |= _converted(each, given, arrays)
+            return call(dict(self.tables), dict(self.dense), given)
 
-    return Served(), errors
+    specs = {}
+    for each in saved.signature.inputs:
+        for name in each.array_names(arrays):
+            shape, dtype = _flat_spec(each, name, arrays[name])
+            specs[names[name]] = tf.TensorSpec(shape, dtype, name=names[name])
+    served = Served()
+    return served, served.serve.get_concrete_function(specs)
 
 
-def _call_module(program: ServingProgram) -> Any:
+def _call_module(exported: jax.export.Exported) -> Any:
     """Returns the program as a function of tensors, `(tables, dense, arrays)`."""
     tf = _tensorflow()
     # The operation that jax2tf emits, and TensorFlow's own version of StableHLO.
@@ -139,7 +130,6 @@ def _call_module(program: ServingProgram) -> Any:
         "tensorflow.compiler.mlir.stablehlo.stablehlo"
     )
     tf_xla = importlib.import_module("tensorflow.compiler.tf2xla.python.xla")
-    exported = program.exported
     if exported.calling_convention_version > (
         tf_xla.call_module_maximum_supported_version()
     ):
@@ -151,79 +141,40 @@ def _call_module(program: ServingProgram) -> Any:
         of_tensorflow.get_current_version(), stablehlo.get_current_version()
     )
     module = stablehlo.serialize_portable_artifact_str(exported.mlir_module(), version)
-    types = [tf.as_dtype(output.dtype) for output in exported.out_avals]
-    shapes = [
-        [size if isinstance(size, int) else None for size in output.shape]
-        for output in exported.out_avals
-    ]
 
-    def call(tables: Any, dense: Any, arrays: Any) -> Any:
-        flat = jax.tree.leaves((tables, dense, arrays))
+    def call(*arguments: Any) -> Any:
+        flat = jax.tree.leaves(arguments)
         outputs = tf_xla.call_module(
             [flat[i] for i in exported.module_kept_var_idx],
             version=exported.calling_convention_version,
             module=module,
-            Tout=types,
-            Sout=shapes,
+            Tout=[tf.as_dtype(output.dtype) for output in exported.out_avals],
+            Sout=[_tf_shape(output.shape) for output in exported.out_avals],
             platforms=[name.upper() for name in exported.platforms],
         )
-        return jax.tree.unflatten(exported.out_tree, outputs)
+        outputs = jax.tree.unflatten(exported.out_tree, outputs)
+        return outputs if isinstance(outputs, dict) else {"output": outputs}
 
     return call
 
 
-def _table_variables(
-    program: ServingProgram,
-) -> tuple[dict[str, Any], dict[str, float]]:
-    """Returns one variable per table, its ids, and the largest error of each table."""
-    tf = _tensorflow()
-    variables, errors = {}, dict.fromkeys(program.tables, 0.0)
-    for name, source in program.tables.items():
-        spec = source.stored_spec(program.row_format)
-        rows = np.zeros(spec.shape, spec.dtype)
-        for block in stored_blocks({name: source}, program.row_format):
-            rows[block.places] = block.rows
-            errors[name] = float(np.maximum(errors[name], block.error))
-        variables[name] = tf.Variable(rows, trainable=False, name=_tf_name(name))
-        if source.ids is not None:
-            key = directory_name(name)
-            variables[key] = tf.Variable(source.ids.lines, trainable=False)
-    return variables, errors
+def _tf_shape(shape: Iterable[Any]) -> list[int | None]:
+    return [size if isinstance(size, int) else None for size in shape]
 
 
-def _flat_names(signature: Signature) -> dict[str, str]:
+def _flat_names(names: Iterable[str]) -> dict[str, str]:
     """Returns the name in the signature of TensorFlow of each array of the program.
 
     Raises:
       ExportError: if two arrays have the same one.
     """
-    names: dict[str, str] = {}
-    for name in signature.arrays:
-        flat = _tf_name(name)
-        if flat in names.values():
-            raise ExportError(
-                "Names of inputs must differ in letters and digits, but several have a "
-                f"tensor {flat!r} in the signature of a SavedModel, one of them "
-                f"{name!r}; rename a feature."
-            )
-        names[name] = flat
-    return names
-
-
-def _flat_specs(signature: Signature, names: dict[str, str]) -> dict[str, Any]:
-    """Returns the specs of the tensors of a signature, by `_flat_names`."""
-    tf, specs = _tensorflow(), {}
-    for each in signature.inputs:
-        for part, spec in each.parts.items():
-            shape = [size if isinstance(size, int) else None for size in spec.shape]
-            dtype = spec.dtype
-            if each.kind != "array" and part in (each.ids_part, "row_splits"):
-                dtype = tf.int64
-                is_words = each.is_wide and part == each.ids_part
-                shape = shape[:-1] if is_words else shape
-            flat = names[each.named_parts[part]]
-            specs[flat] = tf.TensorSpec(shape, dtype, name=flat)
-    return specs
+    flat = {name: _tf_name(name) for name in names}
+    if len(set(flat.values())) < len(flat):
+        raise ExportError(
+            "Names of inputs must differ in letters and digits for a SavedModel, got "
+            f"{sorted(flat)}; rename a feature."
+        )
+    return flat
 
 
 def _tf_name(name: str) -> str:
@@ -234,23 +185,41 @@ def _tf_name(name: str) -> str:
     return f"x_{flat}" if flat[:1] in ("", "_") or flat == "self" else flat
 
 
-def _converted(each: Input, parts: dict[str, Any]) -> dict[str, Any]:
-    """Converts ids to 32 bits, and gives ragged ids the place that a program needs."""
+def _flat_spec(each: Input, name: str, array: Any) -> tuple[list[int | None], Any]:
+    """Returns shape and dtype of a flat tensor; ids and row splits are int64."""
+    shape = _tf_shape(array.shape)
+    if each.kind == "array" or name == each.weights_name:
+        return shape, array.dtype
+    return shape[:-1] if array.dtype == WIDE_DTYPE else shape, "int64"
+
+
+def _converted(
+    each: Input, given: Mapping[str, Any], arrays: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Converts ids to 32 bits, and gives ragged ids the place that a program needs.
+
+    Args:
+      each: the input.
+      given: tensors by the names of the program's arrays.
+      arrays: shape and dtype of the program's arrays.
+    """
     tf = _tensorflow()
-    converted = {}
-    for part, spec in each.parts.items():
-        array = parts[part]
-        padding: Any = 0
-        if part == each.ids_part and each.kind != "array":
-            if each.is_wide:
-                array, padding = tf.bitcast(array, tf.uint32), [NO_ID, NO_ID]
-            else:
-                array, padding = _to_int32(array), PADDING_ROW_ID
-        elif part == "row_splits":
-            array = _to_int32(array)
-        if spec.shape[:1] == (each.places,):
-            array = tf.concat([array, tf.constant([padding], array.dtype)], axis=0)
-        converted[part] = array
+    if each.kind == "array":
+        return {}
+    ids, padding = given[each.ids_name], [PADDING_ROW_ID]
+    if arrays[each.ids_name].dtype == WIDE_DTYPE:
+        ids, padding = tf.bitcast(ids, tf.uint32), [[NO_ID, NO_ID]]
+    else:
+        ids = _to_int32(ids)
+    if each.kind != "ragged_ids":
+        return {each.ids_name: ids}
+    converted = {
+        each.ids_name: tf.concat([ids, tf.constant(padding, ids.dtype)], axis=0),
+        each.row_splits_name: tf.cast(given[each.row_splits_name], tf.int32),
+    }
+    if each.weights_name in arrays:
+        weights = given[each.weights_name]
+        converted[each.weights_name] = tf.pad(weights, [[0, 1]])
     return converted
 
 

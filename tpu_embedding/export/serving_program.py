@@ -4,6 +4,7 @@ The program is a pure function of three dicts: tables, dense parameters and inpu
 values of the tables and the parameters are no part of it.
 """
 
+import collections
 import contextlib
 import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
@@ -11,7 +12,6 @@ from typing import Any, Final
 
 import jax
 import jax.export
-import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
@@ -21,16 +21,11 @@ from tpu_embedding.export.layer_tables import (
     table_prefix,
     tables_of_model,
 )
-from tpu_embedding.export.row_formats import RowFormat, check_row_format
+from tpu_embedding.export.row_formats import RowFormat
 from tpu_embedding.export.signature import (
-    BATCH,
-    OUTPUT,
-    ROW_SPLITS,
-    ArraySpec,
     ExportError,
     Input,
     Signature,
-    arrays_of,
     keys_of,
     quoted_path,
     refuse_repeated,
@@ -58,28 +53,23 @@ _LAYER_VARIABLES: Final = (
 )
 """Variables of embedding layers. A program for serving does without them."""
 
-_FIX_BATCH_SIZE: Final = (
-    "pass batch_size=N to export it for one batch size, which its code may compute with"
-)
-
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ServingProgram:
     """A model as a program for serving, and the values that it takes.
 
     Attributes:
-      exported: the program, `(tables, dense, arrays) -> outputs`, dicts by name.
-      signature: names and shapes of inputs and outputs.
+      exported: the program, `(tables, dense, arrays) -> outputs`. Tables, parameters
+        and arrays are dicts by name, and so are outputs but a single array.
+      signature: the inputs.
       tables: the tables that it reads, by name.
       dense: dense parameters and batch statistics, by name.
-      row_format: storage format of the tables.
     """
 
     exported: jax.export.Exported
     signature: Signature
     tables: dict[str, LayerTable]
     dense: dict[str, np.ndarray]
-    row_format: RowFormat
 
 
 def make_program(
@@ -101,64 +91,38 @@ def make_program(
 
     Raises:
       ExportError: if the model cannot run without its mesh, or not with any batch
-        size; if the format is unknown, or the job has several processes.
+        size; or the job has several processes.
     """
-    check_row_format(row_format)
     if jax.process_count() > 1:
         raise ExportError(
             f"A program is exported by one process, got a job of {jax.process_count()};"
             " save a checkpoint by te.save, and export it in a process of its own. "
             "te.export.save_tables works in a job."
         )
-    function = getattr(model, method, None)
-    if not callable(function):
-        raise ExportError(
-            f"method must name a method of {type(model).__name__}, got {method!r}."
-        )
-    example = Example.of(function, arguments, batch_size)
-    all_tables = tables_of_model(model)
-
-    def trace(example: Example) -> tuple[_ServedMethod, tuple[Any, ...], Any]:
-        served = _ServedMethod(model, method, example)
-        specs = (
-            _table_specs(all_tables, row_format),
-            {name: _struct(leaf) for name, leaf in served.dense.items()},
-            _array_structs(example.inputs, batch_size),
-        )
-        with _explained_errors():
-            return served, specs, jax.eval_shape(served, *specs)
-
-    served, specs, outputs = trace(example)
-    if shared := sorted(served.wide & served.narrow):
-        raise ExportError(
-            f"The ids of the inputs {shared} are looked up in tables with a te.Dynamic "
-            "vocabulary and in others; make two inputs of them."
-        )
-    if served.wide:
-        example = example.with_wide(served.wide)
-        served, specs, outputs = trace(example)
-    tables = {k: table for k, table in all_tables.items() if k in served.used_tables}
-    specs = (_table_specs(tables, row_format), *specs[1:])
+    example = Example.of(getattr(model, method), arguments)
+    tables = tables_of_model(model)
+    served = _ServedMethod(model, method, example)
+    dense = {k: jax.ShapeDtypeStruct(x.shape, x.dtype) for k, x in served.dense.items()}
+    arrays = example.structs(batch_size)
     with _explained_errors():
+        jax.eval_shape(served, _table_specs(tables, row_format), dense, arrays)
+        tables = {k: table for k, table in tables.items() if k in served.used_tables}
+        # Only the lookups tell which ids have 64 bits.
+        arrays = example.structs(batch_size, _wide_inputs(served.lookups))
+        specs = _table_specs(tables, row_format), dense, arrays
         exported = jax.export.export(jax.jit(served), platforms=PLATFORMS)(*specs)
-    _check_portable(exported, model)
-    inputs = tuple(
-        _with_limit(each, served.looked_up.get(each.name)) for each in example.inputs
-    )
-    signature = Signature(
-        arguments=example.arguments,
-        inputs=inputs,
-        arrays=arrays_of(inputs),
-        outputs={name: _array_spec(x) for name, x in outputs.items()},
-        returns_array=served.returns_array,
-        batch_size=batch_size,
-    )
+    if exported.nr_devices != 1:
+        raise ExportError(
+            f"{type(model).__name__} must run on one device to be exported, got a "
+            f"program for {exported.nr_devices}: its code names shardings of its mesh. "
+            "Leave them out when it is called for serving."
+        )
+    inputs = (_with_lookups(each, served.lookups[each.name]) for each in example.inputs)
     return ServingProgram(
         exported=exported,
-        signature=signature,
+        signature=Signature(arguments=example.arguments, inputs=tuple(inputs)),
         tables=tables,
         dense={name: np.asarray(x) for name, x in served.dense.items()},
-        row_format=row_format,
     )
 
 
@@ -167,12 +131,8 @@ class _ServedMethod:
 
     Attributes:
       dense: name to value of each dense parameter.
-      returns_array: True if the latest call returned an array, not a nest of arrays.
       used_tables: names of the tables that the latest call looked up in.
-      looked_up: names of the inputs whose ids the latest call looked up, to the
-        number that they must be below; 0: any.
-      wide: names of the inputs that the latest call looked up in dynamic tables.
-      narrow: names of those that it looked up in others.
+      lookups: name of each input to the features that the latest call looked it up for.
     """
 
     def __init__(self, model: nnx.Module, method: str, example: Example):
@@ -184,18 +144,15 @@ class _ServedMethod:
         self._random = jax.device_put(random, jax.devices()[0])
         leaves, self._dense_tree = jax.tree_util.tree_flatten_with_path(dense)
         self.dense = {_parameter_name(path): leaf for path, leaf in leaves}
-        self.returns_array = False
         self.used_tables: set[str] = set()
-        self.looked_up: dict[str, int] = {}
-        self.wide: set[str] = set()
-        self.narrow: set[str] = set()
+        self.lookups: dict[str, list[FeaturePlan]] = collections.defaultdict(list)
 
     def __call__(
         self,
         tables: Mapping[str, jax.Array],
         dense: Mapping[str, jax.Array],
         arrays: Mapping[str, jax.Array],
-    ) -> dict[str, jax.Array]:
+    ) -> Any:
         """Runs the method with whole tables."""
         state = self._dense_tree.unflatten([dense[name] for name in self.dense])
         # Flax lets a trace change only variables that were made in it.
@@ -211,17 +168,12 @@ class _ServedMethod:
             layer.start_recording("serving", own)
         arguments, owners = self._example.rebuild(arrays)
         outputs = getattr(model, self._method)(*arguments)
-        self.used_tables, self.looked_up = set(), {}
-        self.wide, self.narrow = set(), set()
+        self.used_tables.clear()
+        self.lookups.clear()
         for path, layer in layers.items():
             for call in layer.stop_recording():
                 self._keep(call, table_prefix(path, layers), owners)
-        leaves, _ = jax.tree_util.tree_flatten_with_path(outputs)
-        paths = [keys_of(path) for path, _ in leaves]
-        self.returns_array = paths == [()]
-        names = ["/".join(path) if path else OUTPUT for path in paths]
-        refuse_repeated("outputs", names)
-        return {name: leaf for name, (_, leaf) in zip(names, leaves, strict=True)}
+        return _named_outputs(outputs)
 
     def _keep(self, call: ServedCall, prefix: str, owners: Mapping[int, str]) -> None:
         """Remembers the tables of a call, and the inputs that its ids came from."""
@@ -235,22 +187,49 @@ class _ServedMethod:
             for part in parts:
                 name = owners.get(id(ids_of(part)))
                 if name is not None:
-                    self._keep_limit(name, feature)
-
-    def _keep_limit(self, name: str, feature: FeaturePlan) -> None:
-        """Remembers the smallest number of rows that the ids of an input go to."""
-        limit = self.looked_up.setdefault(name, 0)
-        is_dynamic = feature.table.dynamic is not None
-        (self.wide if is_dynamic else self.narrow).add(name)
-        if not is_dynamic and feature.config.out_of_range_ids == "error":
-            num_rows = feature.table.max_rows
-            self.looked_up[name] = min(limit or num_rows, num_rows)
+                    self.lookups[name].append(feature)
 
 
-def _with_limit(each: Input, limit: int | None) -> Input:
-    is_ids = each.kind == "array" and (limit is not None or each.is_wide)
-    kind = "dense_ids" if is_ids else each.kind
-    return dataclasses.replace(each, kind=kind, vocabulary_size=limit or None)
+def _named_outputs(outputs: Any) -> Any:
+    """Returns outputs by their paths; a single array stays as it is."""
+    leaves, _ = jax.tree_util.tree_flatten_with_path(outputs)
+    names = ["/".join(keys_of(path)) for path, _ in leaves]
+    refuse_repeated("outputs", names)
+    if names == [""]:
+        return leaves[0][1]
+    return {name: leaf for name, (_, leaf) in zip(names, leaves, strict=True)}
+
+
+def _wide_inputs(lookups: Mapping[str, Sequence[FeaturePlan]]) -> set[str]:
+    """Returns the names of the inputs that were looked up in dynamic tables.
+
+    Raises:
+      ExportError: if one was looked up in another table, too.
+    """
+    wide = {
+        name
+        for name, features in lookups.items()
+        if any(feature.table.dynamic is not None for feature in features)
+    }
+    for name in sorted(wide):
+        if any(feature.table.dynamic is None for feature in lookups[name]):
+            raise ExportError(
+                f"The ids of the input {name!r} are looked up in tables with a "
+                "te.Dynamic vocabulary and in others; make two inputs of them."
+            )
+    return wide
+
+
+def _with_lookups(each: Input, features: Sequence[FeaturePlan]) -> Input:
+    """Returns an input with its kind and limit, from the features of its lookups."""
+    limits = [
+        feature.table.max_rows
+        for feature in features
+        if feature.table.dynamic is None and feature.config.out_of_range_ids == "error"
+    ]
+    kind = "dense_ids" if features and each.kind == "array" else each.kind
+    limit = min(limits, default=None)
+    return dataclasses.replace(each, kind=kind, vocabulary_size=limit)
 
 
 def _table_specs(
@@ -263,39 +242,9 @@ def _table_specs(
     }
 
 
-def _array_structs(
-    inputs: Sequence[Input], batch_size: int | None
-) -> dict[str, jax.ShapeDtypeStruct]:
-    """Returns the shapes of the program's arrays, with one symbol per free size."""
-    scope = jax.export.SymbolicScope()
-
-    def symbol(name: str) -> Any:
-        return jax.export.symbolic_shape(name, scope=scope)[0]
-
-    batch: Any = symbol(BATCH) if batch_size is None else batch_size
-    structs = {}
-    for number, each in enumerate(inputs):
-        sizes = {BATCH: batch, ROW_SPLITS: batch + 1}
-        if each.spec is None:
-            sizes[each.places] = symbol(f"places_{number}")
-        for name, spec in each.arrays.items():
-            shape = tuple(sizes[d] if isinstance(d, str) else d for d in spec.shape)
-            structs[name] = jax.ShapeDtypeStruct(shape, jnp.dtype(spec.dtype))
-    return structs
-
-
 def _parameter_name(path: Sequence[Any]) -> str:
     keys = path[:-1] if path[-1] == jax.tree_util.GetAttrKey("value") else path
     return quoted_path(keys_of(keys))
-
-
-def _struct(leaf: Any) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)
-
-
-def _array_spec(struct: Any) -> ArraySpec:
-    shape = tuple(d if isinstance(d, int) else str(d) for d in struct.shape)
-    return ArraySpec(shape=shape, dtype=str(struct.dtype))
 
 
 @contextlib.contextmanager
@@ -306,15 +255,6 @@ def _explained_errors() -> Iterator[None]:
     except jax.errors.InconclusiveDimensionOperation as error:
         raise ExportError(
             "The model compares or computes with its batch size, which the exported "
-            f"program leaves open; {_FIX_BATCH_SIZE}. JAX says: "
-            f"{str(error).splitlines()[0]}"
+            "program leaves open; pass batch_size=N to export it for one batch size, "
+            f"which its code may compute with. JAX says: {str(error).splitlines()[0]}"
         ) from error
-
-
-def _check_portable(exported: jax.export.Exported, model: nnx.Module) -> None:
-    if exported.nr_devices != 1:
-        raise ExportError(
-            f"{type(model).__name__} must run on one device to be exported, got a "
-            f"program for {exported.nr_devices}: its code names shardings of its mesh. "
-            "Leave them out when it is called for serving."
-        )

@@ -1,34 +1,26 @@
-"""The signature of an exported program: its inputs and outputs, as JSON.
+"""The signature of an exported program: the inputs that its arrays come from.
 
 The program itself takes three dicts: the tables, the dense parameters and the arrays of
 the inputs. An input is what the model's caller knows. It is one array, or, if ragged,
-the arrays `NAME/values`, `NAME/row_splits` and maybe `NAME/weights`. NAME is the path
-of the input in the arguments, with `%2F` for a slash in a key and `%25` for a percent
-sign. No input lies inside another one, so no two arrays have the same name.
+the arrays `NAME/values` and `NAME/row_splits`. Weights are an array `NAME/weights`.
+NAME is the path of the input in the arguments, with `%2F` for a slash in a key and
+`%25` for a percent sign. No input lies inside another one, so no two arrays have the
+same name. Their shapes and dtypes are those of the program.
 """
 
 import collections
 import dataclasses
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, Final, Literal, TypeVar
+from collections.abc import Collection, Iterable, Sequence
+from typing import Any, Final, Literal, Self, get_args
 
 import jax
 
-BATCH: Final = "batch"
-"""Size of the axis of samples, in shapes of a signature."""
-
-ROW_SPLITS: Final = f"{BATCH} + 1"
-"""Size of row splits, in shapes of a signature."""
-
-WORDS: Final = 2
-"""Numbers of 32 bits of an id of 64 bits: the size of the last axis of such ids."""
-
-OUTPUT: Final = "output"
-"""Name of the only output of a model that returns an array."""
-
 InputKind = Literal["array", "dense_ids", "ragged_ids"]
 
-_T = TypeVar("_T")
+WIDE_DTYPE: Final = "uint32"
+"""Type of the words of ids of 64 bits, which dynamic tables take. The last axis of
+their array has the eight bytes of an id as two words, the lower one first. No other
+array has this type."""
 
 
 class ExportError(ValueError):
@@ -36,163 +28,87 @@ class ExportError(ValueError):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class ArraySpec:
-    """Shape and dtype of an array; sizes that change are names such as "batch"."""
-
-    shape: tuple[int | str, ...]
-    dtype: str
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
 class Input:
     """An input of the model.
 
     Attributes:
-      name: path in the arguments, such as "features/movie", or the name of a bare
-        argument.
+      name: name of its array, or the start of the names of several.
       path: keys that lead to the input: the name of its argument, if there are several,
         and then the keys in the argument. Empty for a bare argument.
       kind: ids that the program was traced to look up, ragged ids, or another array.
-      is_weighted: True if each id has a weight.
-      num_samples: "batch", or the only number of samples; 0 without an axis of them.
-      spec: shape and dtype of the array or of the ids; None if ragged.
-      is_wide: True for ids of 64 bits, of dynamic tables. The program takes the eight
-        bytes of each as two uint32 along a last axis, the lower one first.
       vocabulary_size: ids must be below it; None if ids beyond it are left out or
-        clipped, or the model computes with them first.
+        clipped, or have 64 bits, or the model computes with them first.
+
+    Raises:
+      ValueError: if a field is of another type.
     """
 
     name: str
     path: tuple[str, ...]
     kind: InputKind
-    is_weighted: bool
-    num_samples: int | str
-    spec: ArraySpec | None
-    is_wide: bool = False
     vocabulary_size: int | None = None
 
-    @property
-    def places(self) -> str:
-        """Size of the arrays of ragged ids, in shapes of a signature."""
-        return f"{self.name} places"
+    def __post_init__(self):
+        size = self.vocabulary_size
+        texts = all(isinstance(text, str) for text in (self.name, *self.path))
+        is_size = size is None or (type(size) is int and size > 0)
+        if self.kind not in get_args(InputKind) or not texts or not is_size:
+            raise ValueError(f"no input has these fields: {self}")
 
     @property
-    def ids_part(self) -> str:
-        """Key in `parts` of the array that holds the ids."""
-        if self.spec is None:
-            return "values"
-        return "ids" if self.is_weighted else ""
+    def ids_name(self) -> str:
+        """Name of the array of ids, or of the only array."""
+        return f"{self.name}/values" if self.kind == "ragged_ids" else self.name
 
     @property
-    def parts(self) -> dict[str, ArraySpec]:
-        """Shapes of the program's arrays: a single one is "", others "values" etc."""
-        if self.spec is not None:
-            parts = {self.ids_part: self._of_ids(self.spec)}
-            if self.is_weighted:
-                parts["weights"] = dataclasses.replace(self.spec, dtype="float32")
-            return parts
-        places, splits = (self.places,), ROW_SPLITS
-        if isinstance(self.num_samples, int):
-            splits = self.num_samples + 1
-        parts = {
-            self.ids_part: self._of_ids(ArraySpec(shape=places, dtype="int32")),
-            "row_splits": ArraySpec(shape=(splits,), dtype="int32"),
-        }
-        if self.is_weighted:
-            parts["weights"] = ArraySpec(shape=places, dtype="float32")
-        return parts
+    def row_splits_name(self) -> str:
+        """Name of the row splits of ragged ids."""
+        return f"{self.name}/row_splits"
 
     @property
-    def arrays(self) -> dict[str, ArraySpec]:
-        """Name and shape of each array that the program takes for it."""
-        return self.named(self.parts)
+    def weights_name(self) -> str:
+        """Name of the weights, if there are any."""
+        return f"{self.name}/weights"
 
-    @property
-    def named_parts(self) -> dict[str, str]:
-        """Key in `parts` to the name of the program's array."""
-        return dict(zip(self.parts, self.arrays, strict=True))
-
-    def named(self, parts: Mapping[str, _T]) -> dict[str, _T]:
-        """Returns values of `parts` by the names of the program's arrays."""
-        name = quoted_path(self.path) if self.path else self.name
-        return {f"{name}/{part}" if part else name: x for part, x in parts.items()}
-
-    def _of_ids(self, spec: ArraySpec) -> ArraySpec:
-        """Returns the shape and dtype of the array that holds the ids."""
-        if not self.is_wide:
-            return spec
-        return ArraySpec(shape=(*spec.shape, WORDS), dtype="uint32")
+    def array_names(self, arrays: Collection[str]) -> set[str]:
+        """Returns the names of its arrays, given all arrays of the program."""
+        names = {self.ids_name}
+        if self.kind == "ragged_ids":
+            names.add(self.row_splits_name)
+        if self.kind != "array" and self.weights_name in arrays:
+            names.add(self.weights_name)
+        return names
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Signature:
-    """The inputs and outputs of an exported program.
+    """The inputs of an exported program.
 
     Attributes:
       arguments: names of the arguments of the model.
       inputs: inputs of the model, in the order of their names in the arguments.
-      arrays: name and shape of each array that the program takes: `arrays_of(inputs)`.
-      outputs: name to shape and dtype. A single array has the name "output".
-      returns_array: True if the model returns that array, not a nest that holds it.
-      batch_size: None: any; else the only one.
-
-    Raises:
-      ExportError: if two inputs or arrays have the same name, or the arrays are others.
     """
 
     arguments: tuple[str, ...]
     inputs: tuple[Input, ...]
-    arrays: dict[str, ArraySpec]
-    outputs: dict[str, ArraySpec]
-    returns_array: bool
-    batch_size: int | None = None
 
-    def __post_init__(self):
-        if self.arrays != arrays_of(self.inputs):
-            raise ExportError(
-                "The arrays of a signature must be those of its inputs, "
-                f"{list(arrays_of(self.inputs))}, got {list(self.arrays)}."
-            )
+    @classmethod
+    def of_json(cls, value: Any) -> Self:
+        """Reads a signature that `dataclasses.asdict` and JSON wrote.
 
-
-def arrays_of(inputs: Iterable[Input]) -> dict[str, ArraySpec]:
-    """Returns name and shape of each array that the program takes for some inputs.
-
-    Raises:
-      ExportError: if two inputs or arrays have the same name.
-    """
-    inputs = tuple(inputs)
-    refuse_repeated("inputs", (each.name for each in inputs))
-    names = (name for each in inputs for name in each.arrays)
-    refuse_repeated("arrays of the program", names)
-    return {name: x for each in inputs for name, x in each.arrays.items()}
+        Raises:
+          LookupError, TypeError, ValueError: if it is none.
+        """
+        inputs = tuple(
+            Input(**{**entry, "path": tuple(entry["path"])})
+            for entry in value["inputs"]
+        )
+        return cls(arguments=tuple(value["arguments"]), inputs=inputs)
 
 
 def keys_of(path: Sequence[Any]) -> tuple[str, ...]:
-    """Returns the keys of a path in a pytree as strings.
-
-    Raises:
-      ExportError: if a key is no text that UTF-8 can hold.
-    """
-    keys = tuple(jax.tree_util.keystr((key,), simple=True) for key in path)
-    for key in keys:
-        check_name("feature, output or attribute", key)
-    return keys
-
-
-def check_name(kind: str, name: str) -> None:
-    """Refuses a name that files cannot hold.
-
-    Raises:
-      ExportError: if UTF-8 cannot encode it.
-    """
-    try:
-        name.encode()
-    except UnicodeEncodeError:
-        raise ExportError(
-            f"The name of a {kind} must be text that UTF-8 can encode, got {name!r}; "
-            "rename it."
-        ) from None
+    """Returns the keys of a path in a pytree as strings."""
+    return tuple(jax.tree_util.keystr((key,), simple=True) for key in path)
 
 
 def quoted_path(keys: Iterable[str]) -> str:
@@ -220,5 +136,5 @@ def refuse_repeated(kind: str, names: Iterable[str]) -> None:
         raise ExportError(
             f"The {kind} of an export must have different names, but several have "
             f"the name {', '.join(map(repr, repeated))}; rename a feature, table or "
-            "attribute whose name holds a slash."
+            "attribute."
         )

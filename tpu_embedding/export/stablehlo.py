@@ -1,7 +1,6 @@
 """Exports a model as a StableHLO program with its weights beside it, and runs it."""
 
 import dataclasses
-import importlib.util
 import pathlib
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -9,6 +8,8 @@ from typing import Any
 import jax
 import jax.export
 import jax.numpy as jnp
+import numpy as np
+import safetensors.numpy
 from flax import nnx
 from jax.experimental.layout import Format, Layout
 from jax.sharding import SingleDeviceSharding
@@ -21,20 +22,19 @@ from tpu_embedding.export.documents import (
     PROGRAM_FILE,
     ExportDocument,
     check_files,
-    file_of_table,
     read_document,
     write_document,
 )
 from tpu_embedding.export.feeding import Feeder
-from tpu_embedding.export.layer_tables import tables_of_model, write_table_files
+from tpu_embedding.export.layer_tables import (
+    TABLES_DIR,
+    tables_of_model,
+    write_table_files,
+)
 from tpu_embedding.export.row_formats import RowFormat, check_row_format
 from tpu_embedding.export.serving_program import make_program
-from tpu_embedding.export.signature import OUTPUT, ExportError, Signature
-from tpu_embedding.export.tensor_files import (
-    check_tensors,
-    read_tensors,
-    write_tensors,
-)
+from tpu_embedding.export.signature import ExportError, Signature
+from tpu_embedding.export.tensor_files import read_tensors
 from tpu_embedding.nn.training import MODEL
 from tpu_embedding.paths import local_path
 
@@ -84,22 +84,17 @@ def save(
       >>> served({"watched": np.array([3, 4, 5])})["watched"].shape
       (3, 4)
     """
-    _check_flatbuffers()
+    check_row_format(dtype)
     program = make_program(
         model, example, method=method, row_format=dtype, batch_size=batch_size
     )
+    serialized = program.exported.serialize()
     with new_directory(directory) as path:
         assert path is not None, "make_program refuses jobs of several processes"
-        tables = write_table_files(path, program.tables, dtype)
-        write_tensors(path / DENSE_FILE, program.dense)
-        (path / PROGRAM_FILE).write_bytes(program.exported.serialize())
-        write_document(
-            path,
-            kind="stablehlo",
-            tables=tables,
-            signature=program.signature,
-            platforms=tuple(program.exported.platforms),
-        )
+        errors = write_table_files(path, program.tables, dtype)
+        safetensors.numpy.save_file(program.dense, path / DENSE_FILE)
+        (path / PROGRAM_FILE).write_bytes(serialized)
+        write_document(path, errors, program.signature)
 
 
 @takes("te.export.", model=MODEL, directory=PATH)
@@ -138,9 +133,9 @@ def save_tables(
     check_row_format(dtype)
     tables = tables_of_model(model)
     with new_directory(directory) as path:
-        described = write_table_files(path, tables, dtype)
+        errors = write_table_files(path, tables, dtype)
         if path is not None:
-            write_document(path, kind="tables", tables=described)
+            write_document(path, errors)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -148,7 +143,7 @@ class ServedModel:
     """A program that `load` read, with its weights on the default device.
 
     Attributes:
-      signature: names, kinds, shapes and dtypes of inputs and outputs.
+      signature: names and kinds of the inputs.
       tables: the tables, and the ids of dynamic ones, as they are stored.
       dense: the dense parameters.
       document: the content of `export.json`.
@@ -178,8 +173,7 @@ class ServedModel:
           TypeError, ValueError: if an input is missing or wrong.
         """
         arrays = self._feeder.arrays_of(arguments)
-        outputs = self._call(self.tables, self.dense, arrays)
-        return outputs[OUTPUT] if self.signature.returns_array else outputs
+        return self._call(self.tables, self.dense, arrays)
 
 
 @takes("te.export.", directory=PATH)
@@ -194,28 +188,60 @@ def load(directory: str | pathlib.Path, *, verify: bool = True) -> ServedModel:
     Raises:
       ExportError: a ValueError, if the directory holds no program, or a damaged file.
     """
-    path = local_path(directory)
+    saved = read_export(local_path(directory), verify=verify)
+    device = jax.devices()[0]
+    tables = {k: jax.device_put(x, _by_rows(device)) for k, x in saved.tables.items()}
+    return ServedModel(
+        signature=saved.signature,
+        tables=tables,
+        dense={name: jnp.asarray(x) for name, x in saved.dense.items()},
+        document=saved.document,
+        _call=jit_program(saved.exported, tables, device),
+        _feeder=Feeder(saved.signature, arrays_of_program(saved.exported)),
+    )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SavedProgram:
+    """A program of `save` and what it takes, mapped to memory.
+
+    Attributes:
+      exported: the program, `(tables, dense, arrays) -> outputs`.
+      signature: the inputs.
+      tables: the tables by name, and the ids of dynamic ones.
+      dense: the dense parameters by name.
+      document: the content of `export.json`.
+    """
+
+    exported: jax.export.Exported
+    signature: Signature
+    tables: dict[str, np.ndarray]
+    dense: dict[str, np.ndarray]
+    document: ExportDocument
+
+
+def read_export(path: pathlib.Path, *, verify: bool = True) -> SavedProgram:
+    """Returns the program in a directory of `save`; see `load`."""
     document = read_document(path)
-    signature = document.signature
-    if document.kind != "stablehlo" or signature is None:
+    if document.signature is None:
         raise ExportError(
-            f"{path} holds no program of te.export.save, but {document.kind}; read "
-            f"tables with safetensors, or call tf.saved_model.load({str(path)!r})."
+            f"{path} holds tables and no program of te.export.save; read them with "
+            "safetensors."
         )
-    _check_flatbuffers()
     if verify:
         check_files(path, document.files)
     exported = _read_program(path, document)
-    tables, dense = _read_weights(path, document, exported)
-    device = jax.devices()[0]
-    on_device = {k: jax.device_put(x, _by_rows(device)) for k, x in tables.items()}
-    return ServedModel(
-        signature=signature,
-        tables=on_device,
-        dense={name: jnp.asarray(x) for name, x in dense.items()},
+    tables: dict[str, np.ndarray] = {}
+    for file in sorted((path / TABLES_DIR).glob("*.safetensors")):
+        tables |= read_tensors(file)
+    dense = read_tensors(path / DENSE_FILE)
+    _check_fits(path, exported, document.signature, (tables, dense))
+    return SavedProgram(
+        exported=exported,
+        signature=document.signature,
+        tables=tables,
+        dense=dense,
         document=document,
-        _call=jit_program(exported, tables, device),
-        _feeder=Feeder(signature),
     )
 
 
@@ -231,33 +257,43 @@ def _read_program(path: pathlib.Path, document: ExportDocument) -> jax.export.Ex
         ) from error
 
 
-def _read_weights(
-    path: pathlib.Path, document: ExportDocument, exported: jax.export.Exported
-) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Returns the tables and dense parameters that a program takes.
+def _check_fits(
+    path: pathlib.Path,
+    exported: jax.export.Exported,
+    signature: Signature,
+    weights: tuple[dict[str, np.ndarray], dict[str, np.ndarray]],
+) -> None:
+    """Refuses weights and a signature of another program.
+
+    Args:
+      path: directory of the export.
+      exported: the program.
+      signature: the inputs.
+      weights: tables and dense parameters.
 
     Raises:
-      ExportError: if they are others, or the signature is another program's.
+      ExportError: if they are others.
     """
-    tables, dense = {}, read_tensors(path / DENSE_FILE)
-    for name in document.tables:
-        tables |= read_tensors(path / file_of_table(name))
-    assert document.signature is not None
-    (wanted_tables, wanted_dense, inputs), _ = jax.tree.unflatten(
-        exported.in_tree, exported.in_avals
-    )
-    check_tensors(path, tables, wanted_tables)
-    check_tensors(path / DENSE_FILE, dense, wanted_dense)
-    taken = {name: (x.ndim, str(x.dtype)) for name, x in inputs.items()}
-    arrays = document.signature.arrays
-    found = {name: (len(x.shape), x.dtype) for name, x in arrays.items()}
-    if found != taken:
+    arrays = arrays_of_program(exported)
+    try:
+        jax.eval_shape(exported.call, *weights, arrays)
+    except (TypeError, ValueError) as error:
+        raise ExportError(
+            f"The tensors of {path} must be those that its program takes: {error}"
+        ) from None
+    names = [name for each in signature.inputs for name in each.array_names(arrays)]
+    if sorted(names) != sorted(arrays):
         raise ExportError(
             f"The signature in {path / DOCUMENT_FILE} must have the arrays that the "
-            f"program takes, with their numbers of axes and dtypes, {taken}, got "
-            f"{found}; export the model again."
+            f"program takes, {sorted(arrays)}, got {sorted(names)}; export the model "
+            "again."
         )
-    return tables, dense
+
+
+def arrays_of_program(exported: jax.export.Exported) -> dict[str, Any]:
+    """Returns shape and dtype of the arrays of a program's inputs, by name."""
+    (_, _, arrays), _ = jax.tree.unflatten(exported.in_tree, exported.in_avals)
+    return arrays
 
 
 def jit_program(
@@ -279,12 +315,3 @@ def jit_program(
 
 def _by_rows(device: jax.Device) -> Format:
     return Format(Layout(major_to_minor=(0, 1)), SingleDeviceSharding(device))
-
-
-def _check_flatbuffers() -> None:
-    """Refuses to start without the package by which JAX writes and reads programs."""
-    if importlib.util.find_spec("flatbuffers") is None:
-        raise ExportError(
-            "te.export needs the package flatbuffers, which jax.export writes programs "
-            "with; install it by pip install 'tpu-embedding[serving]'."
-        )

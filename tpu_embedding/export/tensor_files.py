@@ -17,7 +17,6 @@ from tpu_embedding.checkpoint.errors import CheckpointError
 from tpu_embedding.checkpoint.imports.safetensors import (
     DTYPES,
     LENGTH_BYTES,
-    METADATA,
     map_tensors,
 )
 from tpu_embedding.export.signature import ExportError
@@ -32,26 +31,13 @@ class TensorSpec(NamedTuple):
     dtype: np.dtype
 
 
-def spec_of(tensor: Any) -> TensorSpec:
-    """Returns shape and dtype of a tensor, or of anything that has them."""
-    return TensorSpec(tensor.shape, tensor.dtype)
-
-
 def create_file(path: pathlib.Path, specs: Mapping[str, TensorSpec]) -> None:
     """Creates a file of tensors that hold zeros until `writable_tensor` fills them.
 
     Args:
       path: the new file, which must not exist.
       specs: name to shape and dtype of each tensor.
-
-    Raises:
-      ExportError: if a tensor has the name that the format reserves.
     """
-    if METADATA in specs:
-        raise ExportError(
-            f"A safetensors file cannot hold a tensor of the name {METADATA!r}, "
-            "which the format reserves; rename the table or attribute."
-        )
     header, end = {}, 0
     # Readers expect aligned tensors, so the widest elements come first.
     for name in sorted(specs, key=lambda name: (-specs[name].dtype.itemsize, name)):
@@ -69,14 +55,6 @@ def create_file(path: pathlib.Path, specs: Mapping[str, TensorSpec]) -> None:
         file.truncate(LENGTH_BYTES + len(encoded) + end)
 
 
-def write_tensors(path: pathlib.Path, tensors: Mapping[str, np.ndarray]) -> None:
-    """Writes whole tensors to a new file."""
-    create_file(path, {name: spec_of(x) for name, x in tensors.items()})
-    for name, tensor in tensors.items():
-        if tensor.size:
-            writable_tensor(path, name)[...] = tensor
-
-
 def read_tensors(path: pathlib.Path) -> dict[str, np.ndarray]:
     """Returns the tensors of a file, mapped to memory; pages are read on use.
 
@@ -86,7 +64,7 @@ def read_tensors(path: pathlib.Path) -> dict[str, np.ndarray]:
     Example:
       >>> import tempfile
       >>> path = pathlib.Path(tempfile.mkdtemp(), "table.safetensors")
-      >>> write_tensors(path, {"movie": np.ones((2, 3), np.float32)})
+      >>> create_file(path, {"movie": TensorSpec((2, 3), np.dtype(np.float32))})
       >>> read_tensors(path)["movie"].shape
       (2, 3)
     """
@@ -103,32 +81,3 @@ def _mapped(path: pathlib.Path, mode: Any) -> dict[str, np.ndarray]:
         return map_tensors(path, mode)
     except CheckpointError as error:
         raise ExportError(str(error)) from None
-
-
-def check_tensors(
-    owner: object, tensors: Mapping[str, Any], wanted: Mapping[str, Any]
-) -> None:
-    """Refuses tensors of other names, shapes or dtypes than others.
-
-    Args:
-      owner: names what holds them, for the error.
-      tensors: by name.
-      wanted: anything with these names, shapes and dtypes.
-
-    Raises:
-      ExportError: if they differ.
-    """
-    found, specs = (
-        {name: spec_of(x) for name, x in each.items()} for each in (tensors, wanted)
-    )
-    for name in sorted(found.keys() | specs.keys()):
-        here, there = found.get(name), specs.get(name)
-        if here != there:
-            raise ExportError(
-                f"{owner} must hold {_text(there)} as tensor {name!r}, got "
-                f"{_text(here)}; export it again."
-            )
-
-
-def _text(spec: TensorSpec | None) -> str:
-    return "nothing" if spec is None else f"{spec.dtype} {list(spec.shape)}"

@@ -3,7 +3,6 @@
 import json
 import pathlib
 
-import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
 import pytest
@@ -53,16 +52,6 @@ def test_arrays_by_name(tmp_path, write):
         assert source.tables["movie"].slots.keys() == {"m"}
 
 
-def test_safetensors_of_every_type():
-    tables = open_tables(FILES / "dtypes.safetensors").tables
-    assert tables.pop("empty").values.shape == (0, 3)
-    assert len(tables) == 8
-    for name, table in tables.items():
-        expected = abs(values(name, (5, 3)) % 4).astype(jnp.dtype(name))
-        assert (table.values.shape, table.values.dtype) == ((5, 3), expected.dtype)
-        assert np.asarray(table.values).tobytes() == expected.tobytes()
-
-
 UNREADABLE = {
     "nothing": (lambda path: None, "There is no file or directory"),
     "unknown": (lambda path: path.write_text("x"), "The format of .* is unknown"),
@@ -74,7 +63,6 @@ UNREADABLE = {
     ),
     ".safetensors": (lambda path: path.write_bytes(b"\1" * 9), "as a safetensors file"),
     ".pt": (lambda path: path.touch(), "safetensors.torch.save_file"),
-    ".h5": (lambda path: path.touch(), "Save the tables by np.savez in Keras"),
 }
 
 
@@ -85,8 +73,6 @@ def test_what_cannot_be_read(tmp_path, kind):
     write(path)
     with pytest.raises(CheckpointError, match=message):
         open_tables(path)
-    with pytest.raises(CheckpointError, match="copy it to this machine"):
-        open_tables(f"gs://bucket/{kind}")
 
 
 @pytest.mark.parametrize("rule", ["rowwise_adagrad", "adagrad"])
@@ -159,10 +145,13 @@ def test_stacks_of_sparse_cores(unpacked, file):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"num_sparse_cores": 16}, "has 192 rows, but its tables .* take 256 on 16"),
+        (
+            {"num_sparse_cores": 16},
+            "has 192 rows of 8, but its tables .* take 256 of 8 on 16",
+        ),
         ({"tables": CONFIGS[:1]}, r"tables must have its tables, got \['a'\]"),
         ({"stacks": {"x": ["a"]}}, "Stack 'x' .* must be one of"),
-        ({"stacks": {"a_b": ["a"]}}, r"has 192 rows, but its tables \['a'\] take 128"),
+        ({"stacks": {"a_b": ["a"]}}, r"but its tables \['a'\] take 128"),
     ],
 )
 def test_stacks_that_do_not_fit(unpacked, change, message):
@@ -233,8 +222,7 @@ def cut(path):
 
 
 DAMAGES = [
-    (lambda p: (p / "user_emb_values.rank_2.world_size_3").unlink(), "are missing"),
-    (lambda p: [x.unlink() for x in p.glob("*values*")], "must be beside the keys"),
+    (lambda p: (p / "user_emb_values.rank_2.world_size_3").unlink(), "No such file"),
     (cut, "equally many numbers for each"),
     (lambda p: (p / "user_opt_args.json").write_text("{"), "cannot be read"),
 ]

@@ -1,6 +1,5 @@
 """Imports into models: values and slots arrive bit for bit, under any plan."""
 
-import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
@@ -58,7 +57,7 @@ def test_slots_of_another_rule_are_dropped():
     source = arrays_of_adagrad()
     report = import_tables(source, layer, optimizer)
     assert report.slots == {"a": {}, "deep/b.c": {}}
-    assert "momenta [4], velocities [4] per row" in report.dropped["a/accumulators"]
+    assert report.dropped == ("a/accumulators", "deep/b.c/accumulators")
     assert not optimizer.slot_values()["a"]["velocities"].any()
     # A caller who knows better says so.
     slots = {"velocities": "accumulators"}
@@ -66,34 +65,7 @@ def test_slots_of_another_rule_are_dropped():
     np.testing.assert_array_equal(
         optimizer.slot_values()["a"]["velocities"], source["a/accumulators"]
     )
-    for options in ({"slots": "none"}, {}):
-        found = import_tables(source, layer, None, **options)
-        assert found.slots == {"a": {}, "deep/b.c": {}}
-
-
-@pytest.mark.full
-def test_narrow_and_integer_slots():
-    rule = te.optimizers.with_slot_storage(te.optimizers.adam(0.1), jnp.bfloat16)
-    counting = te.optimizers.frequency_aware_adagrad(0.1)
-    features_of = {
-        name: te.FeatureConfig(
-            table=te.TableConfig(vocabulary_size=20, dim=4, name=name, optimizer=own)
-        )
-        for name, own in {"a": rule, "b": counting}.items()
-    }
-    layer = te.TPUEmbedding(features_of, mesh=mesh_of(2), rngs=nnx.Rngs(0))
-    optimizer = te.Optimizer(layer, optax.sgd(0.1))
-    names = ("a", "a/momenta", "a/velocities", "b", "b/accumulators")
-    arrays = {name: values(name, (20, 4)) for name in names}
-    arrays["b/counters"] = np.arange(20, dtype=np.uint8)
-    assert not import_tables(arrays, layer, optimizer).dropped
-    for table, slots in optimizer.slot_values().items():
-        for slot, array in slots.items():
-            np.testing.assert_array_equal(array, arrays[f"{table}/{slot}"])
-    # Integers are not made of other numbers.
-    arrays["b/counters"] = np.arange(20.0)
-    report = import_tables(arrays, layer, optimizer)
-    assert sorted(report.dropped) == ["b/accumulators", "b/counters"]
+    assert import_tables(source, layer).slots == {"a": {}, "deep/b.c": {}}
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "int8"])
@@ -106,10 +78,9 @@ def test_narrow_tables_are_rounded_like_set_values(dtype):
     np.testing.assert_array_equal(imported, layer.embedding_tables()["a"])
 
 
-@pytest.mark.parametrize("own", ["float32", "int8"])
-def test_exported_int8_rows_come_back(tmp_path, own):
+def test_exported_int8_rows_come_back(tmp_path):
     table = np.random.default_rng(0).normal(size=(20, 5)).astype(np.float32)
-    layer = make_layer({"a": (20, 5)}, dtype=own)
+    layer = make_layer({"a": (20, 5)}, dtype="int8")
     layer.set_embedding_tables({"a": table})
     te.export.save_tables(layer, tmp_path / "tables", dtype="int8")
     (stored,) = open_tables(tmp_path / "tables" / "tables").tables.values()
@@ -123,24 +94,21 @@ def damaged():
     raise CheckpointError("file is damaged")
 
 
-BEYOND = np.where(np.arange(20)[:, None] == 17, 1e39, np.zeros((20, 4)))
 READ = SourceTable(values=RowArray((20, 4), np.dtype("f4"), lambda *_: None, damaged))
 WHOLE = {"a": np.zeros((20, 4)), "b": np.zeros((7, 4)), "a/accumulators": np.ones(20)}
 SLOT = {"slots": {"accumulators": "accumulators"}}
 REFUSED = {
-    "dim": ({"a": np.zeros((20, 5))}, {}, "has dim 5, the model 4"),
-    "rows": ({"b": np.zeros((9, 4))}, {}, "has 9 rows, the model 7.*rows='shared'"),
+    "dim": ({"a": np.zeros((20, 5))}, {}, "20 rows of dim 5, the model 20 of dim 4"),
+    "rows": ({"b": np.zeros((9, 4))}, {}, "has 9 rows of dim 4, the model 7 of"),
     "axes": ({"a": np.zeros(20)}, {}, "is no table"),
     "integers": ({"a": np.zeros((20, 4), int)}, {}, "must be floating"),
     "names": ({"x": np.zeros((20, 4))}, {}, "no table of the model.*rename="),
     "tables": (WHOLE, {"tables": ["c"]}, "tables names 'c'"),
     "rename": (WHOLE, {"rename": {"a": "x"}}, "has no table 'x'"),
-    "slots": (WHOLE, SLOT | {"tables": ["a"]}, r"'accumulators' is float64\[20\]"),
+    "slots": (WHOLE, SLOT | {"tables": ["a"]}, r"'accumulators': 'float64\[20\]'"),
     "slot": (WHOLE, {"slots": {"m": "v"}}, "must name a slot of the table"),
     "ids": (WHOLE, {"ids": {"a": np.arange(20)}}, "te.Dynamic vocabulary need each"),
-    "range": ({"a": BEYOND}, {}, "dtype float32, got 1e.39 in row 17"),
     "damage": (TableSource(origin="x", tables={"a": READ}), {}, "file is damaged"),
-    "option": (WHOLE, {"rows": "cut"}, "rows must be 'equal' or 'shared'"),
 }
 
 
@@ -181,26 +149,24 @@ def test_a_table_is_read_block_by_block(monkeypatch):
 
 def test_numbers_that_are_not_finite_are_counted():
     layer, source = make_layer({"a": (20, 4)}), {"a": np.ones((20, 4), np.float32)}
-    source["a"][[3, 9], 1] = np.nan
+    source["a"] = source["a"].astype(np.float64)
+    source["a"][[3, 9], 1] = np.nan, 1e39  # beyond the range of float32
     with pytest.warns(UserWarning, match="'a' hold 2, the first in row 3"):
         import_tables(source, layer)
 
 
-def test_names_ranges_and_layers():
+def test_names_and_layers():
     class Model(nnx.Module):
         def __init__(self):
             self.user = make_layer({"a": (20, 4), "b": (5, 4)})
-            self.item = make_layer({"a": (30, 4)})
+            self.item = make_layer({"a": (20, 4)})
 
     model = Model()
-    before = model.item.embedding_tables()["a"]
-    source = {"x": values("x", (25, 4)), "b": values("b", (5, 4))}
+    source = {"x": values("x", (20, 4)), "b": values("b", (5, 4))}
     names = {"user/a": "x", "item/a": "x"}
-    report = import_tables(source, model, rename=names, tables=[*names], rows="shared")
-    np.testing.assert_array_equal(model.user.embedding_tables()["a"], source["x"][:20])
-    after = model.item.embedding_tables()["a"]
-    np.testing.assert_array_equal(after[:25], source["x"])
-    np.testing.assert_array_equal(after[25:], before[25:])
+    report = import_tables(source, model, rename=names, tables=[*names])
+    for layer in (model.user, model.item):
+        np.testing.assert_array_equal(layer.embedding_tables()["a"], source["x"])
     assert report.tables == names
     assert (report.kept, report.unused) == (("user/b",), ("b",))
     assert "item/a of x: values" in str(report)
@@ -250,25 +216,21 @@ def test_rows_lie_with_their_ids(num_devices, with_slots):
 def test_ids_without_a_place():
     layer, optimizer = dynamic(capacity=64)
     names = np.array([f"user {i}" for i in range(100)])
-    with pytest.raises(CheckpointError, match=r"buckets are full: \{'user': 36\}"):
+    with pytest.raises(CheckpointError, match="36 ids of table 'user' find no place"):
         import_tables({"user": ROWS}, layer, optimizer, ids={"user": names})
-    report = import_tables(
-        {"user": ROWS}, layer, optimizer, rows="shared", ids={"user": names}
-    )
-    assert report.without_place == {"user": 36}
-    kept = looked_up(layer, names).any(axis=1)
-    assert kept.sum() == 64
-    np.testing.assert_array_equal(looked_up(layer, names)[kept], ROWS[kept])
+    source = {"user": ROWS[:64]}
+    import_tables(source, layer, optimizer, ids={"user": names[:64]})
+    np.testing.assert_array_equal(looked_up(layer, names[:64]), ROWS[:64])
 
 
 @pytest.mark.parametrize(
     ("ids", "message"),
     [
         (None, "te.Dynamic vocabulary need each other"),
-        (IDS[:99], r"one id for each of the 100 rows .* got shape \(99,\)"),
+        (IDS[:99], r"each of the 100 rows .* got shape \(99,\)"),
         (np.r_[-1, IDS[1:]], "distinct and not 2"),
         (np.r_[IDS[1], IDS[1:]], "distinct and not 2"),
-        (IDS.astype(np.float64), "integers or strings, got dtype float64"),
+        (IDS.astype(np.float64), "one integer or string .* dtype float64"),
     ],
 )
 def test_ids_that_do_not_fit(ids, message):
@@ -291,13 +253,3 @@ def test_stacks_without_a_layer():
     words = te.functional.Ids64.of_array(IDS)
     looked = te.functional.lookup(tables, {"user": words}, layer.plan)
     np.testing.assert_array_equal(looked.activations["user"], ROWS)
-
-
-def test_refuses_models_without_tables_and_foreign_optimizers(whole_model):
-    with pytest.raises(ValueError, match="needs a model with TPUEmbedding layers"):
-        import_tables(WHOLE, nnx.Linear(2, 2, rngs=nnx.Rngs(0)))
-    layer, _ = whole_model
-    model = nnx.Dict(layer=layer)
-    optimizer = te.Optimizer(model, optax.sgd(0.1))
-    with pytest.raises(ValueError, match="the optimizer that was made for the model"):
-        import_tables(WHOLE, layer, optimizer)

@@ -1,7 +1,6 @@
 """Imports the tables of a source into a model, block by block.
 
-Everything is checked before the model changes: names, shapes, types, checksums and the
-range of narrow types.
+Everything is checked before the model changes: names, shapes, types and checksums.
 """
 
 import dataclasses
@@ -9,14 +8,12 @@ import functools
 from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
-import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
 from tpu_embedding.argument_checks import takes
 from tpu_embedding.checkpoint.errors import CheckpointError
 from tpu_embedding.checkpoint.imports.match import (
-    ImportedRows,
     ImportedSlots,
     ImportOptions,
     MatchedTable,
@@ -25,9 +22,9 @@ from tpu_embedding.checkpoint.imports.match import (
 )
 from tpu_embedding.checkpoint.imports.opening import open_tables
 from tpu_embedding.checkpoint.imports.report import ImportReport
-from tpu_embedding.checkpoint.imports.source import RowArray, TableSource
+from tpu_embedding.checkpoint.imports.source import RowArray, TableSource, array_of
 from tpu_embedding.functional.following_slots import with_following_slots
-from tpu_embedding.functional.placed_ids import PlacedIds, place_ids, with_placed_ids
+from tpu_embedding.functional.placed_ids import place_ids, with_placed_ids
 from tpu_embedding.nn.training import MODEL, Optimizer, embedding_layers
 from tpu_embedding.optimizers.analysis.initial_slots import initial_slot_values
 from tpu_embedding.plan.dynamic_rows import dynamic_tables
@@ -36,9 +33,9 @@ from tpu_embedding.plan.stack_plan import StackPlan, TrainedStackPlan
 from tpu_embedding.rows.file_rows import decode_int8, file_row, file_rows_of_values
 from tpu_embedding.rows.id_directory import directory_name
 from tpu_embedding.rows.packed_rows import PackedRows
-from tpu_embedding.tables.row_stream import rows_per_block, write_blocks
+from tpu_embedding.tables.row_stream import write_blocks
 from tpu_embedding.tables.slot_values import slot_rows, with_slot_rows
-from tpu_embedding.tables.table_values import NotFinite, check_range
+from tpu_embedding.tables.table_values import NotFinite
 
 
 @takes("te.checkpoint.", model=MODEL)
@@ -50,7 +47,6 @@ def import_tables(
     tables: Collection[str] | None = None,
     rename: Mapping[str, str] | None = None,
     slots: ImportedSlots = "same_rule",
-    rows: ImportedRows = "equal",
     ids: Mapping[str, Any] | None = None,
 ) -> ImportReport:
     """Replaces tables and slot variables of a model by those of a foreign source.
@@ -69,12 +65,8 @@ def import_tables(
       rename: name of a table of the model to its name in the source, where they differ.
       slots: `"same_rule"` imports the slot variables of tables if the source has those
         of the optimizer's rule, under the names of any library, and no others.
-        `"none"` imports none. A mapping of slot names here to those of the source
-        imports these.
-      rows: `"equal"` refuses tables of another number of rows. `"shared"` imports the
-        rows that both have, from the first one on; further rows keep their values.
-        Of a dynamic table, `"equal"` refuses ids that find no place, because their
-        bucket is full. `"shared"` leaves out the last ids of such buckets.
+        A mapping of slot names here to those of the source imports these; `{}` imports
+        none.
       ids: name of a dynamic table of the model to the ids of the source's rows:
         integers of 64 bits or strings, `[rows]`. A source that has ids itself needs
         none. The table then has these ids only, and all count as just used.
@@ -84,7 +76,8 @@ def import_tables(
 
     Raises:
       CheckpointError: if names, shapes or types do not fit, with every mismatch; or if
-        the source is damaged. The model has not changed then.
+        the source is damaged. The model has not changed then. Numbers beyond the range
+        of a table's type become infinite, with a warning.
       ValueError: if the optimizer is missing, and one has made state from the values of
         these tables.
 
@@ -101,11 +94,6 @@ def import_tables(
         movie of films: values
     """
     layers = embedding_layers(model)
-    if not layers:
-        raise ValueError(
-            "import_tables needs a model with TPUEmbedding layers; for stacks without "
-            "layers call import_into_stacks."
-        )
     states: Mapping[str, Any] = {} if optimizer is None else optimizer.slots.get_value()
     if optimizer is not None and set(states) != set(layers):
         raise ValueError(
@@ -119,7 +107,7 @@ def import_tables(
     if len(layers) == 1:
         targets = {k: dataclasses.replace(x, path="") for k, x in targets.items()}
     options = ImportOptions(
-        tables=tables, rename=rename or {}, slots=slots, rows=rows, ids=ids or {}
+        tables=tables, rename=rename or {}, slots=slots, ids=ids or {}
     )
     matched, report = _match(source, list(targets.values()), options)
     if optimizer is None:
@@ -145,7 +133,6 @@ def import_into_stacks(
     tables: Collection[str] | None = None,
     rename: Mapping[str, str] | None = None,
     slots: ImportedSlots = "same_rule",
-    rows: ImportedRows = "equal",
     ids: Mapping[str, Any] | None = None,
 ) -> tuple[dict[str, PackedRows], dict[str, Any], ImportReport]:
     """Replaces tables and slot variables of stacks by those of a foreign source.
@@ -159,7 +146,6 @@ def import_into_stacks(
       tables: see `import_tables`.
       rename: see `import_tables`.
       slots: see `import_tables`.
-      rows: see `import_tables`.
       ids: see `import_tables`.
 
     Returns:
@@ -182,32 +168,15 @@ def import_into_stacks(
     """
     target = _Stacks(plan, stacks, states)
     options = ImportOptions(
-        tables=tables, rename=rename or {}, slots=slots, rows=rows, ids=ids or {}
+        tables=tables, rename=rename or {}, slots=slots, ids=ids or {}
     )
     matched, report = _match(source, [target], options)
     return *target.write(matched), report
 
 
-@dataclasses.dataclass(frozen=True)
-class _Import:
-    """Rows to write into a table and its slot variables; those of a match in place.
-
-    Attributes:
-      values: rows in the order of the table.
-      slots: slot variables by their names here.
-      num_rows: rows to write, from the first one on.
-      placed: ids of a dynamic table.
-    """
-
-    values: RowArray
-    slots: Mapping[str, RowArray]
-    num_rows: int
-    placed: PlacedIds | None = None
-
-
 def _match(
     source: Any, targets: list["_Stacks"], options: ImportOptions
-) -> tuple[dict[str, _Import], ImportReport]:
+) -> tuple[dict[str, MatchedTable], ImportReport]:
     """Returns what to write into each table, and the report.
 
     Raises:
@@ -219,36 +188,15 @@ def _match(
     for table in matched.values():
         for array in (table.values, *table.slots.values()):
             array.check()
-    imports: dict[str, _Import] = {}
-    for stacks in targets:
-        imports |= stacks.placed(matched)
-    left_out = {
-        name: table.placed.num_left_out
-        for name, table in imports.items()
-        if table.placed is not None and table.placed.num_left_out
-    }
-    if left_out and options.rows == "equal":
-        raise CheckpointError(
-            f"These numbers of ids of {source.origin} find no place in the model, "
-            f"because the 64 places of their buckets are full: {left_out}. Give "
-            "te.Dynamic a larger capacity, 1.35 times the ids or more, or pass "
-            "rows='shared' to leave them out."
-        )
-    for stacks in targets:
-        stacks.check(stacks.own(imports))
+    imports = {k: x for stacks in targets for k, x in stacks.placed(matched).items()}
     names = {name: table.source for name, table in matched.items()}
     report = ImportReport(
         origin=source.origin,
         tables=names,
         slots={name: table.slot_names for name, table in matched.items()},
-        dropped={
-            f"{table.source}/{slot}": reason
-            for table in matched.values()
-            for slot, reason in table.dropped.items()
-        },
+        dropped=tuple(slot for table in matched.values() for slot in table.dropped),
         kept=tuple(sorted({table.name for table in tables} - set(names))),
         unused=tuple(sorted(set(source.tables) - set(names.values()))),
-        without_place=left_out,
     )
     return imports, report
 
@@ -269,7 +217,7 @@ class _Stacks:
     states: Mapping[str, Any]
     path: str = ""
 
-    def own(self, imports: Mapping[str, _Import]) -> dict[str, _Import]:
+    def own(self, imports: Mapping[str, MatchedTable]) -> dict[str, MatchedTable]:
         """Returns the tables of these stacks, by their names in the plan."""
         names = {t.name: self._full(t.name) for s in self.plan.stacks for t in s.tables}
         return {k: imports[full] for k, full in names.items() if full in imports}
@@ -285,16 +233,11 @@ class _Stacks:
                 found = slot_rows(self.states[stack.name], stack)
                 slots = {name: file_row(packed) for name, packed in found.items()}
             for table in stack.tables:
-                yield TargetTable(
-                    name=self._full(table.name),
-                    vocabulary_size=table.config.max_rows,
-                    dim=table.config.dim,
-                    slots=slots,
-                    is_dynamic=stack.is_dynamic,
-                )
+                name = self._full(table.name)
+                yield TargetTable(name=name, config=table.config, slots=slots)
 
-    def placed(self, matched: Mapping[str, MatchedTable]) -> dict[str, _Import]:
-        """Returns the rows of the matched tables in the order of these tables."""
+    def placed(self, matched: Mapping[str, MatchedTable]) -> dict[str, MatchedTable]:
+        """Returns the matched tables of these stacks, with rows in their order here."""
         imports = {}
         for stack in self.plan.stacks:
             members = {x.table.name: x for x in dynamic_tables(stack)}
@@ -303,15 +246,25 @@ class _Stacks:
                 if (match := matched.get(name)) is None:
                     continue
                 if match.ids is None:
-                    imports[name] = _Import(match.values, match.slots, match.num_rows)
+                    imports[name] = match
                     continue
                 placed = place_ids(match.ids, members[table.name])
-                slots = self._new_slots(stack, len(placed.sources)) | {
+                if placed.num_left_out:
+                    raise CheckpointError(
+                        f"{placed.num_left_out} ids of table {name!r} find no place, "
+                        "because the 64 places of their buckets are full. Give "
+                        "te.Dynamic a larger capacity, 1.35 times the ids or more."
+                    )
+                gathered = {
                     own: _gathered(array, placed.sources)
                     for own, array in match.slots.items()
                 }
-                values = _gathered(match.values, placed.sources)
-                imports[name] = _Import(values, slots, len(placed.sources), placed)
+                imports[name] = dataclasses.replace(
+                    match,
+                    values=_gathered(match.values, placed.sources),
+                    slots=self._new_slots(stack, len(placed.sources)) | gathered,
+                    placed=placed,
+                )
         return imports
 
     def _new_slots(self, stack: StackPlan, num_rows: int) -> dict[str, RowArray]:
@@ -323,20 +276,15 @@ class _Stacks:
         if len(values) != len(found):
             return {}
         return {
-            name: _constant_rows(num_rows, file_row(packed).shape, value)
+            name: array_of(
+                np.broadcast_to(np.float32(value), (num_rows, *file_row(packed).shape))
+            )
             for (name, packed), value in zip(found.items(), values, strict=True)
             if value is not None
         }
 
-    def check(self, imports: Mapping[str, _Import]) -> None:
-        """Refuses numbers beyond the range of the type that will hold them."""
-        for stack, slot, packed in self._arrays(self.states):
-            for table, (array, num_rows) in _rows_of(stack, slot, imports).items():
-                part = "values" if slot is None else f"values of slot {slot!r}"
-                _check_range(array, num_rows, packed, f"{part} of table {table!r}")
-
     def write(
-        self, imports: Mapping[str, _Import]
+        self, imports: Mapping[str, MatchedTable]
     ) -> tuple[dict[str, PackedRows], dict[str, Any]]:
         """Returns the stacks and states with the imported tables; donates the old."""
         not_finite = NotFinite()
@@ -350,50 +298,29 @@ class _Stacks:
             if placed:
                 name = directory_name(stack.name)
                 stacks[name] = with_placed_ids(stacks[name], placed, stack, self.plan)
-        num_rows = {name: table.num_rows for name, table in imports.items()}
+        num_rows = {name: table.values.shape[0] for name, table in imports.items()}
         states = with_following_slots(self.states, stacks, num_rows, self.plan)
-        # Slot variables of the source replace those that follow the tables.
-        new: dict[str, dict[str, PackedRows]] = {name: {} for name in states}
-        for stack, slot, packed in self._arrays(states):
-            if slot is not None and (rows := _rows_of(stack, slot, imports)):
-                packed = _write(packed, rows, stack, self.plan, not_finite)
-            if slot is not None:
-                new[stack.name][slot] = packed
         for stack in self.plan.trained_stacks:
             if stack.name in states:
-                states[stack.name] = with_slot_rows(
-                    states[stack.name], new[stack.name], stack
-                )
+                # Slot variables of the source replace those that follow the tables.
+                new = slot_rows(states[stack.name], stack)
+                for slot, packed in new.items():
+                    if rows := _rows_of(stack, slot, imports):
+                        new[slot] = _write(packed, rows, stack, self.plan, not_finite)
+                states[stack.name] = with_slot_rows(states[stack.name], new, stack)
         not_finite.warn()
         return stacks, states
 
-    def _arrays(
-        self, states: Mapping[str, Any]
-    ) -> Iterator[tuple[StackPlan, str | None, PackedRows]]:
-        """Yields the tables of each stack, and its slot variables by name."""
-        for stack in self.plan.stacks:
-            yield stack, None, self.stacks[stack.name]
-            if isinstance(stack, TrainedStackPlan) and stack.name in states:
-                for slot, packed in slot_rows(states[stack.name], stack).items():
-                    yield stack, slot, packed
-
-
-_RowsToWrite = Mapping[str, tuple[RowArray, int]]
-"""Table name to the rows of a source and their number."""
-
 
 def _rows_of(
-    stack: StackPlan, slot: str | None, imports: Mapping[str, _Import]
-) -> _RowsToWrite:
+    stack: StackPlan, slot: str | None, imports: Mapping[str, MatchedTable]
+) -> dict[str, RowArray]:
     """Returns the rows to import into a stack, or into one of its slot variables."""
-    rows = {}
-    for table in stack.tables:
-        found = imports.get(table.name)
-        if found is not None and slot is None:
-            rows[table.name] = found.values, found.num_rows
-        elif found is not None and slot is not None and slot in found.slots:
-            rows[table.name] = found.slots[slot], found.num_rows
-    return rows
+    names = [table.name for table in stack.tables if table.name in imports]
+    if slot is None:
+        return {name: imports[name].values for name in names}
+    slots = {name: imports[name].slots for name in names}
+    return {name: found[slot] for name, found in slots.items() if slot in found}
 
 
 def _gathered(array: RowArray, sources: np.ndarray) -> RowArray:
@@ -414,33 +341,9 @@ def _gathered(array: RowArray, sources: np.ndarray) -> RowArray:
     return RowArray((len(sources), *array.shape[1:]), array.dtype, read)
 
 
-def _constant_rows(num_rows: int, row_shape: tuple[int, ...], value: float) -> RowArray:
-    return RowArray(
-        (num_rows, *row_shape),
-        np.dtype(np.float32),
-        lambda start, n: np.full((n, *row_shape), value, np.float32),
-    )
-
-
-def _check_range(
-    array: RowArray, num_rows: int, packed: PackedRows, owner: str
-) -> None:
-    """Refuses numbers that the rows' type cannot hold, reading the rows in blocks."""
-    dtype = packed.layout.narrow_dtype or packed.lines_dtype.name
-    is_integer = dtype != "int8" and not jnp.issubdtype(jnp.dtype(dtype), jnp.floating)
-    if is_integer or array.dtype == dtype:
-        return
-    size = rows_per_block(array.dtype.itemsize * int(np.prod(array.shape[1:])))
-    for start in range(0, num_rows, size):
-        block = array.read(start, min(size, num_rows - start))
-        if array.holds_int8_rows(packed.layout.dim):
-            block = decode_int8(block)
-        check_range(block, start, dtype, owner)
-
-
 def _write(
     packed: PackedRows,
-    rows: _RowsToWrite,
+    rows: Mapping[str, RowArray],
     stack: StackPlan,
     plan: EmbeddingPlan,
     not_finite: NotFinite,
@@ -449,16 +352,19 @@ def _write(
     layout, dtype = packed.layout, packed.lines_dtype
 
     def read(table: str, start: int, num_rows: int) -> np.ndarray:
-        array = rows[table][0]
+        array = rows[table]
         block = array.read(start, num_rows)
         if array.holds_int8_rows(layout.dim):
             if layout.narrow_dtype == "int8":
                 return block
             block = decode_int8(block)
-        not_finite.look_at(block, start, f"rows of table {table!r}")
-        if layout.narrow_dtype is None:
-            return np.asarray(block, dtype)
-        return file_rows_of_values(block, layout)
+        is_narrow = layout.narrow_dtype is not None
+        with np.errstate(over="ignore"):
+            block = np.asarray(block, np.float32 if is_narrow else dtype)
+            stored = file_rows_of_values(block, layout) if is_narrow else block
+        seen = block if layout.narrow_dtype == "int8" else stored
+        not_finite.look_at(seen, start, f"rows of table {table!r}")
+        return stored
 
-    ranges = {table: (0, num_rows) for table, (_, num_rows) in rows.items()}
+    ranges = {table: (0, array.shape[0]) for table, array in rows.items()}
     return write_blocks(packed, stack, plan, read, ranges)

@@ -1,27 +1,22 @@
 """Matches the tables of a source with those of a model, and lists every mismatch."""
 
 import dataclasses
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, Final, Literal
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from tpu_embedding.argument_checks import describe_value
 from tpu_embedding.checkpoint.errors import CheckpointError
 from tpu_embedding.checkpoint.imports.source import RowArray, SourceTable, TableSource
+from tpu_embedding.config import TableConfig
+from tpu_embedding.functional.placed_ids import PlacedIds
 from tpu_embedding.inputs.wide_ids import NO_WIDE_ID, fingerprints_of
 from tpu_embedding.types import Ids64
 
-ImportedSlots = Literal["same_rule", "none"] | Mapping[str, str]
-"""Slots to import: those of an equal rule; none; or own name to source's name."""
-
-ImportedRows = Literal["equal", "shared"]
-"""Numbers of rows: they must be equal, or the rows that both tables have are taken.
-
-In dynamic tables: all ids must have a place, or those with one are taken.
-"""
+ImportedSlots = Literal["same_rule"] | Mapping[str, str]
+"""Slots to import: those of an equal rule, or own name to source's name."""
 
 _SAME_SLOTS: Final[Mapping[tuple[str, ...], tuple[tuple[str, ...], ...]]] = {
     ("accumulators",): (("accumulator",), ("momentum1",), ("0",)),
@@ -45,26 +40,7 @@ class ImportOptions:
     tables: Collection[str] | None = None
     rename: Mapping[str, str] = dataclasses.field(default_factory=dict)
     slots: ImportedSlots = "same_rule"
-    rows: ImportedRows = "equal"
     ids: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-
-    def __post_init__(self):
-        for field, value in (("rename", self.rename), ("ids", self.ids)):
-            if not isinstance(value, Mapping):
-                raise TypeError(
-                    f"{field} must be a dict by the names of tables, got "
-                    f"{describe_value(value)}."
-                )
-        if isinstance(self.tables, str):
-            raise TypeError(f"tables must be a list of names, got {self.tables!r}.")
-        is_mapping = isinstance(self.slots, Mapping)
-        if not is_mapping and self.slots not in ("same_rule", "none"):
-            raise ValueError(
-                "slots must be 'same_rule', 'none' or a dict of slot names, got "
-                f"{self.slots!r}."
-            )
-        if self.rows not in ("equal", "shared"):
-            raise ValueError(f"rows must be 'equal' or 'shared', got {self.rows!r}.")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -73,17 +49,13 @@ class TargetTable:
 
     Attributes:
       name: name of the table; with several layers, `"path of the layer/table"`.
-      vocabulary_size: rows.
-      dim: columns.
+      config: gives its rows and columns.
       slots: row shape of each slot variable by name; None without its optimizer.
-      is_dynamic: True for a table whose rows have ids.
     """
 
     name: str
-    vocabulary_size: int
-    dim: int
+    config: TableConfig
     slots: Mapping[str, jax.ShapeDtypeStruct] | None
-    is_dynamic: bool = False
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -95,18 +67,18 @@ class MatchedTable:
       values: rows of the source.
       slots: slot variables of the source, by their names in this package.
       slot_names: their names in the source.
-      dropped: slot variables of the source that are not imported, to the reason.
-      num_rows: rows to import, from the first one on.
+      dropped: slot variables of the source that are not imported, `"table/slot"`.
       ids: uint64, ids of the rows of a dynamic table; None for a static one.
+      placed: places of these ids in the model, once its tables have them.
     """
 
     source: str
     values: RowArray
     slots: Mapping[str, RowArray]
     slot_names: Mapping[str, str]
-    dropped: Mapping[str, str]
-    num_rows: int
+    dropped: tuple[str, ...]
     ids: np.ndarray | None = None
+    placed: PlacedIds | None = None
 
 
 def match_tables(
@@ -189,51 +161,41 @@ def _match(
     """
     table = source.tables[other]
     names = _slot_names(target, table, options.slots)
-    reason = f"the table has {_described(target)}; pass slots={{own name: its name}}"
-    if options.slots == "none":
-        reason = "slots='none'"
-    elif target.slots is None:
-        reason = "no optimizer was given, or the table has none"
     dropped = [slot for slot in table.slots if slot not in names.values()]
+    _check_rows(target, table.values)
     return MatchedTable(
         source=other,
         values=table.values,
         slots={own: table.slots[theirs] for own, theirs in names.items()},
         slot_names=names,
-        dropped=dict.fromkeys(dropped, reason),
-        num_rows=_num_rows(target, table.values, options.rows),
+        dropped=tuple(f"{other}/{slot}" for slot in dropped),
         ids=_ids(target, table, options.ids.get(target.name)),
     )
 
 
-def _num_rows(target: TargetTable, values: RowArray, rows: ImportedRows) -> int:
-    """Returns the number of rows to import.
+def _check_rows(target: TargetTable, values: RowArray) -> None:
+    """Refuses values that do not fit a table.
 
     Raises:
-      CheckpointError: if the values do not fit.
+      CheckpointError: if they do not fit.
     """
     if len(values.shape) != 2:
         raise CheckpointError(f"shape {values.shape} is no table [rows, dim].")
     num_rows, dim = values.shape
-    if values.holds_int8_rows(target.dim):
-        dim = target.dim
+    if values.holds_int8_rows(target.config.dim):
+        dim = target.config.dim
     elif not values.is_floating:
         raise CheckpointError(
             f"dtype {values.dtype} must be floating; convert it first."
         )
-    if dim != target.dim:
+    is_dynamic = target.config.dynamic is not None
+    size = num_rows if is_dynamic else target.config.max_rows
+    if (num_rows, dim) != (size, target.config.dim):
         raise CheckpointError(
-            f"the source has dim {dim}, the model {target.dim}; set TableConfig.dim, "
-            "or leave the table out of tables."
+            f"the source has {num_rows} rows of dim {dim}, the model {size} of dim "
+            f"{target.config.dim}; set TableConfig.vocabulary_size and dim, leave the "
+            "table out of tables, or import an array of the wanted rows."
         )
-    size = num_rows if target.is_dynamic else target.vocabulary_size
-    if num_rows != size and rows == "equal":
-        raise CheckpointError(
-            f"the source has {num_rows} rows, the model {size}; set "
-            "TableConfig.vocabulary_size, or pass rows='shared' to import the first "
-            f"{min(num_rows, size)} rows."
-        )
-    return min(num_rows, size)
 
 
 def _ids(target: TargetTable, table: SourceTable, given: Any) -> np.ndarray | None:
@@ -243,7 +205,7 @@ def _ids(target: TargetTable, table: SourceTable, given: Any) -> np.ndarray | No
       CheckpointError: if they do not fit.
     """
     given = table.ids if given is None else given
-    if (given is not None) != target.is_dynamic:
+    if (given is not None) != (target.config.dynamic is not None):
         raise CheckpointError(
             "ids of rows and a te.Dynamic vocabulary need each other; give "
             f"ids={{{target.name!r}: array}}, or set TableConfig.vocabulary_size to "
@@ -252,28 +214,23 @@ def _ids(target: TargetTable, table: SourceTable, given: Any) -> np.ndarray | No
     if given is None:
         return None
     array = given.to_numpy() if isinstance(given, Ids64) else np.asarray(given)
-    if array.shape != table.values.shape[:1]:
-        raise CheckpointError(
-            f"ids must have one id for each of the {table.values.shape[0]} rows of the "
-            f"source, got shape {array.shape}."
-        )
     if array.dtype.kind in "USO":
-        words = fingerprints_of(array)
-    elif np.issubdtype(array.dtype, np.integer):
+        array = fingerprints_of(array)
+    if array.dtype != np.uint64 and np.issubdtype(array.dtype, np.integer):
         # Negative ids keep their bits.
-        is_wide = array.dtype == np.uint64
-        words = array if is_wide else array.astype(np.int64).view(np.uint64)
-    else:
+        array = array.astype(np.int64).view(np.uint64)
+    if array.shape != table.values.shape[:1] or array.dtype != np.uint64:
         raise CheckpointError(
-            f"ids must be integers or strings, got dtype {array.dtype}; ids beyond "
-            "2**53 are not exact in floating numbers."
+            "ids must have one integer or string for each of the "
+            f"{table.values.shape[0]} rows of the source, got shape {array.shape} and "
+            f"dtype {array.dtype}."
         )
-    if (words == NO_WIDE_ID).any() or len(np.unique(words)) < len(words):
+    if (array == NO_WIDE_ID).any() or len(np.unique(array)) < len(array):
         raise CheckpointError(
             "ids must be distinct and not 2**64 - 1 (-1 if signed), which means 'no "
             "id'; keep one row of each id."
         )
-    return words
+    return array
 
 
 def _slot_names(
@@ -284,45 +241,36 @@ def _slot_names(
     Raises:
       CheckpointError: if a slot that the caller named is missing, or does not fit.
     """
-    if target.slots is None or slots == "none":
+    if target.slots is None:
         return {}
-    if not isinstance(slots, Mapping):
+    if slots == "same_rule":
         own = tuple(sorted(target.slots))
         for theirs in (own, *_SAME_SLOTS.get(own, ())):
             names = dict(zip(own, theirs, strict=True))
-            if set(theirs) == set(table.slots) and not list(
-                _slot_problems(target, table, names)
-            ):
+            fits = (_slot_fits(target, table, k, x) for k, x in names.items())
+            if set(theirs) == set(table.slots) and all(fits):
                 return names
         return {}
     names = dict(slots)
-    for problem in _slot_problems(target, table, names):
-        raise CheckpointError(problem)
+    for own, theirs in names.items():
+        if not _slot_fits(target, table, own, theirs):
+            raise CheckpointError(
+                f"slots={{{own!r}: {theirs!r}}} must name a slot of the table, which "
+                f"has {_described(target)}, and one of the source of this shape, which "
+                f"has { ({k: str(x) for k, x in table.slots.items()}) }."
+            )
     return names
 
 
-def _slot_problems(
-    target: TargetTable, table: SourceTable, names: Mapping[str, str]
-) -> Iterator[str]:
-    assert target.slots is not None
-    for own, theirs in names.items():
-        if own not in target.slots or theirs not in table.slots:
-            yield (
-                f"slots={{{own!r}: {theirs!r}}} must name a slot of the table, which "
-                f"has {_described(target)}, and one of the source, which has "
-                f"{sorted(table.slots)}."
-            )
-            continue
-        array, slot = table.slots[theirs], target.slots[own]
-        shape = (table.values.shape[0], *slot.shape)
-        fits = np.can_cast(array.dtype, slot.dtype)
-        if jnp.issubdtype(slot.dtype, jnp.floating):
-            fits = array.is_floating
-        if array.shape != shape or not fits:
-            yield (
-                f"slot {theirs!r} is {array}, but the optimizer's {own!r} takes "
-                f"{slot.dtype}{list(shape)}."
-            )
+def _slot_fits(target: TargetTable, table: SourceTable, own: str, theirs: str) -> bool:
+    """Returns True if a slot of a source can become a slot of a table."""
+    slot, array = (target.slots or {}).get(own), table.slots.get(theirs)
+    if slot is None or array is None:
+        return False
+    fits = np.can_cast(array.dtype, slot.dtype)
+    if jnp.issubdtype(slot.dtype, jnp.floating):
+        fits = array.is_floating
+    return fits and array.shape == (table.values.shape[0], *slot.shape)
 
 
 def _described(target: TargetTable) -> str:

@@ -6,7 +6,6 @@ take memory. The arrays of an `.npz` file are read as a whole.
 
 import pathlib
 from collections.abc import Mapping
-from typing import Any, Final
 
 import numpy as np
 
@@ -18,17 +17,6 @@ from tpu_embedding.checkpoint.imports.source import (
     TableSource,
     array_of,
 )
-
-_TORCH: Final = (
-    "is a file of torch.save, which is read by PyTorch only. Convert it there by "
-    "safetensors.torch.save_file."
-)
-_HDF5: Final = "has variables without names. Save the tables by np.savez in Keras."
-_OTHER_SUFFIXES: Final = {
-    **dict.fromkeys((".pt", ".pth", ".bin"), _TORCH),
-    **dict.fromkeys((".h5", ".hdf5", ".keras"), _HDF5),
-}
-"""Files that need another program, with the way out."""
 
 
 def tables_by_name(arrays: Mapping[str, RowArray], origin: str) -> TableSource:
@@ -63,24 +51,6 @@ def tables_by_name(arrays: Mapping[str, RowArray], origin: str) -> TableSource:
     )
 
 
-def arrays_of_dict(values: Mapping[str, Any]) -> dict[str, RowArray]:
-    """Returns the arrays of a dict: of tables, or of dicts of `values` and `slots`."""
-    arrays = {}
-    for name, value in values.items():
-        if not isinstance(value, Mapping):
-            arrays[name] = array_of(value)
-            continue
-        if "values" not in value:
-            raise CheckpointError(
-                f"The entry {name!r} must be an array, or a dict with the key 'values' "
-                f"and perhaps 'slots', got a dict with the keys {sorted(value)}."
-            )
-        arrays[name] = array_of(value["values"])
-        for slot, array in value.get("slots", {}).items():
-            arrays[f"{name}/{slot}"] = array_of(array)
-    return arrays
-
-
 def arrays_of_path(path: pathlib.Path) -> dict[str, RowArray]:
     """Returns the arrays of a file, or of all files in a directory by their paths.
 
@@ -89,8 +59,6 @@ def arrays_of_path(path: pathlib.Path) -> dict[str, RowArray]:
     """
     if not path.exists():
         raise CheckpointError(f"There is no file or directory {path}.")
-    if path.suffix in _OTHER_SUFFIXES:
-        raise CheckpointError(f"{path} {_OTHER_SUFFIXES[path.suffix]}")
     base, files = path.parent, [path]
     if path.is_dir():
         base, files = path, sorted(x for x in path.rglob("*") if x.is_file())
@@ -108,7 +76,8 @@ def arrays_of_path(path: pathlib.Path) -> dict[str, RowArray]:
         raise CheckpointError(
             f"The format of {path} is unknown. It must be an .npz or .safetensors "
             "file, a directory of .npy or .safetensors files, or a checkpoint of "
-            "TensorFlow or orbax."
+            "TensorFlow or orbax. Convert files of torch.save by "
+            "safetensors.torch.save_file, and those of Keras by np.savez."
         )
     return arrays
 

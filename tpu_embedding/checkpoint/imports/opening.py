@@ -7,12 +7,11 @@ from typing import Any
 from tpu_embedding.checkpoint.errors import CheckpointError
 from tpu_embedding.checkpoint.imports import dynamicemb, tensorflow, torchrec
 from tpu_embedding.checkpoint.imports.named_arrays import (
-    arrays_of_dict,
     arrays_of_path,
     tables_by_name,
 )
 from tpu_embedding.checkpoint.imports.orbax import arrays_of_checkpoint
-from tpu_embedding.checkpoint.imports.source import RowArray, TableSource
+from tpu_embedding.checkpoint.imports.source import RowArray, TableSource, array_of
 from tpu_embedding.paths import local_path
 
 
@@ -20,7 +19,7 @@ def open_tables(source: str | pathlib.Path | Mapping[str, Any]) -> TableSource:
     """Opens the tables of a foreign file or checkpoint.
 
     Args:
-      source: a dict of arrays by table name, a file or a directory:
+      source: a dict of arrays, a file or a directory:
 
         * `.npz`, `.safetensors`, or a directory of `.npy` or `.safetensors` files:
           arrays by table name, `"table/slot"` for slot variables, or a state dict of
@@ -29,8 +28,9 @@ def open_tables(source: str | pathlib.Path | Mapping[str, Any]) -> TableSource:
         * a TensorFlow checkpoint: its prefix, a directory of checkpoints, or that of a
           SavedModel. TensorFlow reads it, from the extra `tf`;
         * an orbax checkpoint: directory of a CheckpointManager, whose latest step is
-          read, of a step, or of an item. Tables have the paths of their arrays; see
-          `open_stacked_tables` for those of keras-rs and jax-tpu-embedding.
+          read, of a step, or of an item. Tables have the paths of their arrays.
+
+        See `open_stacked_tables` for tables that were trained on SparseCores.
 
     Returns:
       The tables; `print` shows them, `import_tables` writes them to a model.
@@ -45,11 +45,8 @@ def open_tables(source: str | pathlib.Path | Mapping[str, Any]) -> TableSource:
         movie: float32[10, 4]
     """
     if isinstance(source, Mapping):
-        return _named_tables(arrays_of_dict(source), "arrays")
-    if "://" in str(source):
-        raise CheckpointError(
-            f"Tables are read from local files, got {source}; copy it to this machine."
-        )
+        arrays = {name: array_of(values) for name, values in source.items()}
+        return _named_tables(arrays, "arrays")
     try:
         return _open(local_path(source))
     except OSError as error:
@@ -62,8 +59,8 @@ def _open(path: pathlib.Path) -> TableSource:
     if path.is_dir() and (arrays := arrays_of_checkpoint(path)):
         named = {"/".join(leaf): array for leaf, array in arrays.items()}
         return tables_by_name(named, f"orbax checkpoint {path}")
-    if path.is_dir() and (dumps := dynamicemb.find_dumps(path)):
-        return dynamicemb.tables_of_dumps(path, dumps)
+    if path.is_dir() and (dump := dynamicemb.tables_of_dump(path)):
+        return dump
     return _named_tables(arrays_of_path(path), str(path))
 
 

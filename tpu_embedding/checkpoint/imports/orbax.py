@@ -24,37 +24,26 @@ _CONTEXT: Final = {"cache_pool": {"total_bytes_limit": 2**29}}
 """Keeps decoded chunks, of which a range of rows may need a part only."""
 
 
-def find_items(path: pathlib.Path) -> dict[str, pathlib.Path]:
-    """Returns the checkpoint items that a path means, by name.
-
-    Args:
-      path: directory of an item, of a step with its items, or of a CheckpointManager,
-        whose latest step is meant.
-    """
-    if (path / _METADATA).is_file():
-        return {path.name: path}
-    steps = [d for d in path.glob("*") if d.name.isdigit() and d.is_dir()]
-    if steps:
-        path = max(steps, key=lambda step: int(step.name))
-    items = sorted(path.glob("*"))
-    return {item.name: item for item in items if (item / _METADATA).is_file()}
-
-
 def arrays_of_checkpoint(path: pathlib.Path) -> dict[LeafPath, RowArray]:
     """Returns the arrays of a checkpoint that have rows, by path.
 
     Of several items, the name of the item comes first.
 
     Args:
-      path: see `find_items`.
+      path: directory of an item, of a step with its items, or of a CheckpointManager,
+        whose latest step is meant.
 
     Raises:
       CheckpointError: if an item is damaged or incomplete.
     """
-    items = find_items(path)
+    if (path / _METADATA).is_file():
+        return _arrays_of_item(path)
+    steps = [d for d in path.glob("*") if d.name.isdigit() and d.is_dir()]
+    path = max(steps, key=lambda step: int(step.name), default=path)
+    items = [file.parent for file in sorted(path.glob(f"*/{_METADATA}"))]
     return {
-        leaf if len(items) == 1 else (name, *leaf): array
-        for name, item in items.items()
+        leaf if len(items) == 1 else (item.name, *leaf): array
+        for item in items
         for leaf, array in _arrays_of_item(item).items()
     }
 

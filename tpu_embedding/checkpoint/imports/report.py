@@ -12,22 +12,19 @@ class ImportReport:
       origin: format and path of the source.
       tables: imported table to its name in the source.
       slots: imported table to its imported slots: own name to name in the source.
-      dropped: slots of the source that were not imported, `"table/slot"`, to the
-        reason.
+      dropped: slots of the source that were not imported, `"table/slot"`: they are not
+        those of the optimizer's rule, or no optimizer was given.
       kept: tables of the model that keep all their values, because the source lacks
         them or they were not asked for.
       unused: tables of the source that were not imported.
-      without_place: imported dynamic table to the number of ids that were left out,
-        because their buckets were full.
     """
 
     origin: str
     tables: Mapping[str, str]
     slots: Mapping[str, Mapping[str, str]]
-    dropped: Mapping[str, str]
+    dropped: tuple[str, ...]
     kept: tuple[str, ...]
     unused: tuple[str, ...]
-    without_place: Mapping[str, int]
 
     def __str__(self) -> str:
         lines = [f"Imported {len(self.tables)} tables from {self.origin}:"]
@@ -36,12 +33,9 @@ class ImportReport:
             lines.append(f"  {table} of {name}: {', '.join(['values', *parts])}")
         for heading, found in (
             ("Dropped slot variables:", self.dropped),
-            ("Ids left out, because their buckets were full:", self.without_place),
             ("Tables of the model that keep their values:", self.kept),
             ("Tables of the source that were not used:", self.unused),
         ):
-            if isinstance(found, Mapping):
-                found = [f"{name}: {text}" for name, text in found.items()]
             if found:
                 lines += [heading, *(f"  {name}" for name in found)]
         return "\n".join(lines)

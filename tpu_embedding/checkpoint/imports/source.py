@@ -44,14 +44,6 @@ class RowArray:
         """True for floating numbers, narrow ones included."""
         return jnp.issubdtype(self.dtype, jnp.floating)
 
-    def columns(self, start: int, end: int) -> Self:
-        """Returns some columns of a matrix."""
-        return dataclasses.replace(
-            self,
-            shape=(self.shape[0], end - start),
-            read=lambda first, num_rows: self.read(first, num_rows)[:, start:end],
-        )
-
     def squeezed(self) -> Self:
         """Returns `[rows]` in place of `[rows, 1]`."""
         return dataclasses.replace(
@@ -112,3 +104,22 @@ class TableSource:
             ids = [] if table.ids is None else ["rows by id"]
             lines.append(f"  {name}: {', '.join([str(table.values), *ids, *slots])}")
         return "\n".join(lines)
+
+
+def by_shortest_names(
+    tables: Mapping[tuple[str, ...], SourceTable],
+) -> dict[str, SourceTable]:
+    """Returns tables by the shortest end of their paths that no other has.
+
+    Example:
+      >>> table = SourceTable(values=array_of(np.zeros((5, 2))))
+      >>> list(by_shortest_names({("a", "x"): table, ("b", "x"): table}))
+      ['a/x', 'b/x']
+    """
+    named = {}
+    for path, table in tables.items():
+        length = 1
+        while sum(other[-length:] == path[-length:] for other in tables) > 1:
+            length += 1
+        named["/".join(path[-length:])] = table
+    return named

@@ -10,44 +10,26 @@ So rows `i`, `i + num_shards`, ... of a table are neighbours in the stack. A ran
 rows takes one read per shard.
 """
 
-import dataclasses
 import functools
 import pathlib
 import re
 from collections.abc import Mapping, Sequence
-from typing import Any, Final
+from typing import Final
 
 import numpy as np
 
 from tpu_embedding.checkpoint.errors import CheckpointError
-from tpu_embedding.checkpoint.imports.orbax import arrays_of_checkpoint
+from tpu_embedding.checkpoint.imports.opening import open_tables
 from tpu_embedding.checkpoint.imports.source import RowArray, SourceTable, TableSource
 from tpu_embedding.config import TableConfig
-from tpu_embedding.paths import local_path
 
 _ROW_ALIGNMENT: Final = 8
 """Rows that a table takes in each shard are a multiple of this number."""
 
-_KERAS_TABLE: Final = re.compile(r"var:(.+):table(?::slot:(.+))?")
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class StackedTable:
-    """A table's place in a stack.
-
-    Attributes:
-      vocabulary_size: rows without padding.
-      dim: columns without padding.
-      num_shards: SparseCores of all devices.
-      row_offset: first row of the table in each shard.
-      rotation: shard that has row 0.
-    """
-
-    vocabulary_size: int
-    dim: int
-    num_shards: int
-    row_offset: int
-    rotation: int
+_ARRAY_OF_STACK: Final = (
+    re.compile(r"(?:.*/)?var:(?P<stack>.+?):table(?::slot:(?P<slot>.+))?"),  # keras-rs
+    re.compile(r"(?:.*/)?(?P<stack>[^/]+)/(?:table|slot/(?P<slot>[^/]+))"),
+)
 
 
 def open_stacked_tables(
@@ -58,15 +40,15 @@ def open_stacked_tables(
     num_sparse_cores: int,
     rotation: int,
 ) -> TableSource:
-    """Opens the stacked tables of an orbax checkpoint of keras-rs or jax-tpu-embedding.
+    """Opens the stacked tables of a checkpoint that was trained on SparseCores.
 
-    The checkpoint does not say how they were stacked, and no shape tells the rotation:
+    The stacking is not read from the checkpoint, and no shape tells the rotation:
     compare some rows with those of the trained model.
 
     Args:
-      path: directory of a CheckpointManager, whose latest step is read, of a step, or
-        of an item. keras-rs names stacks `var:STACK:table`; jax-tpu-embedding has
-        `STACK/table`.
+      path: checkpoint that `open_tables` opens. keras-rs names stacks
+        `var:STACK:table`; jax-tpu-embedding has `STACK/table`; in TensorFlow, STACK is
+        a variable.
       tables: configs of the tables; their names, rows and dims must be those that the
         checkpoint was trained with.
       stacks: stack name to the names of its tables, in the order of their rows.
@@ -80,8 +62,7 @@ def open_stacked_tables(
     Raises:
       CheckpointError: if the checkpoint is damaged, or its stacks do not fit.
     """
-    origin = f"stacked checkpoint {path}"
-    found = _stacks_of(arrays_of_checkpoint(local_path(path)))
+    found = _stacks_of(open_tables(path))
     configs = {str(table.name): table for table in tables}
     result: dict[str, SourceTable] = {}
     for stack_name, names in stacks.items():
@@ -90,42 +71,44 @@ def open_stacked_tables(
                 f"Stack {stack_name!r} of {list(names)} must be one of {sorted(found)} "
                 f"of {path}, and tables must have its tables, got {sorted(configs)}."
             )
-        row_offset = 0
+        stack, row_offset = found[stack_name], 0
         for i, name in enumerate(names):
-            place = StackedTable(
-                vocabulary_size=configs[name].max_rows,
-                dim=configs[name].dim,
+            of_stack = functools.partial(
+                _of_stack,
+                config=configs[name],
                 num_shards=num_sparse_cores,
                 row_offset=row_offset,
-                rotation=i * rotation % num_sparse_cores,
+                rotation=i * rotation,
             )
-            result[name] = table_of_stack(found[stack_name], place, f"{origin}: {name}")
-            row_offset += rows_in_shard(place.vocabulary_size, num_sparse_cores)
-        if found[stack_name].values.shape[0] != row_offset * num_sparse_cores:
+            result[name] = SourceTable(
+                values=of_stack(stack.values),
+                slots={k: of_stack(slot) for k, slot in stack.slots.items()},
+            )
+            row_offset += rows_in_shard(configs[name].max_rows, num_sparse_cores)
+        num_rows, dim = stack.values.shape
+        widest = max(configs[name].dim for name in names)
+        if num_rows != row_offset * num_sparse_cores or dim < widest:
             raise CheckpointError(
-                f"Stack {stack_name!r} of {path} has "
-                f"{found[stack_name].values.shape[0]} rows, but its tables "
-                f"{list(names)} take {row_offset * num_sparse_cores} on "
-                f"{num_sparse_cores} SparseCores. Check num_sparse_cores, and the "
+                f"Stack {stack_name!r} of {path} has {num_rows} rows of {dim}, but its "
+                f"tables {list(names)} take {row_offset * num_sparse_cores} of {widest}"
+                f" on {num_sparse_cores} SparseCores. Check num_sparse_cores, and the "
                 "vocabulary sizes of the tables."
             )
-    return TableSource(origin=origin, tables=result)
+    return TableSource(origin=f"stacked checkpoint {path}", tables=result)
 
 
-def _stacks_of(arrays: Mapping[tuple[str, ...], RowArray]) -> dict[str, SourceTable]:
+def _stacks_of(source: TableSource) -> dict[str, SourceTable]:
     """Returns the stacks of a checkpoint by name, with their slot variables."""
-    tables: dict[str, RowArray] = {}
-    slots: dict[str, dict[str, RowArray]] = {}
-    for leaf, array in arrays.items():
-        if match := _KERAS_TABLE.fullmatch(leaf[-1]):
-            if match[2] is None:
-                tables[match[1]] = array
+    tables = {name: table.values for name, table in source.tables.items()}
+    slots = {name: dict(table.slots) for name, table in source.tables.items()}
+    for name, table in source.tables.items():
+        matches = (pattern.fullmatch(name) for pattern in _ARRAY_OF_STACK)
+        if match := next((x for x in matches if x), None):
+            stack, slot = match["stack"], match["slot"]
+            if slot is None:
+                tables[stack] = table.values
             else:
-                slots.setdefault(match[1], {})[match[2]] = array
-        elif len(leaf) > 1 and leaf[-1] == "table":
-            tables[leaf[-2]] = array
-        elif len(leaf) > 2 and leaf[-2] == "slot":
-            slots.setdefault(leaf[-3], {})[leaf[-1]] = array
+                slots.setdefault(stack, {})[slot] = table.values
     return {
         name: SourceTable(values=array, slots=slots.get(name, {}))
         for name, array in tables.items()
@@ -143,52 +126,34 @@ def rows_in_shard(vocabulary_size: int, num_shards: int) -> int:
     return -(-vocabulary_size // group) * _ROW_ALIGNMENT
 
 
-def table_of_stack(stack: SourceTable, place: StackedTable, owner: str) -> SourceTable:
-    """Returns a table of a stack and its slot variables, in their order of rows.
+def _of_stack(
+    stack: RowArray,
+    config: TableConfig,
+    num_shards: int,
+    row_offset: int,
+    rotation: int,
+) -> RowArray:
+    """Returns the rows of a table, or of its slot variable, in their order.
 
     Args:
-      stack: the stack.
-      place: the table in it.
-      owner: names the table in errors.
-
-    Raises:
-      CheckpointError: if the stack cannot hold the table there.
+      stack: rows of the stack.
+      config: config of the table.
+      num_shards: SparseCores of all devices.
+      row_offset: first row of the table in each shard.
+      rotation: shard that has row 0.
     """
-    return SourceTable(
-        values=_read_stacked(stack.values, place, owner),
-        slots={k: _read_stacked(slot, place, owner) for k, slot in stack.slots.items()},
-    )
+    row_shape = (config.dim,) if len(stack.shape) > 1 else ()
 
+    def read(start: int, num_rows: int) -> np.ndarray:
+        rows = np.empty((num_rows, *row_shape), stack.dtype)
+        for first in range(min(num_shards, num_rows)):
+            row = start + first
+            shard = (row + rotation) % num_shards
+            position = shard * (stack.shape[0] // num_shards) + row_offset
+            part = rows[first::num_shards]
+            found = stack.read(position + row // num_shards, len(part))
+            part[...] = found[:, : config.dim] if row_shape else found
+        return rows
 
-def _read_stacked(stack: RowArray, place: StackedTable, owner: str) -> RowArray:
-    num_rows, *row_shape = stack.shape
-    num_shards = max(1, place.num_shards)
-    rows_per_shard, rest = divmod(num_rows, num_shards)
-    last_row = place.row_offset + (place.vocabulary_size - 1) // num_shards
-    is_narrow = bool(row_shape) and row_shape[0] < place.dim
-    if place.num_shards < 1 or rest or last_row >= rows_per_shard or is_narrow:
-        raise CheckpointError(
-            f"{owner}: a stack of shape {list(stack.shape)} cannot hold {place}."
-        )
-    return RowArray(
-        (place.vocabulary_size, *([place.dim] if row_shape else [])),
-        stack.dtype,
-        functools.partial(_read, stack, place, rows_per_shard),
-        stack.check,
-    )
-
-
-def _read(
-    stack: RowArray, place: StackedTable, rows_per_shard: int, start: int, num_rows: int
-) -> np.ndarray:
-    columns: Any = slice(None) if len(stack.shape) == 1 else (..., slice(place.dim))
-    row_shape = () if len(stack.shape) == 1 else (place.dim,)
-    rows = np.empty((num_rows, *row_shape), stack.dtype)
-    for first in range(min(place.num_shards, num_rows)):
-        row = start + first
-        shard = (row + place.rotation) % place.num_shards
-        position = place.row_offset + row // place.num_shards
-        part = rows[first :: place.num_shards]
-        found = stack.read(shard * rows_per_shard + position, len(part))
-        part[...] = found[columns]
-    return rows
+    shape = (config.max_rows, *row_shape)
+    return RowArray(shape, stack.dtype, read, stack.check)

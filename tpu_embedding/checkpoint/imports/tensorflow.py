@@ -1,10 +1,10 @@
 """Finds the tables in TensorFlow checkpoints of TPUEmbedding and of the layer of TFRS.
 
 Keys of a checkpoint are paths of Python objects: `model/emb/_tpu_embedding/movie`. A
-table is the variable of its name. Slot variables of TensorFlow are siblings, such as
-`movie/accumulators`; those of Keras optimizers, which TFRS uses, hang below the
-variable. On chips with SparseCores, a variable is a whole stack, and a message beside
-it tells how the tables lie in it. `tf.train.load_checkpoint` reads all of them.
+table is the variable of its name, and so is a stack of tables on chips with
+SparseCores. Slot variables of TensorFlow are siblings, such as `movie/accumulators`;
+those of Keras optimizers, which TFRS uses, hang below the variable.
+`tf.train.load_checkpoint` reads all of them.
 """
 
 import collections
@@ -13,20 +13,21 @@ import importlib
 import importlib.util
 import pathlib
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any, Final
 
 import numpy as np
 
 from tpu_embedding.checkpoint.errors import CheckpointError
-from tpu_embedding.checkpoint.imports.source import RowArray, SourceTable, TableSource
-from tpu_embedding.checkpoint.imports.stacked import StackedTable, table_of_stack
+from tpu_embedding.checkpoint.imports.source import (
+    RowArray,
+    SourceTable,
+    TableSource,
+    by_shortest_names,
+)
 
 _VALUE: Final = "/.ATTRIBUTES/VARIABLE_VALUE"
 _SLOT: Final = "/.OPTIMIZER_SLOT/"
-_LAYOUTS: Final = "_sparse_core_table_layouts"
-_TFRS_LAYER: Final = "_tpu_embedding"
-_KERAS_TABLE: Final = "embeddings"
 
 _Path = tuple[str, ...]
 _Variables = Mapping[_Path, SourceTable]
@@ -59,42 +60,32 @@ def find_prefix(path: pathlib.Path) -> pathlib.Path | None:
 def tables_of_checkpoint(prefix: pathlib.Path) -> TableSource:
     """Opens a checkpoint.
 
-    Tables have the names of their variables; where two have one name, the names of the
-    objects before it are put in front, with `/` between.
+    All variables of two axes are tables, those of dense layers, too. They have the
+    names of their variables; where two have one name, the names of the objects before
+    it are put in front, with `/` between.
 
     Args:
       prefix: path of its index, without `.index`.
 
     Raises:
-      CheckpointError: if TensorFlow is missing, or the checkpoint is damaged or has no
-        tables.
+      CheckpointError: if TensorFlow is missing, or the checkpoint is damaged.
     """
-    origin = f"TensorFlow checkpoint {prefix}"
-    read, arrays, strings = _open(prefix)
-    variables = _variables(arrays)
-    stacked = [k for k in strings if k.removesuffix(_VALUE).endswith(f"/{_LAYOUTS}")]
+    variables = _variables(_arrays(prefix))
     tables: dict[_Path, SourceTable] = {}
-    for key in stacked:
-        parent = _path_of(key.removesuffix(_VALUE))[:-1]
-        for name, stack_name, place in _layouts(read(key), origin):
-            if (path := (*parent, stack_name)) not in variables:
-                raise CheckpointError(
-                    f"{origin} lacks the stack {stack_name!r} of table {name!r}."
-                )
-            stack = SourceTable(
-                values=variables[path].values, slots=_slots_of(path, variables)
-            )
-            tables[*parent, name] = table_of_stack(stack, place, f"{origin}: {name}")
-    tables = tables or _plain_tables(variables)
-    if not tables:
-        raise CheckpointError(f"{origin} has no tables: no variables of two axes.")
-    return TableSource(origin=origin, tables=_named(tables))
+    for path, variable in variables.items():
+        *parent, name = path
+        starts = (name[:i] for i, c in enumerate(name) if c == "/")
+        is_slot = any((*parent, start) in variables for start in starts)
+        if len(variable.values.shape) == 2 and not is_slot:
+            slots = _slots_of(path, variables)
+            tables[path] = SourceTable(values=variable.values, slots=slots)
+    return TableSource(
+        origin=f"TensorFlow checkpoint {prefix}", tables=by_shortest_names(tables)
+    )
 
 
-def _open(
-    prefix: pathlib.Path,
-) -> tuple[Callable[[str], Any], dict[str, RowArray], list[str]]:
-    """Returns a function that reads a key, the arrays that have rows, and other keys.
+def _arrays(prefix: pathlib.Path) -> dict[str, RowArray]:
+    """Returns the arrays that have rows by key.
 
     TensorFlow reads an array as a whole and verifies its checksum. The array that was
     read last stays in memory, because its rows are asked for block by block.
@@ -119,8 +110,7 @@ def _open(
             ) from None
 
     reader = call(tf.train.load_checkpoint, str(prefix))
-    read = functools.partial(call, reader.get_tensor)
-    last = functools.lru_cache(maxsize=1)(read)
+    last = functools.lru_cache(maxsize=1)(functools.partial(call, reader.get_tensor))
 
     def array_of(key: str, shape: Any, dtype: Any) -> RowArray:
         return RowArray(
@@ -132,12 +122,11 @@ def _open(
 
     dtypes = reader.get_variable_to_dtype_map()
     shapes = reader.get_variable_to_shape_map()
-    arrays = {
+    return {
         key: array_of(key, shape, dtypes[key])
         for key, shape in shapes.items()
         if shape and dtypes[key] != tf.string
     }
-    return read, arrays, [key for key in shapes if key not in arrays]
 
 
 def _variables(arrays: Mapping[str, RowArray]) -> _Variables:
@@ -169,57 +158,3 @@ def _slots_of(path: _Path, variables: _Variables) -> Mapping[str, RowArray]:
         for other, variable in variables.items()
         if other[:-1] == tuple(parent) and other[-1].startswith(f"{name}/")
     }
-
-
-def _plain_tables(variables: _Variables) -> dict[_Path, SourceTable]:
-    """Returns the tables that are variables of their own."""
-    is_tfrs = any(_TFRS_LAYER in path for path in variables)
-    tables = {}
-    for path, variable in variables.items():
-        *parent, name = path
-        is_slot = any(
-            (*parent, name[:i]) in variables for i, c in enumerate(name) if c == "/"
-        )
-        is_other = is_tfrs and _TFRS_LAYER not in path and name != _KERAS_TABLE
-        if len(variable.values.shape) == 2 and not is_slot and not is_other:
-            slots = _slots_of(path, variables)
-            tables[path] = SourceTable(values=variable.values, slots=slots)
-    return tables
-
-
-def _named(tables: Mapping[_Path, SourceTable]) -> dict[str, SourceTable]:
-    """Returns the tables by the shortest end of their paths that no other has."""
-    named = {}
-    for path, table in tables.items():
-        length = 1
-        while sum(other[-length:] == path[-length:] for other in tables) > 1:
-            length += 1
-        named["/".join(path[-length:])] = table
-    return named
-
-
-def _layouts(message: bytes, origin: str) -> list[tuple[str, str, StackedTable]]:
-    """Returns table, stack and place of the tables of `SparseCoreTableLayouts`."""
-    messages: Any = importlib.import_module(
-        "tensorflow.core.tpu.kernels.sparse_core_layout_pb2"
-    )
-    try:
-        tables = messages.SparseCoreTableLayouts.FromString(message).tables
-    except Exception as error:  # Protocol buffers have an error of their own.
-        raise CheckpointError(
-            f"{origin}: the layouts of its stacks cannot be read: {error}."
-        ) from error
-    return [
-        (
-            table.table_name,
-            table.stacked_table_name,
-            StackedTable(
-                vocabulary_size=table.unsharded_shape[0],
-                dim=table.unsharded_shape[1],
-                num_shards=table.num_sparse_cores,
-                row_offset=table.sparse_core_shard_row_offset,
-                rotation=table.sparse_core_shard_rotation,
-            ),
-        )
-        for table in tables
-    ]
