@@ -3,8 +3,8 @@
 Sizes and learning rates are those of the reference since v3.0; see the README of
 `recommendation_v2/torchrec_dlrm` in github.com/mlcommons/training. The benchmark's
 target, an AUC of 0.8030, applies to its own data, Criteo's 1TB log. With --data-dir,
-the config reads that log as the reference's scripts preprocess it: day_N_dense.npy,
-day_N_labels.npy and day_N_sparse_multi_hot.npz. Otherwise it draws clicks like those.
+the config reads that log from Parquet files, whose multi-hot columns are lists of a
+fixed size. Otherwise it draws clicks like those.
 
 Tables and slot variables take 209 GB, so the full size needs a TPU slice. The first
 command compiles it for one on any machine, and allocates nothing. The second command
@@ -13,7 +13,7 @@ trains a small version.
 Command: tpu-embedding compile dlrm_dcnv2 --topology v6e:4x4
          tpu-embedding train dlrm_dcnv2 --devices 8 --set batch_size=1024
            --set num_steps=600 --set table_learning_rate=0.05
-           --set data.max_vocabulary_size=1000 --set data.max_valence=3
+           --set data.vocabulary_size=1000 --set data.max_valence=3
            --set data.num_evaluation_samples=16384 --set model.dim=16
            --set model.bottom_sizes=64 --set model.top_sizes=128,64
            --set model.cross_rank=64
@@ -27,7 +27,7 @@ Wall time: about 75 s
 import optax
 
 from tpu_embedding import optimizers
-from tpu_embedding.tools.train import MultiHotClicksSource, RunConfig, Target
+from tpu_embedding.tools.train import CriteoSource, RunConfig, Target
 from tpu_embedding.tools.train.models import DLRMDCNv2Config
 
 # fmt: off
@@ -44,7 +44,8 @@ VALENCES = (
 config = RunConfig(
     name="dlrm_dcnv2",
     # Data: 204 million rows, and 214 ids per sample.
-    data=MultiHotClicksSource(
+    data=CriteoSource(
+        vocabulary_size=max(VOCABULARY_SIZES),
         vocabulary_sizes=VOCABULARY_SIZES,
         valences=VALENCES,
         num_evaluation_samples=131_072,

@@ -27,7 +27,7 @@ Wall time: about 4 minutes (measured on 1 device: 213 s, 256 s of CPU time)
 import optax
 
 from tpu_embedding import optimizers
-from tpu_embedding.tools.data.yambda.event_samples import HistorySettings
+from tpu_embedding.tools.data.yambda.event_dataset import HistorySettings
 from tpu_embedding.tools.train import RunConfig, SyntheticYambdaSource, Target, warm_up
 from tpu_embedding.tools.train.models import DLRMv4Config
 from tpu_embedding.tools.train.models.hstu import HSTUSizes

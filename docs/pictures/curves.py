@@ -61,7 +61,8 @@ def draw_curves(runs: list[dict[str, Any]]) -> Figure:
         panel.set_title(f"{run['config']}: {LABELS[run['metric']]}")
         panel.set_xlim(left=0)
         panel.set_xlabel("step")
-    legend.axis("off")
+    for unused in (*panels[len(runs) :], legend):
+        unused.axis("off")
     legend.plot([], color="#4285f4", label="training batches")
     legend.plot([], "o-", color="#e08214", label="held-out samples")
     legend.plot([], color=INK, linestyle="--", label="teacher: the best possible")

@@ -1,18 +1,18 @@
 """The ranking example on the real data set, which is not part of this repository."""
 
+import runpy
+
 import pytest
 
-from tests.docs.test_example_programs import run_program
+from tests.docs.test_example_programs import EXAMPLES, run_program
 
 
 @pytest.mark.full
-def test_ranking_reaches_the_error_that_the_page_promises(
-    movielens_dir, monkeypatch, capsys
-):
-    run_program("ranking", movielens_dir, monkeypatch=monkeypatch)
-    rmse = float(capsys.readouterr().out.rsplit(" ", 1)[1])
-    # The mean rating alone gives 1.154 on this split.
-    assert rmse < 0.97
+def test_ranking_comes_near_the_error_of_the_page(movielens_dir, monkeypatch):
+    train = runpy.run_path(str(EXAMPLES / "ranking.py"))["train"]
+    # All 800 steps reach 0.906, and the mean rating alone 1.154.
+    monkeypatch.setitem(train.__globals__, "NUM_STEPS", 240)
+    assert train(movielens_dir) < 0.935
 
 
 def test_ranking_names_the_file_that_is_missing(tmp_path, monkeypatch):

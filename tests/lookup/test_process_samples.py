@@ -11,8 +11,6 @@ import pytest
 import tpu_embedding as te
 from tests.conftest import mesh_of
 from tpu_embedding import distributed
-from tpu_embedding.tools.data.batch import Batch
-from tpu_embedding.tools.data.batch_part import slice_batch
 
 BATCH = 16
 TABLE = te.TableConfig(vocabulary_size=50, dim=4, name="table")
@@ -49,9 +47,26 @@ def features_of(seed, skew=1):
 
 
 def part_of(features, samples):
-    zeros = np.zeros(BATCH)
-    batch = Batch(features=features, labels=zeros, weights=zeros)
-    return slice_batch(batch, samples).features
+    """Returns the given samples of `features_of`."""
+    kept = slice(samples.start, samples.stop)
+    many, bags, sparse = (features[name] for name in ("many", "bags", "sparse"))
+    splits = bags.row_splits[samples.start : samples.stop + 1]
+    in_bags = slice(splits[0], splits[-1])
+    is_kept = np.isin(sparse.indices[:, 0], samples)
+    return {
+        "one": features["one"][kept],
+        "many": te.DenseIds(ids=many.ids[kept], weights=many.weights[kept]),
+        "bags": te.RaggedIds(
+            values=bags.values[in_bags],
+            row_splits=splits - splits[0],
+            weights=bags.weights[in_bags],
+        ),
+        "sparse": te.SparseIds(
+            indices=sparse.indices[is_kept] - [samples.start, 0],
+            values=sparse.values[is_kept],
+            dense_shape=np.array([len(samples), 3]),
+        ),
+    }
 
 
 def prepare_parts(monkeypatch, num_parts, batches, with_sizes, plan=PLAN):

@@ -60,7 +60,7 @@ def test_version(capsys):
         (["train", "syntetic"], "There is no config 'syntetic'"),
         (["train", "synthetic", "--slices", "2"], "--slices needs --devices"),
         (["train", "synthetic", "--devices", "1", "--data-dir", "."], "reads no file"),
-        (["train", "movielens", "--devices", "1"], "--data-dir"),
+        (["train", "dlrm_v4", "--devices", "1"], "--data-dir"),
         (["evaluate", "synthetic", "--devices", "1"], "no checkpoint to evaluate"),
     ],
 )

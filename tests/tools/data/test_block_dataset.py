@@ -46,12 +46,6 @@ def test_each_sample_comes_once_per_epoch(bounds, num_streams):
         np.testing.assert_array_equal(found, samples[start:stop])
 
 
-def test_samples_of_a_block_stay_together():
-    order = BlockOrder(np.arange(0, 101, 10), seed=0)
-    blocks = order.samples(np.arange(100)).reshape(10, 10)
-    assert (np.diff(blocks) == 1).all()
-
-
 @pytest.mark.parametrize("num_streams", [1, 4])
 def test_parts_and_resumed_runs_read_the_same_batches(num_streams):
     def opened(seed=3):

@@ -2,7 +2,6 @@
 
 import gzip
 import math
-import sys
 
 import numpy as np
 import pytest
@@ -18,13 +17,10 @@ pq = pytest.importorskip("pyarrow.parquet")
 SOURCE = CriteoSource(vocabulary_size=50, num_evaluation_samples=20)
 
 
-@pytest.mark.parametrize("is_packed", [False, True])
-def test_a_table_has_the_fields_of_the_text(tmp_path, monkeypatch, is_packed):
+def test_a_table_has_the_fields_of_the_text(tmp_path, monkeypatch):
     monkeypatch.setattr(criteo_to_parquet, "BLOCK_BYTES", 4000)  # several blocks
-    text = write_criteo_text(tmp_path / "day_0")
-    if is_packed:
-        text = tmp_path / "day_0.gz"
-        text.write_bytes(gzip.compress((tmp_path / "day_0").read_bytes()))
+    text = tmp_path / "day_0.gz"
+    text.write_bytes(gzip.compress("".join(criteo_lines(100)).encode()))
     parquet = tmp_path / "out.parquet"
     assert criteo_to_parquet.convert(text, parquet) == 100
     assert sorted(path.name for path in tmp_path.glob("out*")) == ["out.parquet"]
@@ -80,11 +76,3 @@ def test_text_is_to_be_converted_first(tmp_path):
             SOURCE.open(path, batch_size=10, seed=0)
     with pytest.raises(DataError, match="absent"):
         criteo_to_parquet.convert(tmp_path / "absent", tmp_path / "out.parquet")
-
-
-def test_the_command(tmp_path, monkeypatch, capsys):
-    text = write_criteo_text(tmp_path / "day_0", 5)
-    arguments = ["criteo_to_parquet", str(text), str(tmp_path / "a.parquet")]
-    monkeypatch.setattr(sys, "argv", arguments)
-    criteo_to_parquet.main()
-    assert capsys.readouterr().out == "5 samples written\n"

@@ -57,7 +57,7 @@ def test_batches_are_the_recorded_ones(config):
 
 
 def test_multi_hot_batches_are_the_recorded_ones():
-    data = open_source("dlrm_dcnv2", max_valence=3, max_vocabulary_size=1000)
+    data = open_source("dlrm_dcnv2", max_valence=3, vocabulary_size=1000)
     assert checksum(data.train_batch(1000)) == "53709e4a"
     assert data.train_batch(0).features["cat_20"].shape == (256, 3)
     assert data.vocabulary_sizes["cat_00"] == 1000
@@ -114,14 +114,9 @@ def test_zipf_ids_have_their_probabilities(exponent):
     ("config", "changes", "message"),
     [
         ("synthetic", {"valence": 0}, "SyntheticClicksSource.valence .* got 0"),
-        (
-            "two_tower",
-            {"num_users": 5},
-            "num_groups must be at most .* 5 and 100000000",
-        ),
         ("synthetic_stream", {"num_items": -1}, "num_items must be at least 1, got -1"),
         ("dlrm_v4_small", {"num_days": 0}, "num_days must be at least 1, got 0"),
-        ("dlrm_dcnv2", {"valences": (1, 2)}, "of one length, at most 26, got 26 and 2"),
+        ("dlrm", {"vocabulary_size": 0}, "CriteoSource.vocabulary_size .* got 0"),
     ],
 )
 def test_wrong_fields_are_refused(config, changes, message):

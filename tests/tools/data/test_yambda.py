@@ -9,14 +9,12 @@ import pytest
 from tests.conftest import GOLDEN
 from tests.tools.data.damage import cut
 from tpu_embedding.tools.data.batch import DataError
-from tpu_embedding.tools.data.yambda.event_dataset import EventDataset
-from tpu_embedding.tools.data.yambda.event_log import EventLog
-from tpu_embedding.tools.data.yambda.event_samples import (
+from tpu_embedding.tools.data.yambda.event_dataset import (
     CROSSES,
-    EventSamples,
+    EventDataset,
     HistorySettings,
 )
-from tpu_embedding.tools.data.yambda.exact_auc import exact_auc
+from tpu_embedding.tools.data.yambda.event_log import EventLog
 from tpu_embedding.tools.data.yambda.xxhash64 import xxh64
 from tpu_embedding.tools.data.yambda.yambda_files import (
     ALBUM_FILE,
@@ -49,16 +47,21 @@ def golden_log():
     )
 
 
-@functools.cache
-def golden_samples(variant):
+def data_of(history, batch_size=6, whole_window="first"):
+    source = YambdaSource(
+        table_sizes=TABLE_SIZES, history=history, whole_window=whole_window
+    )
+    return EventDataset(golden_log(), source, batch_size=batch_size)
+
+
+def golden_history(variant):
     names = ("history_length", "min_history", "scan_window")
-    settings = {name: int(golden()[f"{variant}/{name}"]) for name in names}
-    return EventSamples(golden_log(), TABLE_SIZES, HistorySettings(**settings))
+    return HistorySettings(**{n: int(golden()[f"{variant}/{n}"]) for n in names})
 
 
 @pytest.mark.parametrize("variant", ["benchmark", "short_scan"])
 def test_samples_are_those_of_the_reference(variant):
-    samples = golden_samples(variant)
+    samples = data_of(golden_history(variant))
 
     def expected(name):
         return golden()[f"{variant}/{name}"]
@@ -77,7 +80,7 @@ def test_samples_are_those_of_the_reference(variant):
         np.testing.assert_array_equal(
             ids["candidate"], expected(f"candidate.item_candidate_{candidate}id")
         )
-    is_event = np.arange(samples.settings.width) < lengths[:, None]
+    is_event = np.arange(samples.history_length) < lengths[:, None]
     for name in ("action_weight", "action_timestamp"):
         padded = batch.dense[name]
         np.testing.assert_array_equal(padded[is_event], expected(f"history.{name}"))
@@ -93,9 +96,9 @@ def test_samples_are_those_of_the_reference(variant):
 
 
 def test_samples_without_a_history():
-    settings = HistorySettings(history_length=9, min_history=0, scan_window=5)
-    samples = EventSamples(golden_log(), TABLE_SIZES, settings)
-    first = samples.anchors[np.isin(samples.anchors, golden_log().user_bounds)]
+    samples = data_of(HistorySettings(history_length=9, min_history=0, scan_window=5))
+    starts = np.searchsorted(golden_log().users, golden_log().users[samples.anchors])
+    first = samples.anchors[samples.anchors == starts]
     batch = samples.read(first[:3])
     assert batch.dense["history_length"].tolist() == [0, 0, 0]
     assert not batch.dense["action_weight"].any()
@@ -109,7 +112,7 @@ def test_samples_without_a_history():
 
 @pytest.mark.parametrize("variant", ["benchmark", "short_scan"])
 def test_windows_are_those_of_the_reference(variant):
-    data = EventDataset(golden_samples(variant), batch_size=6, whole_window="first")
+    data = data_of(golden_history(variant))
     anchors = golden()[f"{variant}/anchor_positions"]
     anchors = anchors[golden()[f"{variant}/window_anchors"]]
     *sizes, num_held_out = golden()[f"{variant}/window_sizes"].tolist()
@@ -124,12 +127,12 @@ def test_windows_are_those_of_the_reference(variant):
     for step, expected in enumerate([*steps, steps[0]]):
         batch, part = data.train_batch(step), data.train_part(step, range(2, 5))
         for field in ("query_time", "action_timestamp"):
-            wanted = data.samples.read(expected).dense[field]
+            wanted = data.read(expected).dense[field]
             np.testing.assert_array_equal(batch.dense[field], wanted)
             np.testing.assert_array_equal(part.dense[field], wanted[2:5])
     weights = np.concatenate([batch.weights for batch in data.evaluation_batches()])
     assert weights.sum() == data.num_evaluation_samples == num_held_out
-    whole = EventDataset(golden_samples(variant), batch_size=6, whole_window="last")
+    whole = data_of(golden_history(variant), whole_window="last")
     times = golden_log().times[whole.evaluation_anchors]
     assert times.max() - times.min() < 86_400
 
@@ -139,18 +142,6 @@ def test_hashes_are_those_of_the_library():
         keys = golden()[f"hash.keys{number}"].T
         expected = golden()[f"hash.xxh64_seed0_keys{number}"]
         np.testing.assert_array_equal(xxh64(list(keys)), expected)
-
-
-def test_exact_auc_counts_pairs():
-    generator = np.random.default_rng(0)
-    labels, scores = generator.integers(2, size=80), generator.integers(9, size=80)
-    pairs = scores[labels == 1][:, None] - scores[labels == 0]
-    expected = np.mean((pairs > 0) + 0.5 * (pairs == 0))
-    assert exact_auc(labels, scores) == pytest.approx(expected, rel=1e-12)
-    with pytest.raises(ValueError, match="a positive and a negative label, got 0 pos"):
-        exact_auc(np.zeros(3), np.ones(3))
-    with pytest.raises(ValueError, match="must be numbers, got NaN"):
-        exact_auc(np.array([0, 1]), np.array([0.0, np.nan]))
 
 
 def write_files(directory, **changes):
@@ -183,27 +174,21 @@ def test_files_hold_the_log(tmp_path):
             np.testing.assert_array_equal(found, expected, strict=True)
 
 
-@pytest.mark.parametrize("has_dense_ids", [False, True])
-def test_the_source_trains_on_files(tmp_path, has_dense_ids):
+def test_the_source_reads_files(tmp_path):
     write_files(tmp_path)
     history = HistorySettings(history_length=9, min_history=3)
-    source = YambdaSource(
-        table_sizes=TABLE_SIZES, history=history, has_dense_ids=has_dense_ids
-    )
+    source = YambdaSource(table_sizes=TABLE_SIZES, history=history, has_dense_ids=True)
     data = source.open(tmp_path, batch_size=6, seed=0)
-    ids = data.train_batch(0).features["uid"]
-    num_users = len(data.samples.log.users)
-    assert (ids.max() < num_users) or not has_dense_ids
+    log = data.log
+    for ids, first in ((log.users, 0), (log.items, 0), (log.item_albums, 1)):
+        used = np.unique(ids[ids >= first])
+        assert used.tolist() == list(range(first, first + len(used)))
     outline = source.outline(batch_size=6, seed=0)
     assert outline.table_sizes == data.table_sizes
     assert outline.history_length == data.history_length == 9
-    table_sizes = {**TABLE_SIZES, "item_id": 10}
-    with pytest.raises(
-        DataError, match="for table 'item_id' of 10 rows. Set table_siz"
-    ):
-        dataclasses.replace(source, table_sizes=table_sizes).open(
-            tmp_path, batch_size=6, seed=0
-        )
+    small = dataclasses.replace(source, table_sizes={**TABLE_SIZES, "item_id": 10})
+    with pytest.raises(DataError, match="for table 'item_id' of 10 rows. Set table_si"):
+        small.open(tmp_path, batch_size=6, seed=0)
 
 
 def changed(name, value, row=70):
@@ -251,10 +236,7 @@ def test_logs_without_samples_are_refused():
     none = np.zeros(0, np.int32)
     with pytest.raises(DataError, match="must have an event in the 300 days"):
         EventLog.of_columns(columns, item_artists=none, item_albums=none, name="one")
-    settings = HistorySettings(min_history=10_000)
     with pytest.raises(DataError, match="a listen with 10000 earlier events"):
-        EventSamples(golden_log(), TABLE_SIZES, settings)
+        data_of(HistorySettings(min_history=10_000))
     with pytest.raises(DataError, match="a day before the last must have 999 anchors"):
-        EventDataset(golden_samples("benchmark"), batch_size=999, whole_window="first")
-    with pytest.raises(ValueError, match="table_sizes must name the tables"):
-        EventSamples(golden_log(), {"uid": 3}, HistorySettings())
+        data_of(golden_history("benchmark"), batch_size=999)

@@ -1,4 +1,4 @@
-"""Batches on their way to the devices: order, parts, loader processes, checks."""
+"""Batches on their way to the devices: order, parts, checks."""
 
 import dataclasses
 import threading
@@ -7,12 +7,11 @@ import numpy as np
 import pytest
 
 from tests.conftest import mesh_of
-from tests.tools.train.runs import losses_of, run, small_config
-from tpu_embedding.tools.data.batch import Batch, DataError
+from tests.tools.train.runs import small_config
+from tpu_embedding.tools.data.batch import DataError
 from tpu_embedding.tools.train import make_run_plan
 from tpu_embedding.tools.train.feeding import (
     READ_AHEAD,
-    _read_part,
     check_values,
     prepare_batch,
     train_batches,
@@ -88,20 +87,17 @@ def test_arrays_become_float32_and_int32():
     assert prepared.dense.dtype == np.float32
 
 
-def test_a_process_reads_its_samples_only():
-    whole, samples = DATA.train_batch(2), range(12, 24)
-    part = _read_part(DATA, 2, samples)
-    np.testing.assert_array_equal(part.labels, whole.labels[12:24])
-
-    class WithParts:
+def test_a_process_reads_its_samples_only(monkeypatch):
+    class WithParts(Recorded):
         def train_part(self, step, samples):
-            return Batch(features={}, labels=np.array([step]), weights=np.ones(1))
+            self.steps.append((step, samples))
+            raise DataError("read")
 
-    assert _read_part(WithParts(), 2, samples).labels.tolist() == [2]
-
-
-@pytest.mark.full
-def test_loader_processes_change_nothing(tmp_path):
-    run(tmp_path / "thread", "num_steps=4", "checkpoint_every=0")
-    run(tmp_path / "processes", "num_steps=4", "loader_processes=2")
-    assert losses_of(tmp_path / "processes") == losses_of(tmp_path / "thread")
+    monkeypatch.setattr(type(PLAN), "process_samples", lambda *_: range(12, 24))
+    data = WithParts()
+    with pytest.raises(DataError, match="read"):
+        next(train_batches(CONFIG, data, PLAN, range(2, 3)))
+    assert data.steps == [(2, range(12, 24))]
+    # A data set without the method reads whole batches.
+    ((_, batch),) = train_batches(CONFIG, Recorded(), PLAN, range(2, 3))
+    np.testing.assert_array_equal(batch.labels, DATA.train_batch(2).labels)

@@ -7,15 +7,12 @@ set of it. What all of them share:
 * `batch`: a batch, the interface of a data set, and the error of damaged data.
 * `block_dataset`: batches, epochs and held-out samples of any reader of samples, in an
   order shuffled by blocks.
-* `batch_part`: cuts the part of one process out of a batch.
 * `random_streams`: random generators of a seed.
 
 Files:
 
 * `parquet`, `parquet_rows`: Parquet files with columns of ids and of lists.
 * `criteo`, `criteo_to_parquet`: Criteo's logs, and the converter of their text.
-* `multi_hot`: the arrays of MLPerf's DLRM-DCNv2.
-* `movielens`: MovieLens-100K.
 * `yambda`: histories of events for MLPerf's `dlrm_v4`, from files or drawn.
 
 Synthetic samples, whose best possible loss is known:

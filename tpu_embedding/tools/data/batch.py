@@ -68,7 +68,7 @@ class Dataset(Protocol):
 
     The method returns the samples `[samples.start, samples.stop)` of the batch of
     `step`, without reading the others. Its `origin` takes positions within the part.
-    Without the method, each process reads the whole batch and keeps its part.
+    Without the method, each process reads the whole batch.
 
     Attributes:
       batch_size: samples per batch, over all devices, as `open` got it.

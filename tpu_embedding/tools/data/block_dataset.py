@@ -101,7 +101,8 @@ class BlockDataset:
         if self.num_evaluation_samples > available or self.num_train_samples < 1:
             raise DataError(
                 f"{self._evaluation_reader} has {available} samples, too few to hold "
-                f"out num_evaluation_samples={num_evaluation_samples}; lower it."
+                f"out num_evaluation_samples={num_evaluation_samples}; change it, or "
+                "name files to evaluate."
             )
         bounds = reader.block_bounds
         bounds = bounds[bounds < self.num_train_samples]

@@ -11,7 +11,7 @@ from typing import Final
 from tpu_embedding.tools.data.batch import DataError
 from tpu_embedding.tools.data.parquet import ParquetClicks, ParquetSource
 from tpu_embedding.tools.data.parquet_rows import ParquetFeature
-from tpu_embedding.tools.data.source import required_files
+from tpu_embedding.tools.data.source import check_counts, required_files
 from tpu_embedding.tools.data.synthetic_criteo import (
     CATEGORY_NAMES,
     NUM_DENSE,
@@ -24,17 +24,29 @@ LABEL: Final = "label"
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CriteoSource:
-    """Source of a converted log if files are given, of `SyntheticCriteo` otherwise.
+    """Source of a log in Parquet if files are given, of `SyntheticCriteo` otherwise.
 
-    The ids of the files are taken modulo `vocabulary_size`.
+    The features are named `cat_00`, `cat_01` and so on. The ids of files are taken
+    modulo the rows of their table.
 
     Attributes:
-      vocabulary_size: table rows of each of the 26 features.
+      vocabulary_size: table rows of each feature.
       num_evaluation_samples: number of held-out samples; the last ones of the files.
+      vocabulary_sizes: rows of each feature, if they differ. `vocabulary_size` is then
+        their upper limit, so that a small machine can hold the tables.
+      valences: ids per sample of each feature. Files have columns of integers for 1,
+        and of lists of a fixed size for more.
+      max_valence: upper limit of the valences of synthetic samples, or None.
     """
 
     vocabulary_size: int
     num_evaluation_samples: int
+    vocabulary_sizes: tuple[int, ...] = ()
+    valences: tuple[int, ...] = (1,) * len(CATEGORY_NAMES)
+    max_valence: int | None = None
+
+    def __post_init__(self):
+        check_counts(self)
 
     def open(
         self, data_dir: pathlib.Path | None, *, batch_size: int, seed: int
@@ -63,10 +75,13 @@ class CriteoSource:
             features=tuple(
                 ParquetFeature(
                     name=name,
-                    vocabulary_size=self.vocabulary_size,
+                    vocabulary_size=size,
+                    expected_valence=valence if valence > 1 else None,
                     out_of_range="modulo",
                 )
-                for name in CATEGORY_NAMES
+                for name, size, valence in zip(
+                    CATEGORY_NAMES, self._sizes, self.valences, strict=False
+                )
             ),
             dense=DENSE_NAMES,
             label=LABEL,
@@ -76,10 +91,18 @@ class CriteoSource:
 
     def outline(self, *, batch_size: int, seed: int) -> SyntheticCriteo:
         """Returns synthetic rows, which have the shapes of those of a log."""
+        limit = self.max_valence or max(self.valences)
         return SyntheticCriteo(
             batch_size=batch_size,
             seed=seed,
-            vocabulary_sizes=[self.vocabulary_size] * len(CATEGORY_NAMES),
-            valences=[1] * len(CATEGORY_NAMES),
+            vocabulary_sizes=self._sizes,
+            valences=[min(valence, limit) for valence in self.valences],
             num_evaluation_samples=self.num_evaluation_samples,
         )
+
+    @property
+    def _sizes(self) -> list[int]:
+        """Table rows of each feature."""
+        limit = self.vocabulary_size
+        sizes = self.vocabulary_sizes or [limit] * len(self.valences)
+        return [min(size, limit) for size in sizes]

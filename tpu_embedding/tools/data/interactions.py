@@ -19,7 +19,6 @@ from tpu_embedding.tools.data.random_streams import (
     splitmix64,
 )
 from tpu_embedding.tools.data.source import SyntheticSource
-from tpu_embedding.tools.data.teacher import TeacherDataset
 from tpu_embedding.tools.data.zipf import ZipfIds
 from tpu_embedding.types import PADDING_ROW_ID
 
@@ -54,14 +53,6 @@ class InteractionsSource(SyntheticSource):
     num_groups: int = 32
     noise: float = 0.2
     zipf_exponent: float = 1.0
-
-    def __post_init__(self):
-        super().__post_init__()
-        if self.num_groups > min(self.num_users, self.num_items):
-            raise ValueError(
-                "InteractionsSource.num_groups must be at most num_users and num_items,"
-                f" {self.num_users} and {self.num_items}, got {self.num_groups}."
-            )
 
     def draw(self, *, batch_size: int, seed: int) -> "Interactions":
         """Returns the data set."""
@@ -215,10 +206,6 @@ class Interactions:
         any_group = generator.integers(self._num_groups, size=groups.shape)
         is_noise = generator.random(groups.shape) < self._noise
         return np.where(is_noise, any_group, groups)
-
-
-# A run compares its loss with the teacher's loss if its data is a TeacherDataset.
-TeacherDataset.register(Interactions)
 
 
 def _hashed(ids: np.ndarray, salt: np.uint64, size: int) -> np.ndarray:

@@ -2,18 +2,14 @@
 
 import dataclasses
 import pathlib
-from typing import Final
+from typing import Any, Final
 
 import numpy as np
 
-from tpu_embedding.tools.data.batch import DataError
-from tpu_embedding.tools.data.block_dataset import BlockDataset
-from tpu_embedding.tools.data.parquet_rows import (
-    ParquetColumns,
-    ParquetFeature,
-    ParquetRows,
-)
-from tpu_embedding.tools.data.source import Outline, check_counts, required_files
+from tpu_embedding.tools.data.batch import Batch, DataError
+from tpu_embedding.tools.data.block_dataset import BlockDataset, SampleReader
+from tpu_embedding.tools.data.parquet_rows import ParquetColumns, ParquetRows
+from tpu_embedding.tools.data.source import check_counts, required_files
 from tpu_embedding.types import FeatureIds, RaggedIds
 
 NUM_STREAMS: Final = 8
@@ -23,9 +19,10 @@ NUM_STREAMS: Final = 8
 class ParquetClicks(BlockDataset):
     """The rows of Parquet files, in an order shuffled by row groups.
 
-    Features: int32 `[batch]` for a column of integers, `RaggedIds` for one of lists.
-    Dense: float32 `[batch, num_dense]`, or None without columns. A null list is an
-    empty one; any other null is refused.
+    Features: int32 `[batch]` for a column of integers, int32 `[batch, size]` for one of
+    lists of a fixed size, and `RaggedIds` for other lists. Dense: float32
+    `[batch, num_dense]`, or None without columns. A null list is an empty one; any
+    other null is refused.
 
     A batch takes consecutive rows of `num_streams` row groups. As many are decoded at a
     time, so memory is that of `num_streams + 1` row groups, whatever the files' size.
@@ -59,18 +56,7 @@ class ParquetSource(ParquetColumns):
     num_streams: int = NUM_STREAMS
 
     def __post_init__(self):
-        names = [feature.name for feature in self.features]
-        if not names or len(set(names)) < len(names):
-            raise ValueError(
-                "ParquetSource.features must have one feature or more, of different "
-                f"names, got {names}."
-            )
         check_counts(self)
-        if self.num_evaluation_samples is None and self.evaluation_files is None:
-            raise ValueError(
-                "ParquetSource must hold out rows: set evaluation_files, or "
-                "num_evaluation_samples to hold out the last rows of the files."
-            )
 
     def open(
         self, data_dir: pathlib.Path | None, *, batch_size: int, seed: int
@@ -96,7 +82,7 @@ class ParquetSource(ParquetColumns):
                 f"{directory} must hold a training file: evaluation_files="
                 f"{self.evaluation_files!r} takes every file of files={self.files!r}."
             )
-        data = ParquetClicks(
+        return self._data_set(
             self._rows(paths),
             batch_size=batch_size,
             num_evaluation_samples=self.num_evaluation_samples,
@@ -104,34 +90,48 @@ class ParquetSource(ParquetColumns):
             seed=seed,
             num_streams=self.num_streams,
         )
-        data.vocabulary_sizes = self._vocabulary_sizes
+
+    def outline(self, *, batch_size: int, seed: int) -> ParquetClicks:
+        """Returns a data set of the declared columns: ids of 0, in expected lengths."""
+        return self._data_set(
+            _Zeros(self), batch_size=batch_size, num_evaluation_samples=batch_size
+        )
+
+    def _data_set(self, reader: SampleReader, **options: Any) -> ParquetClicks:
+        data = ParquetClicks(reader, **options)
+        data.vocabulary_sizes = {f.name: f.vocabulary_size for f in self.features}
         data.num_dense = len(self.dense)
         return data
 
-    def outline(self, *, batch_size: int, seed: int) -> Outline:
-        """Returns a data set of the declared columns: ids of 0, in expected lengths."""
-        del seed
+    def _rows(self, paths: list[pathlib.Path]) -> ParquetRows:
+        return ParquetRows(paths, self, num_kept=self.num_streams + 1)
 
-        def zeros(feature: ParquetFeature) -> FeatureIds:
-            if feature.expected_valence is None:
-                return np.zeros(batch_size, np.int32)
-            ends = np.ceil(np.arange(batch_size + 1) * feature.expected_valence)
+
+class _Zeros:
+    """A `SampleReader` of ids and numbers of 0, in lists of the expected lengths."""
+
+    block_bounds = np.array([0, 2**31])
+
+    def __init__(self, source: ParquetSource):
+        self._source = source
+
+    def read(self, samples: np.ndarray) -> Batch:
+        num_samples = len(samples)
+
+        def ids(expected_valence: float | None) -> FeatureIds:
+            if expected_valence is None:
+                return np.zeros(num_samples, np.int32)
+            ends = np.ceil(np.arange(num_samples + 1) * expected_valence)
             splits = ends.astype(np.int64)
             return RaggedIds(values=np.zeros(splits[-1], np.int32), row_splits=splits)
 
-        return Outline(
-            self._vocabulary_sizes,
-            {feature.name: zeros(feature) for feature in self.features},
-            batch_size=batch_size,
-            num_dense=len(self.dense),
+        dense = np.zeros((num_samples, len(self._source.dense)), np.float32)
+        return Batch(
+            features={f.name: ids(f.expected_valence) for f in self._source.features},
+            dense=dense if self._source.dense else None,
+            labels=np.ones(num_samples, np.float32),
+            weights=np.ones(num_samples, np.float32),
         )
-
-    @property
-    def _vocabulary_sizes(self) -> dict[str, int]:
-        return {feature.name: feature.vocabulary_size for feature in self.features}
-
-    def _rows(self, paths: list[pathlib.Path]) -> ParquetRows:
-        return ParquetRows(paths, self, num_kept=self.num_streams + 1)
 
 
 def _matching(directory: pathlib.Path, pattern: str) -> list[pathlib.Path]:

@@ -5,9 +5,9 @@ the blocks of the training order, and a few decoded ones are kept. pyarrow is im
 only once a file is opened.
 """
 
-import collections
 import contextlib
 import dataclasses
+import functools
 import importlib
 import pathlib
 from collections.abc import Iterator, Sequence
@@ -18,7 +18,7 @@ import numpy as np
 from tpu_embedding.tools.data.batch import Batch, DataError
 from tpu_embedding.tools.data.block_dataset import by_part
 from tpu_embedding.tools.data.source import check_counts
-from tpu_embedding.types import FeatureIds, RaggedIds
+from tpu_embedding.types import RaggedIds
 
 
 class MissingPyarrowError(ImportError):
@@ -50,11 +50,6 @@ class ParquetFeature:
     def __post_init__(self):
         check_counts(self)
 
-    @property
-    def source_column(self) -> str:
-        """Name of the column."""
-        return self.column or self.name
-
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ParquetColumns:
@@ -73,9 +68,11 @@ class ParquetColumns:
     weight: str | None = None
 
     @property
-    def numbers(self) -> list[str]:
-        """Names of the columns of dense inputs, labels and weights."""
-        return [*self.dense, self.label, *([self.weight] if self.weight else [])]
+    def names(self) -> list[str]:
+        """Names of all columns, each once."""
+        ids = [feature.column or feature.name for feature in self.features]
+        weight = [] if self.weight is None else [self.weight]
+        return list(dict.fromkeys([*ids, *self.dense, self.label, *weight]))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -93,6 +90,32 @@ class RowGroup:
     number: int
     first_row: int
     num_rows: int
+
+    def read(self, names: Sequence[str]) -> dict[str, Any]:
+        """Returns columns as arrays of Arrow, by name.
+
+        Raises:
+          DataError: if the row group is damaged.
+        """
+        parquet = load_pyarrow("pyarrow.parquet")
+        with _damage_of(f"{self.path}, row group {self.number},"):
+            with parquet.ParquetFile(
+                self.path, page_checksum_verification=True
+            ) as file:
+                table = file.read_row_group(self.number, columns=list(names))
+            table = table.combine_chunks()
+        return {name: table.column(name).chunk(0) for name in names}
+
+    def numbers(self, array: Any, column: str) -> np.ndarray:
+        """Returns a column of numbers; refuses nulls and other types."""
+        if array.null_count:
+            row = int(np.argmax(array.is_null().to_numpy(zero_copy_only=False)))
+            text = "a value must not be null; fill it, or drop the row"
+            raise self.error(column, row, text)
+        numbers = array.to_numpy(zero_copy_only=False)
+        if numbers.dtype.kind not in "biuf":
+            raise self.error(column, 0, f"it must hold numbers, got {array.type}")
+        return numbers
 
     def error(self, column: str, row: int, text: str) -> DataError:
         """Returns the error of the value in a row of the group."""
@@ -119,16 +142,12 @@ class ParquetRows:
           columns: columns to read.
           num_kept: decoded row groups that are kept.
         """
-        self._columns = columns
-        self._num_kept = num_kept
-        self._kept: collections.OrderedDict[int, _Decoded] = collections.OrderedDict()
-        names = [feature.source_column for feature in columns.features]
-        self._names = list(dict.fromkeys([*names, *columns.numbers]))
-        self._paths = paths
-        self._groups = [g for path in paths for g in row_groups(path, self._names)]
+        self._columns, self._paths = columns, paths
+        self._groups = [g for path in paths for g in row_groups(path, columns.names)]
         if not self._groups:
             raise DataError(f"{paths[0]} must hold a row, got none.")
         self.block_bounds = np.cumsum([0, *(group.num_rows for group in self._groups)])
+        self._decoded = functools.lru_cache(num_kept)(self._decode)
 
     def read(self, samples: np.ndarray) -> Batch:
         """Returns the given rows.
@@ -142,44 +161,41 @@ class ParquetRows:
             for number, rows in by_part(samples, self.block_bounds[:-1])
         ]
 
-        def numbers(column: str) -> np.ndarray:
-            return np.concatenate([group[column][rows] for group, rows in parts])
+        def numbers(name: str) -> np.ndarray:
+            return np.concatenate([getattr(group, name)[rows] for group, rows in parts])
 
-        columns = self._columns
-        dense = [numbers(name) for name in columns.dense]
         return Batch(
             features={
-                feature.name: _ids_of_rows(parts, feature.name)
-                for feature in columns.features
+                feature.name: _ids_of_rows(
+                    [(group.features[feature.name], rows) for group, rows in parts]
+                )
+                for feature in self._columns.features
             },
-            dense=np.stack(dense, axis=1) if dense else None,
-            labels=numbers(columns.label),
-            weights=(
-                numbers(columns.weight)
-                if columns.weight
-                else np.ones(len(samples), np.float32)
-            ),
+            dense=numbers("dense") if self._columns.dense else None,
+            labels=numbers("labels"),
+            weights=numbers("weights"),
             origin=lambda sample: self._place(samples[sample]),
         )
 
-    def _decoded(self, number: int) -> "_Decoded":
-        """Returns a decoded row group, and keeps it for a while."""
-        if number not in self._kept:
-            if len(self._kept) >= self._num_kept:
-                self._kept.popitem(last=False)
-            group = self._groups[number]
-            arrays = read_row_group(group, self._names)
-            self._kept[number] = {
-                name: read_numbers(arrays[name], name, group).astype(np.float32)
-                for name in self._columns.numbers
-            } | {
-                ("ids", feature.name): _read_ids(
-                    arrays[feature.source_column], feature, group
-                )
-                for feature in self._columns.features
-            }
-        self._kept.move_to_end(number)
-        return self._kept[number]
+    def _decode(self, number: int) -> Batch:
+        """Returns all rows of a row group."""
+        columns, group = self._columns, self._groups[number]
+        arrays = group.read(columns.names)
+
+        def numbers(column: str) -> np.ndarray:
+            return group.numbers(arrays[column], column).astype(np.float32)
+
+        dense = [numbers(name) for name in columns.dense]
+        return Batch(
+            features={f.name: _read_ids(arrays, f, group) for f in columns.features},
+            dense=np.stack(dense, axis=1) if dense else None,
+            labels=numbers(columns.label),
+            weights=(
+                np.ones(group.num_rows, np.float32)
+                if columns.weight is None
+                else numbers(columns.weight)
+            ),
+        )
 
     def _place(self, sample: int) -> str:
         ((number, rows),) = by_part(np.array([sample]), self.block_bounds[:-1])
@@ -188,10 +204,6 @@ class ParquetRows:
 
     def __str__(self) -> str:
         return f"{self._paths[0]} to {self._paths[-1]}"
-
-
-_Decoded = dict[Any, Any]
-"""Numbers by column, and ids by `("ids", feature name)`: arrays, or `RaggedIds`."""
 
 
 def row_groups(path: pathlib.Path, columns: Sequence[str]) -> list[RowGroup]:
@@ -218,20 +230,6 @@ def row_groups(path: pathlib.Path, columns: Sequence[str]) -> list[RowGroup]:
         for i, length in enumerate(lengths)
         if length
     ]
-
-
-def read_row_group(group: RowGroup, names: Sequence[str]) -> dict[str, Any]:
-    """Returns columns of a row group as arrays of Arrow, by name.
-
-    Raises:
-      DataError: if the row group is damaged.
-    """
-    parquet = load_pyarrow("pyarrow.parquet")
-    with _damage_of(f"{group.path}, row group {group.number},"):
-        with parquet.ParquetFile(group.path, page_checksum_verification=True) as file:
-            table = file.read_row_group(group.number, columns=list(names))
-        table = table.combine_chunks()
-    return {name: table.column(name).chunk(0) for name in names}
 
 
 def load_pyarrow(module: str) -> Any:
@@ -264,34 +262,27 @@ def _damage_of(owner: str) -> Iterator[None]:
         ) from error
 
 
-def read_numbers(array: Any, column: str, group: RowGroup) -> np.ndarray:
-    """Returns a column of numbers; refuses nulls and other types."""
-    if array.null_count:
-        row = int(np.argmax(array.is_null().to_numpy(zero_copy_only=False)))
-        text = "a value must not be null; fill it, or drop the row"
-        raise group.error(column, row, text)
-    numbers = array.to_numpy(zero_copy_only=False)
-    if numbers.dtype.kind not in "biuf":
-        raise group.error(column, 0, f"it must hold numbers, got {array.type}")
-    return numbers
-
-
 def _read_ids(
-    array: Any, feature: ParquetFeature, group: RowGroup
+    arrays: dict[str, Any], feature: ParquetFeature, group: RowGroup
 ) -> np.ndarray | RaggedIds:
-    """Returns a column of ids, one per row or lists. A null list is an empty one."""
-    column = feature.source_column
-    is_list = hasattr(array.type, "value_type")
-    if is_list != (feature.expected_valence is not None):
+    """Returns the ids of all rows of a row group.
+
+    A column of integers gives int32 `[rows]`, one of lists of a fixed size int32
+    `[rows, size]`, and one of other lists `RaggedIds`, where a null is an empty list.
+    """
+    column = feature.column or feature.name
+    array = arrays[column]
+    if hasattr(array.type, "value_type") != (feature.expected_valence is not None):
         rule = "integers without expected_valence, and lists of integers with it"
         raise group.error(column, 0, f"it must hold {rule}, got {array.type}")
-    if not is_list:
-        row_splits = np.arange(len(array) + 1)
-        return _check_ids(array, row_splits, feature, group)
+    if feature.expected_valence is None:
+        return _check_ids(array, np.arange(len(array) + 1), feature, group)
     compute = load_pyarrow("pyarrow.compute")
     lengths = compute.list_value_length(array).fill_null(0).to_numpy()
     row_splits = np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)])
     values = _check_ids(compute.list_flatten(array), row_splits, feature, group)
+    if hasattr(array.type, "list_size") and not array.null_count:
+        return values.reshape(len(array), array.type.list_size)
     return RaggedIds(values=values, row_splits=row_splits)
 
 
@@ -299,7 +290,7 @@ def _check_ids(
     values: Any, row_splits: np.ndarray, feature: ParquetFeature, group: RowGroup
 ) -> np.ndarray:
     """Returns int32 ids if each is a row of the table; refuses others."""
-    column, size = feature.source_column, feature.vocabulary_size
+    column, size = feature.column or feature.name, feature.vocabulary_size
 
     def error(is_wrong: np.ndarray, text: str) -> DataError:
         row = np.searchsorted(row_splits, np.argmax(is_wrong), side="right") - 1
@@ -311,13 +302,13 @@ def _check_ids(
     ids = values.to_numpy(zero_copy_only=False)
     if ids.dtype.kind not in "iu":
         raise group.error(column, 0, f"ids must be integers, got {values.type}")
-    if not len(ids) or (ids.min() >= 0 and ids.max() < size):
+    if feature.out_of_range == "modulo":
+        return (ids % size).astype(np.int32, copy=False)
+    is_outside = (ids < 0) | (ids >= size)
+    if not is_outside.any():
         return ids.astype(np.int32, copy=False)
     if feature.out_of_range == "keep":
         return ids
-    if feature.out_of_range == "modulo":
-        return (ids % size).astype(np.int32)
-    is_outside = (ids < 0) | (ids >= size)
     raise error(
         is_outside,
         f"an id of the feature {feature.name!r} must lie in [0, {size}), got "
@@ -326,15 +317,12 @@ def _check_ids(
     )
 
 
-def _ids_of_rows(
-    parts: Sequence[tuple[_Decoded, np.ndarray]], feature: str
-) -> FeatureIds:
+def _ids_of_rows(parts: Sequence[tuple[Any, np.ndarray]]) -> np.ndarray | RaggedIds:
     """Returns the ids of rows of several row groups."""
-    columns = [(group["ids", feature], rows) for group, rows in parts]
-    if not isinstance(columns[0][0], RaggedIds):
-        return np.concatenate([ids[rows] for ids, rows in columns])
+    if not isinstance(parts[0][0], RaggedIds):
+        return np.concatenate([ids[rows] for ids, rows in parts])
     values, lengths = [], []
-    for ids, rows in columns:
+    for ids, rows in parts:
         splits = np.asarray(ids.row_splits)
         sizes = splits[rows + 1] - splits[rows]
         # Places of the values: those of each row follow its first one.

@@ -2,15 +2,11 @@
 
 import abc
 import pathlib
-from collections.abc import Iterator
 from typing import Any, Protocol
-
-import numpy as np
 
 from tpu_embedding.field_checks import is_int, raise_all
 from tpu_embedding.paths import is_local_path, local_path
-from tpu_embedding.tools.data.batch import Batch, DataError, Dataset
-from tpu_embedding.types import FeatureIds
+from tpu_embedding.tools.data.batch import DataError, Dataset
 
 
 class DataSource(Protocol):
@@ -45,48 +41,6 @@ class DataSource(Protocol):
         to compile a step. Only `tpu-embedding compile` calls this method.
         """
         ...
-
-
-class Outline:
-    """Stands in for a data set whose files are absent: its sizes, and one batch.
-
-    Attributes:
-      batch_size: samples of the batch.
-      vocabulary_sizes: number of rows by feature name.
-      num_dense: dense inputs per sample.
-
-    Further attributes are those that the model of the data set reads.
-    """
-
-    def __init__(
-        self,
-        vocabulary_sizes: dict[str, int],
-        features: dict[str, FeatureIds],
-        *,
-        batch_size: int,
-        num_dense: int = 0,
-        **attributes: Any,
-    ):
-        self.batch_size = batch_size
-        self.vocabulary_sizes = vocabulary_sizes
-        self.num_dense = num_dense
-        self._features = features
-        vars(self).update(attributes)
-
-    def train_batch(self, step: int) -> Batch:
-        """Returns the same batch for each step."""
-        del step
-        shape = (self.batch_size, self.num_dense)
-        return Batch(
-            features=self._features,
-            dense=np.zeros(shape, np.float32) if self.num_dense else None,
-            labels=np.ones(self.batch_size, np.float32),
-            weights=np.ones(self.batch_size, np.float32),
-        )
-
-    def evaluation_batches(self) -> Iterator[Batch]:
-        """Yields no batch."""
-        return iter(())
 
 
 def required_files(data_dir: Any, files: str) -> pathlib.Path:

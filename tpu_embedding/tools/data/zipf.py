@@ -44,13 +44,6 @@ class ZipfIds:
     vocabulary_size: int
     exponent: float = 1.0
 
-    def __post_init__(self):
-        if not 0 <= self.exponent < math.inf:
-            raise ValueError(
-                "zipf_exponent must be a finite number of at least 0, got "
-                f"{self.exponent!r}; click logs are near 1."
-            )
-
     def draw(
         self, generator: np.random.Generator, shape: int | tuple[int, ...]
     ) -> np.ndarray:

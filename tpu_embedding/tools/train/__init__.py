@@ -17,10 +17,6 @@ from tpu_embedding.tools.data.criteo import CriteoSource as CriteoSource
 from tpu_embedding.tools.data.interactions import (
     InteractionsSource as InteractionsSource,
 )
-from tpu_embedding.tools.data.movielens import MovieLensSource as MovieLensSource
-from tpu_embedding.tools.data.multi_hot import (
-    MultiHotClicksSource as MultiHotClicksSource,
-)
 from tpu_embedding.tools.data.parquet import ParquetSource as ParquetSource
 from tpu_embedding.tools.data.parquet_rows import ParquetFeature as ParquetFeature
 from tpu_embedding.tools.data.source import DataSource as DataSource

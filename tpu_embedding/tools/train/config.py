@@ -122,8 +122,6 @@ class RunConfig:
         `"slice"`, those of a slice, with a copy of the table in each. A table's own
         placement wins.
       seed: seed of the data and the initial values, from 0 to 2**32 - 1.
-      loader_processes: processes that read batches ahead of the training process, by
-        grain; 0 reads in a thread of it. It changes the speed, never the results.
       log_every: steps per line of progress.
       evaluate_every: steps between evaluations; 0 evaluates only at the end.
       checkpoint_every: steps between checkpoints; 0 saves only at the end.
@@ -149,7 +147,6 @@ class RunConfig:
     table_dtype: Literal["float32", "bfloat16", "float16"] | None = None
     tables_split_over: Literal["all", "slice"] = "all"
     seed: int = 0
-    loader_processes: int = 0
     log_every: int = 100
     evaluate_every: int = 0
     checkpoint_every: int = 0
@@ -185,7 +182,6 @@ _MINIMA: Final = {
     "batch_size": 1,
     "num_steps": 1,
     "seed": 0,
-    "loader_processes": 0,
     "log_every": 1,
     "evaluate_every": 0,
     "checkpoint_every": 0,

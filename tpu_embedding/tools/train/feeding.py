@@ -2,13 +2,7 @@
 
 import collections
 import concurrent.futures
-import contextlib
 import dataclasses
-import multiprocessing
-import os
-import signal
-import sys
-import threading
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from typing import Any, Final
 
@@ -19,7 +13,6 @@ from tpu_embedding.inputs.buffer_sizes import BufferSizes
 from tpu_embedding.inputs.prepare import Samples, prepare_features, shard_batch
 from tpu_embedding.plan.plan import EmbeddingPlan
 from tpu_embedding.tools.data.batch import Batch, DataError, Dataset
-from tpu_embedding.tools.data.batch_part import slice_batch
 from tpu_embedding.tools.train.config import RunConfig
 from tpu_embedding.tools.train.metrics import LOSSES
 
@@ -33,7 +26,8 @@ def train_batches(
     """Yields each step's number and its batch on the devices.
 
     A thread prepares the next batches while the caller uses the current one. In a job
-    of several processes, each one reads the samples of its own devices.
+    of several processes, each one reads the samples of its own devices if the data set
+    has a method `train_part`, and whole batches otherwise.
 
     Args:
       config: config of the run.
@@ -44,35 +38,21 @@ def train_batches(
     Raises:
       DataError: if the data are damaged, or ids lie outside their tables.
     """
-    samples, sizes = plan.process_samples(config.batch_size), BufferSizes()
+    of_process, sizes = plan.process_samples(config.batch_size), BufferSizes()
     has_shapes = any(f.config.output_shape is not None for f in plan.inputs)
-    is_part = len(samples) < config.batch_size and not has_shapes
+    is_split = len(of_process) < config.batch_size and not has_shapes
+    # A method of the data set that reads a part of a batch without the rest.
+    read_part = getattr(data, "train_part", None) if is_split else None
 
-    def read(step: int) -> Batch:
-        batch = _read_part(data, step, samples) if is_part else data.train_batch(step)
+    def make(step: int) -> Batch:
+        if read_part is None:
+            batch, samples = data.train_batch(step), "global"
+        else:
+            batch, samples = read_part(step, of_process), "process"
         check_values(batch, config, f"Training batch {step}")
-        return batch
+        return put_batch(batch, plan, sizes, samples=samples)
 
-    with contextlib.ExitStack() as stack:
-        batches = map(read, steps)
-        if config.loader_processes:
-            batches = _from_processes(read, steps, config.loader_processes, data)
-            stack.callback(batches.close)
-
-        def make(step: int) -> Batch:
-            del step  # Batches come in order.
-            return put_batch(
-                next(batches), plan, sizes, samples="process" if is_part else "global"
-            )
-
-        yield from _ahead(make, steps)
-
-
-def _read_part(data: Any, step: int, samples: range) -> Batch:
-    """Returns some samples of a batch; a data set may read them without the others."""
-    if callable(getattr(data, "train_part", None)):
-        return data.train_part(step, samples)
-    return slice_batch(data.train_batch(step), samples)
+    yield from _ahead(make, steps)
 
 
 def _ahead(
@@ -92,49 +72,6 @@ def _ahead(
     finally:
         # Several processes prepare the same batches, as they agree on their sizes.
         thread.shutdown(cancel_futures=jax.process_count() == 1)
-
-
-def _from_processes(
-    read: Callable[[int], Batch], steps: range, num_processes: int, data: Dataset
-) -> Any:
-    """Returns an iterator of grain, whose processes read whole batches in turn."""
-    import cloudpickle
-    import grain
-    from absl import flags
-
-    if not flags.FLAGS.is_parsed():  # grain reads its flags, which nobody sets here.
-        flags.FLAGS.mark_as_parsed()
-    module = sys.modules.get(type(data).__module__)
-    if module is not None and module.__spec__ is None:
-        # The file of a config, which a process cannot import by name.
-        cloudpickle.register_pickle_by_value(module)
-    options = grain.MultiprocessingOptions(
-        num_workers=num_processes, per_worker_buffer_size=READ_AHEAD
-    )
-    batches = grain.MapDataset.range(steps.start, steps.stop).map(
-        lambda step: read(int(step))
-    )
-    read_options = grain.ReadOptions(num_threads=0, prefetch_buffer_size=0)
-    return iter(
-        batches.to_iter_dataset(read_options).mp_prefetch(
-            options, worker_init_fn=_start_loader
-        )
-    )
-
-
-def _start_loader(index: int, count: int) -> None:
-    """Leaves signals to the parent, and ends with it, even if it is killed."""
-    del index, count
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, signal.SIG_IGN)
-
-    def end_with_parent() -> None:
-        parent = multiprocessing.parent_process()
-        if parent is not None:
-            parent.join()
-            os._exit(1)
-
-    threading.Thread(target=end_with_parent, daemon=True).start()
 
 
 def put_batch(

@@ -16,8 +16,7 @@ import optax
 from jaxtyping import Array, Float
 
 from tpu_embedding import metrics as m
-from tpu_embedding.tools.data.batch import DataError
-from tpu_embedding.tools.data.yambda.exact_auc import exact_auc
+from tpu_embedding.tools.data.teacher import exact_auc
 from tpu_embedding.tools.train.models.model import Outputs
 
 LossName = Literal["log_loss", "squared_error", "in_batch_softmax"]
@@ -41,7 +40,7 @@ class Loss:
         The first one is the main metric, which a teacher can have, too.
       rising_metrics: likewise, for which higher is better.
       label_range: minimum and maximum of a label; None if every finite number is one.
-      per_sample: `(outputs, labels) -> losses [batch]`, without the penalty.
+      per_sample: `(outputs, labels) -> losses [batch]`.
       evaluate: `(outputs, labels, weights) -> Metrics` of one batch.
     """
 
@@ -63,9 +62,8 @@ def mean_loss(
     labels: Float[Array, " batch"],
     weights: Float[Array, " batch"],
 ) -> jax.Array:
-    """Returns the weighted mean of loss plus penalty over the batch. Global."""
-    per_sample = loss.per_sample(outputs, labels) + outputs.penalty
-    return jnp.sum(weights * per_sample) / jnp.sum(weights)
+    """Returns the weighted mean of the loss over the batch. Global."""
+    return jnp.sum(weights * loss.per_sample(outputs, labels)) / jnp.sum(weights)
 
 
 def merge_batches(batches: Iterable[Metrics]) -> Metrics:
@@ -90,14 +88,12 @@ def values_of(metrics: Metrics) -> dict[str, float]:
     if the samples do not determine them. `auc_max_error` follows an AUC whose bins are
     too coarse for its scores, by more than `MAX_AUC_ERROR`.
     """
-    values, is_defined, errors = jax.device_get(_compute(metrics))
     result = {}
-    for name in metrics:
-        if not is_defined[name]:
-            continue
-        result[name] = float(values[name])
-        if errors.get(name, 0.0) > MAX_AUC_ERROR:
-            result[f"{name}_max_error"] = float(errors[name])
+    for name, metric in jax.device_get(metrics).items():
+        if metric.is_defined():
+            result[name] = float(metric.compute())
+            if isinstance(metric, m.AUC) and metric.max_error() > MAX_AUC_ERROR:
+                result[f"{name}_max_error"] = float(metric.max_error())
     return result
 
 
@@ -115,41 +111,17 @@ def exact_auc_of(scores: Iterable[ClickScores]) -> float:
     """Returns the exact AUC of samples of both classes, on the host.
 
     Args:
-      scores: scores of all batches.
-
-    Raises:
-      DataError: if a weight is neither 0 nor 1.
+      scores: scores of all batches; samples of weight 0 do not count.
     """
     batches = [jax.device_get(batch) for batch in scores]
     predictions, labels, weights = (
         np.concatenate([getattr(batch, name) for batch in batches])
         for name in ("predictions", "labels", "weights")
     )
-    is_sample = weights == 1
-    if weights[~is_sample].any():
-        wrong = weights[~is_sample & (weights != 0)][0]
-        raise DataError(
-            "Weights of held-out samples must be 0 or 1 for RunConfig.exact_auc, got "
-            f"{wrong:g}; set exact_auc=False."
-        )
-    return exact_auc(labels[is_sample], predictions[is_sample])
+    return exact_auc(labels[weights > 0], predictions[weights > 0])
 
 
 _merge = jax.jit(m.merge)
-
-
-@jax.jit
-def _compute(
-    metrics: Metrics,
-) -> tuple[dict[str, Array], dict[str, Array], dict[str, Array]]:
-    """Returns the values, if each is defined, and the errors of those with bins."""
-    is_defined = {name: metric.is_defined() for name, metric in metrics.items()}
-    errors = {
-        name: metric.max_error()
-        for name, metric in metrics.items()
-        if isinstance(metric, m.AUC)
-    }
-    return m.compute(metrics), is_defined, errors
 
 
 def _log_loss(outputs: Outputs, labels: Array) -> Array:

@@ -245,12 +245,7 @@ class _Run:
         """Makes the state, or restores it, and reports the start."""
         config, data, plan = self.config, self.data, self.plan
         graph, abstract = abstract_train_state(config, data, plan)
-        step = make_train_step(
-            graph,
-            config.loss,
-            loss_weight=config.loss_weight,
-            max_dense_norm=config.max_dense_norm,
-        )
+        step = make_train_step(graph, config)
         self.train_step = jit_train_step(step, abstract, plan)
         self.evaluation_step = jax.jit(
             make_evaluation_step(graph, config.loss), out_shardings=plan.replicated

@@ -160,30 +160,21 @@ def abstract_model_state(
     return graphdef, abstract_arrays(state, plan)
 
 
-def make_train_step(
-    graphdef: nnx.GraphDef,
-    loss_name: LossName,
-    *,
-    loss_weight: float = 1.0,
-    max_dense_norm: float | None = None,
-) -> TrainStep:
+def make_train_step(graphdef: nnx.GraphDef, config: RunConfig) -> TrainStep:
     """Returns the train step, `(state, batch) -> (state, StepMetrics)`, uncompiled.
 
     New ids of dynamic tables get rows first.
 
     Args:
       graphdef: graph definition from `init_train_state` or `abstract_train_state`.
-      loss_name: name of the loss, from `RunConfig.loss`.
-      loss_weight: factor of the loss, from `RunConfig.loss_weight`.
-      max_dense_norm: largest norm of the dense gradients, from
-        `RunConfig.max_dense_norm`.
+      config: config of the run: its loss and weight, and its `max_dense_norm`.
     """
-    loss = LOSSES[loss_name]
+    loss = LOSSES[config.loss]
 
     def loss_fn(model: Any, batch: Batch) -> jax.Array:
         outputs = _outputs_of(model, batch)
         labels, weights = jnp.asarray(batch.labels), jnp.asarray(batch.weights)
-        return loss_weight * mean_loss(loss, outputs, labels, weights)
+        return config.loss_weight * mean_loss(loss, outputs, labels, weights)
 
     def train_step(state: nnx.State, batch: Batch) -> tuple[nnx.State, StepMetrics]:
         model, optimizer = nnx.merge(graphdef, state)
@@ -195,8 +186,8 @@ def make_train_step(
         for path, plan in optimizer.plans:
             is_finite &= finite_rates(optimizer.slots.get_value()[path], plan)
         metrics = {"loss": value, "is_finite": is_finite, **_counts_of(model)}
-        if max_dense_norm is not None:
-            gradients = _clip_dense(gradients, max_dense_norm)
+        if config.max_dense_norm is not None:
+            gradients = _clip_dense(gradients, config.max_dense_norm)
         optimizer.update(model, gradients)
         return nnx.state((model, optimizer)), metrics
 
@@ -236,12 +227,7 @@ def abstract_step(
       arguments are of type `jax.ShapeDtypeStruct`, so nothing is allocated.
     """
     graphdef, state = abstract_train_state(config, data, plan)
-    step = make_train_step(
-        graphdef,
-        config.loss,
-        loss_weight=config.loss_weight,
-        max_dense_norm=config.max_dense_norm,
-    )
+    step = make_train_step(graphdef, config)
     batch = abstract_batch(prepare_batch(data.train_batch(0), plan), plan)
     return jit_train_step(step, state, plan), state, batch
 
@@ -295,7 +281,7 @@ def _outputs_of(model: Any, batch: Batch) -> Outputs:
     shapes = [np.shape(array) for array in jax.tree.leaves(outputs)]
     if not isinstance(outputs, Outputs) or set(shapes) != {batch.labels.shape}:
         raise ConfigError(
-            f"{type(model).__name__}.__call__ must return Outputs of three arrays "
+            f"{type(model).__name__}.__call__ must return Outputs of two arrays "
             f"{list(batch.labels.shape)}, got {type(outputs).__name__} of {shapes}."
         )
     return outputs

@@ -3,7 +3,6 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
-import pytest
 from flax import nnx
 
 from tests.conftest import mesh_of
@@ -12,67 +11,18 @@ from tpu_embedding.tools.data.interactions import InteractionsSource
 from tpu_embedding.tools.data.synthetic_criteo import SyntheticCriteo
 from tpu_embedding.tools.train.models import (
     DLRMDCNv2Config,
-    RatingModelConfig,
     TwoTowerConfig,
 )
-from tpu_embedding.tools.train.models.dcn import CrossLayer
 from tpu_embedding.tools.train.models.dlrm import interactions
 from tpu_embedding.tools.train.models.two_tower import in_batch_softmax
-from tpu_embedding.types import PADDING_ROW_ID, RaggedIds
+from tpu_embedding.types import PADDING_ROW_ID
 
-RATING = RatingModelConfig(dim=4, initial_deviation=0.5, l2=0.1)
 DCN = DLRMDCNv2Config(
     dim=4, bottom_sizes=(5,), top_sizes=(6, 7), num_cross_layers=2, cross_rank=3
 )
 TOWERS = TwoTowerConfig(
     dim=4, context_dim=2, hidden_sizes=(5,), output_dim=3, temperature=0.2
 )
-
-
-class Ratings:
-    """Stands in for `MovieLens` with the attributes that the model reads."""
-
-    max_history = 2
-    vocabulary_sizes = dict.fromkeys(
-        ("user", "movie", "age", "gender", "occupation", "genres", "history"), 10
-    )
-    mean_rating = 3.5
-
-
-def test_rating_model():
-    ids = {name: np.array([1, 2, 3]) for name in Ratings.vocabulary_sizes}
-    ids["genres"] = np.array([[1, 2], [3, 4], [5, 6]])
-    ids["history"] = RaggedIds(
-        values=np.array([7, 8, 9]), row_splits=np.array([0, 2, 2, 3])
-    )
-    plan = make_plan(RATING.feature_config(Ratings), mesh_of(1))
-    model = RATING.build(Ratings, plan, rngs=nnx.Rngs(0))
-    outputs = model(model.embedding.prepare(ids), None)
-    rows = model.embedding.embedding_tables()
-    one = {n: rows[n][[1, 2, 3]] for n in ("user", "movie", "age", "gender")}
-    one["occupation"] = rows["occupation"][[1, 2, 3]]
-    genres = (rows["genres"][[1, 3, 5]] + rows["genres"][[2, 4, 6]]) / 2
-    history = np.stack(
-        [
-            (rows["history"][7] + rows["history"][8]) / np.sqrt(2),
-            np.zeros(4),
-            rows["history"][9],
-        ]
-    )
-    about_user = one["age"] + one["gender"] + one["occupation"]
-    user = one["user"] + history + about_user
-    movie = one["movie"] + genres
-    scores = 3.5 + user[:, 0] + movie[:, 0] + (user[:, 1:] * movie[:, 1:]).sum(1)
-    penalty = 0.1 * sum(
-        np.square(part).sum(1)
-        for part in (one["user"], one["movie"], history, genres, about_user)
-    )
-    # Tolerance: float32 rounding of a sum of a few numbers near 1.
-    np.testing.assert_allclose(outputs.scores, scores, rtol=1e-5)
-    np.testing.assert_allclose(outputs.penalty, penalty, rtol=1e-5)
-    np.testing.assert_array_equal(
-        outputs.predictions, np.clip(outputs.scores, np.float32(1), np.float32(5))
-    )
 
 
 def test_interactions_are_all_pairs_once():
@@ -82,20 +32,6 @@ def test_interactions_are_all_pairs_once():
         for b in range(2)
     ]
     np.testing.assert_allclose(interactions(jnp.array(vectors)), wanted, rtol=1e-5)
-
-
-def test_cross_layer_is_its_formula():
-    layer = CrossLayer(6, 2, rngs=nnx.Rngs(0))
-    generator = np.random.default_rng(0)
-    bias, first, x = (
-        generator.normal(size=shape).astype(np.float32) for shape in (6, (5, 6), (5, 6))
-    )
-    layer.up.bias.set_value(jnp.array(bias))
-    v, w = np.asarray(layer.down.kernel), np.asarray(layer.up.kernel)
-    assert layer.down.bias is None
-    wanted = first * (x @ v @ w + bias) + x
-    # Tolerance: float32 rounding of a sum of six numbers near 1.
-    np.testing.assert_allclose(layer(first, x), wanted, rtol=1e-5, atol=1e-6)
 
 
 def test_dcn_model():
@@ -109,9 +45,8 @@ def test_dcn_model():
     vectors = [model.bottom(batch.dense), many.sum(axis=1), one]
     first = crossed = jnp.concatenate(vectors, axis=1)
     assert first.shape == (3, 3 * 4)
-    for i in range(2):
-        layer = jax.tree.map(lambda stacked, i=i: stacked[i], model.cross)
-        crossed = layer(first, crossed)
+    for v, w in zip(model.cross.down.kernel, model.cross.up.kernel, strict=True):
+        crossed = first * (crossed @ v @ w) + crossed  # the biases are 0
     scores = model.top(crossed)[:, 0]
     # Tolerance: the layer sums the rows of a sample in another order.
     np.testing.assert_allclose(outputs.scores, scores, rtol=1e-5, atol=1e-6)
@@ -153,7 +88,6 @@ def test_two_tower_model():
     scores = np.asarray(users) @ np.asarray(items).T / 0.2 - batch.dense[:, 0]
     # Tolerance: float32 rounding of scores in [-5, 5].
     np.testing.assert_allclose(outputs.scores, log_softmax(scores), atol=2e-5)
-    np.testing.assert_array_equal(outputs.penalty, np.zeros(6))
 
 
 def log_softmax(scores):
@@ -162,29 +96,15 @@ def log_softmax(scores):
     return np.log(np.diag(exponentials) / exponentials.sum(axis=1))
 
 
-SOFTMAX_CASES = {
-    "random": (1.0, 7),
-    "one_candidate": (1.0, 1),
-    "large_scores": (300.0, 7),
-    "all_equal": (0.0, 7),
-}
-
-
-@pytest.mark.parametrize(
-    ("scale", "num_samples"), SOFTMAX_CASES.values(), ids=SOFTMAX_CASES.keys()
-)
-def test_in_batch_softmax(scale, num_samples):
+def test_in_batch_softmax_of_large_scores():
     generator = np.random.default_rng(0)
-    users, items = generator.normal(size=(2, num_samples, 3)).astype(np.float32)
-    log_q = np.log(generator.random(num_samples)).astype(np.float32) * bool(scale)
-    got, ranks = in_batch_softmax(scale * users, jnp.array(items), jnp.array(log_q))
-    scores = (scale * users.astype(np.float64)) @ items.T.astype(np.float64) - log_q
-    scores -= scores.max(axis=1, keepdims=True)
+    users, items = generator.normal(size=(2, 7, 3)).astype(np.float32)
+    log_q = np.log(generator.random(7)).astype(np.float32)
+    got, ranks = in_batch_softmax(300 * users, jnp.array(items), jnp.array(log_q))
+    scores = 300 * users.astype(np.float64) @ items.T - log_q
+    own = np.diag(scores)
+    np.testing.assert_array_equal(ranks, (scores > own[:, None]).sum(axis=1))
+    top = scores.max(axis=1)
+    wanted = own - top - np.log(np.exp(scores - top[:, None]).sum(axis=1))
     # Tolerance: float32 rounds scores of several hundred by 3e-5.
-    with np.errstate(divide="ignore"):
-        wanted = np.maximum(log_softmax(scores), np.float64(-1e4))
-    finite = wanted > -600
-    np.testing.assert_allclose(got[finite], wanted[finite], rtol=1e-5, atol=1e-4)
-    assert np.isfinite(np.asarray(got)).all()
-    own = np.diag(scores)[:, None]
-    np.testing.assert_array_equal(ranks, (scores > own).sum(axis=1))
+    np.testing.assert_allclose(got, wanted, rtol=1e-5, atol=1e-4)

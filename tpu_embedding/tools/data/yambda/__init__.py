@@ -3,7 +3,7 @@
 * `yambda_files`: reads the files of Yambda.
 * `synthetic_yambda`: draws a log of users whose tastes are known.
 * `event_log`: the events of both, sorted by user and time.
-* `event_samples`: samples of a log: candidates, their histories, and crossed ids.
-* `event_dataset`: batches of the samples in the order of the benchmark.
-* `xxhash64`, `exact_auc`: the hash and the metric of the benchmark.
+* `event_dataset`: samples of a log: candidates, their histories, and crossed ids, in
+  batches in the order of the benchmark.
+* `xxhash64`: the hash of the benchmark.
 """

@@ -1,4 +1,8 @@
-"""Batches of MLPerf's `dlrm_v4` in the order of the benchmark: by windows of time."""
+"""Samples of MLPerf's `dlrm_v4`, in the order of the benchmark: by windows of time.
+
+An anchor is a listen with enough earlier events of its user. It is the candidate of one
+sample, and the events before it are the history.
+"""
 
 import dataclasses
 from collections.abc import Iterator, Mapping
@@ -8,12 +12,79 @@ from typing import Any, Final, Literal
 import numpy as np
 
 from tpu_embedding.tools.data.batch import Batch, DataError
-from tpu_embedding.tools.data.yambda.event_log import SECONDS_PER_DAY
-from tpu_embedding.tools.data.yambda.event_samples import (
-    EventSamples,
-    HistorySettings,
+from tpu_embedding.tools.data.yambda.event_log import (
+    ACTIONS,
+    LIKED,
+    LISTENED,
+    SECONDS_PER_DAY,
+    SECONDS_PER_HOUR,
+    EventLog,
 )
+from tpu_embedding.tools.data.yambda.xxhash64 import xxh64
 from tpu_embedding.types import RaggedIds
+
+CROSSES: Final[Mapping[str, tuple[str, ...]]] = MappingProxyType(
+    {
+        "user_x_artist": ("user", "artist"),
+        "user_x_album": ("user", "album"),
+        "user_x_hour": ("user", "hour"),
+        "item_x_hour": ("item", "hour"),
+        "artist_x_hour": ("artist", "hour"),
+        "user_x_is_organic": ("user", "is_organic"),
+        "user_x_artist_x_hour": ("user", "artist", "hour"),
+    }
+)
+"""Keys of the anchor that make each crossed id, in the order in which they are hashed.
+"""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class HistorySettings:
+    """Settings of anchors and histories; the defaults are those of the benchmark.
+
+    Attributes:
+      history_length: maximum events of a history. Listens, likes and skips have a third
+        each, rounded down.
+      min_history: minimum number of earlier events of an anchor's user.
+      scan_window: number of events before the anchor in which the history is searched.
+    """
+
+    history_length: int = 4_086
+    min_history: int = 4_086
+    scan_window: int = 20_000
+
+    @property
+    def events_per_action(self) -> int:
+        """Maximum events of each action in a history."""
+        return self.history_length // len(ACTIONS)
+
+    @property
+    def width(self) -> int:
+        """Width of padded histories, which is the length of the longest."""
+        return len(ACTIONS) * self.events_per_action
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class EventSource:
+    """Base of the sources of `EventDataset`.
+
+    Attributes:
+      table_sizes: number of rows of the tables `"item_id"`, `"artist_id"`,
+        `"album_id"`, `"uid"`, and of each of `CROSSES`.
+      history: anchors and histories; the default is that of the benchmark.
+      whole_window: window whose length is full. `"first"` starts the windows with the
+        earliest anchor, as in the benchmark. The last one can then be short, and few
+        samples are evaluated. `"last"` ends the windows with the last anchor.
+    """
+
+    table_sizes: Mapping[str, int]
+    history: HistorySettings = dataclasses.field(default_factory=HistorySettings)
+    whole_window: Literal["first", "last"] = "first"
+
+    def outline(self, *, batch_size: int, seed: int) -> "EventOutline":
+        """Returns a data set of the same sizes, without events."""
+        del seed
+        return EventOutline(self, batch_size=batch_size)
 
 
 class EventDataset:
@@ -27,56 +98,87 @@ class EventDataset:
 
     Attributes:
       batch_size: samples per batch.
-      samples: samples of the log.
+      log: log of events.
       table_sizes: number of rows of each table.
       history_length: events of the longest history.
+      anchors: int64 `[anchors]`, places of the anchors in the log, rising.
       num_train_samples: samples from the first window to the last but one.
       num_evaluation_samples: number of anchors in the last window.
       evaluation_anchors: places in the log of the held-out samples, in their order.
     """
 
-    def __init__(
-        self,
-        samples: EventSamples,
-        *,
-        batch_size: int,
-        whole_window: Literal["first", "last"],
-    ):
-        """Sorts the anchors by window.
+    def __init__(self, log: EventLog, source: EventSource, *, batch_size: int):
+        """Finds the anchors, and sorts them by window.
 
         Args:
-          samples: samples of a log.
+          log: log of events.
+          source: sizes of tables and histories.
           batch_size: samples per batch.
-          whole_window: window whose length is full. `"first"` starts the windows with
-            the earliest anchor, as in the benchmark. The last one can then be short,
-            and few samples are evaluated. `"last"` ends the windows with the last
-            anchor.
 
         Raises:
-          DataError: if no window but the last one fills a batch.
+          DataError: if the log has larger ids than its tables, or no window but the
+            last one fills a batch.
         """
+        self.log = log
+        self.table_sizes = dict(source.table_sizes)
         self.batch_size = batch_size
-        self.samples = samples
-        self.table_sizes = samples.table_sizes
-        self.history_length = samples.settings.width
-        times = samples.log.times[samples.anchors]
+        self.history_length = source.history.width
+        self._history = source.history
+        self._check_ids()
+        # Sorted places of the listens, likes and skips.
+        self._places = [np.flatnonzero(log.actions == action) for action in ACTIONS]
+        self.anchors = self._find_anchors()
+        self._sort_by_window(source.whole_window)
+
+    def _check_ids(self) -> None:
+        log = self.log
+        for name, ids in (
+            ("uid", log.users),
+            ("item_id", log.items),
+            ("artist_id", log.item_artists),
+            ("album_id", log.item_albums),
+        ):
+            if ids.max() >= self.table_sizes[name]:
+                raise DataError(
+                    f"{log.name}: each id must be a row of its table, got {ids.max()} "
+                    f"for table {name!r} of {self.table_sizes[name]} rows. Set "
+                    "table_sizes to the largest id plus 1, or "
+                    "YambdaSource.has_dense_ids=True."
+                )
+
+    def _find_anchors(self) -> np.ndarray:
+        log, num_earlier = self.log, self._history.min_history
+        is_listen = (log.actions != LIKED) & (log.actions != 0)
+        listens = np.flatnonzero(is_listen[num_earlier:]) + num_earlier
+        is_anchor = log.users[listens - num_earlier] == log.users[listens]
+        if not is_anchor.any():
+            raise DataError(
+                f"{log.name} must have a listen with {num_earlier} earlier events of "
+                "its user in the training period, got none; pass more events per user, "
+                "or lower HistorySettings.min_history."
+            )
+        return listens[is_anchor]
+
+    def _sort_by_window(self, whole_window: Literal["first", "last"]) -> None:
+        times = self.log.times[self.anchors]
         windows = (times - times.min()) // SECONDS_PER_DAY
         if whole_window == "last":
             back = (times.max() - times) // SECONDS_PER_DAY
             windows = back.max() - back
         # Equal windows keep their order, which is that of the log: by user, then time.
-        self._anchors = samples.anchors[np.argsort(windows, kind="stable")]
-        sizes = np.bincount(windows)
-        self._window_starts = np.cumsum([0, *sizes[:-1]])
-        self._first_steps = np.cumsum([0, *(sizes[:-1] // batch_size)])
-        self.num_train_samples = int(self._first_steps[-1]) * batch_size
-        self.num_evaluation_samples = int(sizes[-1])
-        self.evaluation_anchors = self._anchors[self._window_starts[-1] :]
+        anchors = self.anchors[np.argsort(windows, kind="stable")]
+        ends = np.cumsum(np.bincount(windows))
+        *days, self.evaluation_anchors = np.split(anchors, ends[:-1])
+        whole = [day[: len(day) - len(day) % self.batch_size] for day in days]
+        self._train_anchors = np.concatenate([anchors[:0], *whole])
+        self.num_train_samples = len(self._train_anchors)
+        self.num_evaluation_samples = len(self.evaluation_anchors)
         if not self.num_train_samples:
             raise DataError(
-                f"{samples.log.name}: a day before the last must have {batch_size} "
-                f"anchors to fill a batch, got {len(sizes)} day(s) of at most "
-                f"{sizes.max()} anchors; lower batch_size, or pass more events."
+                f"{self.log.name}: a day before the last must have {self.batch_size} "
+                f"anchors to fill a batch, got {len(days)} such day(s) of at most "
+                f"{max(map(len, days), default=0)}; lower batch_size, or pass more "
+                "events."
             )
 
     def train_batch(self, step: int) -> Batch:
@@ -85,12 +187,9 @@ class EventDataset:
 
     def train_part(self, step: int, samples: range) -> Batch:
         """Returns some consecutive samples of the batch of a training step."""
-        step %= self._first_steps[-1]
-        window = np.searchsorted(self._first_steps, step, side="right") - 1
-        first = self._window_starts[window]
-        first += (step - self._first_steps[window]) * self.batch_size
-        anchors = self._anchors[first + samples.start : first + samples.stop]
-        return self.samples.read(anchors)
+        first = step * self.batch_size % self.num_train_samples
+        places = slice(first + samples.start, first + samples.stop)
+        return self.read(self._train_anchors[places])
 
     def evaluation_batches(self) -> Iterator[Batch]:
         """Yields the last window once, by user and time.
@@ -100,9 +199,121 @@ class EventDataset:
         last = self.num_evaluation_samples - 1
         for start in range(0, self.num_evaluation_samples, self.batch_size):
             number = start + np.arange(self.batch_size)
-            batch = self.samples.read(self.evaluation_anchors[np.minimum(number, last)])
+            batch = self.read(self.evaluation_anchors[np.minimum(number, last)])
             weights = (number <= last).astype(np.float32)
             yield dataclasses.replace(batch, weights=weights)
+
+    def read(self, anchors: np.ndarray) -> Batch:
+        """Returns the samples of anchors.
+
+        The features `"item_id"`, `"artist_id"` and `"album_id"` are dicts with a
+        `RaggedIds` `"history"` and int32 `[samples]` `"candidate"`. Those of the user
+        and of `CROSSES` are int32 `[samples]`. The dense inputs are a dict:
+
+        * `"history_length"`: int32 `[samples]`, events of each history.
+        * `"action_weight"`, `"action_timestamp"`: int32 `[samples, width]`, the action
+          and the time of each event, from the oldest on; zeros follow.
+        * `"query_time"`: int32 `[samples]`, the time of the last event of the history,
+          or that of the anchor without a history.
+
+        Labels are 1 if the anchor is a listen to half of the item or more.
+
+        Args:
+          anchors: places of anchors in the log, `[samples]`.
+        """
+        log = self.log
+        events, row_splits = self.histories(anchors)
+        lengths = np.diff(row_splits)
+        is_event = np.arange(self.history_length) < lengths[:, None]
+
+        def padded(values: np.ndarray) -> np.ndarray:
+            array = np.zeros(is_event.shape, np.int32)
+            array[is_event] = values[events]
+            return array
+
+        history, candidates = log.items[events], log.items[anchors]
+        ids = {
+            "item_id": (history, candidates),
+            "artist_id": (log.item_artists[history], log.item_artists[candidates]),
+            "album_id": (log.item_albums[history], log.item_albums[candidates]),
+        }
+        features: dict[str, Any] = {
+            name: {
+                "history": RaggedIds(values=of_events, row_splits=row_splits),
+                "candidate": of_candidates,
+            }
+            for name, (of_events, of_candidates) in ids.items()
+        }
+        times = padded(log.times)
+        last_times = times[np.arange(len(anchors)), lengths - 1]
+        return Batch(
+            features=features | self.contextual_ids(anchors),
+            dense={
+                "history_length": lengths.astype(np.int32),
+                "action_weight": padded(log.actions),
+                "action_timestamp": times,
+                "query_time": np.where(lengths > 0, last_times, log.times[anchors]),
+            },
+            labels=(log.actions[anchors] == LISTENED).astype(np.float32),
+            weights=np.ones(len(anchors), np.float32),
+        )
+
+    def histories(self, anchors: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Returns the histories of anchors, one after the other.
+
+        A history has the last events of each action within the scan window, merged in
+        the order of the log.
+
+        Args:
+          anchors: int64 `[samples]`, places in the log.
+
+        Returns:
+          int64 places of the events in the log, and int64 `[samples + 1]` row splits.
+        """
+        settings, users = self._history, self.log.users
+        starts = np.searchsorted(users, users[anchors])
+        starts = np.maximum(starts, anchors - settings.scan_window)
+        number = np.arange(settings.events_per_action)
+        # Offsets from the start fit int32, which sorts faster than places do. Padding
+        # is larger than all offsets, so it ends up behind them.
+        shape = (len(anchors), len(ACTIONS), len(number))
+        offsets = np.full(shape, settings.scan_window, np.int32)
+        for action, places in enumerate(self._places):
+            stop = np.searchsorted(places, anchors)
+            first = np.searchsorted(places, starts)
+            first = np.maximum(first, stop - len(number))
+            is_event = number < (stop - first)[:, None]
+            chosen = places[(first[:, None] + number)[is_event]]
+            offsets[:, action][is_event] = chosen - np.repeat(starts, stop - first)
+        offsets = np.sort(offsets.reshape(len(anchors), settings.width))
+        is_event = offsets < settings.scan_window
+        lengths = is_event.sum(axis=1)
+        events = np.repeat(starts, lengths) + offsets[is_event]
+        return events, np.concatenate([[0], np.cumsum(lengths)])
+
+    def contextual_ids(self, anchors: np.ndarray) -> dict[str, np.ndarray]:
+        """Returns users and crossed ids of anchors, each int32 `[samples]`.
+
+        Crossed ids are hashes of the anchor's keys, modulo the rows of the table.
+
+        Args:
+          anchors: int64 `[samples]`, places in the log.
+        """
+        log = self.log
+        users, items = log.users[anchors], log.items[anchors]
+        keys = {
+            "user": users,
+            "item": items,
+            "artist": log.item_artists[items],
+            "album": log.item_albums[items],
+            "hour": log.times[anchors] // SECONDS_PER_HOUR % 24,
+            "is_organic": log.is_organic[anchors],
+        }
+        ids = {"uid": users}
+        for name, names_of_keys in CROSSES.items():
+            hashes = xxh64([keys[key] for key in names_of_keys])
+            ids[name] = (hashes % np.uint64(self.table_sizes[name])).astype(np.int32)
+        return ids
 
 
 SAMPLES_PER_USER: Final = 16
@@ -126,22 +337,17 @@ class EventOutline:
     values mean nothing.
 
     Example:
-      >>> outline = EventOutline({"item_id": 10_000}, HistorySettings(), batch_size=32)
+      >>> source = EventSource(table_sizes={"item_id": 10_000})
+      >>> outline = EventOutline(source, batch_size=32)
       >>> ids = outline.train_batch(0).features["item_id"]
       >>> ids["history"].row_splits.shape, ids["candidate"].shape
       ((33,), (32,))
     """
 
-    def __init__(
-        self,
-        table_sizes: Mapping[str, int],
-        settings: HistorySettings,
-        *,
-        batch_size: int,
-    ):
+    def __init__(self, source: EventSource, *, batch_size: int):
         self.batch_size = batch_size
-        self.table_sizes = dict(table_sizes)
-        self.history_length = settings.width
+        self.table_sizes = dict(source.table_sizes)
+        self.history_length = source.history.width
 
     def train_batch(self, step: int) -> Batch:
         """Returns the same batch for each step."""

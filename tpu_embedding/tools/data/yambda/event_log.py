@@ -32,12 +32,10 @@ MAX_ID: Final = PADDING_ROW_ID - 1
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class EventLog:
-    """Training events of all users, sorted by user and time, in 10 bytes per event.
+    """Training events of all users, sorted by user and time, in 14 bytes per event.
 
     Attributes:
-      users: int32 `[users]`, the ids of users who have events, rising.
-      user_bounds: int64 `[users + 1]`; user `i` owns the events from `user_bounds[i]`
-        to `user_bounds[i + 1] - 1`.
+      users: int32 `[events]`, rising.
       times: int32 `[events]`, in seconds.
       items: int32 `[events]`.
       actions: uint8 `[events]`: `LISTENED`, `LIKED`, `SKIPPED`, or 0 for any other
@@ -50,7 +48,6 @@ class EventLog:
     """
 
     users: np.ndarray
-    user_bounds: np.ndarray
     times: np.ndarray
     items: np.ndarray
     actions: np.ndarray
@@ -85,29 +82,28 @@ class EventLog:
         Raises:
           DataError: if no event is in the training period.
         """
-        is_kept = in_training_period(columns["timestamp"])
-        if not is_kept.any():
+        kept = np.flatnonzero(in_training_period(columns["timestamp"]))
+        if not len(kept):
             raise DataError(
                 f"{name} must have an event in the {NUM_TRAIN_DAYS} days that end one "
                 f"day and {GAP_SECONDS // 60} minutes before the last event, got none; "
                 "pass events of two days or more."
             )
-        kept = np.flatnonzero(is_kept)
-        keys = (columns["timestamp"][kept], columns["uid"][kept])
-        kept = kept[np.lexsort(keys)]
-        users = columns["uid"][kept]
-        starts = np.append(0, np.flatnonzero(users[1:] != users[:-1]) + 1)
+        kept = kept[np.lexsort((columns["timestamp"][kept], columns["uid"][kept]))]
         items = columns["item_id"][kept].astype(np.int32)
         num_items = max(len(item_artists), len(item_albums), int(items.max()) + 1)
+        artists, albums = (
+            np.pad(of_item.astype(np.int32), (0, num_items - len(of_item)))
+            for of_item in (item_artists, item_albums)
+        )
         return cls(
-            users=users[starts].astype(np.int32),
-            user_bounds=np.append(starts, len(kept)),
+            users=columns["uid"][kept].astype(np.int32),
             times=columns["timestamp"][kept].astype(np.int32),
             items=items,
             actions=_actions(columns)[kept],
             is_organic=columns["is_organic"][kept].astype(np.uint8),
-            item_artists=_padded(item_artists, num_items),
-            item_albums=_padded(item_albums, num_items),
+            item_artists=artists,
+            item_albums=albums,
             name=name,
         )
 
@@ -118,15 +114,13 @@ class EventLog:
         have mostly unused rows. New ids rise with the old ones. Users and items count
         from 0, artists and albums from 1, because 0 is unknown.
         """
-        is_used = np.zeros(len(self.item_artists), bool)
-        is_used[self.items] = True
-        new_items = np.cumsum(is_used, dtype=np.int32) - np.int32(1)
+        items, new_items = np.unique(self.items, return_inverse=True)
         return dataclasses.replace(
             self,
-            users=np.arange(len(self.users), dtype=np.int32),
-            items=new_items[self.items],
-            item_artists=_dense_behind_zero(self.item_artists[is_used]),
-            item_albums=_dense_behind_zero(self.item_albums[is_used]),
+            users=_ranks(self.users),
+            items=new_items.astype(np.int32),
+            item_artists=_ranks(np.append(0, self.item_artists[items]))[1:],
+            item_albums=_ranks(np.append(0, self.item_albums[items]))[1:],
         )
 
 
@@ -149,11 +143,6 @@ def _actions(columns: Mapping[str, np.ndarray]) -> np.ndarray:
     return np.where(is_listen, listens, likes).astype(np.uint8)
 
 
-def _padded(values: np.ndarray, length: int) -> np.ndarray:
-    return np.pad(values.astype(np.int32), (0, length - len(values)))
-
-
-def _dense_behind_zero(values: np.ndarray) -> np.ndarray:
-    """Returns the ranks of the values among the different ones; 0 stays 0."""
-    different, ranks = np.unique(values, return_inverse=True)
-    return (ranks + (different[0] != 0)).astype(np.int32)
+def _ranks(values: np.ndarray) -> np.ndarray:
+    """Returns the int32 rank of each value among the different ones, from 0."""
+    return np.unique(values, return_inverse=True)[1].astype(np.int32)

@@ -7,7 +7,7 @@ model has a higher expected AUC than these probabilities. So the share of
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Final
+from typing import Final, Literal
 
 import numpy as np
 
@@ -18,12 +18,12 @@ from tpu_embedding.tools.data.random_streams import (
 )
 from tpu_embedding.tools.data.source import SyntheticSource
 from tpu_embedding.tools.data.teacher import (
-    TeacherDataset,
     bias_of_rate,
     cross_entropy,
+    exact_auc,
     sigmoid,
 )
-from tpu_embedding.tools.data.yambda.event_dataset import EventDataset, EventOutline
+from tpu_embedding.tools.data.yambda.event_dataset import EventDataset, EventSource
 from tpu_embedding.tools.data.yambda.event_log import (
     EVENT_TYPES,
     LISTENED,
@@ -32,11 +32,6 @@ from tpu_embedding.tools.data.yambda.event_log import (
     EventLog,
     in_training_period,
 )
-from tpu_embedding.tools.data.yambda.event_samples import (
-    EventSamples,
-    HistorySettings,
-)
-from tpu_embedding.tools.data.yambda.exact_auc import exact_auc
 from tpu_embedding.tools.data.zipf import ZipfIds
 
 TASTE_RANK: Final = 2
@@ -76,7 +71,7 @@ ZIPF_EXPONENT: Final = 0.7
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class SyntheticYambdaSource(SyntheticSource):
+class SyntheticYambdaSource(EventSource, SyntheticSource):
     """Source of `SyntheticEventDataset`; reads no file. The last day is held out.
 
     The logit of a listen to half of the item or more is
@@ -97,8 +92,6 @@ class SyntheticYambdaSource(SyntheticSource):
     rates of pairs of user and artist, added up, reach 0.721.
 
     Attributes:
-      table_sizes: number of rows of each of `event_samples.TABLES`.
-      history: anchors and histories.
       num_users: number of users; ids count from 0.
       num_items: number of items; ids count from 0.
       num_artists: number of artists; ids count from 1, because 0 is unknown.
@@ -106,10 +99,11 @@ class SyntheticYambdaSource(SyntheticSource):
       events_per_user: mean number of events of a user.
       num_days: days of the log, at least 2, because the benchmark leaves the last one
         out.
+
+    The others are those of `EventSource`.
     """
 
-    table_sizes: Mapping[str, int]
-    history: HistorySettings
+    whole_window: Literal["first", "last"] = "last"
     num_users: int = 3_000
     num_items: int = 400
     num_artists: int = 20
@@ -120,28 +114,19 @@ class SyntheticYambdaSource(SyntheticSource):
     def draw(self, *, batch_size: int, seed: int) -> "SyntheticEventDataset":
         """Returns the data set."""
         log, probabilities = draw_log(self, seed)
-        samples = EventSamples(log, self.table_sizes, self.history)
-        return SyntheticEventDataset(samples, probabilities, batch_size=batch_size)
-
-    def outline(self, *, batch_size: int, seed: int) -> EventOutline:
-        """Returns a data set of the same sizes, without drawing the log."""
-        del seed
-        return EventOutline(self.table_sizes, self.history, batch_size=batch_size)
+        data = SyntheticEventDataset(log, self, batch_size=batch_size)
+        data.probabilities = probabilities
+        return data
 
 
 class SyntheticEventDataset(EventDataset):
-    """The samples of a log whose teacher is known.
+    """Samples of a drawn log.
 
     Attributes:
-      probabilities: float64 `[events of the log]`, the probability that the event, if
-        it is a listen, is one to half of the item or more.
+      probabilities: float64 `[events]`, of a listen to half of the item or more.
     """
 
-    def __init__(
-        self, samples: EventSamples, probabilities: np.ndarray, *, batch_size: int
-    ):
-        super().__init__(samples, batch_size=batch_size, whole_window="last")
-        self.probabilities = probabilities
+    probabilities: np.ndarray
 
     def teacher_log_loss(self) -> float:
         """Returns the log loss of the true probabilities on the held-out samples."""
@@ -153,12 +138,7 @@ class SyntheticEventDataset(EventDataset):
 
     def _labels_and_probabilities(self) -> tuple[np.ndarray, np.ndarray]:
         anchors = self.evaluation_anchors
-        labels = self.samples.log.actions[anchors] == LISTENED
-        return labels, self.probabilities[anchors]
-
-
-# A run compares its loss with the teacher's loss if its data is a TeacherDataset.
-TeacherDataset.register(SyntheticEventDataset)
+        return self.log.actions[anchors] == LISTENED, self.probabilities[anchors]
 
 
 def draw_log(source: SyntheticYambdaSource, seed: int) -> tuple[EventLog, np.ndarray]:

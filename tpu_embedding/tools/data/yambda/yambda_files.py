@@ -7,26 +7,16 @@ and its album.
 
 import dataclasses
 import pathlib
-from collections.abc import Mapping, Sequence
-from typing import Any, Final, Literal
+from collections.abc import Sequence
+from typing import Any, Final
 
 import numpy as np
 
 from tpu_embedding.tools.data.batch import DataError
-from tpu_embedding.tools.data.parquet_rows import (
-    RowGroup,
-    load_pyarrow,
-    read_numbers,
-    read_row_group,
-    row_groups,
-)
+from tpu_embedding.tools.data.parquet_rows import RowGroup, load_pyarrow, row_groups
 from tpu_embedding.tools.data.source import required_files
-from tpu_embedding.tools.data.yambda.event_dataset import EventDataset, EventOutline
+from tpu_embedding.tools.data.yambda.event_dataset import EventDataset, EventSource
 from tpu_embedding.tools.data.yambda.event_log import EVENT_TYPES, MAX_ID, EventLog
-from tpu_embedding.tools.data.yambda.event_samples import (
-    EventSamples,
-    HistorySettings,
-)
 
 EVENT_FILES: Final = "multi_event*.parquet"
 ARTIST_FILE: Final = "artist_item_mapping.parquet"
@@ -42,22 +32,17 @@ EVENT_COLUMNS: Final = (
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class YambdaSource:
+class YambdaSource(EventSource):
     """Source of `EventDataset`, from Yambda's Parquet files.
 
     Attributes:
-      table_sizes: number of rows of each of `event_samples.TABLES`.
       has_dense_ids: True gives users, items, artists and albums new ids that leave no
         number out. The extracts of Yambda keep the ids of the whole log.
-      history: anchors and histories; the default is that of the benchmark.
-      whole_window: day that is full, as in `EventDataset`: `"first"`, as in the
-        benchmark, or `"last"`, so that a whole day is held out.
+
+    The others are those of `EventSource`.
     """
 
-    table_sizes: Mapping[str, int]
     has_dense_ids: bool = False
-    history: HistorySettings = dataclasses.field(default_factory=HistorySettings)
-    whole_window: Literal["first", "last"] = "first"
 
     def open(
         self, data_dir: pathlib.Path | None, *, batch_size: int, seed: int
@@ -71,22 +56,14 @@ class YambdaSource:
         log = read_yambda(required_files(data_dir, "Yambda's Parquet files"))
         if self.has_dense_ids:
             log = log.with_dense_ids()
-        samples = EventSamples(log, self.table_sizes, self.history)
-        return EventDataset(
-            samples, batch_size=batch_size, whole_window=self.whole_window
-        )
-
-    def outline(self, *, batch_size: int, seed: int) -> EventOutline:
-        """Returns a data set of the same sizes without reading any file."""
-        del seed
-        return EventOutline(self.table_sizes, self.history, batch_size=batch_size)
+        return EventDataset(log, self, batch_size=batch_size)
 
 
 def read_yambda(directory: pathlib.Path) -> EventLog:
     """Returns the training events of a log in files.
 
     All events are read into memory and sorted there, in about 70 bytes each. The result
-    has 10 bytes per event. Types of events are the words of `EVENT_TYPES`, or their
+    has 14 bytes per event. Types of events are the words of `EVENT_TYPES`, or their
     numbers. A played ratio that is null or NaN counts as 0. If a map has several rows
     of an item, the last one counts. Items without one have the artist or album 0.
 
@@ -135,7 +112,7 @@ def _read_columns(
     parts: dict[str, list[np.ndarray]] = {name: [] for name in names}
     for path in paths:
         for group in row_groups(path, names):
-            for name, array in read_row_group(group, names).items():
+            for name, array in group.read(names).items():
                 parts[name].append(_convert(array, name, group))
     return {
         name: np.concatenate(arrays) if arrays else np.zeros(0, np.int32)
@@ -146,10 +123,10 @@ def _read_columns(
 def _convert(array: Any, name: str, group: RowGroup) -> np.ndarray:
     """Returns int32 ids, times, types and flags, or played ratios."""
     if name == "played_ratio_pct":
-        return read_numbers(array.fill_null(0), name, group).astype(np.float32)
+        return group.numbers(array.fill_null(0), name).astype(np.float32)
     if name == "event_type" and not str(array.type).lstrip("u").startswith("int"):
         array = _numbers_of_words(array, group)
-    values = read_numbers(array, name, group)
+    values = group.numbers(array, name)
     if values.dtype.kind == "f" or values.min() < 0 or values.max() > MAX_ID:
         rule = f"values must be integers in [0, {MAX_ID}]"
         row = int(np.argmax((values < 0) | (values > MAX_ID)))

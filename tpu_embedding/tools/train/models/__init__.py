@@ -1,8 +1,7 @@
 """Models of the run configs; each owns one `TPUEmbedding`.
 
-`model` has what they share. `click`, `dlrm` and `dcn` predict clicks, `rating` predicts
-ratings, and `two_tower` retrieves items. `dlrm_v4` predicts clicks from histories, by
-the layers of `hstu/`.
+`model` has what they share. `click`, `dlrm` and `dcn` predict clicks, and `two_tower`
+retrieves items. `dlrm_v4` predicts clicks from histories, by the layers of `hstu/`.
 """
 
 from tpu_embedding.tools.train.models.click import ClickModel as ClickModel
@@ -15,9 +14,5 @@ from tpu_embedding.tools.train.models.dlrm_v4 import DLRMv4 as DLRMv4
 from tpu_embedding.tools.train.models.dlrm_v4 import DLRMv4Config as DLRMv4Config
 from tpu_embedding.tools.train.models.model import ModelConfig as ModelConfig
 from tpu_embedding.tools.train.models.model import Outputs as Outputs
-from tpu_embedding.tools.train.models.rating import RatingModel as RatingModel
-from tpu_embedding.tools.train.models.rating import (
-    RatingModelConfig as RatingModelConfig,
-)
 from tpu_embedding.tools.train.models.two_tower import TwoTower as TwoTower
 from tpu_embedding.tools.train.models.two_tower import TwoTowerConfig as TwoTowerConfig

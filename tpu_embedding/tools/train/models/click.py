@@ -7,14 +7,14 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from tpu_embedding.config import FeatureConfig, TableConfig
+from tpu_embedding.config import FeatureConfig
 from tpu_embedding.nn.embedding import TPUEmbedding
 from tpu_embedding.plan.plan import EmbeddingPlan
 from tpu_embedding.tools.train.models.model import (
     MLP,
     Outputs,
-    check_sizes,
     click_outputs,
+    features_of_columns,
 )
 
 
@@ -31,17 +31,9 @@ class ClickModelConfig:
     dim: int
     hidden_sizes: tuple[int, ...]
 
-    def __post_init__(self):
-        check_sizes("ClickModelConfig", dim=self.dim, hidden_sizes=self.hidden_sizes)
-
     def feature_config(self, data: Any) -> dict[str, FeatureConfig]:
         """Returns one feature per column of the data set, each with its own table."""
-        return {
-            name: FeatureConfig(
-                table=TableConfig(vocabulary_size=size, dim=self.dim, name=name)
-            )
-            for name, size in data.vocabulary_sizes.items()
-        }
+        return features_of_columns(data.vocabulary_sizes, self.dim)
 
     def build(self, data: Any, plan: EmbeddingPlan, *, rngs: nnx.Rngs) -> "ClickModel":
         """Returns the model with initial parameters."""

@@ -18,12 +18,7 @@ from tpu_embedding import initializers
 from tpu_embedding.config import FeatureConfig, TableConfig
 from tpu_embedding.nn.embedding import TPUEmbedding
 from tpu_embedding.plan.plan import EmbeddingPlan
-from tpu_embedding.tools.train.models.model import (
-    MLP,
-    Outputs,
-    check_sizes,
-    click_outputs,
-)
+from tpu_embedding.tools.train.models.model import MLP, Outputs, click_outputs
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -45,9 +40,6 @@ class DLRMDCNv2Config:
     top_sizes: tuple[int, ...]
     num_cross_layers: int
     cross_rank: int
-
-    def __post_init__(self):
-        check_sizes("DLRMDCNv2Config", **dataclasses.asdict(self))
 
     def feature_config(self, data: Any) -> dict[str, FeatureConfig]:
         """Returns one feature per column of the data set, each with its own table."""

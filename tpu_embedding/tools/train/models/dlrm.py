@@ -14,15 +14,15 @@ from flax import nnx
 from jaxtyping import Array, Float
 
 from tpu_embedding import initializers
-from tpu_embedding.config import FeatureConfig, TableConfig
+from tpu_embedding.config import FeatureConfig
 from tpu_embedding.nn.embedding import TPUEmbedding
 from tpu_embedding.plan.plan import EmbeddingPlan
 from tpu_embedding.tools.data.synthetic_criteo import NUM_DENSE
 from tpu_embedding.tools.train.models.model import (
     MLP,
     Outputs,
-    check_sizes,
     click_outputs,
+    features_of_columns,
 )
 
 
@@ -43,12 +43,6 @@ class DLRMConfig:
     initial_deviation: float
 
     def __post_init__(self):
-        check_sizes(
-            "DLRMConfig",
-            dim=self.dim,
-            bottom_sizes=self.bottom_sizes,
-            top_sizes=self.top_sizes,
-        )
         if not self.initial_deviation > 0:
             raise ValueError(
                 "DLRMConfig.initial_deviation must be positive, got "
@@ -58,18 +52,11 @@ class DLRMConfig:
 
     def feature_config(self, data: Any) -> dict[str, FeatureConfig]:
         """Returns one feature per column of the data set, each with its own table."""
-        initializer = initializers.normal(self.initial_deviation)
-        return {
-            name: FeatureConfig(
-                table=TableConfig(
-                    vocabulary_size=size,
-                    dim=self.dim,
-                    initializer=initializer,
-                    name=name,
-                )
-            )
-            for name, size in data.vocabulary_sizes.items()
-        }
+        return features_of_columns(
+            data.vocabulary_sizes,
+            self.dim,
+            initializer=initializers.normal(self.initial_deviation),
+        )
 
     def build(self, data: Any, plan: EmbeddingPlan, *, rngs: nnx.Rngs) -> "DLRM":
         """Returns the model with initial parameters."""

@@ -1,22 +1,21 @@
 """Defines the interface of a model to the training loop, and code that models share."""
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
 import jax
-import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float
 
-from tpu_embedding.config import FeatureConfig
+from tpu_embedding.config import FeatureConfig, TableConfig
 from tpu_embedding.plan.plan import EmbeddingPlan
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Outputs:
-    """A model's outputs for the samples of a batch: three float arrays `[batch]`.
+    """A model's outputs for the samples of a batch: two float arrays `[batch]`.
 
     `click_outputs` makes them from logits.
 
@@ -24,12 +23,10 @@ class Outputs:
       scores: input of the loss: logits, unclipped ratings, or log-softmax values.
       predictions: input of the metrics: probabilities, ratings clipped to their valid
         range, or ranks.
-      penalty: regularisation of each sample, added to its loss.
     """
 
     scores: Float[Array, " batch"]
     predictions: Float[Array, " batch"]
-    penalty: Float[Array, " batch"]
 
 
 class ModelConfig(Protocol):
@@ -108,36 +105,31 @@ class MLP(nnx.Module):
 
 
 def click_outputs(logits: Float[Array, " batch"]) -> Outputs:
-    """Returns the outputs of a click model without regularisation.
+    """Returns the outputs of a click model.
 
     Args:
       logits: float32 `[batch]`, the logit of a click.
 
     Example:
-      >>> click_outputs(jnp.zeros(2)).predictions.tolist()
+      >>> click_outputs(jax.numpy.zeros(2)).predictions.tolist()
       [0.5, 0.5]
     """
-    return Outputs(
-        scores=logits,
-        predictions=jax.nn.sigmoid(logits),
-        penalty=jnp.zeros_like(logits),
-    )
+    return Outputs(scores=logits, predictions=jax.nn.sigmoid(logits))
 
 
-def check_sizes(owner: str, **sizes: int | tuple[int, ...]) -> None:
-    """Checks that sizes are positive ints.
+def features_of_columns(
+    vocabulary_sizes: Mapping[str, int], dim: int, **options: Any
+) -> dict[str, FeatureConfig]:
+    """Returns one feature per column of a data set, each with a table of its own.
 
     Args:
-      owner: name of the config's class, for the error.
-      **sizes: field name to size, or to a tuple of sizes.
-
-    Raises:
-      ValueError: if some are not; names every one of them.
+      vocabulary_sizes: rows of each table, by the names of the columns.
+      dim: dimension of every table.
+      **options: further fields of every `TableConfig`.
     """
-    problems = []
-    for name, value in sizes.items():
-        values = value if isinstance(value, tuple) else (value,)
-        if not all(isinstance(v, int) and v >= 1 for v in values):
-            problems.append(f"{owner}.{name} must be positive, got {value!r}")
-    if problems:
-        raise ValueError("; ".join(problems) + ".")
+    return {
+        name: FeatureConfig(
+            table=TableConfig(vocabulary_size=size, dim=dim, name=name, **options)
+        )
+        for name, size in vocabulary_sizes.items()
+    }

@@ -6,7 +6,6 @@ negatives. Scores are corrected for the frequency at which an item is sampled.
 """
 
 import dataclasses
-import math
 from typing import Any, Final
 
 import jax
@@ -17,7 +16,7 @@ from jaxtyping import Array, Float
 from tpu_embedding.config import FeatureConfig, TableConfig
 from tpu_embedding.nn.embedding import TPUEmbedding
 from tpu_embedding.plan.plan import EmbeddingPlan
-from tpu_embedding.tools.train.models.model import MLP, Outputs, check_sizes
+from tpu_embedding.tools.train.models.model import MLP, Outputs
 
 USER_FEATURES: Final = ("user", "history", "country", "device")
 ITEM_FEATURES: Final = ("item", "category")
@@ -46,20 +45,6 @@ class TwoTowerConfig:
     hidden_sizes: tuple[int, ...]
     output_dim: int
     temperature: float
-
-    def __post_init__(self):
-        check_sizes(
-            "TwoTowerConfig",
-            dim=self.dim,
-            context_dim=self.context_dim,
-            hidden_sizes=self.hidden_sizes,
-            output_dim=self.output_dim,
-        )
-        if not (math.isfinite(self.temperature) and self.temperature > 0):
-            raise ValueError(
-                "TwoTowerConfig.temperature must be positive and finite, got "
-                f"{self.temperature!r}."
-            )
 
     def feature_config(self, data: Any) -> dict[str, FeatureConfig]:
         """Returns one feature per column; "item" and "history" share a table."""
@@ -137,9 +122,7 @@ class TwoTower(nnx.Module):
         log_softmax, ranks = in_batch_softmax(
             users / self.temperature, items, dense[:, 0]
         )
-        return Outputs(
-            scores=log_softmax, predictions=ranks, penalty=jnp.zeros_like(ranks)
-        )
+        return Outputs(scores=log_softmax, predictions=ranks)
 
 
 def in_batch_softmax(

@@ -42,7 +42,6 @@ from tpu_embedding.tools.train.models.hstu.swish_mlp import (
     xavier_uniform,
 )
 from tpu_embedding.tools.train.models.hstu.token_encoder import TokenEncoder
-from tpu_embedding.tools.train.models.model import check_sizes
 
 CLOCKS: Final = ((3600, 24), (86400, 7))
 """Unit in seconds, and units per turn, of the hour of the day and day of the week."""
@@ -96,15 +95,6 @@ class HSTUSizes:
     dtype: Literal["float32", "bfloat16"] = "bfloat16"
 
     def __post_init__(self):
-        floats = ("input_dropout", "dropout")
-        fields = {field.name for field in dataclasses.fields(self)}
-        check_sizes(
-            "HSTUSizes",
-            **{
-                name: getattr(self, name)
-                for name in sorted(fields - {*floats, "dtype"})
-            },
-        )
         if self.num_positions <= self.num_contextual:
             raise ValueError(
                 "HSTUSizes.num_positions must exceed num_contextual, got "
@@ -114,16 +104,6 @@ class HSTUSizes:
             raise ValueError(
                 f"HSTUSizes.num_time_buckets must be at most {MAX_TIME_BUCKETS}, got "
                 f"{self.num_time_buckets}."
-            )
-        for name in floats:
-            if not 0 <= getattr(self, name) < 1:
-                raise ValueError(
-                    f"HSTUSizes.{name} must be at least 0 and less than 1, got "
-                    f"{getattr(self, name)!r}."
-                )
-        if self.dtype not in ("float32", "bfloat16"):
-            raise ValueError(
-                f'HSTUSizes.dtype must be "float32" or "bfloat16", got {self.dtype!r}.'
             )
 
 

@@ -1,5 +1,7 @@
 """MLPs whose activation function is gated by a layer normalization."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 from flax import nnx
@@ -60,18 +62,13 @@ class NormalizedSwishMLP(SwishMLP):
         hidden_size: int,
         num_outputs: int,
         *,
-        kernel_init: nnx.Initializer,
         dtype: DTypeLike = jnp.float32,
         rngs: nnx.Rngs,
+        **options: Any,
     ):
-        super().__init__(
-            num_inputs,
-            hidden_size,
-            num_outputs,
-            kernel_init=kernel_init,
-            dtype=dtype,
-            rngs=rngs,
-        )
+        """Takes the arguments of `SwishMLP`."""
+        sizes = (num_inputs, hidden_size, num_outputs)
+        super().__init__(*sizes, dtype=dtype, rngs=rngs, **options)
         self.norm2 = layer_norm(num_outputs, dtype=dtype, rngs=rngs)
 
     def __call__(self, x: Float[Array, "... inputs"]) -> Float[Array, "... outputs"]:
