@@ -1,12 +1,13 @@
 """Finds all differences between a checkpoint and the state to restore."""
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from typing import Any, Final, Literal
 
 import jax
 import numpy as np
 
-from tpu_embedding.checkpoint.format import ArrayRecord, TableRecord
+from tpu_embedding.checkpoint.records import ArrayRecord, TableRecord
+from tpu_embedding.plan.stack_plan import StackPlan
 from tpu_embedding.tables.slot_values import NamedSlot
 
 SlotsChoice = Literal["restore", "initialize"]
@@ -49,9 +50,6 @@ _WAYS_OUT: Final = {
     "dense": "Give dense='keep' to restore tables only. The path of a leaf starts with "
     "its place: restore a model that was saved in (model, optimizer) as (model,).",
 }
-
-_NOT_IN_EARLIER_RELEASES: Final = ("dataset.digest",)
-"""Values of a description that checkpoints of earlier releases lack."""
 
 
 class Differences:
@@ -154,16 +152,18 @@ def _compare_slots(
     saved: TableRecord,
     wanted: TableRecord,
 ) -> None:
-    if saved.rule is None or wanted.rule is None:
-        if saved.rule is not wanted.rule:
-            texts = [
-                "no optimizer" if t.rule is None else "an optimizer"
-                for t in (saved, wanted)
-            ]
-            found.add(owner, f"{texts[0]} in the checkpoint, {texts[1]} now", "rule")
+    if saved.optimizer is None or wanted.optimizer is None:
+        if saved.optimizer is not wanted.optimizer:
+            here, there = (
+                "no optimizer" if table.optimizer is None else "an optimizer"
+                for table in (saved, wanted)
+            )
+            found.add(owner, f"{here} in the checkpoint, {there} now", "rule")
         return
-    for line in _rule_differences(saved.rule, wanted.rule):
-        found.add(owner, line, "rule")
+    for key, value in saved.optimizer.items():
+        if value != (now := wanted.optimizer[key]):
+            text = f"optimizer {key} {value} in the checkpoint, {now} now"
+            found.add(owner, text, "rule")
     for name in sorted(saved.slots.keys() | wanted.slots.keys()):
         here, there = saved.slots.get(name), wanted.slots.get(name)
         if name == _ROUNDING_SLOT and saved.dtype != wanted.dtype:
@@ -175,19 +175,6 @@ def _compare_slots(
         elif not _is_same_row(here, there):
             problem = f"slot {name!r} {here} in the checkpoint, {there} now"
             found.add(owner, problem, "rule")
-
-
-def _rule_differences(saved: dict[str, Any], wanted: dict[str, Any]) -> Iterator[str]:
-    """Yields the differences of two rules.
-
-    Where the functions of a chain differ, their names say it all.
-    """
-    chains = [rule.get("chain", {}).get("update_fns") for rule in (saved, wanted)]
-    is_told = all(chains) and chains[0] != chains[1]
-    for line in value_differences(saved, wanted):
-        is_name = line.endswith((": not in the checkpoint", ": only in the checkpoint"))
-        if not (is_told and (is_name or line.startswith("chain.init_fns"))):
-            yield line
 
 
 def saved_slots(saved: TableRecord, wanted: TableRecord) -> dict[str, str]:
@@ -216,7 +203,7 @@ def _is_count(name: str, array: ArrayRecord) -> bool:
 
 def _is_same_row(here: ArrayRecord, there: ArrayRecord) -> bool:
     """Returns True if two arrays differ at most in their number of rows."""
-    start = 0 if here.chunk_rows is None or there.chunk_rows is None else 1
+    start = 1 if here.has_rows and there.has_rows else 0
     return (
         here.dtype == there.dtype
         and len(here.shape) == len(there.shape)
@@ -224,54 +211,33 @@ def _is_same_row(here: ArrayRecord, there: ArrayRecord) -> bool:
     )
 
 
-def compare_shared_values(
-    found: Differences,
-    stack_tables: Sequence[str],
-    values: Mapping[str, Any],
-    slot: str,
+def compare_shared(
+    found: Differences, stack: StackPlan, slot: NamedSlot, values: Mapping[str, Any]
 ) -> None:
-    """Adds a difference if tables of one stack have different values of a count.
+    """Adds a difference if tables of one stack would share a value that differs.
 
     Args:
       found: differences so far.
-      stack_tables: tables of the stack in the state.
-      values: table to value in the checkpoint.
-      slot: name of the value.
+      stack: stack of the layer.
+      slot: a count or hyper-parameter of the stack in the state.
+      values: name of each restored table to its value in the checkpoint.
     """
     first, *others = values.values()
     if any(not np.array_equal(first, other) for other in others):
-        found.add(
-            f"tables {sorted(stack_tables)}",
-            f"they share {slot!r} now, and the checkpoint has "
-            + ", ".join(f"{value} for {name!r}" for name, value in values.items()),
-            "shared",
-        )
-
-
-def compare_with_staying(
-    found: Differences,
-    tables: Sequence[str],
-    slot: NamedSlot,
-    saved: tuple[str, Any],
-) -> None:
-    """Adds a difference if a count belongs to trained tables that are not restored.
-
-    Args:
-      found: differences so far.
-      tables: tables of the stack that stay.
-      slot: the count in the state. Tables that are not trained yet have none to lose.
-      saved: table of the checkpoint, and its count.
-    """
-    if isinstance(slot.leaf, jax.ShapeDtypeStruct):
+        texts = ", ".join(f"{value} for {name!r}" for name, value in values.items())
+        problem = f"they share {slot.name!r} now, and the checkpoint has {texts}"
+        found.add(f"tables {sorted(values)}", problem, "shared")
+    stay = sorted({table.name for table in stack.tables} - set(values))
+    # Tables that are not trained yet have no count to lose.
+    if not stay or slot.kind != "shared" or is_abstract([slot.leaf]):
         return
     count = np.asarray(slot.leaf)
-    if count.any() and not np.array_equal(count, saved[1]):
-        found.add(
-            f"tables {sorted(tables)}",
+    if count.any() and not np.array_equal(count, first):
+        problem = (
             f"they stay, with {slot.name!r} {count}, and share it with the restored "
-            f"tables; the checkpoint has {saved[1]} for {saved[0]!r}",
-            "shared",
+            f"tables; the checkpoint has {first} for {next(iter(values))!r}"
         )
+        found.add(f"tables {stay}", problem, "shared")
 
 
 def compare_dense(
@@ -303,26 +269,6 @@ def describe_leaf(leaf: Any) -> str:
     if isinstance(leaf, bool | int | float):
         return type(leaf).__name__
     return f"{leaf.dtype}{list(leaf.shape)}"
-
-
-def value_differences(saved: Any, wanted: Any, path: str = "") -> list[str]:
-    """Returns one line per value that differs between two nested dicts."""
-    if not (isinstance(saved, dict) and isinstance(wanted, dict)):
-        if saved == wanted:
-            return []
-        return [f"{path}: {saved!r} in the checkpoint, {wanted!r} now"]
-    found = []
-    for key in sorted(saved.keys() | wanted.keys()):
-        key_path = f"{path}.{key}" if path else key
-        if key not in saved and key_path in _NOT_IN_EARLIER_RELEASES:
-            continue
-        if key not in saved:
-            found.append(f"{key_path}: not in the checkpoint")
-        elif key not in wanted:
-            found.append(f"{key_path}: only in the checkpoint")
-        else:
-            found += value_differences(saved[key], wanted[key], key_path)
-    return found
 
 
 def is_abstract(leaves: Collection[Any]) -> bool:

@@ -10,23 +10,22 @@ come first, and those beyond its 64 places are left out.
 import dataclasses
 import warnings
 from collections.abc import Mapping
-from typing import Any, Final
+from typing import Final
 
 import jax
 import numpy as np
 
-from tpu_embedding.checkpoint.format import DIRECTORY_ARRAY, ArrayRecord
+from tpu_embedding.checkpoint.records import DIRECTORY_ARRAY, ArrayRecord
 from tpu_embedding.checkpoint.split_state import LayerState
 from tpu_embedding.dynamic import (
     SLOTS_PER_BUCKET,
-    AdmitAfter,
     Dynamic,
     Eviction,
     LeastFrequentlyUsed,
 )
 from tpu_embedding.functional.dynamic_ids import on_host, rows_in_directory
 from tpu_embedding.plan.dynamic_rows import DynamicTablePlan, dynamic_tables
-from tpu_embedding.plan.stack_plan import StackPlan, TablePlan
+from tpu_embedding.plan.stack_plan import StackPlan
 from tpu_embedding.rows.id_directory import LINE_LANES, IdDirectory, directory_name
 from tpu_embedding.rows.id_mixing import NO_ID, mix_ids, multiply_high
 from tpu_embedding.types import Ids64
@@ -73,45 +72,15 @@ class PlacedIds:
     sources: np.ndarray
 
 
-def num_saved_rows(layer: LayerState, stack: StackPlan, table: TablePlan) -> int:
-    """Returns the rows of a dynamic table in the files; 0 for a state of shapes.
-
-    All processes must call it together.
-    """
-    used = layer.tables[directory_name(stack.name)].used_rows
-    if isinstance(used, jax.ShapeDtypeStruct):
-        return 0
-    of_tables = on_host(used).reshape(stack.num_shards, -1).sum(axis=0)
-    member = dynamic_tables(stack)[stack.tables.index(table)]
-    has_default = member.dynamic.default_row == "learned"
-    return int(of_tables[stack.tables.index(table)]) + has_default
-
-
-def dynamic_fields(table: TablePlan, size: int) -> dict[str, Any]:
-    """Returns what the record of a dynamic table has more; nothing for others.
-
-    Args:
-      table: the table.
-      size: rows of the table in the files.
-    """
-    dynamic = table.config.dynamic
-    if dynamic is None:
-        return {}
-    num_ids = size - (dynamic.default_row == "learned")
-    records = {
-        IDS: ArrayRecord(shape=(num_ids,), dtype="uint64"),
-        NATURAL_ROWS: ArrayRecord(shape=(num_ids,), dtype="int64"),
-        LAST_USED: ArrayRecord(shape=(num_ids,), dtype="uint32"),
-        COUNTS: ArrayRecord(shape=(num_ids,), dtype="uint32"),
-        CLOCK: ArrayRecord(shape=(), dtype="uint32"),
-        INIT_KEY: ArrayRecord(shape=(2,), dtype="uint32"),
-    }
-    if isinstance(dynamic.admit, AdmitAfter):
-        shape = (dynamic.num_buckets, LINE_LANES)
-        records[SKETCH] = ArrayRecord(shape=shape, dtype="uint32")
+def directory_records(saved: SavedIds) -> dict[str, ArrayRecord]:
+    """Returns the description of each array of a directory."""
     return {
-        "dynamic": {"capacity": dynamic.capacity, "default_row": dynamic.default_row},
-        "directory": records,
+        name: ArrayRecord(
+            shape=array.shape,
+            dtype=array.dtype.name,
+            has_rows=name in (IDS, NATURAL_ROWS, LAST_USED, COUNTS),
+        )
+        for name, array in saved.arrays.items()
     }
 
 
