@@ -18,6 +18,7 @@ from tpu_embedding.plan.stack_plan import StackPlan, TablePlan, TrainedStackPlan
 from tpu_embedding.rows.file_rows import file_row
 from tpu_embedding.rows.packed_rows import PackedRows
 from tpu_embedding.tables.slot_values import NamedSlot, named_slots
+from tpu_embedding.update.table_writer import RoundedState
 
 Leaves = dict[tuple[str, str | None], Any]
 """Leaves by name of a table in the checkpoint, and of a slot; None: the values."""
@@ -123,12 +124,16 @@ def _optimizer_record(layer: LayerState, stack: StackPlan) -> Json | None:
 
 
 def _type_names(structure: jax.tree_util.PyTreeDef) -> list[str]:
-    """Returns the types of an optimizer's state that have slot variables or counts."""
+    """Returns the types of an optimizer's state that have slot variables or counts.
+
+    The state that rounds rows of narrow tables is left out: dtypes may change.
+    """
     if structure.node_data() is None or not structure.num_leaves:
         return []
     name = structure.node_data()[0].__name__
     inner = [x for child in structure.children() for x in _type_names(child)]
-    return [name, *inner] if name.endswith("State") else inner
+    is_state = name.endswith("State") and name != RoundedState.__name__
+    return [name, *inner] if is_state else inner
 
 
 def _dynamic_record(table: TablePlan) -> Json | None:

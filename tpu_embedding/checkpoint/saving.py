@@ -184,9 +184,9 @@ def restore(
       slots: `"restore"`: slot variables come from the checkpoint. `"initialize"`: those
         of the restored tables start anew. Their counts do, too, unless tables that
         stay share them.
-      rules: `"check"`: the optimizer of each table must keep the state of the one in the
-        checkpoint: slot variables of equal names and shapes. Its hyper-parameters may
-        change. `"ignore"`: slot variables are taken
+      rules: `"check"`: the optimizer of each table must have a state of the types,
+        names and shapes in the checkpoint. Its hyper-parameters may change.
+        `"ignore"`: slot variables are taken
         over if names, types and shapes are equal, and the others start anew. A count of
         steps is taken over under any name: a schedule in place of a constant rate
         continues from it, and starts at 0 if the checkpoint counts no steps.
