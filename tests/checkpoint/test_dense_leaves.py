@@ -41,3 +41,10 @@ def test_only_empty_arrays(tmp_path):
 def test_other_leaves_are_refused(leaf, tmp_path):
     with pytest.raises(TypeError, match=r"arrays or real numbers, got .* at 'name'"):
         te.save(tmp_path / "a", {"name": leaf, "step": 3})
+
+
+def test_dtypes_that_no_file_holds(tmp_path):
+    state = {"model": {"good": np.zeros(3), "bad": jnp.ones(3, jnp.uint4)}}
+    with pytest.raises(TypeError, match=r"got uint4 at 'model\.bad'"):
+        te.save(tmp_path / "a", state)
+    assert not list(tmp_path.iterdir())

@@ -2,7 +2,6 @@
 
 import asyncio
 import contextlib
-import functools
 import json
 import os
 import pathlib
@@ -143,7 +142,6 @@ def test_saved_arrays_may_be_donated(plan, tmp_path, monkeypatch):
         ([0.9, 1.9], TypeError, r"integer type, got float64\[2\]; write \[3\] for one"),
         (["1"], TypeError, "integer type, got <U1"),
         (3, TypeError, r"got int64\[\];"),
-        ([2**64], IndexError, f"between 0 and .*, got {2**64}"),
         ([0, -1], IndexError, "between 0 and .*, got -1"),
     ],
 )
@@ -364,109 +362,45 @@ def test_any_table_names(tmp_path):
     np.testing.assert_array_equal(read["a%2Eb"]["values"], numbers[0]["a.b"])
 
 
-@pytest.mark.parametrize(
-    "tables", [None, pytest.param(["movie"], marks=pytest.mark.full)]
-)
-def test_slots_start_anew_on_request(saved, tables):
+def test_slots_start_anew_on_request(saved):
     directory, numbers = saved
     other = plan_of(rules=te.optimizers.momentum(0.1))
     state = with_random_slots(state_of(other, 1), other)
     before = numbers_of(state, other)
-    with pytest.raises(CheckpointError, match="slots='initialize'"):
-        te.restore(directory, state, plan=other, tables=tables)
     restored = te.restore(
-        directory, state, plan=other, slots="initialize", tables=tables
+        directory, state, plan=other, slots="initialize", tables=["movie"]
     )
     new_tables, new_slots = numbers_of(restored, other)
     check_equal(new_tables["movie"], numbers[0]["movie"])
     assert not new_slots["movie"]["trace"].any()
-    if tables:
-        check_equal(new_slots["user"], before[1]["user"])
-    else:
-        assert not new_slots["user"]["trace"].any()
+    check_equal(new_slots["user"], before[1]["user"])
 
 
-@pytest.mark.full
-def test_hyperparameters_in_the_state_come_back(tmp_path):
-    rule = optax.inject_hyperparams(te.optimizers.adagrad)(learning_rate=0.1)
-    plan, other = plan_of(rules=rule), plan_of(rules=rule, devices=3)
-    state = state_of(plan)
-    slots = te.optimizers.with_hyperparameters(state["slots"], learning_rate=0.025)
-    te.save(tmp_path / "a", state | {"slots": slots}, plan=plan)
-    restored = te.restore(tmp_path / "a", state_of(other), plan=other)
-    value = restored["slots"]["stack_0"].hyperparams["learning_rate"]
-    assert float(value) == np.float32(0.025)
-
-
-OTHER_PLANS = {
-    "dim": (dict(dim=8), "table 'movie': dim 4 in the checkpoint, 8 now"),
-    "dtype": (
-        dict(dtypes={"movie": "float16"}),
-        "table 'movie': dtype float32 in the checkpoint, float16 now",
-    ),
-    "shrunk": (
-        dict(sizes={"movie": 39, "user": 7}),
-        "'movie': vocabulary_size 40 in the checkpoint, 39 now",
-    ),
-    "missing": (
-        dict(sizes={"movie": 40, "film": 7}),
-        "table 'film': not in the checkpoint\nGive tables=",
-    ),
-    "rule": (
-        dict(rules=te.optimizers.momentum(0.1)),
-        "; slot 'accumulators' only in the checkpoint",
-    ),
-    "every row": (
-        dict(rules=te.optimizers.every_row(optax.adagrad(0.1))),
-        "optimizer rows touched in the checkpoint, every now",
-    ),
-    "not trained": (
-        dict(rules={"movie": RULE, "user": None}),
-        "table 'user': an optimizer in the checkpoint, no optimizer now",
-    ),
-}
-
-
-@pytest.mark.parametrize(
-    ("change", "message"), quick_cases(with_ids(OTHER_PLANS), "rule")
-)
-def test_differences_are_listed_and_nothing_changes(saved, change, message):
+def test_all_differences_are_listed_and_nothing_changes(saved):
     directory, _ = saved
-    other = plan_of(**change)
-    state = state_of(other, 1)
+    rules = {"movie": te.optimizers.every_row(optax.adagrad(0.1)), "film": None}
+    other = plan_of({"movie": 39, "film": 7}, rules=rules, dim=8)
+    state = state_of(other, 1) | {"step": jnp.ones(2), "more": 1}
     before = numbers_of(state, other)
     with pytest.raises(CheckpointError) as error:
         te.restore(directory, state, plan=other)
-    assert message in str(error.value)
+    for part in (
+        "'film': not in the checkpoint",
+        "'user': only in the checkpoint",
+        "dim 4 in the checkpoint, 8 now",
+        "vocabulary_size 40 in the checkpoint, 39 now",
+        "optimizer rows touched in the checkpoint, every now",
+        "slot 'accumulators' only in the checkpoint",
+        "step: int in the checkpoint, float32[2] now",
+        "more: not in the checkpoint",
+        *("tables=", "read_table", "slots='initialize'", "dense='keep'"),
+    ):
+        assert part in str(error.value)
     check_equal(numbers_of(state, other), before)
-
-
-def trained_state(plan, count):
-    state = state_of(plan)
-    values = {name: {"count": count} for name in SIZES}
-    slots = te.functional.with_slot_values(state["slots"], values, plan)
-    return with_random_slots(state | {"slots": slots}, plan)
-
-
-def test_the_count_of_tables_that_stay_is_kept(tmp_path):
-    plan = plan_of(rules=te.optimizers.adam(0.1))
-    te.save(tmp_path / "a", trained_state(plan, 7), plan=plan)
-    restore = functools.partial(te.restore, tmp_path / "a", plan=plan, tables=["movie"])
-    with pytest.raises(CheckpointError, match="'user'.*stay, with 'count' 3.* 7 for"):
-        restore(trained_state(plan, 3))
-    state = trained_state(plan, 3)
-    wanted = numbers_of(state, plan)[1]["user"]
-    _, slots = numbers_of(restore(state, slots="initialize"), plan)
-    check_equal(slots["user"], wanted)
-    assert not slots["movie"]["momenta"].any()
-    _, slots = numbers_of(restore(state_of(plan)), plan)
-    assert slots["movie"]["count"] == 7
 
 
 WRONG_ARGUMENTS = {
     "tables": (dict(tables=["film"]), ValueError, "tables must name tables of the sta"),
-    "string": (dict(tables="movie"), TypeError, "tables must hold names"),
-    "rename": (dict(rename={"film": "movie"}), ValueError, "rename must name tables"),
     "slots": (dict(slots="skip"), ValueError, "slots must be one of"),
     "plan": (dict(plan=None), ValueError, "belong to no known plan. Pass plan="),
     "another plan": (dict(plan=plan_of), ValueError, "belong to no known plan"),
@@ -522,12 +456,6 @@ def test_a_full_disk_ends_with_one_error(is_run, tmp_path):
             manager.save(1, args=te.checkpoint.SaveState(state))
             manager.wait_until_finished()
     assert not (tmp_path / "a" / "1").exists()
-
-
-def test_a_description_must_be_json(plan, tmp_path):
-    with pytest.raises(TypeError, match="description must hold JSON values, got"):
-        te.save(tmp_path / "a", state_of(plan), plan=plan, description={"a": 1j})
-    assert not (tmp_path / "a").exists()
 
 
 def test_no_checkpoint(plan, saved, tmp_path):
@@ -588,7 +516,7 @@ def test_saving_within_an_event_loop(plan, tmp_path):
     assert te.restore(tmp_path / "a", state_of(plan, 1), plan=plan)["step"] == 3
 
 
-@pytest.mark.parametrize("rows", quick_cases([1, 8, 9, 63, 64, 65, 1000], "8", "63"))
+@pytest.mark.parametrize("rows", [8, 63, 1000])
 def test_the_last_chunk_is_not_padded(rows, small_blocks, tmp_path):
     """A chunk has at most 8 rows of 16 bytes here; each ends with its checksum."""
     plan = plan_of({"movie": rows})

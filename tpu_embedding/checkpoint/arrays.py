@@ -205,11 +205,7 @@ def _index_of(rows: Any, array: ArrayRecord) -> Any:
             raise ValueError(f"rows must have step 1, got {rows}.")
         return slice(start, max(start, stop))
     row_ids = np.asarray(rows)
-    is_integer = np.issubdtype(row_ids.dtype, np.integer) or (
-        # Integers beyond 64 bits, which NumPy holds as objects.
-        row_ids.dtype == object and all(type(value) is int for value in row_ids.flat)
-    )
-    if row_ids.ndim != 1 or (row_ids.size and not is_integer):
+    if row_ids.ndim != 1 or (row_ids.size and row_ids.dtype.kind not in "iu"):
         raise TypeError(
             "rows must be a slice or row ids [n] of an integer type, got "
             f"{row_ids.dtype}{list(row_ids.shape)}; write [3] for one row."

@@ -3,7 +3,6 @@
 Random keys are saved as their numbers. Files then hold no type of JAX.
 """
 
-from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -14,35 +13,26 @@ import tensorstore as ts
 from tpu_embedding.checkpoint.arrays import SavedArray
 
 
-def check_dtypes(leaves: Mapping[str, Any]) -> None:
-    """Refuses leaves of a dtype that no file can hold, such as uint4 or text.
+def check_dtype(name: str, leaf: Any) -> None:
+    """Refuses a leaf of a dtype that no file can hold, such as uint4 or text.
 
     Args:
-      leaves: path to array, shape or number.
+      name: path of the leaf.
+      leaf: array or number.
 
     Raises:
-      TypeError: if there are any.
+      TypeError: if it is one.
     """
-    stored = {
-        name: leaf.dtype if hasattr(leaf, "dtype") else np.asarray(leaf).dtype
-        for name, leaf in leaves.items()
-        if not _is_key(leaf)
-    }
-    wrong = [f"{dtype} at {k!r}" for k, dtype in stored.items() if not _is_known(dtype)]
-    if wrong:
-        raise TypeError(
-            f"Leaves of a state must have dtypes that files can hold, got "
-            f"{', '.join(wrong)}. Save numbers as another dtype, such as uint8, and "
-            "texts and other JSON values by description=."
-        )
-
-
-def _is_known(dtype: np.dtype) -> bool:
+    dtype = leaf.dtype if hasattr(leaf, "dtype") else np.asarray(leaf).dtype
     try:
-        ts.dtype(dtype.name)
+        if not _is_key(leaf):
+            ts.dtype(dtype.name)
     except ValueError:
-        return False
-    return True
+        raise TypeError(
+            f"Leaves of a state must have dtypes that files can hold, got {dtype} at "
+            f"{name!r}. Save numbers as another dtype, such as uint8, and texts and "
+            "other JSON values by description=."
+        ) from None
 
 
 def array_of_leaf(leaf: Any) -> np.ndarray | jax.Array:

@@ -1,7 +1,7 @@
 """Finds all differences between a checkpoint and the state to restore."""
 
-from collections.abc import Collection, Mapping
-from typing import Any, Final, Literal
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Final, Literal, NamedTuple
 
 import jax
 import numpy as np
@@ -52,129 +52,111 @@ _WAYS_OUT: Final = {
 }
 
 
-class Differences:
-    """Differences between a checkpoint and a state, each with a way out."""
+class Difference(NamedTuple):
+    """One difference between a checkpoint and a state.
 
-    def __init__(self):
-        self._problems: dict[str, list[str]] = {}
-        self._ways_out: dict[str, dict[str, None]] = {}
+    Attributes:
+      owner: the table or leaf.
+      problem: the values of both.
+      way_out: key of the way out.
+    """
 
-    def add(self, owner: str, problem: str, way_out: str) -> None:
-        """Adds a difference.
-
-        Args:
-          owner: the table or leaf.
-          problem: the values of both.
-          way_out: key of the way out.
-        """
-        self._problems.setdefault(owner, []).append(problem)
-        self._ways_out.setdefault(owner, {})[_WAYS_OUT[way_out]] = None
-
-    def __bool__(self) -> bool:
-        return bool(self._problems)
-
-    def __str__(self) -> str:
-        """Returns one line per owner, and the ways out below owners that share them."""
-        groups: dict[tuple[str, ...], list[str]] = {}
-        for owner, problems in self._problems.items():
-            ways_out = tuple(self._ways_out[owner])
-            groups.setdefault(ways_out, []).append(f"{owner}: {'; '.join(problems)}")
-        return "".join(
-            "\n  ".join(["", *lines]) + "\n" + " ".join(ways_out)
-            for ways_out, lines in groups.items()
-        )
+    owner: str
+    problem: str
+    way_out: str
 
 
-def compare_table(
-    found: Differences,
+def format_differences(found: Sequence[Difference]) -> str:
+    """Returns one line per owner, and the ways out below them."""
+    problems: dict[str, list[str]] = {}
+    for each in found:
+        problems.setdefault(each.owner, []).append(each.problem)
+    lines = [f"  {owner}: {'; '.join(texts)}" for owner, texts in problems.items()]
+    ways_out = dict.fromkeys(_WAYS_OUT[each.way_out] for each in found)
+    return "\n".join([*lines, *ways_out])
+
+
+def table_differences(
     name: str,
     saved: TableRecord,
     wanted: TableRecord,
-    *,
-    is_abstract: bool,
-    with_slots: bool,
-    rules: RulesChoice,
+    rows: Literal["arrays", "shapes"],
     dtypes: DtypesChoice,
-) -> None:
-    """Adds the differences of one table.
+) -> Iterator[Difference]:
+    """Yields the differences of one table, its slot variables apart.
 
     Args:
-      found: differences so far.
       name: the table's name in the state.
       saved: the table of the checkpoint.
       wanted: the table of the state.
-      is_abstract: True if the state has shapes in place of arrays.
-      with_slots: True if its slot variables are to be restored.
-      rules: whether to compare optimizers.
+      rows: contents of the state.
       dtypes: whether to compare types of rows.
     """
     owner = f"table {name!r}"
     if saved.dim != wanted.dim:
-        found.add(
-            owner, f"dim {saved.dim} in the checkpoint, {wanted.dim} now", "shape"
-        )
+        dims = f"dim {saved.dim} in the checkpoint, {wanted.dim} now"
+        yield Difference(owner, dims, "shape")
     is_convertible = wanted.dtype in _CONVERTIBLE
     if saved.dtype != wanted.dtype and (dtypes == "check" or not is_convertible):
         text = f"dtype {saved.dtype} in the checkpoint, {wanted.dtype} now"
-        found.add(owner, text, "dtype" if is_convertible else "shape")
-    if saved.dynamic is not None or wanted.dynamic is not None:
-        _compare_dynamic(found, owner, saved, wanted)
-    elif saved.vocabulary_size != wanted.vocabulary_size:
+        yield Difference(owner, text, "dtype" if is_convertible else "shape")
+    here, there = map(_vocabulary, (saved, wanted))
+    if here != there:
+        text = f"{here} in the checkpoint, {there} now"
+        yield Difference(owner, text, "dynamic")
+    elif saved.dynamic is None and saved.vocabulary_size != wanted.vocabulary_size:
         sizes = (
             f"vocabulary_size {saved.vocabulary_size} in the checkpoint, "
             f"{wanted.vocabulary_size} now"
         )
         if saved.vocabulary_size > wanted.vocabulary_size:
-            found.add(owner, sizes, "shape")
-        elif is_abstract:
-            found.add(owner, sizes, "abstract")
-    if with_slots and rules == "check":
-        _compare_slots(found, owner, saved, wanted)
+            yield Difference(owner, sizes, "shape")
+        elif rows == "shapes":
+            yield Difference(owner, sizes, "abstract")
 
 
-def _compare_dynamic(
-    found: Differences, owner: str, saved: TableRecord, wanted: TableRecord
-) -> None:
-    """Adds what no restore bridges; the capacities of both may differ."""
-    here, there = (
-        "a fixed vocabulary"
-        if dynamic is None
-        else f"a te.Dynamic vocabulary with default_row {dynamic['default_row']!r}"
-        for dynamic in (saved.dynamic, wanted.dynamic)
-    )
-    if here != there:
-        found.add(owner, f"{here} in the checkpoint, {there} now", "dynamic")
+def _vocabulary(table: TableRecord) -> str:
+    """Returns what no restore bridges; capacities may differ."""
+    if table.dynamic is None:
+        return "a fixed vocabulary"
+    default_row = table.dynamic["default_row"]
+    return f"a te.Dynamic vocabulary with default_row {default_row!r}"
 
 
-def _compare_slots(
-    found: Differences,
-    owner: str,
-    saved: TableRecord,
-    wanted: TableRecord,
-) -> None:
+def optimizer_differences(
+    name: str, saved: TableRecord, wanted: TableRecord
+) -> Iterator[Difference]:
+    """Yields the differences of the optimizer and slot variables of one table.
+
+    Args:
+      name: the table's name in the state.
+      saved: the table of the checkpoint.
+      wanted: the table of the state.
+    """
+    owner = f"table {name!r}"
     if saved.optimizer is None or wanted.optimizer is None:
         if saved.optimizer is not wanted.optimizer:
             here, there = (
                 "no optimizer" if table.optimizer is None else "an optimizer"
                 for table in (saved, wanted)
             )
-            found.add(owner, f"{here} in the checkpoint, {there} now", "rule")
+            yield Difference(owner, f"{here} in the checkpoint, {there} now", "rule")
         return
     for key, value in saved.optimizer.items():
         if value != (now := wanted.optimizer[key]):
             text = f"optimizer {key} {value} in the checkpoint, {now} now"
-            found.add(owner, text, "rule")
-    for name in sorted(saved.slots.keys() | wanted.slots.keys()):
-        here, there = saved.slots.get(name), wanted.slots.get(name)
-        if name == _ROUNDING_SLOT and saved.dtype != wanted.dtype:
+            yield Difference(owner, text, "rule")
+    for slot in sorted(saved.slots.keys() | wanted.slots.keys()):
+        here, there = saved.slots.get(slot), wanted.slots.get(slot)
+        if slot == _ROUNDING_SLOT and saved.dtype != wanted.dtype:
             continue
         if here is None:
-            found.add(owner, f"slot {name!r} not in the checkpoint", "rule")
+            yield Difference(owner, f"slot {slot!r} not in the checkpoint", "rule")
         elif there is None:
-            found.add(owner, f"slot {name!r} only in the checkpoint", "rule")
-        elif not _is_same_row(here, there):
-            problem = f"slot {name!r} {here} in the checkpoint, {there} now"
-            found.add(owner, problem, "rule")
+            yield Difference(owner, f"slot {slot!r} only in the checkpoint", "rule")
+        elif here.row != there.row:
+            text = f"slot {slot!r} {here} in the checkpoint, {there} now"
+            yield Difference(owner, text, "rule")
 
 
 def saved_slots(saved: TableRecord, wanted: TableRecord) -> dict[str, str]:
@@ -190,7 +172,7 @@ def saved_slots(saved: TableRecord, wanted: TableRecord) -> dict[str, str]:
     counts = [name for name, array in saved.slots.items() if _is_count(name, array)]
     names = {}
     for name, array in wanted.slots.items():
-        if name in saved.slots and _is_same_row(saved.slots[name], array):
+        if name in saved.slots and saved.slots[name].row == array.row:
             names[name] = name
         elif counts and _is_count(name, array):
             names[name] = counts[0]
@@ -201,23 +183,12 @@ def _is_count(name: str, array: ArrayRecord) -> bool:
     return name.split("/")[-1] == "count" and str(array) == "int32[]"
 
 
-def _is_same_row(here: ArrayRecord, there: ArrayRecord) -> bool:
-    """Returns True if two arrays differ at most in their number of rows."""
-    start = 1 if here.has_rows and there.has_rows else 0
-    return (
-        here.dtype == there.dtype
-        and len(here.shape) == len(there.shape)
-        and here.shape[start:] == there.shape[start:]
-    )
-
-
-def compare_shared(
-    found: Differences, stack: StackPlan, slot: NamedSlot, values: Mapping[str, Any]
-) -> None:
-    """Adds a difference if tables of one stack would share a value that differs.
+def shared_differences(
+    stack: StackPlan, slot: NamedSlot, values: Mapping[str, Any]
+) -> Iterator[Difference]:
+    """Yields a difference if tables of one stack would share a value that differs.
 
     Args:
-      found: differences so far.
       stack: stack of the layer.
       slot: a count or hyper-parameter of the stack in the state.
       values: name of each restored table to its value in the checkpoint.
@@ -226,10 +197,10 @@ def compare_shared(
     if any(not np.array_equal(first, other) for other in others):
         texts = ", ".join(f"{value} for {name!r}" for name, value in values.items())
         problem = f"they share {slot.name!r} now, and the checkpoint has {texts}"
-        found.add(f"tables {sorted(values)}", problem, "shared")
+        yield Difference(f"tables {sorted(values)}", problem, "shared")
     stay = sorted({table.name for table in stack.tables} - set(values))
     # Tables that are not trained yet have no count to lose.
-    if not stay or slot.kind != "shared" or is_abstract([slot.leaf]):
+    if not stay or slot.kind != "shared" or isinstance(slot.leaf, jax.ShapeDtypeStruct):
         return
     count = np.asarray(slot.leaf)
     if count.any() and not np.array_equal(count, first):
@@ -237,31 +208,31 @@ def compare_shared(
             f"they stay, with {slot.name!r} {count}, and share it with the restored "
             f"tables; the checkpoint has {first} for {next(iter(values))!r}"
         )
-        found.add(f"tables {stay}", problem, "shared")
+        yield Difference(f"tables {stay}", problem, "shared")
 
 
-def compare_dense(
-    found: Differences, saved: Mapping[str, str], wanted: Mapping[str, Any]
-) -> None:
-    """Adds the differences of the other leaves.
+def dense_differences(
+    saved: Mapping[str, str], wanted: Mapping[str, Any]
+) -> Iterator[Difference]:
+    """Yields the differences of the other leaves.
 
     Parts of the state that the caller does not have are left out: those whose path
     starts with another place.
 
     Args:
-      found: differences so far.
       saved: path to type and shape.
       wanted: path to leaf.
     """
     places = {name.partition(".")[0] for name in wanted}
     for name in sorted(saved.keys() | wanted.keys()):
         if name not in saved:
-            found.add(name, "not in the checkpoint", "dense")
+            yield Difference(name, "not in the checkpoint", "dense")
         elif name not in wanted:
             if name.partition(".")[0] in places:
-                found.add(name, "only in the checkpoint", "dense")
+                yield Difference(name, "only in the checkpoint", "dense")
         elif saved[name] != (there := describe_leaf(wanted[name])):
-            found.add(name, f"{saved[name]} in the checkpoint, {there} now", "dense")
+            text = f"{saved[name]} in the checkpoint, {there} now"
+            yield Difference(name, text, "dense")
 
 
 def describe_leaf(leaf: Any) -> str:
@@ -269,8 +240,3 @@ def describe_leaf(leaf: Any) -> str:
     if isinstance(leaf, bool | int | float):
         return type(leaf).__name__
     return f"{leaf.dtype}{list(leaf.shape)}"
-
-
-def is_abstract(leaves: Collection[Any]) -> bool:
-    """Returns True if some leaves are shapes."""
-    return any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in leaves)

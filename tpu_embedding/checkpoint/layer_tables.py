@@ -39,7 +39,7 @@ def tables_to_save(layer: LayerState) -> tuple[dict[str, TableRecord], Leaves]:
                 # A copy: the next step may donate what the view of an array shows.
                 leaves[layer.name_of(table), slot] = np.array(array)
         chosen = {table: of_table.rows for table, of_table in ids.items()}
-        packed = {None: layer.tables[stack.name]}
+        packed: dict[str | None, PackedRows] = {None: layer.tables[stack.name]}
         for slot in slots_of(layer, stack):
             if slot.kind == "rows":
                 packed[slot.name] = slot.leaf

@@ -61,6 +61,11 @@ class ArrayRecord:
     dtype: str
     has_rows: bool = False
 
+    @property
+    def row(self) -> tuple[Any, ...]:
+        """Type and shape of a row; of the whole array if it has no rows."""
+        return self.dtype, self.shape[1:] if self.has_rows else self.shape
+
     def __str__(self) -> str:
         """Returns type and shape, such as `float32[10, 4]`."""
         return f"{self.dtype}{list(self.shape)}"
@@ -133,7 +138,7 @@ def array_keys(table: str, slot: str | None = None) -> tuple[str, ...]:
 
 def dense_keys(path: str) -> tuple[str, ...]:
     """Returns the keys of another leaf in the tree, by its path with dots."""
-    return (DENSE, *map(quote, path.split(".")))
+    return (DENSE, *path.split("."))
 
 
 def quote(name: str) -> str:
@@ -236,15 +241,14 @@ def describe(directory: str | os.PathLike[str]) -> CheckpointRecord:
 
 
 def _table_record(values: Json) -> TableRecord:
-    by_name = {
-        field: {name: _array_record(x) for name, x in values[field].items()}
-        for field in ("slots", "directory")
-    }
-    return TableRecord(**values | {"values": _array_record(values["values"])} | by_name)
+    def array(of: Json) -> ArrayRecord:
+        of["shape"] = tuple(of["shape"])
+        return ArrayRecord(**of)
 
-
-def _array_record(values: Json) -> ArrayRecord:
-    return ArrayRecord(**values | {"shape": tuple(values["shape"])})
+    arrays: Json = {"values": array(values["values"])}
+    for field in ("slots", "directory"):
+        arrays[field] = {name: array(of) for name, of in values[field].items()}
+    return TableRecord(**values | arrays)
 
 
 @contextlib.contextmanager
@@ -259,24 +263,21 @@ def one_save(directory: str | os.PathLike[str]) -> Iterator[epath.Path]:
         the block ran, in place of any error that the block met by that.
     """
     root = state_directory(directory)
-    with errors_of_reading(f"The file {root / STATE_FILE}"):
-        save = (root / STATE_FILE).read_bytes()
+    save = _name_of_save(root)
     try:
         yield root
-    except Exception:
-        _check_same_save(root, save)
-        raise
-    _check_same_save(root, save)
+    finally:
+        if save is None or _name_of_save(root) != save:
+            raise CheckpointError(
+                f"The checkpoint {root} was replaced or deleted while it was read, so "
+                "the values would come from two saves. Read it again, and restore into "
+                "a new state: arrays of the given one may be lost."
+            )
 
 
-def _check_same_save(root: epath.Path, save: bytes) -> None:
+def _name_of_save(root: epath.Path) -> bytes | None:
+    """Returns the description of a save, with its random name; None without one."""
     try:
-        is_same = (root / STATE_FILE).read_bytes() == save
+        return (root / STATE_FILE).read_bytes()
     except OSError:
-        is_same = False
-    if not is_same:
-        raise CheckpointError(
-            f"The checkpoint {root} was replaced or deleted while it was read, so the "
-            "values would come from two saves. Read it again, and restore into a new "
-            "state: arrays of the given one may be lost."
-        )
+        return None

@@ -6,6 +6,7 @@ tables, the host of each process holds one whole array at a time.
 """
 
 import dataclasses
+import warnings
 from collections.abc import Mapping
 from typing import Any
 
@@ -15,15 +16,15 @@ import numpy as np
 
 from tpu_embedding.checkpoint.arrays import SavedArray
 from tpu_embedding.checkpoint.dynamic_tables import (
+    CLOCK,
     ID_ARRAYS,
-    PlacedIds,
-    place_ids,
+    place_saved_ids,
     restored_directory,
-    warn_of_ids_left_out,
 )
 from tpu_embedding.checkpoint.layer_tables import slots_of
 from tpu_embedding.checkpoint.records import TableRecord
 from tpu_embedding.checkpoint.split_state import LayerState
+from tpu_embedding.functional.placed_ids import PlacedIds
 from tpu_embedding.plan.dynamic_rows import dynamic_tables
 from tpu_embedding.plan.plan import EmbeddingPlan
 from tpu_embedding.plan.stack_plan import StackPlan
@@ -67,7 +68,39 @@ class SavedTables:
             array.opened()
 
 
-def restored_tables(layer: LayerState, saved: SavedTables) -> LayerState:
+def placed_ids(layer: LayerState, saved: SavedTables) -> dict[str, PlacedIds]:
+    """Returns the places of the saved ids of each dynamic table of a layer.
+
+    It warns of ids that have none.
+    """
+    placed = {}
+    for stack in layer.plan.stacks:
+        arrays = {name: saved.of_stack(stack, name) for name in ID_ARRAYS}
+        for member in dynamic_tables(stack):
+            table = member.table.name
+            if table in saved.records:
+                found = {x: of[table].read() for x, of in arrays.items() if table in of}
+                dynamic = saved.records[table].dynamic
+                assert dynamic is not None, "static tables are refused"
+                placed[table] = place_saved_ids(found, dynamic["capacity"], member)
+    left_out = ", ".join(
+        f"{x.num_left_out} of {x.num_left_out + len(x.kept)} of table {table!r}"
+        for table, x in placed.items()
+        if x.num_left_out
+    )
+    if left_out:
+        warnings.warn(
+            "Ids of the checkpoint whose buckets are full are left out, the least "
+            f"valuable first: {left_out}. A capacity that is a multiple of the saved "
+            "one keeps all ids.",
+            stacklevel=2,
+        )
+    return placed
+
+
+def restored_tables(
+    layer: LayerState, saved: SavedTables, placed: Mapping[str, PlacedIds]
+) -> LayerState:
     """Returns a layer with the saved rows. The old tables are donated.
 
     Rows and tables that the checkpoint lacks keep their values.
@@ -75,23 +108,28 @@ def restored_tables(layer: LayerState, saved: SavedTables) -> LayerState:
     Args:
       layer: arrays, or their shapes.
       saved: tables of the checkpoint.
+      placed: from `placed_ids`.
 
     Raises:
       CheckpointError: if a chunk is damaged. Arrays of the layer are lost then.
     """
     tables = {}
     for stack in layer.plan.stacks:
-        placed = _placed(saved, stack)
         packed = _on_devices(layer.tables[stack.name], stack, layer.plan)
         tables[stack.name] = _with_rows(packed, None, saved, placed, stack, layer.plan)
         if stack.is_dynamic:
             name = directory_name(stack.name)
-            warn_of_ids_left_out(placed)
-            tables[name] = restored_directory(layer, stack, placed)
+            clocks = {
+                table: int(array.read())
+                for table, array in saved.of_stack(stack, CLOCK).items()
+            }
+            tables[name] = restored_directory(layer, stack, placed, clocks)
     return dataclasses.replace(layer, tables=tables)
 
 
-def restored_slots(layer: LayerState, saved: SavedTables) -> LayerState:
+def restored_slots(
+    layer: LayerState, saved: SavedTables, placed: Mapping[str, PlacedIds]
+) -> LayerState:
     """Returns a layer with the saved slot variables; the old ones are donated.
 
     Rows, tables and slot variables that the checkpoint lacks keep their values.
@@ -99,6 +137,7 @@ def restored_slots(layer: LayerState, saved: SavedTables) -> LayerState:
     Args:
       layer: arrays, or their shapes.
       saved: tables of the checkpoint.
+      placed: from `placed_ids`.
 
     Raises:
       CheckpointError: if a chunk is damaged. Arrays of the layer are lost then.
@@ -108,7 +147,6 @@ def restored_slots(layer: LayerState, saved: SavedTables) -> LayerState:
         if stack.name not in slots:
             continue
         leaves = []
-        placed = _placed(saved, stack)
         for slot in slots_of(layer, stack):
             if slot.kind == "rows":
                 leaf = _on_devices(slot.leaf, stack, layer.plan)
@@ -182,20 +220,6 @@ def _with_placed_rows(
     return write_blocks(packed, stack, plan, read, ranges)
 
 
-def _placed(saved: SavedTables, stack: StackPlan) -> dict[str, PlacedIds]:
-    """Returns the places of the saved ids of each table of a dynamic stack."""
-    arrays = {name: saved.of_stack(stack, name) for name in ID_ARRAYS}
-    result = {}
-    for member in dynamic_tables(stack):
-        table = member.table.name
-        if table in saved.records:
-            values = {x: of[table].read() for x, of in arrays.items() if table in of}
-            dynamic = saved.records[table].dynamic
-            assert dynamic is not None, "compare_table refuses static tables"
-            result[table] = place_ids(values, dynamic["capacity"], member)
-    return result
-
-
 def _with_shared_value(
     slot: NamedSlot, saved: SavedTables, stack: StackPlan, plan: EmbeddingPlan
 ) -> jax.Array:
@@ -204,7 +228,7 @@ def _with_shared_value(
     found = {x: of.read() for x, of in saved.of_stack(stack, slot.name).items()}
     if not found:
         return leaf
-    new = next(iter(found.values()))  # `compare_shared` refuses different ones.
+    new = next(iter(found.values()))  # `shared_differences` refuses different ones.
     if slot.kind == "tables":
         is_shape = isinstance(leaf, jax.ShapeDtypeStruct)
         new = np.zeros(leaf.shape, leaf.dtype) if is_shape else np.array(leaf)

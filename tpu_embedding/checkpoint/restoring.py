@@ -2,7 +2,7 @@
 
 import dataclasses
 import os
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any, get_args
 
 import jax
@@ -13,15 +13,16 @@ from tpu_embedding.checkpoint.arrays import SavedArray
 from tpu_embedding.checkpoint.dense_leaves import restored_leaf
 from tpu_embedding.checkpoint.differences import (
     DenseChoice,
-    Differences,
+    Difference,
     DtypesChoice,
     RulesChoice,
     SlotsChoice,
-    compare_dense,
-    compare_shared,
-    compare_table,
-    is_abstract,
+    dense_differences,
+    format_differences,
+    optimizer_differences,
     saved_slots,
+    shared_differences,
+    table_differences,
 )
 from tpu_embedding.checkpoint.errors import CheckpointError
 from tpu_embedding.checkpoint.layer_tables import slots_of, table_records
@@ -34,6 +35,7 @@ from tpu_embedding.checkpoint.records import (
 )
 from tpu_embedding.checkpoint.restored_tables import (
     SavedTables,
+    placed_ids,
     restored_slots,
     restored_tables,
 )
@@ -70,19 +72,19 @@ class RestoreState(ocp.args.CheckpointArgs):
 
     def __post_init__(self):
         for field, choices in (
-            ("slots", get_args(SlotsChoice)),
-            ("rules", get_args(RulesChoice)),
-            ("dense", get_args(DenseChoice)),
-            ("dtypes", get_args(DtypesChoice)),
+            ("slots", SlotsChoice),
+            ("rules", RulesChoice),
+            ("dense", DenseChoice),
+            ("dtypes", DtypesChoice),
         ):
-            if (value := getattr(self, field)) not in choices:
-                raise ValueError(f"{field} must be one of {choices}, got {value!r}.")
-        for field in ("tables", "rename"):
-            if isinstance(getattr(self, field), str):
-                raise TypeError(
-                    f"{field} must hold names of tables, got the string "
-                    f"{getattr(self, field)!r}."
+            if (value := getattr(self, field)) not in get_args(choices):
+                raise ValueError(
+                    f"{field} must be one of {get_args(choices)}, got {value!r}."
                 )
+        if isinstance(self.tables, str):
+            raise TypeError(
+                f"tables must hold names of tables, got the string {self.tables!r}."
+            )
 
     def with_slots(self, layer: LayerState) -> bool:
         """Returns True if slot variables of a layer are to be read."""
@@ -103,9 +105,14 @@ def restore_state(directory: str | os.PathLike[str], args: RestoreState) -> Any:
         pairs = [
             (layer, _saved_tables(layer, root, record, args)) for layer in parts.layers
         ]
-        for layer, saved in pairs:
-            _check_followers(layer, saved, args)
-        _compare(root, record, pairs, parts.dense, args)
+        for layer in parts.layers:
+            _check_followers(layer, args)
+        found = list(_differences(record, pairs, parts.dense, args))
+        if found := found or list(_shared_differences(pairs)):
+            raise CheckpointError(
+                f"The checkpoint {root} does not fit the state:\n"
+                f"{format_differences(found)}"
+            )
         for _, saved in pairs:
             saved.check_files()
         dense = {}
@@ -159,24 +166,20 @@ def _wanted_tables(layer: LayerState, args: RestoreState) -> dict[str, str]:
     }
 
 
-def _check_followers(layer: LayerState, saved: SavedTables, args: RestoreState) -> None:
+def _check_followers(layer: LayerState, args: RestoreState) -> None:
     """Refuses tables alone, if an optimizer has made state from their values."""
-    if layer.slots is None:
-        for each in layer.followed_tables:
-            each.check_without_optimizer(
-                _wanted_tables(layer, args), "te.restore(directory, (model, optimizer))"
-            )
+    names = _wanted_tables(layer, args)
+    for each in layer.followed_tables if layer.slots is None else ():
+        each.check_without_optimizer(names, "te.restore(directory, (model, optimizer))")
 
 
-def _compare(
-    root: epath.Path,
+def _differences(
     record: CheckpointRecord,
     pairs: _Pairs,
     dense: Mapping[str, Any],
     args: RestoreState,
-) -> None:
-    """Raises CheckpointError with all differences, if there are any."""
-    found = Differences()
+) -> Iterator[Difference]:
+    """Yields all differences of a checkpoint and a state."""
     names = {
         layer.name_of(table): saved_name
         for layer, _ in pairs
@@ -185,40 +188,37 @@ def _compare(
     for name, saved_name in sorted(names.items()):
         if saved_name not in record.tables:
             renamed = "" if saved_name == name else f" as {saved_name!r}"
-            found.add(f"table {name!r}", f"not in the checkpoint{renamed}", "missing")
+            text = f"not in the checkpoint{renamed}"
+            yield Difference(f"table {name!r}", text, "missing")
     if args.tables is None:
         for name in sorted(record.tables.keys() - set(names.values())):
-            found.add(f"table {name!r}", "only in the checkpoint", "extra")
+            yield Difference(f"table {name!r}", "only in the checkpoint", "extra")
     for layer, saved in pairs:
         wanted = table_records(layer)
+        rows = "shapes" if _is_abstract(layer.tables) else "arrays"
         for table, of_table in saved.records.items():
             name = layer.name_of(table)
-            compare_table(
-                *(found, name, of_table, wanted[name]),
-                is_abstract=is_abstract(jax.tree.leaves(layer.tables)),
-                with_slots=args.with_slots(layer),
-                rules=args.rules,
-                dtypes=args.dtypes,
-            )
+            both = (name, of_table, wanted[name])
+            yield from table_differences(*both, rows, args.dtypes)
+            if args.with_slots(layer) and args.rules == "check":
+                yield from optimizer_differences(*both)
     if args.dense == "restore":
-        compare_dense(found, record.dense, dense)
-    if not found:
-        for layer, saved in pairs:
-            _compare_shared_values(found, layer, saved)
-    if found:
-        raise CheckpointError(f"The checkpoint {root} does not fit the state:{found}")
+        yield from dense_differences(record.dense, dense)
 
 
-def _compare_shared_values(
-    found: Differences, layer: LayerState, saved: SavedTables
-) -> None:
-    """Compares what tables of a stack share now, such as counts of steps."""
-    for stack in layer.plan.stacks:
-        for slot in slots_of(layer, stack):
-            arrays = saved.of_stack(stack, slot.name)
-            if arrays and slot.kind in ("shared", "hyperparameter"):
-                values = {table: array.read() for table, array in arrays.items()}
-                compare_shared(found, stack, slot, values)
+def _shared_differences(pairs: _Pairs) -> Iterator[Difference]:
+    """Yields differences of what tables of a stack share, such as counts of steps."""
+    for layer, saved in pairs:
+        for stack in layer.plan.stacks:
+            for slot in slots_of(layer, stack):
+                arrays = saved.of_stack(stack, slot.name)
+                if arrays and slot.kind in ("shared", "hyperparameter"):
+                    values = {table: array.read() for table, array in arrays.items()}
+                    yield from shared_differences(stack, slot, values)
+
+
+def _is_abstract(tree: Any) -> bool:
+    return any(isinstance(x, jax.ShapeDtypeStruct) for x in jax.tree.leaves(tree))
 
 
 def _restored_leaves(root: epath.Path, parts: SplitState) -> dict[str, Any]:
@@ -234,14 +234,15 @@ def _restored_leaves(root: epath.Path, parts: SplitState) -> dict[str, Any]:
 
 
 def _restored(layer: LayerState, saved: SavedTables, args: RestoreState) -> LayerState:
-    new = restored_tables(layer, saved)
+    placed = placed_ids(layer, saved)
+    new = restored_tables(layer, saved, placed)
     if new.slots is None:
         return new
     if args.slots == "initialize" or _lacks_slots(layer, saved):
         new = dataclasses.replace(new, slots=_initialized(new, saved.records))
     if args.slots != "restore":
         return new
-    new = restored_slots(new, saved)
+    new = restored_slots(new, saved, placed)
     # The tables may hold other rows than the saved ones, or round them otherwise.
     slots = with_measured_totals(
         new.slots or {}, dict(new.tables), saved.records, new.plan
@@ -267,7 +268,7 @@ def _initialized(layer: LayerState, tables: Collection[str]) -> dict[str, Any]:
     # Initial slot variables may depend on the tables.
     fresh = init_slots(dict(layer.tables), layer.plan)
     trained = {t.name for s in layer.plan.trained_stacks for t in s.tables}
-    if trained <= set(tables) or is_abstract(jax.tree.leaves(layer.slots)):
+    if trained <= set(tables) or _is_abstract(layer.slots):
         return fresh
     slots = dict(layer.slots or {})
     for stack in layer.plan.trained_stacks:

@@ -97,31 +97,20 @@ def _only_save_to(path: epath.Path) -> Iterator[None]:
     with contextlib.ExitStack() as ends:
         if jax.process_index() == 0 and "://" not in os.fspath(path):
             try:
-                ends.enter_context(_lock_beside(path))
-            except (CheckpointError, OSError) as refusal:
-                error = refusal
+                path.parent.mkdir(parents=True, exist_ok=True)
+                ends.enter_context(locked_file(f"{path}.save-lock"))
+                if (found := present_path(path)) != path:
+                    found.rename(path)  # A kill came between the renames of a save.
+            except OSError as found_error:
+                error = found_error
         if ocp.multihost.broadcast_one_to_all(np.int32(error is not None)):
-            raise error or CheckpointError(
-                f"The first process cannot save to {path}; its error says why."
-            )
-        yield
-
-
-@contextlib.contextmanager
-def _lock_beside(path: epath.Path) -> Iterator[None]:
-    lock = path.with_name(f"{path.name}.save-lock")
-    lock.parent.mkdir(parents=True, exist_ok=True)
-    with contextlib.ExitStack() as ends:
-        try:
-            ends.enter_context(locked_file(lock))
-        except BlockingIOError as error:
+            if error is not None and not isinstance(error, BlockingIOError):
+                raise error
             raise CheckpointError(
                 f"Another thread or process is saving to {path}. Wait until it has "
-                f"ended, or give another directory. The lock {lock} is freed when its "
-                "process ends, in whatever way."
+                "ended, or give another directory. The lock is freed when its process "
+                "ends, in whatever way."
             ) from error
-        if (found := present_path(path)) != path:
-            found.rename(path)  # A kill came between the renames of a save.
         yield
 
 

@@ -2,6 +2,7 @@
 
 import dataclasses
 import pathlib
+from collections.abc import Mapping
 from typing import Annotated
 
 import numpy as np
@@ -62,7 +63,7 @@ def _find_checkpoint(path: pathlib.Path) -> pathlib.Path:
     return path
 
 
-def _format_tables(tables: dict[str, TableRecord]) -> str:
+def _format_tables(tables: Mapping[str, TableRecord]) -> str:
     rows = [("table", "slot variables", "rows", "dim", "dtype")]
     for name, table in tables.items():
         slots = ", ".join(table.slots) or "-"
