@@ -4,7 +4,6 @@ import contextlib
 import itertools
 import os
 import shutil
-import threading
 
 import numpy as np
 
@@ -46,26 +45,6 @@ def killed_at_end(process):
     finally:
         process.kill()
         process.communicate()
-
-
-def test_one_of_two_threads_saves_to_a_path(tmp_path):
-    path, start_together, refusals = tmp_path / "a", threading.Barrier(2), {}
-
-    def save_one(value):
-        start_together.wait()
-        try:
-            te.save(path, small_state(value), overwrite=True)
-        except CheckpointError as error:
-            refusals[value] = str(error)
-
-    threads = [threading.Thread(target=save_one, args=(i,)) for i in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert len(refusals) < 2  # One may have ended before the other one began.
-    assert all("process is saving" in refusal for refusal in refusals.values())
-    assert restored_values(path) in [{i} for i in range(2) if i not in refusals]
 
 
 class Stopped(BaseException):

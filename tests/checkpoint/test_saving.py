@@ -140,8 +140,6 @@ def test_saved_arrays_may_be_donated(plan, tmp_path, monkeypatch):
     ("rows", "error", "message"),
     [
         ([0.9, 1.9], TypeError, r"integer type, got float64\[2\]; write \[3\] for one"),
-        (["1"], TypeError, "integer type, got <U1"),
-        (3, TypeError, r"got int64\[\];"),
         ([0, -1], IndexError, "between 0 and .*, got -1"),
     ],
 )
@@ -247,39 +245,27 @@ def leaves_of(model, optimizer):
 
 
 @pytest.mark.full
-def test_modules_are_restored_in_place(tmp_path):
-    model, optimizer = towers_of(8, 0)
+def test_modules_are_restored_in_place_by_a_manager(tmp_path):
+    model, optimizer = pair = towers_of(8, 0)
     wanted = leaves_of(model, optimizer)
-    te.save(tmp_path / "a", (model, optimizer), description={"epoch": 2})
-    record = te.checkpoint.describe(tmp_path / "a")
-    assert sorted(record.tables) == ["first/item", "second/item"]
-    assert record.description == {"epoch": 2}
+    args = te.checkpoint.SaveState(pair, description={"epoch": 2})
     new = towers_of(3, 1)
-    assert te.restore(tmp_path / "a", new) == new
-    check_equal(leaves_of(*new), wanted)
-    # For serving: the model without its optimizer.
-    served = Towers(1, nnx.Rngs(2))
-    te.restore(tmp_path / "a", (served,))
-    check_equal(served.second.embedding_tables(), wanted[1][1])
-    np.testing.assert_array_equal(served.linear.kernel, model.linear.kernel)
-
-
-@pytest.mark.full
-def test_own_checkpoint_manager(tmp_path):
-    pair, new = towers_of(8, 0), towers_of(3, 1)
-    with ocp.CheckpointManager(tmp_path) as manager:
-        manager.save(4, args=te.checkpoint.SaveState(pair))
+    with ocp.CheckpointManager(tmp_path / "alone") as manager:
+        manager.save(4, args=args)
         manager.wait_until_finished()
         manager.restore(4, args=te.checkpoint.RestoreState(new))
-        both = ocp.args.Composite(
-            state=te.checkpoint.SaveState(pair),
-            epoch=ocp.args.JsonSave({"epoch": 1}),
-        )
-    check_equal(leaves_of(*new), leaves_of(*pair))
+    check_equal(leaves_of(*new), wanted)
+    record = te.checkpoint.describe(tmp_path / "alone" / "4")
+    assert sorted(record.tables) == ["first/item", "second/item"]
+    assert record.description == {"epoch": 2}
+    both = ocp.args.Composite(state=args, epoch=ocp.args.JsonSave({"epoch": 1}))
     with ocp.CheckpointManager(tmp_path / "items") as manager:
         manager.save(4, args=both)
-    te.restore(tmp_path / "items" / "4", towers_of(1, 2))
-    assert te.checkpoint.read_table(tmp_path / "4", "first/item").shape == (20, 4)
+    # For serving: the model without its optimizer.
+    served = Towers(1, nnx.Rngs(2))
+    te.restore(tmp_path / "items" / "4", (served,))
+    check_equal(served.second.embedding_tables(), wanted[1][1])
+    np.testing.assert_array_equal(served.linear.kernel, model.linear.kernel)
 
 
 @pytest.mark.full
@@ -362,20 +348,6 @@ def test_any_table_names(tmp_path):
     np.testing.assert_array_equal(read["a%2Eb"]["values"], numbers[0]["a.b"])
 
 
-def test_slots_start_anew_on_request(saved):
-    directory, numbers = saved
-    other = plan_of(rules=te.optimizers.momentum(0.1))
-    state = with_random_slots(state_of(other, 1), other)
-    before = numbers_of(state, other)
-    restored = te.restore(
-        directory, state, plan=other, slots="initialize", tables=["movie"]
-    )
-    new_tables, new_slots = numbers_of(restored, other)
-    check_equal(new_tables["movie"], numbers[0]["movie"])
-    assert not new_slots["movie"]["trace"].any()
-    check_equal(new_slots["user"], before[1]["user"])
-
-
 def test_all_differences_are_listed_and_nothing_changes(saved):
     directory, _ = saved
     rules = {"movie": te.optimizers.every_row(optax.adagrad(0.1)), "film": None}
@@ -426,15 +398,6 @@ def test_a_checkpoint_is_not_overwritten_by_chance(plan, tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["a"]
 
 
-def test_a_checkpoint_stays_until_the_new_one_is_complete(tmp_path):
-    te.save(tmp_path / "a", {"step": 3})
-    with full_disk(), pytest.raises(CheckpointError, match="cannot be written"):
-        te.save(tmp_path / "a", {"step": np.arange(1000)}, overwrite=True)
-    assert te.restore(tmp_path / "a", {"step": 0})["step"] == 3
-    te.save(tmp_path / "a", {"step": 5}, overwrite=True)
-    assert te.restore(tmp_path / "a", {"step": 0})["step"] == 5
-
-
 @contextlib.contextmanager
 def full_disk():
     """Limits the size of files, as a full disk does."""
@@ -446,16 +409,13 @@ def full_disk():
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
-@pytest.mark.parametrize("is_run", [False, True])
-def test_a_full_disk_ends_with_one_error(is_run, tmp_path):
-    state = {f"array_{i}": np.random.default_rng(i).random(5000) for i in range(4)}
-    with full_disk(), pytest.raises(ValueError, match="Failed|cannot be written"):
-        if not is_run:
-            te.save(tmp_path / "a", state)
-        with ocp.CheckpointManager(tmp_path / "a") as manager:
-            manager.save(1, args=te.checkpoint.SaveState(state))
-            manager.wait_until_finished()
-    assert not (tmp_path / "a" / "1").exists()
+def test_a_full_disk_ends_with_one_error_and_leaves_the_checkpoint(tmp_path):
+    te.save(tmp_path / "a", {"step": 3})
+    with full_disk(), pytest.raises(CheckpointError, match="cannot be written"):
+        te.save(tmp_path / "a", {"step": np.arange(1000)}, overwrite=True)
+    assert te.restore(tmp_path / "a", {"step": 0})["step"] == 3
+    te.save(tmp_path / "a", {"step": 5}, overwrite=True)
+    assert te.restore(tmp_path / "a", {"step": 0})["step"] == 5
 
 
 def test_no_checkpoint(plan, saved, tmp_path):

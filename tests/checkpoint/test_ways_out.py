@@ -7,7 +7,6 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from flax import nnx
 
 import tpu_embedding as te
 from tests.checkpoint.test_saving import (
@@ -199,12 +198,3 @@ def test_new_rows_of_shapes(tmp_path):
     with pytest.raises(CheckpointError, match="Give a state of arrays"):
         te.restore(tmp_path / "a", shapes, plan=grown)
     te.restore(tmp_path / "a", state_of(grown), plan=grown)
-
-
-def test_a_part_of_modules(tmp_path):
-    layer = te.TPUEmbedding(None, plan=plan_of(), rngs=nnx.Rngs(0))
-    optimizer = te.Optimizer(layer, optax.adam(0.1))
-    te.save(tmp_path / "a", (layer, optimizer))
-    with pytest.raises(CheckpointError, match=r"as \(model,\)"):
-        te.restore(tmp_path / "a", {"model": layer, "step": 1})
-    te.restore(tmp_path / "a", (layer,))
