@@ -6,6 +6,7 @@ tables, the host of each process holds one whole array at a time.
 """
 
 import dataclasses
+import functools
 import warnings
 from collections.abc import Mapping
 from typing import Any
@@ -115,15 +116,14 @@ def restored_tables(
     """
     tables = {}
     for stack in layer.plan.stacks:
-        packed = _on_devices(layer.tables[stack.name], stack, layer.plan)
-        tables[stack.name] = _with_rows(packed, None, saved, placed, stack, layer.plan)
+        reader = _StackReader(saved, placed, stack, layer.plan)
+        tables[stack.name] = reader.with_rows(layer.tables[stack.name], None)
         if stack.is_dynamic:
-            name = directory_name(stack.name)
             clocks = {
-                table: int(array.read())
-                for table, array in saved.of_stack(stack, CLOCK).items()
+                x: int(of.read()) for x, of in saved.of_stack(stack, CLOCK).items()
             }
-            tables[name] = restored_directory(layer, stack, placed, clocks)
+            directory = restored_directory(layer, stack, placed, clocks)
+            tables[directory_name(stack.name)] = directory
     return dataclasses.replace(layer, tables=tables)
 
 
@@ -146,96 +146,85 @@ def restored_slots(
     for stack in layer.plan.stacks:
         if stack.name not in slots:
             continue
-        leaves = []
-        for slot in slots_of(layer, stack):
-            if slot.kind == "rows":
-                leaf = _on_devices(slot.leaf, stack, layer.plan)
-                leaf = _with_rows(leaf, slot.name, saved, placed, stack, layer.plan)
-            else:
-                leaf = _with_shared_value(slot, saved, stack, layer.plan)
-            leaves.append(leaf)
+        reader = _StackReader(saved, placed, stack, layer.plan)
+        leaves = [
+            reader.with_rows(slot.leaf, slot.name)
+            if slot.kind == "rows"
+            else reader.with_shared_value(slot)
+            for slot in slots_of(layer, stack)
+        ]
         structure = jax.tree.structure(slots[stack.name], is_leaf=_is_rows)
         slots[stack.name] = structure.unflatten(leaves)
     return dataclasses.replace(layer, slots=slots)
 
 
-def _on_devices(
-    packed: PackedRows, stack: StackPlan, plan: EmbeddingPlan
-) -> PackedRows:
-    """Returns zeros for shapes, and arrays as they are."""
-    if not isinstance(packed.arrays[0], jax.ShapeDtypeStruct):
+@dataclasses.dataclass(frozen=True)
+class _StackReader:
+    """Reads saved tables and slot variables into the arrays of a stack."""
+
+    saved: SavedTables
+    placed: Mapping[str, PlacedIds]
+    stack: StackPlan
+    plan: EmbeddingPlan
+
+    def with_rows(self, packed: PackedRows, slot: str | None) -> PackedRows:
+        """Returns the rows of a table or slot variable; shapes become zeros first."""
+        if isinstance(packed.arrays[0], jax.ShapeDtypeStruct):
+            sharding = self.plan.rows_sharding(self.stack)
+            packed = packed.with_arrays(
+                [jnp.zeros(x.shape, x.dtype, device=sharding) for x in packed.arrays]
+            )
+        arrays = self.saved.of_stack(self.stack, slot)
+        dtype = None if slot is not None else file_row(packed).dtype
+
+        def read(table: str, start: int, num_rows: int) -> np.ndarray:
+            rows = arrays[table].read(slice(start, start + num_rows))
+            return self._converted(rows, table, dtype)
+
+        sizes = {x: self.saved.records[x].vocabulary_size for x in arrays}
+        if not self.stack.is_dynamic and arrays:
+            ranges = {table: (0, size) for table, size in sizes.items()}
+            return write_blocks(packed, self.stack, self.plan, read, ranges)
+        for table, size in sizes.items():
+            rows = read(table, 0, size)
+            sources = self.placed[table].sources
+            gather = functools.partial(_rows_of_places, rows, sources)
+            ranges = {table: (0, len(sources))}
+            packed = write_blocks(packed, self.stack, self.plan, gather, ranges)
         return packed
-    sharding = plan.rows_sharding(stack)
-    return packed.with_arrays(
-        [jnp.zeros(x.shape, x.dtype, device=sharding) for x in packed.arrays]
-    )
 
-
-def _with_rows(
-    packed: PackedRows,
-    slot: str | None,
-    saved: SavedTables,
-    placed: Mapping[str, PlacedIds],
-    stack: StackPlan,
-    plan: EmbeddingPlan,
-) -> PackedRows:
-    arrays = saved.of_stack(stack, slot)
-    if not arrays:
-        return packed
-    row_dtype = file_row(packed).dtype
-
-    def read(table: str, start: int, num_rows: int) -> np.ndarray:
-        rows = arrays[table].read(slice(start, start + num_rows))
-        dtype = saved.records[table].dtype
-        if slot is not None or dtype == stack.layout.dtype_name:
+    def _converted(self, rows: np.ndarray, table: str, dtype: Any) -> np.ndarray:
+        """Returns rows of a table in the type of the stack; None: as they are."""
+        saved = self.saved.records[table].dtype
+        if dtype is None or saved == self.stack.layout.dtype_name:
             return rows
-        return np.asarray(decode_int8(rows) if dtype == "int8" else rows, row_dtype)
+        return np.asarray(decode_int8(rows) if saved == "int8" else rows, dtype)
 
-    if not stack.is_dynamic:
-        ranges = {table: (0, saved.records[table].vocabulary_size) for table in arrays}
-        return write_blocks(packed, stack, plan, read, ranges)
-    for table in arrays:
-        rows = read(table, 0, saved.records[table].vocabulary_size)
-        packed = _with_placed_rows(packed, table, rows, placed[table], stack, plan)
-    return packed
-
-
-def _with_placed_rows(
-    packed: PackedRows,
-    table: str,
-    saved_rows: np.ndarray,
-    placed: PlacedIds,
-    stack: StackPlan,
-    plan: EmbeddingPlan,
-) -> PackedRows:
-    """Returns the rows of a dynamic table; those without an id are zeros."""
-
-    def read(_: str, start: int, num_rows: int) -> np.ndarray:
-        sources = placed.sources[start : start + num_rows]
-        rows = np.zeros((num_rows, *saved_rows.shape[1:]), saved_rows.dtype)
-        rows[sources >= 0] = saved_rows[sources[sources >= 0]]
-        return rows
-
-    ranges = {table: (0, len(placed.sources))}
-    return write_blocks(packed, stack, plan, read, ranges)
+    def with_shared_value(self, slot: NamedSlot) -> jax.Array:
+        """Returns a leaf with the saved values of whole tables."""
+        leaf, arrays = slot.leaf, self.saved.of_stack(self.stack, slot.name)
+        if not arrays:
+            return leaf
+        found = {table: array.read() for table, array in arrays.items()}
+        new = next(iter(found.values()))  # `shared_differences` finds different ones.
+        if slot.kind == "tables":
+            is_shape = isinstance(leaf, jax.ShapeDtypeStruct)
+            new = np.zeros(leaf.shape, leaf.dtype) if is_shape else np.array(leaf)
+            for i, table in enumerate(self.stack.tables):
+                new[i] = found.get(table.name, new[i])
+        sharding = getattr(leaf, "sharding", None) or self.plan.replicated
+        return jax.device_put(new, sharding)
 
 
-def _with_shared_value(
-    slot: NamedSlot, saved: SavedTables, stack: StackPlan, plan: EmbeddingPlan
-) -> jax.Array:
-    """Returns a leaf with the saved values of whole tables."""
-    leaf = slot.leaf
-    found = {x: of.read() for x, of in saved.of_stack(stack, slot.name).items()}
-    if not found:
-        return leaf
-    new = next(iter(found.values()))  # `shared_differences` refuses different ones.
-    if slot.kind == "tables":
-        is_shape = isinstance(leaf, jax.ShapeDtypeStruct)
-        new = np.zeros(leaf.shape, leaf.dtype) if is_shape else np.array(leaf)
-        for i, table in enumerate(stack.tables):
-            if table.name in found:
-                new[i] = found[table.name]
-    return jax.device_put(new, getattr(leaf, "sharding", None) or plan.replicated)
+def _rows_of_places(
+    rows: np.ndarray, sources: np.ndarray, table: str, start: int, num_rows: int
+) -> np.ndarray:
+    """Returns the rows of a range of places; those without an id are zeros."""
+    del table
+    sources = sources[start : start + num_rows]
+    result = np.zeros((num_rows, *rows.shape[1:]), rows.dtype)
+    result[sources >= 0] = rows[sources[sources >= 0]]
+    return result
 
 
 def _is_rows(leaf: Any) -> bool:
