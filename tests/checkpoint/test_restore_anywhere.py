@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import tpu_embedding as te
-from tests.conftest import mesh_of, needs_kernels
+from tests.conftest import mesh_of
 from tests.optimizers.rule_cases import OPTIMIZERS
 from tests.tiers import quick_cases
 
@@ -117,15 +117,4 @@ def test_training_moves_to_other_devices(name, tmp_path):
     check_that_training_moves(
         *(optimizer, tmp_path, plan_of(optimizer, 8, "cpu")),
         plan_of(optimizer, 3, "v5p", reverse=True, apart=("b",), kernels="xla"),
-    )
-
-
-@needs_kernels
-@pytest.mark.full
-@pytest.mark.parametrize("name", ["adagrad", "momentum"])
-def test_training_moves_from_kernels_to_xla(name, tmp_path):
-    optimizer = OPTIMIZERS[name]
-    check_that_training_moves(
-        *(optimizer, tmp_path, plan_of(optimizer, 8, "v5p", kernels="interpreter")),
-        plan_of(optimizer, 3, "cpu", reverse=True, apart=("b",), kernels="xla"),
     )

@@ -1,14 +1,14 @@
 """Saving and restoring states, in whole and in part; damage to files."""
 
 import asyncio
-import functools
-import gc
+import contextlib
 import json
+import os
 import pathlib
 import resource
 import shutil
-import unittest.mock
-import warnings
+import subprocess
+import sys
 
 import jax
 import jax.numpy as jnp
@@ -22,11 +22,7 @@ from flax import nnx
 import tpu_embedding as te
 from tests.conftest import mesh_of
 from tests.tiers import quick_cases, with_ids
-from tpu_embedding.checkpoint import (
-    CheckpointError,
-    DamagedCheckpointError,
-    state_handler,
-)
+from tpu_embedding.checkpoint import CheckpointError, arrays
 from tpu_embedding.tables import row_windows
 
 SIZES = {"movie": 40, "user": 7}
@@ -127,31 +123,23 @@ def test_shapes_are_enough(tmp_path):
     assert restored["rate"].sharding == other.replicated
 
 
-def test_saved_arrays_may_be_donated(plan, tmp_path):
+def test_saved_arrays_may_be_donated(plan, tmp_path, monkeypatch):
+    monkeypatch.setattr(arrays, "MAX_PENDING_BYTES", 1)
     state = with_random_slots(state_of(plan), plan)
     numbers = numbers_of(state, plan)
-    checkpoints = te.checkpoint.RunCheckpoints(
-        tmp_path, kept=1, plan=plan, host_bytes=1
-    )
-    checkpoints.save(1, state, {})
-    add_one = jax.jit(lambda x: jax.tree.map(lambda a: a + 1, x), donate_argnums=0)
-    add_one({"tables": state["tables"], "slots": state["slots"]})
-    checkpoints.wait()
-    _, restored = checkpoints.restore(state_of(plan, 1), {})
-    checkpoints.close()
-    check_equal(numbers_of(restored, plan), numbers)
+    with ocp.CheckpointManager(tmp_path) as manager:
+        manager.save(1, args=te.checkpoint.SaveState(state, plan))
+        add_one = jax.jit(lambda x: jax.tree.map(lambda a: a + 1, x), donate_argnums=0)
+        add_one({"tables": state["tables"], "slots": state["slots"]})
+        manager.wait_until_finished()
+        args = te.checkpoint.RestoreState(state_of(plan, 1), plan)
+        check_equal(numbers_of(manager.restore(1, args=args), plan), numbers)
 
 
 @pytest.mark.parametrize(
     ("rows", "error", "message"),
     [
         ([0.9, 1.9], TypeError, r"integer type, got float64\[2\]; write \[3\] for one"),
-        (["1"], TypeError, "integer type, got <U1"),
-        ([True, False], TypeError, "integer type, got bool"),
-        (3, TypeError, r"got int64\[\];"),
-        ([[1, 2]], TypeError, r"got int64\[1, 2\];"),
-        ([2**63], IndexError, f"between 0 and .*, got {2**63}"),
-        ([2**64], IndexError, f"between 0 and .*, got {2**64}"),
         ([0, -1], IndexError, "between 0 and .*, got -1"),
     ],
 )
@@ -159,11 +147,6 @@ def test_row_ids_that_are_none(saved, rows, error, message):
     directory, _ = saved
     with pytest.raises(error, match=message):
         te.checkpoint.read_table(directory, next(iter(SIZES)), rows)
-
-
-def test_no_row_ids(saved):
-    directory, _ = saved
-    assert te.checkpoint.read_table(directory, next(iter(SIZES)), []).shape[0] == 0
 
 
 @pytest.mark.full
@@ -181,19 +164,36 @@ def test_narrow_tables_keep_their_bits(dtype, tmp_path):
     np.testing.assert_array_equal(np.float32(values), wanted)
 
 
-def test_other_programs_read_the_arrays(saved):
+SCRIPT = """
+import json, sys
+sys.modules["tpu_embedding"] = None
+import numpy as np, orbax.checkpoint as ocp, tensorstore
+directory = sys.argv[1]
+tree = ocp.StandardCheckpointer().restore(directory)
+movie = tree["tables"]["movie"]
+spec = {"driver": "file", "path": f"{directory}/tables.movie.values/"}
+rows = tensorstore.open({"driver": "zarr3", "kvstore": spec}).result()[5:9].read()
+record = json.load(open(f"{directory}/state.json"))["tables"]["movie"]
+assert record["vocabulary_size"] == len(movie["values"]) and tree["dense"]["step"] == 3
+accumulators = movie["slots"]["accumulators"]
+np.savez(sys.argv[2], all=movie["values"], rows=rows.result(), slots=accumulators)
+"""
+
+
+def test_plain_orbax_and_tensorstore_read_it(saved, tmp_path):
     directory, (tables, slots) = saved
-    read = ocp.PyTreeCheckpointer().restore(directory / "tables")
-    for name in SIZES:
-        np.testing.assert_array_equal(read[name]["values"], tables[name])
-        check_equal(read[name]["slots"], slots[name])
+    command = [sys.executable, "-c", SCRIPT, str(directory), tmp_path / "found.npz"]
+    subprocess.run(command, check=True, env=os.environ | {"JAX_PLATFORMS": "cpu"})
+    with np.load(tmp_path / "found.npz") as found:
+        np.testing.assert_array_equal(found["all"], tables["movie"])
+        np.testing.assert_array_equal(found["rows"], tables["movie"][5:9])
+        np.testing.assert_array_equal(found["slots"], slots["movie"]["accumulators"])
 
 
 def test_a_checkpoint_is_read_without_its_plan(saved):
     directory, (tables, slots) = saved
     record = te.checkpoint.describe(directory)
     assert record.tables["movie"].vocabulary_size == 40
-    assert record.tables["movie"].values.chunk_rows == 8
     assert record.dense == {"step": "int"}
     read = te.checkpoint.read_table
     np.testing.assert_array_equal(read(directory, "movie"), tables["movie"])
@@ -245,39 +245,27 @@ def leaves_of(model, optimizer):
 
 
 @pytest.mark.full
-def test_modules_are_restored_in_place(tmp_path):
-    model, optimizer = towers_of(8, 0)
+def test_modules_are_restored_in_place_by_a_manager(tmp_path):
+    model, optimizer = pair = towers_of(8, 0)
     wanted = leaves_of(model, optimizer)
-    te.save(tmp_path / "a", (model, optimizer), description={"epoch": 2})
-    record = te.checkpoint.describe(tmp_path / "a")
-    assert sorted(record.tables) == ["first/item", "second/item"]
-    assert record.description == {"epoch": 2}
+    args = te.checkpoint.SaveState(pair, description={"epoch": 2})
     new = towers_of(3, 1)
-    assert te.restore(tmp_path / "a", new) == new
-    check_equal(leaves_of(*new), wanted)
-    # For serving: the model without its optimizer.
-    served = Towers(1, nnx.Rngs(2))
-    te.restore(tmp_path / "a", (served,))
-    check_equal(served.second.embedding_tables(), wanted[1][1])
-    np.testing.assert_array_equal(served.linear.kernel, model.linear.kernel)
-
-
-@pytest.mark.full
-def test_own_checkpoint_manager(tmp_path):
-    pair, new = towers_of(8, 0), towers_of(3, 1)
-    with ocp.CheckpointManager(tmp_path) as manager:
-        manager.save(4, args=te.checkpoint.SaveState(pair))
+    with ocp.CheckpointManager(tmp_path / "alone") as manager:
+        manager.save(4, args=args)
         manager.wait_until_finished()
         manager.restore(4, args=te.checkpoint.RestoreState(new))
-        both = ocp.args.Composite(
-            state=te.checkpoint.SaveState(pair),
-            epoch=ocp.args.JsonSave({"epoch": 1}),
-        )
-    check_equal(leaves_of(*new), leaves_of(*pair))
+    check_equal(leaves_of(*new), wanted)
+    record = te.checkpoint.describe(tmp_path / "alone" / "4")
+    assert sorted(record.tables) == ["first/item", "second/item"]
+    assert record.description == {"epoch": 2}
+    both = ocp.args.Composite(state=args, epoch=ocp.args.JsonSave({"epoch": 1}))
     with ocp.CheckpointManager(tmp_path / "items") as manager:
         manager.save(4, args=both)
-    te.restore(tmp_path / "items" / "4", towers_of(1, 2))
-    assert te.checkpoint.read_table(tmp_path / "4", "first/item").shape == (20, 4)
+    # For serving: the model without its optimizer.
+    served = Towers(1, nnx.Rngs(2))
+    te.restore(tmp_path / "items" / "4", (served,))
+    check_equal(served.second.embedding_tables(), wanted[1][1])
+    np.testing.assert_array_equal(served.linear.kernel, model.linear.kernel)
 
 
 @pytest.mark.full
@@ -356,218 +344,35 @@ def test_any_table_names(tmp_path):
     restored = te.restore(tmp_path / "a", state_of(plan, 1), plan=plan)
     check_equal(numbers_of(restored, plan), numbers)
     assert sorted(te.checkpoint.describe(tmp_path / "a").tables) == sorted(names)
-    read = ocp.PyTreeCheckpointer().restore(tmp_path / "a" / "tables")
+    read = ocp.PyTreeCheckpointer().restore(tmp_path / "a")["tables"]
     np.testing.assert_array_equal(read["a%2Eb"]["values"], numbers[0]["a.b"])
 
 
-@pytest.mark.parametrize(
-    "tables", [None, pytest.param(["movie"], marks=pytest.mark.full)]
-)
-def test_slots_start_anew_on_request(saved, tables):
-    directory, numbers = saved
-    other = plan_of(rules=te.optimizers.momentum(0.1))
-    state = with_random_slots(state_of(other, 1), other)
-    before = numbers_of(state, other)
-    with pytest.raises(CheckpointError, match="slots='initialize'"):
-        te.restore(directory, state, plan=other, tables=tables)
-    restored = te.restore(
-        directory, state, plan=other, slots="initialize", tables=tables
-    )
-    new_tables, new_slots = numbers_of(restored, other)
-    check_equal(new_tables["movie"], numbers[0]["movie"])
-    assert not new_slots["movie"]["trace"].any()
-    if tables:
-        check_equal(new_slots["user"], before[1]["user"])
-    else:
-        assert not new_slots["user"]["trace"].any()
-
-
-@pytest.mark.full
-def test_hyperparameters_in_the_state_come_back(tmp_path):
-    rule = optax.inject_hyperparams(te.optimizers.adagrad)(learning_rate=0.1)
-    plan, other = plan_of(rules=rule), plan_of(rules=rule, devices=3)
-    state = state_of(plan)
-    slots = te.optimizers.with_hyperparameters(state["slots"], learning_rate=0.025)
-    te.save(tmp_path / "a", state | {"slots": slots}, plan=plan)
-    restored = te.restore(tmp_path / "a", state_of(other), plan=other)
-    value = restored["slots"]["stack_0"].hyperparams["learning_rate"]
-    assert float(value) == np.float32(0.025)
-
-
-LEARNING_RATES = {
-    "another rate": (te.optimizers.adagrad(0.1), te.optimizers.adagrad(0.2)),
-    "another schedule": (
-        te.optimizers.adagrad(optax.cosine_decay_schedule(0.1, 100)),
-        te.optimizers.adagrad(optax.linear_schedule(0.1, 0.0, 50)),
-    ),
-    "optax": (optax.adam(0.1), optax.adam(0.2)),
-}
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("rules", LEARNING_RATES.values(), ids=LEARNING_RATES)
-def test_learning_rates_may_change(rules, tmp_path):
-    old, new = (plan_of(rules=rule) for rule in rules)
-    state = with_random_slots(state_of(old), old)
-    te.save(tmp_path / "a", state, plan=old)
-    restored = te.restore(tmp_path / "a", state_of(new, seed=1), plan=new)
-    check_equal(numbers_of(restored, new), numbers_of(state, old))
-
-
-OTHER_PLANS = {
-    "dim": (dict(dim=8), "table 'movie': dim 4 in the checkpoint, 8 now"),
-    "dtype": (
-        dict(dtypes={"movie": "float16"}),
-        "table 'movie': dtype float32 in the checkpoint, float16 now",
-    ),
-    "shrunk": (
-        dict(sizes={"movie": 39, "user": 7}),
-        "'movie': vocabulary_size 40 in the checkpoint, 39 now",
-    ),
-    "missing": (
-        dict(sizes={"movie": 40, "film": 7}),
-        "table 'film': not in the checkpoint\nGive tables=",
-    ),
-    "epsilon": (
-        dict(rules=te.optimizers.adagrad(0.1, epsilon=1e-3)),
-        "'movie': scale_by_adagrad.epsilon: 0.0 in the checkpoint, 0.001 now",
-    ),
-    "rule": (
-        dict(rules=te.optimizers.momentum(0.1)),
-        "; slot 'accumulators' only in the checkpoint",
-    ),
-    "rule of equal slots": (
-        dict(rules=te.optimizers.proximal_adagrad(0.1)),
-        "scale_by_adagrad: only in the checkpoint",
-    ),
-    "every row": (
-        dict(rules=te.optimizers.every_row(optax.adagrad(0.1))),
-        "rows: 'touched' in the checkpoint, 'every' now",
-    ),
-    "not trained": (
-        dict(rules={"movie": RULE, "user": None}),
-        "table 'user': an optimizer in the checkpoint, no optimizer now",
-    ),
-}
-
-
-@pytest.mark.parametrize(
-    ("change", "message"), quick_cases(with_ids(OTHER_PLANS), "rule of equal slots")
-)
-def test_differences_are_listed_and_nothing_changes(saved, change, message):
+def test_all_differences_are_listed_and_nothing_changes(saved):
     directory, _ = saved
-    other = plan_of(**change)
-    state = state_of(other, 1)
+    rules = {"movie": te.optimizers.every_row(optax.adagrad(0.1)), "film": None}
+    other = plan_of({"movie": 39, "film": 7}, rules=rules, dim=8)
+    state = state_of(other, 1) | {"step": jnp.ones(2), "more": 1}
     before = numbers_of(state, other)
     with pytest.raises(CheckpointError) as error:
         te.restore(directory, state, plan=other)
-    assert message in str(error.value)
-    check_equal(numbers_of(state, other), before)
-
-
-@pytest.mark.full
-def test_all_differences_come_at_once(saved):
-    directory, _ = saved
-    other = plan_of({"movie": 39, "film": 7}, rules=te.optimizers.sgd(0.1))
-    state = state_of(other) | {"step": jnp.ones(2), "more": 1}
-    with pytest.raises(CheckpointError) as error:
-        te.restore(directory, state, plan=other)
-    for part in ("'film'", "'user'", "39 now", "'accumulators'", "step: int", "more:"):
+    for part in (
+        "'film': not in the checkpoint",
+        "'user': only in the checkpoint",
+        "dim 4 in the checkpoint, 8 now",
+        "vocabulary_size 40 in the checkpoint, 39 now",
+        "optimizer rows touched in the checkpoint, every now",
+        "slot 'accumulators' only in the checkpoint",
+        "step: int in the checkpoint, float32[2] now",
+        "more: not in the checkpoint",
+        *("tables=", "read_table", "slots='initialize'", "dense='keep'"),
+    ):
         assert part in str(error.value)
-    for way_out in ("tables=", "read_table", "slots='initialize'", "dense='keep'"):
-        assert way_out in str(error.value)
-
-
-@pytest.mark.full
-def test_rules_are_not_compared_on_request(saved, plan):
-    directory, numbers = saved
-    other = plan_of(rules=te.optimizers.adagrad(0.1, epsilon=1e-3))
-    restored = te.restore(directory, state_of(other), plan=other, rules="ignore")
-    check_equal(numbers_of(restored, other), numbers)
-
-
-@pytest.mark.full
-def test_tables_of_one_stack_share_their_counts(tmp_path):
-    # Tables whose rules are equal share a stack; these rules differ in a rate.
-    rules = {
-        name: te.optimizers.adagrad(optax.cosine_decay_schedule(rate, 100))
-        for name, rate in zip(SIZES, (0.1, 0.2), strict=True)
-    }
-    apart = plan_of(rules=rules)
-    assert len(apart.stacks) == 2
-    state = state_of(apart)
-    slots = te.functional.with_slot_values(
-        state["slots"], {"movie": {"count": 5}}, apart
-    )
-    te.save(tmp_path / "a", state | {"slots": slots}, plan=apart)
-    together = plan_of(rules=rules["movie"])
-    restored = te.restore(tmp_path / "a", state_of(together), plan=together)
-    _, found = numbers_of(restored, together)
-    assert [found[name]["count"] for name in SIZES] == [5, 5]
-    # Under the plan of the checkpoint, they are as saved.
-    _, found = numbers_of(te.restore(tmp_path / "a", state, plan=apart), apart)
-    assert sorted(found[name]["count"] for name in SIZES) == [0, 5]
-
-
-@pytest.mark.full
-def test_hyperparameters_that_were_set_apart_are_refused(tmp_path):
-    rules = {
-        name: optax.inject_hyperparams(te.optimizers.adagrad)(learning_rate=rate)
-        for name, rate in zip(SIZES, (0.1, 0.2), strict=True)
-    }
-    apart = plan_of(rules=rules)
-    state = state_of(apart)
-    name = apart.stacks[0].name
-    own = te.optimizers.with_hyperparameters(
-        {name: state["slots"][name]}, learning_rate=0.3
-    )
-    te.save(tmp_path / "a", state | {"slots": state["slots"] | own}, plan=apart)
-    together = plan_of(rules=next(iter(rules.values())))
-    with pytest.raises(CheckpointError, match="share '.*learning_rate' now"):
-        te.restore(tmp_path / "a", state_of(together), plan=together)
-
-
-@pytest.mark.full
-def test_tables_that_start_anew_take_the_count_of_those_that_stay(tmp_path):
-    rules = {name: te.optimizers.adam(0.1) for name in SIZES}
-    for plan in (plan_of(rules=rules), plan_of(rules=rules["movie"])):
-        te.save(tmp_path / "a", trained_state(plan, 7), plan=plan, overwrite=True)
-        restored = te.restore(
-            *(tmp_path / "a", trained_state(plan, 3)),
-            plan=plan,
-            tables=["movie"],
-            slots="initialize",
-        )
-        _, found = numbers_of(restored, plan)
-        assert [found[name]["count"] for name in SIZES] == [3, 3]
-
-
-def trained_state(plan, count):
-    state = state_of(plan)
-    values = {name: {"count": count} for name in SIZES}
-    slots = te.functional.with_slot_values(state["slots"], values, plan)
-    return with_random_slots(state | {"slots": slots}, plan)
-
-
-def test_the_count_of_tables_that_stay_is_kept(tmp_path):
-    plan = plan_of(rules=te.optimizers.adam(0.1))
-    te.save(tmp_path / "a", trained_state(plan, 7), plan=plan)
-    restore = functools.partial(te.restore, tmp_path / "a", plan=plan, tables=["movie"])
-    with pytest.raises(CheckpointError, match="'user'.*stay, with 'count' 3.* 7 for"):
-        restore(trained_state(plan, 3))
-    state = trained_state(plan, 3)
-    wanted = numbers_of(state, plan)[1]["user"]
-    _, slots = numbers_of(restore(state, slots="initialize"), plan)
-    check_equal(slots["user"], wanted)
-    assert not slots["movie"]["momenta"].any()
-    _, slots = numbers_of(restore(state_of(plan)), plan)
-    assert slots["movie"]["count"] == 7
+    check_equal(numbers_of(state, other), before)
 
 
 WRONG_ARGUMENTS = {
     "tables": (dict(tables=["film"]), ValueError, "tables must name tables of the sta"),
-    "string": (dict(tables="movie"), TypeError, "tables must hold names"),
-    "rename": (dict(rename={"film": "movie"}), ValueError, "rename must name tables"),
     "slots": (dict(slots="skip"), ValueError, "slots must be one of"),
     "plan": (dict(plan=None), ValueError, "belong to no known plan. Pass plan="),
     "another plan": (dict(plan=plan_of), ValueError, "belong to no known plan"),
@@ -593,31 +398,24 @@ def test_a_checkpoint_is_not_overwritten_by_chance(plan, tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["a"]
 
 
-def test_a_checkpoint_stays_until_the_new_one_is_complete(tmp_path, monkeypatch):
+@contextlib.contextmanager
+def full_disk():
+    """Limits the size of files, as a full disk does."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (2000, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+def test_a_full_disk_ends_with_one_error_and_leaves_the_checkpoint(tmp_path):
     te.save(tmp_path / "a", {"step": 3})
-    full_disk = OSError("No space left on device")
-    monkeypatch.setattr(
-        state_handler, "write_manifest", unittest.mock.Mock(side_effect=full_disk)
-    )
-    with pytest.raises(CheckpointError, match="cannot be written"):
-        te.save(tmp_path / "a", {"step": 4}, overwrite=True)
+    with full_disk(), pytest.raises(CheckpointError, match="cannot be written"):
+        te.save(tmp_path / "a", {"step": np.arange(1000)}, overwrite=True)
     assert te.restore(tmp_path / "a", {"step": 0})["step"] == 3
-    monkeypatch.undo()
     te.save(tmp_path / "a", {"step": 5}, overwrite=True)
     assert te.restore(tmp_path / "a", {"step": 0})["step"] == 5
-
-
-def test_only_checkpoints_are_overwritten(tmp_path):
-    (tmp_path / "notes").touch()
-    with pytest.raises(CheckpointError, match="replaces checkpoints of te.save only"):
-        te.save(tmp_path, {"step": 3}, overwrite=True)
-    assert (tmp_path / "notes").exists()
-
-
-def test_a_description_must_be_json(plan, tmp_path):
-    with pytest.raises(TypeError, match="description must hold JSON values, got"):
-        te.save(tmp_path / "a", state_of(plan), plan=plan, description={"a": 1j})
-    assert not (tmp_path / "a").exists()
 
 
 def test_no_checkpoint(plan, saved, tmp_path):
@@ -628,101 +426,44 @@ def test_no_checkpoint(plan, saved, tmp_path):
         te.restore(tmp_path, state_of(plan), plan=plan)
 
 
-def truncate(path):
-    path.write_bytes(path.read_bytes()[:-1])
-
-
-def empty(path):
-    path.write_bytes(b"")
-
-
-def flip_in(place):
-    def flip(path):
-        data = bytearray(path.read_bytes())
-        data[int(place * (len(data) - 1))] ^= 1
-        path.write_bytes(data)
-
-    return flip
+def flip(path):
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
 
 
 DAMAGES = {
-    "flip": flip_in(0.4),
-    "truncate": truncate,
+    "flip": flip,
+    "truncate": lambda path: path.write_bytes(path.read_bytes()[:-1]),
     "delete": pathlib.Path.unlink,
-    "empty": empty,
-    "flip at the start": flip_in(0.0),
-    "flip near the end": flip_in(0.9),
-    "flip at the end": flip_in(1.0),
+    "empty": lambda path: path.write_bytes(b""),
 }
-NOT_READ = {"_CHECKPOINT_METADATA", "commit_success.txt"}
-"""Files of orbax around the state."""
 
 
-@pytest.mark.full
-@pytest.mark.parametrize("damage", quick_cases(with_ids(DAMAGES), "flip"))
-def test_every_damaged_file_is_found(saved, plan, damage, tmp_path):
-    directory, numbers = saved
-    shapes = jax.eval_shape(lambda: state_of(plan)) | {"step": 0}
-    names = [p.relative_to(directory) for p in directory.rglob("*") if p.is_file()]
-    assert len(names) > 25
-    for name in names:
-        shutil.copytree(directory, tmp_path / "a", dirs_exist_ok=True)
-        if (tmp_path / "a" / name).stat().st_size == 0:
-            continue
-        damage(tmp_path / "a" / name)
-        if name.parent == pathlib.Path() and name.name in NOT_READ:
-            restored = te.restore(tmp_path / "a", shapes, plan=plan)
-            check_equal(numbers_of(restored, plan), numbers)
-        else:
-            with pytest.raises(DamagedCheckpointError) as error:
-                te.restore(tmp_path / "a", shapes, plan=plan)
-            assert name.parts[0] in str(error.value)
-            if name.parts[0] == "tables" and len(name.parts) > 2:
-                assert f"of table {name.parts[1].split('.')[0]!r}" in str(error.value)
+@pytest.mark.parametrize("damage", quick_cases(with_ids(DAMAGES), "flip", "delete"))
+def test_a_damaged_array_is_refused_by_name(saved, plan, damage, tmp_path):
+    for file in (
+        "tables.movie.values/zarr.json",
+        "tables.movie.values/c/3/0",
+        "tables.user.slots.accumulators/c/0/0",
+        "dense.step/c",
+    ):
+        copy = shutil.copytree(saved[0], tmp_path / "a", dirs_exist_ok=True)
+        damage(copy / file)
+        with pytest.raises(CheckpointError, match=f"{file.partition('/')[0]} of "):
+            te.restore(copy, state_of(plan), plan=plan)
 
 
-def test_swapped_chunks_are_found(saved, plan, tmp_path):
+def test_another_format_is_refused(saved, plan, tmp_path):
     shutil.copytree(saved[0], tmp_path / "a")
-    first, second = (
-        tmp_path / "a" / "tables" / "movie.values" / "c" / str(i) / "0" for i in (0, 1)
-    )
-    data = first.read_bytes()
-    first.write_bytes(second.read_bytes())
-    second.write_bytes(data)
-    with pytest.raises(DamagedCheckpointError, match="of table 'movie' is damaged"):
+    file = tmp_path / "a" / "state.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"format": 1}))
+    with pytest.raises(CheckpointError, match="has format 1, .*with the tpu_embedding"):
         te.restore(tmp_path / "a", state_of(plan), plan=plan)
-
-
-@pytest.mark.full
-def test_a_later_format_is_refused(saved, plan, tmp_path):
-    shutil.copytree(saved[0], tmp_path / "a")
-    manifest = tmp_path / "a" / "manifest.json"
-    manifest.write_text(json.dumps(json.loads(manifest.read_text()) | {"format": 2}))
-    with pytest.raises(CheckpointError, match="install a later tpu_embedding"):
+    flip(file)
+    file.write_text(file.read_text()[:-2])
+    with pytest.raises(CheckpointError, match="state.json is missing or damaged"):
         te.restore(tmp_path / "a", state_of(plan), plan=plan)
-
-
-def test_a_full_disk(plan, tmp_path):
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (200, hard))
-    try:
-        with pytest.raises(CheckpointError, match="cannot be written.*Make room"):
-            te.save(tmp_path / "a", state_of(plan), plan=plan)
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-    assert not (tmp_path / "a").exists()
-
-
-def test_a_directory_that_cannot_be_made(plan, tmp_path):
-    (tmp_path / "file").touch()
-    with pytest.raises(CheckpointError, match="cannot be written"):
-        te.save(tmp_path / "file" / "a", state_of(plan), plan=plan)
-
-
-def save_with_orbax(directory, plan):
-    with ocp.Checkpointer(state_handler.StateHandler()) as checkpointer:
-        args = te.checkpoint.SaveState(state_of(plan), plan=plan)
-        checkpointer.save(directory, args=args)
 
 
 def test_saving_within_an_event_loop(plan, tmp_path):
@@ -730,60 +471,18 @@ def test_saving_within_an_event_loop(plan, tmp_path):
 
     async def save():
         te.save(tmp_path / "a", state_of(plan), plan=plan)
-        save_with_orbax(tmp_path / "b", plan)
 
     asyncio.run(save())
-    for name in ("a", "b"):
-        assert te.restore(tmp_path / name, state_of(plan, 1), plan=plan)["step"] == 3
+    assert te.restore(tmp_path / "a", state_of(plan, 1), plan=plan)["step"] == 3
 
 
-@pytest.mark.full
-def test_no_coroutine_is_left_after_an_error(plan, tmp_path, monkeypatch):
-    def wait_in_vain(coroutine):
-        raise TimeoutError("no directory")
-
-    name = "CommitFutureAwaitingContractedSignals"
-    monkeypatch.setattr(ocp.future, name, wait_in_vain)
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        with pytest.raises(CheckpointError, match="no directory"):
-            te.save(tmp_path / "a", state_of(plan), plan=plan)
-        gc.collect()
-    assert not [w for w in caught if "never awaited" in str(w.message)]
-
-
-class TwoParts(nnx.Module):
-    """Tables on some devices, and dense parameters on none in particular."""
-
-    def __init__(self, devices):
-        self.embedding = te.TPUEmbedding(
-            None, plan=plan_of(devices=devices), rngs=nnx.Rngs(0)
-        )
-        self.linear = nnx.Linear(4, 2, rngs=nnx.Rngs(1))
-        self.rngs = nnx.Rngs(2)
-
-    def __call__(self, ids):
-        return self.linear(self.embedding({"movie": ids})["movie"])
-
-
-@pytest.mark.full
-def test_restored_parameters_join_tables_of_several_devices(tmp_path):
-    ids = jnp.arange(8)
-    saved, restored = TwoParts(2), TwoParts(4)
-    te.save(tmp_path / "checkpoint", (saved,))
-    te.restore(tmp_path / "checkpoint", (restored,))
-    outputs = nnx.jit(TwoParts.__call__)(restored, ids)
-    # Rows are equal; eight products are summed in an order of the compiler's.
-    np.testing.assert_allclose(outputs, saved(ids), rtol=0, atol=1e-6)
-
-
-@pytest.mark.parametrize("rows", quick_cases([1, 8, 9, 63, 64, 65, 1000], "8", "63"))
+@pytest.mark.parametrize("rows", [8, 63, 1000])
 def test_the_last_chunk_is_not_padded(rows, small_blocks, tmp_path):
     """A chunk has at most 8 rows of 16 bytes here; each ends with its checksum."""
     plan = plan_of({"movie": rows})
     state = with_random_slots(state_of(plan), plan)
     te.save(tmp_path / "a", state, plan=plan)
-    chunks = [p for p in tmp_path.rglob("movie.values/c/*/*") if p.is_file()]
+    chunks = [p for p in tmp_path.rglob("tables.movie.values/c/*/*") if p.is_file()]
     size = sum(path.stat().st_size - 4 for path in chunks)
     assert rows * 16 <= size <= rows * 16 * (1 + 1 / 128)
     restored = te.restore(tmp_path / "a", state_of(plan, 1), plan=plan)

@@ -14,10 +14,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import orbax.checkpoint as ocp
 from flax import nnx
 
 import tpu_embedding as te
-from tpu_embedding.checkpoint import RunCheckpoints
 from tpu_embedding.tables import row_windows
 
 SIZES = {"sharded": 101, "replicated": 13}
@@ -33,24 +33,22 @@ def main(coordinator, num_processes, process, num_devices, work, directory, path
     row_windows._MIN_BLOCK_BYTES = 512  # several chunks per process
     dynamic = {} if work == "import" else {STREAM: te.Dynamic(capacity=1000)}
     model, optimizer = make(SIZES | dynamic, seed=0 if work == "save" else 1)
-    checkpoints = RunCheckpoints(directory, kept=2)
     # Each process has a copy of these.
     own = {"key": jax.random.key(len(work)), "weights": jnp.full(3, len(work))}
     state = {"model": model, "optimizer": optimizer, "own": own}
-    if work == "save":
-        train(model, optimizer)
-        # Twice: the second save waits for the first one.
-        for step in (1, 2):
-            checkpoints.save(step, state, {"seed": 0})
-        checkpoints.wait()
-    elif work == "import":
+    if work == "import":
         te.checkpoint.import_tables(directory, model, optimizer)
     else:
-        step, state = checkpoints.restore(state, {"seed": 0})
-        assert step == 2
-        own = state["own"]
-        te.save(f"{directory}-{num_processes}", (model, optimizer))
-    checkpoints.close()
+        with ocp.CheckpointManager(directory) as manager:
+            if work == "save":
+                train(model, optimizer)
+                # Twice: the second save waits for the first one.
+                for step in (1, 2):
+                    manager.save(step, args=te.checkpoint.SaveState(state))
+            else:
+                args = te.checkpoint.RestoreState(state)
+                own = manager.restore(manager.latest_step(), args=args)["own"]
+                te.save(f"{directory}-{num_processes}", (model, optimizer))
     values = model.embedding_tables()
     for name, slots in optimizer.slot_values("all").items():
         values |= {f"{name}/{slot}": value for slot, value in slots.items()}

@@ -1,12 +1,13 @@
 """Finds all differences between a checkpoint and the state to restore."""
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from typing import Any, Final, Literal
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Final, Literal, NamedTuple
 
 import jax
 import numpy as np
 
-from tpu_embedding.checkpoint.format import ArrayRecord, TableRecord
+from tpu_embedding.checkpoint.records import ArrayRecord, TableRecord
+from tpu_embedding.plan.stack_plan import StackPlan
 from tpu_embedding.tables.slot_values import NamedSlot
 
 SlotsChoice = Literal["restore", "initialize"]
@@ -50,144 +51,112 @@ _WAYS_OUT: Final = {
     "its place: restore a model that was saved in (model, optimizer) as (model,).",
 }
 
-_NOT_IN_EARLIER_RELEASES: Final = ("dataset.digest",)
-"""Values of a description that checkpoints of earlier releases lack."""
+
+class Difference(NamedTuple):
+    """One difference between a checkpoint and a state.
+
+    Attributes:
+      owner: the table or leaf.
+      problem: the values of both.
+      way_out: key of the way out.
+    """
+
+    owner: str
+    problem: str
+    way_out: str
 
 
-class Differences:
-    """Differences between a checkpoint and a state, each with a way out."""
-
-    def __init__(self):
-        self._problems: dict[str, list[str]] = {}
-        self._ways_out: dict[str, dict[str, None]] = {}
-
-    def add(self, owner: str, problem: str, way_out: str) -> None:
-        """Adds a difference.
-
-        Args:
-          owner: the table or leaf.
-          problem: the values of both.
-          way_out: key of the way out.
-        """
-        self._problems.setdefault(owner, []).append(problem)
-        self._ways_out.setdefault(owner, {})[_WAYS_OUT[way_out]] = None
-
-    def __bool__(self) -> bool:
-        return bool(self._problems)
-
-    def __str__(self) -> str:
-        """Returns one line per owner, and the ways out below owners that share them."""
-        groups: dict[tuple[str, ...], list[str]] = {}
-        for owner, problems in self._problems.items():
-            ways_out = tuple(self._ways_out[owner])
-            groups.setdefault(ways_out, []).append(f"{owner}: {'; '.join(problems)}")
-        return "".join(
-            "\n  ".join(["", *lines]) + "\n" + " ".join(ways_out)
-            for ways_out, lines in groups.items()
-        )
+def format_differences(found: Sequence[Difference]) -> str:
+    """Returns one line per owner, and the ways out below them."""
+    problems: dict[str, list[str]] = {}
+    for each in found:
+        problems.setdefault(each.owner, []).append(each.problem)
+    lines = [f"  {owner}: {'; '.join(texts)}" for owner, texts in problems.items()]
+    ways_out = dict.fromkeys(_WAYS_OUT[each.way_out] for each in found)
+    return "\n".join([*lines, *ways_out])
 
 
-def compare_table(
-    found: Differences,
+def table_differences(
     name: str,
     saved: TableRecord,
     wanted: TableRecord,
-    *,
-    is_abstract: bool,
-    with_slots: bool,
-    rules: RulesChoice,
+    rows: Literal["arrays", "shapes"],
     dtypes: DtypesChoice,
-) -> None:
-    """Adds the differences of one table.
+) -> Iterator[Difference]:
+    """Yields the differences of one table, its slot variables apart.
 
     Args:
-      found: differences so far.
       name: the table's name in the state.
       saved: the table of the checkpoint.
       wanted: the table of the state.
-      is_abstract: True if the state has shapes in place of arrays.
-      with_slots: True if its slot variables are to be restored.
-      rules: whether to compare optimizers.
+      rows: contents of the state.
       dtypes: whether to compare types of rows.
     """
     owner = f"table {name!r}"
     if saved.dim != wanted.dim:
-        found.add(
-            owner, f"dim {saved.dim} in the checkpoint, {wanted.dim} now", "shape"
-        )
+        dims = f"dim {saved.dim} in the checkpoint, {wanted.dim} now"
+        yield Difference(owner, dims, "shape")
     is_convertible = wanted.dtype in _CONVERTIBLE
     if saved.dtype != wanted.dtype and (dtypes == "check" or not is_convertible):
         text = f"dtype {saved.dtype} in the checkpoint, {wanted.dtype} now"
-        found.add(owner, text, "dtype" if is_convertible else "shape")
-    if saved.dynamic is not None or wanted.dynamic is not None:
-        _compare_dynamic(found, owner, saved, wanted)
-    elif saved.vocabulary_size != wanted.vocabulary_size:
+        yield Difference(owner, text, "dtype" if is_convertible else "shape")
+    here, there = map(_vocabulary, (saved, wanted))
+    if here != there:
+        text = f"{here} in the checkpoint, {there} now"
+        yield Difference(owner, text, "dynamic")
+    elif saved.dynamic is None and saved.vocabulary_size != wanted.vocabulary_size:
         sizes = (
             f"vocabulary_size {saved.vocabulary_size} in the checkpoint, "
             f"{wanted.vocabulary_size} now"
         )
         if saved.vocabulary_size > wanted.vocabulary_size:
-            found.add(owner, sizes, "shape")
-        elif is_abstract:
-            found.add(owner, sizes, "abstract")
-    if with_slots and rules == "check":
-        _compare_slots(found, owner, saved, wanted)
+            yield Difference(owner, sizes, "shape")
+        elif rows == "shapes":
+            yield Difference(owner, sizes, "abstract")
 
 
-def _compare_dynamic(
-    found: Differences, owner: str, saved: TableRecord, wanted: TableRecord
-) -> None:
-    """Adds what no restore bridges; the capacities of both may differ."""
-    here, there = (
-        "a fixed vocabulary"
-        if dynamic is None
-        else f"a te.Dynamic vocabulary with default_row {dynamic['default_row']!r}"
-        for dynamic in (saved.dynamic, wanted.dynamic)
-    )
-    if here != there:
-        found.add(owner, f"{here} in the checkpoint, {there} now", "dynamic")
+def _vocabulary(table: TableRecord) -> str:
+    """Returns what no restore bridges; capacities may differ."""
+    if table.dynamic is None:
+        return "a fixed vocabulary"
+    default_row = table.dynamic["default_row"]
+    return f"a te.Dynamic vocabulary with default_row {default_row!r}"
 
 
-def _compare_slots(
-    found: Differences,
-    owner: str,
-    saved: TableRecord,
-    wanted: TableRecord,
-) -> None:
-    if saved.rule is None or wanted.rule is None:
-        if saved.rule is not wanted.rule:
-            texts = [
-                "no optimizer" if t.rule is None else "an optimizer"
-                for t in (saved, wanted)
-            ]
-            found.add(owner, f"{texts[0]} in the checkpoint, {texts[1]} now", "rule")
+def optimizer_differences(
+    name: str, saved: TableRecord, wanted: TableRecord
+) -> Iterator[Difference]:
+    """Yields the differences of the optimizer and slot variables of one table.
+
+    Args:
+      name: the table's name in the state.
+      saved: the table of the checkpoint.
+      wanted: the table of the state.
+    """
+    owner = f"table {name!r}"
+    if saved.optimizer is None or wanted.optimizer is None:
+        if saved.optimizer is not wanted.optimizer:
+            here, there = (
+                "no optimizer" if table.optimizer is None else "an optimizer"
+                for table in (saved, wanted)
+            )
+            yield Difference(owner, f"{here} in the checkpoint, {there} now", "rule")
         return
-    for line in _rule_differences(saved.rule, wanted.rule):
-        found.add(owner, line, "rule")
-    for name in sorted(saved.slots.keys() | wanted.slots.keys()):
-        here, there = saved.slots.get(name), wanted.slots.get(name)
-        if name == _ROUNDING_SLOT and saved.dtype != wanted.dtype:
+    for key, value in saved.optimizer.items():
+        if value != (now := wanted.optimizer[key]):
+            text = f"optimizer {key} {value} in the checkpoint, {now} now"
+            yield Difference(owner, text, "rule")
+    for slot in sorted(saved.slots.keys() | wanted.slots.keys()):
+        here, there = saved.slots.get(slot), wanted.slots.get(slot)
+        if slot == _ROUNDING_SLOT and saved.dtype != wanted.dtype:
             continue
         if here is None:
-            found.add(owner, f"slot {name!r} not in the checkpoint", "rule")
+            yield Difference(owner, f"slot {slot!r} not in the checkpoint", "rule")
         elif there is None:
-            found.add(owner, f"slot {name!r} only in the checkpoint", "rule")
-        elif not _is_same_row(here, there):
-            problem = f"slot {name!r} {here} in the checkpoint, {there} now"
-            found.add(owner, problem, "rule")
-
-
-def _rule_differences(saved: dict[str, Any], wanted: dict[str, Any]) -> Iterator[str]:
-    """Yields the differences of two rules.
-
-    Where the functions of a chain differ, their names say it all.
-    """
-    chains = [rule.get("chain", {}).get("update_fns") for rule in (saved, wanted)]
-    is_told = all(chains) and chains[0] != chains[1]
-    for line in value_differences(saved, wanted):
-        is_name = line.endswith((": not in the checkpoint", ": only in the checkpoint"))
-        if not (is_told and (is_name or line.startswith("chain.init_fns"))):
-            yield line
+            yield Difference(owner, f"slot {slot!r} only in the checkpoint", "rule")
+        elif here.row != there.row:
+            text = f"slot {slot!r} {here} in the checkpoint, {there} now"
+            yield Difference(owner, text, "rule")
 
 
 def saved_slots(saved: TableRecord, wanted: TableRecord) -> dict[str, str]:
@@ -203,7 +172,7 @@ def saved_slots(saved: TableRecord, wanted: TableRecord) -> dict[str, str]:
     counts = [name for name, array in saved.slots.items() if _is_count(name, array)]
     names = {}
     for name, array in wanted.slots.items():
-        if name in saved.slots and _is_same_row(saved.slots[name], array):
+        if name in saved.slots and saved.slots[name].row == array.row:
             names[name] = name
         elif counts and _is_count(name, array):
             names[name] = counts[0]
@@ -214,88 +183,56 @@ def _is_count(name: str, array: ArrayRecord) -> bool:
     return name.split("/")[-1] == "count" and str(array) == "int32[]"
 
 
-def _is_same_row(here: ArrayRecord, there: ArrayRecord) -> bool:
-    """Returns True if two arrays differ at most in their number of rows."""
-    start = 0 if here.chunk_rows is None or there.chunk_rows is None else 1
-    return (
-        here.dtype == there.dtype
-        and len(here.shape) == len(there.shape)
-        and here.shape[start:] == there.shape[start:]
-    )
-
-
-def compare_shared_values(
-    found: Differences,
-    stack_tables: Sequence[str],
-    values: Mapping[str, Any],
-    slot: str,
-) -> None:
-    """Adds a difference if tables of one stack have different values of a count.
+def shared_differences(
+    stack: StackPlan, slot: NamedSlot, values: Mapping[str, Any]
+) -> Iterator[Difference]:
+    """Yields a difference if tables of one stack would share a value that differs.
 
     Args:
-      found: differences so far.
-      stack_tables: tables of the stack in the state.
-      values: table to value in the checkpoint.
-      slot: name of the value.
+      stack: stack of the layer.
+      slot: a count or hyper-parameter of the stack in the state.
+      values: name of each restored table to its value in the checkpoint.
     """
     first, *others = values.values()
     if any(not np.array_equal(first, other) for other in others):
-        found.add(
-            f"tables {sorted(stack_tables)}",
-            f"they share {slot!r} now, and the checkpoint has "
-            + ", ".join(f"{value} for {name!r}" for name, value in values.items()),
-            "shared",
-        )
-
-
-def compare_with_staying(
-    found: Differences,
-    tables: Sequence[str],
-    slot: NamedSlot,
-    saved: tuple[str, Any],
-) -> None:
-    """Adds a difference if a count belongs to trained tables that are not restored.
-
-    Args:
-      found: differences so far.
-      tables: tables of the stack that stay.
-      slot: the count in the state. Tables that are not trained yet have none to lose.
-      saved: table of the checkpoint, and its count.
-    """
-    if isinstance(slot.leaf, jax.ShapeDtypeStruct):
+        texts = ", ".join(f"{value} for {name!r}" for name, value in values.items())
+        problem = f"they share {slot.name!r} now, and the checkpoint has {texts}"
+        yield Difference(f"tables {sorted(values)}", problem, "shared")
+    stay = sorted({table.name for table in stack.tables} - set(values))
+    # Tables that are not trained yet have no count to lose.
+    if not stay or slot.kind != "shared" or isinstance(slot.leaf, jax.ShapeDtypeStruct):
         return
     count = np.asarray(slot.leaf)
-    if count.any() and not np.array_equal(count, saved[1]):
-        found.add(
-            f"tables {sorted(tables)}",
+    if count.any() and not np.array_equal(count, first):
+        problem = (
             f"they stay, with {slot.name!r} {count}, and share it with the restored "
-            f"tables; the checkpoint has {saved[1]} for {saved[0]!r}",
-            "shared",
+            f"tables; the checkpoint has {first} for {next(iter(values))!r}"
         )
+        yield Difference(f"tables {stay}", problem, "shared")
 
 
-def compare_dense(
-    found: Differences, saved: Mapping[str, str], wanted: Mapping[str, Any]
-) -> None:
-    """Adds the differences of the other leaves.
+def dense_differences(
+    saved: Mapping[str, str], wanted: Mapping[str, Any]
+) -> Iterator[Difference]:
+    """Yields the differences of the other leaves.
 
     Parts of the state that the caller does not have are left out: those whose path
     starts with another place.
 
     Args:
-      found: differences so far.
       saved: path to type and shape.
       wanted: path to leaf.
     """
     places = {name.partition(".")[0] for name in wanted}
     for name in sorted(saved.keys() | wanted.keys()):
         if name not in saved:
-            found.add(name, "not in the checkpoint", "dense")
+            yield Difference(name, "not in the checkpoint", "dense")
         elif name not in wanted:
             if name.partition(".")[0] in places:
-                found.add(name, "only in the checkpoint", "dense")
+                yield Difference(name, "only in the checkpoint", "dense")
         elif saved[name] != (there := describe_leaf(wanted[name])):
-            found.add(name, f"{saved[name]} in the checkpoint, {there} now", "dense")
+            text = f"{saved[name]} in the checkpoint, {there} now"
+            yield Difference(name, text, "dense")
 
 
 def describe_leaf(leaf: Any) -> str:
@@ -303,28 +240,3 @@ def describe_leaf(leaf: Any) -> str:
     if isinstance(leaf, bool | int | float):
         return type(leaf).__name__
     return f"{leaf.dtype}{list(leaf.shape)}"
-
-
-def value_differences(saved: Any, wanted: Any, path: str = "") -> list[str]:
-    """Returns one line per value that differs between two nested dicts."""
-    if not (isinstance(saved, dict) and isinstance(wanted, dict)):
-        if saved == wanted:
-            return []
-        return [f"{path}: {saved!r} in the checkpoint, {wanted!r} now"]
-    found = []
-    for key in sorted(saved.keys() | wanted.keys()):
-        key_path = f"{path}.{key}" if path else key
-        if key not in saved and key_path in _NOT_IN_EARLIER_RELEASES:
-            continue
-        if key not in saved:
-            found.append(f"{key_path}: not in the checkpoint")
-        elif key not in wanted:
-            found.append(f"{key_path}: only in the checkpoint")
-        else:
-            found += value_differences(saved[key], wanted[key], key_path)
-    return found
-
-
-def is_abstract(leaves: Collection[Any]) -> bool:
-    """Returns True if some leaves are shapes."""
-    return any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in leaves)

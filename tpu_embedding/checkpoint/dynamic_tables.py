@@ -8,27 +8,21 @@ come first, and those beyond its 64 places are left out.
 """
 
 import dataclasses
-import warnings
 from collections.abc import Mapping
-from typing import Any, Final
+from typing import Final
 
 import jax
 import numpy as np
 
-from tpu_embedding.checkpoint.format import DIRECTORY_ARRAY, ArrayRecord
+from tpu_embedding.checkpoint.records import DIRECTORY_ARRAY, ArrayRecord
 from tpu_embedding.checkpoint.split_state import LayerState
-from tpu_embedding.dynamic import (
-    SLOTS_PER_BUCKET,
-    AdmitAfter,
-    Dynamic,
-    Eviction,
-    LeastFrequentlyUsed,
-)
+from tpu_embedding.dynamic import Dynamic, Eviction, LeastFrequentlyUsed
 from tpu_embedding.functional.dynamic_ids import on_host, rows_in_directory
+from tpu_embedding.functional.placed_ids import PlacedIds, place_ids, with_placed_ids
 from tpu_embedding.plan.dynamic_rows import DynamicTablePlan, dynamic_tables
-from tpu_embedding.plan.stack_plan import StackPlan, TablePlan
+from tpu_embedding.plan.stack_plan import StackPlan
 from tpu_embedding.rows.id_directory import LINE_LANES, IdDirectory, directory_name
-from tpu_embedding.rows.id_mixing import NO_ID, mix_ids, multiply_high
+from tpu_embedding.rows.id_mixing import NO_ID, mix_ids
 from tpu_embedding.types import Ids64
 
 IDS: Final = f"{DIRECTORY_ARRAY}ids"
@@ -54,64 +48,15 @@ class SavedIds:
     rows: np.ndarray
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class PlacedIds:
-    """The saved ids of a table and their places; all but `arrays` `[ids]`.
-
-    Attributes:
-      arrays: arrays of the directory by their name in the files.
-      kept: position in the files of each id that has a place.
-      buckets: bucket of each of these.
-      lanes: place of each of these in its bucket.
-      sources: row in the files for each row of the table, `[rows]`; -1: none.
-    """
-
-    arrays: Mapping[str, np.ndarray]
-    kept: np.ndarray
-    buckets: np.ndarray
-    lanes: np.ndarray
-    sources: np.ndarray
-
-
-def num_saved_rows(layer: LayerState, stack: StackPlan, table: TablePlan) -> int:
-    """Returns the rows of a dynamic table in the files; 0 for a state of shapes.
-
-    All processes must call it together.
-    """
-    used = layer.tables[directory_name(stack.name)].used_rows
-    if isinstance(used, jax.ShapeDtypeStruct):
-        return 0
-    of_tables = on_host(used).reshape(stack.num_shards, -1).sum(axis=0)
-    member = dynamic_tables(stack)[stack.tables.index(table)]
-    has_default = member.dynamic.default_row == "learned"
-    return int(of_tables[stack.tables.index(table)]) + has_default
-
-
-def dynamic_fields(table: TablePlan, size: int) -> dict[str, Any]:
-    """Returns what the record of a dynamic table has more; nothing for others.
-
-    Args:
-      table: the table.
-      size: rows of the table in the files.
-    """
-    dynamic = table.config.dynamic
-    if dynamic is None:
-        return {}
-    num_ids = size - (dynamic.default_row == "learned")
-    records = {
-        IDS: ArrayRecord(shape=(num_ids,), dtype="uint64"),
-        NATURAL_ROWS: ArrayRecord(shape=(num_ids,), dtype="int64"),
-        LAST_USED: ArrayRecord(shape=(num_ids,), dtype="uint32"),
-        COUNTS: ArrayRecord(shape=(num_ids,), dtype="uint32"),
-        CLOCK: ArrayRecord(shape=(), dtype="uint32"),
-        INIT_KEY: ArrayRecord(shape=(2,), dtype="uint32"),
-    }
-    if isinstance(dynamic.admit, AdmitAfter):
-        shape = (dynamic.num_buckets, LINE_LANES)
-        records[SKETCH] = ArrayRecord(shape=shape, dtype="uint32")
+def directory_records(saved: SavedIds) -> dict[str, ArrayRecord]:
+    """Returns the description of each array of a directory."""
     return {
-        "dynamic": {"capacity": dynamic.capacity, "default_row": dynamic.default_row},
-        "directory": records,
+        name: ArrayRecord(
+            shape=array.shape,
+            dtype=array.dtype.name,
+            has_rows=name in (IDS, NATURAL_ROWS, LAST_USED, COUNTS),
+        )
+        for name, array in saved.arrays.items()
     }
 
 
@@ -146,51 +91,48 @@ def saved_ids(layer: LayerState, stack: StackPlan) -> dict[str, SavedIds]:
     return result
 
 
-def place_ids(
+def place_saved_ids(
     arrays: Mapping[str, np.ndarray],
     capacity: int | None,
     member: DynamicTablePlan,
 ) -> PlacedIds:
     """Returns the places of saved ids in a table.
 
+    In a bucket of a table of another capacity, the ids that the policy evicts last come
+    first.
+
     Args:
       arrays: arrays of the directory by their name in the files.
       capacity: capacity of the saved table; None: the ids had no places.
       member: the table.
+
+    Returns:
+      The places. Their `sources` are rows of the files, also for the default row.
     """
-    num_ids = len(arrays[IDS])
-    buckets_before = capacity and Dynamic(capacity=capacity).num_buckets
-    if buckets_before == member.num_buckets:
-        kept = np.arange(num_ids)
-        buckets, lanes = np.divmod(arrays[NATURAL_ROWS], SLOTS_PER_BUCKET)
-    else:
-        kept, buckets, lanes = _placed_anew(arrays, member)
-    shards, of_shard = np.divmod(buckets, member.buckets_per_shard)
-    rows = (SLOTS_PER_BUCKET * of_shard + lanes) * member.num_shards + shards
+    ids, natural_rows, sketch = (arrays.get(x) for x in (IDS, NATURAL_ROWS, SKETCH))
+    assert ids is not None
+    order = np.arange(len(ids))
+    if (capacity and Dynamic(capacity=capacity).num_buckets) != member.num_buckets:
+        natural_rows = sketch = None
+        value, next_value = _values(arrays, member.dynamic.evict)
+        words = Ids64.of_array(ids)
+        first, second = mix_ids(np.asarray(words.high), np.asarray(words.low))
+        order = np.lexsort((second, first, ~next_value, ~value))
+    placed = place_ids(ids[order], member, natural_rows)
+    kept = order[placed.kept]
     sources = np.full(member.table.num_rows, -1, np.int64)
-    sources[rows] = kept
+    sources[: len(placed.sources)] = np.append(order, -1)[placed.sources]
     if member.default_row is not None:
-        sources[member.default_row] = num_ids
-    return PlacedIds(
-        arrays=arrays, kept=kept, buckets=buckets, lanes=lanes, sources=sources
+        sources[member.default_row] = len(ids)
+    return dataclasses.replace(
+        placed,
+        sources=sources,
+        kept=kept,
+        last_used=arrays[LAST_USED][kept],
+        counts=arrays[COUNTS][kept],
+        init_key=arrays[INIT_KEY],
+        sketch=sketch,
     )
-
-
-def _placed_anew(
-    arrays: Mapping[str, np.ndarray], member: DynamicTablePlan
-) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Returns the ids that have a place, their buckets and lanes.
-
-    In a bucket, the ids that the policy evicts last come first.
-    """
-    first, second = _mixed(arrays[IDS])
-    buckets = multiply_high(first, member.num_buckets).astype(np.int64)
-    value, next_value = _values(arrays, member.dynamic.evict)
-    order = np.lexsort((second, first, ~next_value, ~value, buckets))
-    buckets = buckets[order]
-    lanes = np.arange(len(order)) - np.searchsorted(buckets, buckets)
-    fits = lanes < SLOTS_PER_BUCKET
-    return order[fits], buckets[fits], lanes[fits]
 
 
 def _values(
@@ -208,25 +150,11 @@ def _values(
     return counts, last_used
 
 
-def warn_of_ids_left_out(placed: Mapping[str, PlacedIds]) -> None:
-    """Warns if the tables have no place for some of the saved ids."""
-    left_out = {
-        table: f"{len(saved.arrays[IDS]) - len(saved.kept)} of {len(saved.arrays[IDS])}"
-        for table, saved in placed.items()
-        if len(saved.kept) < len(saved.arrays[IDS])
-    }
-    if left_out:
-        found = ", ".join(f"{x} of table {table!r}" for table, x in left_out.items())
-        warnings.warn(
-            "Ids of the checkpoint whose buckets are full are left out, the least "
-            f"valuable first: {found}. A capacity that is a multiple of the saved one "
-            "keeps all ids.",
-            stacklevel=2,
-        )
-
-
 def restored_directory(
-    layer: LayerState, stack: StackPlan, placed: Mapping[str, PlacedIds]
+    layer: LayerState,
+    stack: StackPlan,
+    placed: Mapping[str, PlacedIds],
+    clocks: Mapping[str, int],
 ) -> IdDirectory:
     """Returns the directory of a stack with the saved ids of some tables.
 
@@ -236,61 +164,16 @@ def restored_directory(
       layer: layer of the stack: arrays, or their shapes.
       stack: the stack.
       placed: name of a table to its saved ids.
+      clocks: name of a table to its saved clock.
     """
     now = layer.tables[directory_name(stack.name)]
     if isinstance(now.keys, jax.ShapeDtypeStruct):
-        directory = jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), now)
-        directory.keys[:] = NO_ID
-    else:
-        directory = jax.tree.map(lambda x: np.array(on_host(x)), now)
-    members = dynamic_tables(stack)
-    shards, tables = stack.num_shards, len(members)
-    keys, scores = (
-        x.reshape(shards, -1, 2, SLOTS_PER_BUCKET)
-        for x in (directory.keys, directory.scores)
-    )
-    used_rows = directory.used_rows.reshape(shards, tables)
-    init_keys = directory.init_keys.reshape(shards, tables, 2)
-    clocks = (
-        [] if placed.keys() == {x.table.name for x in members} else [*directory.clock]
-    )
-    for i, member in enumerate(members):
-        if member.table.name not in placed:
-            continue
-        saved = placed[member.table.name]
-        arrays, size = saved.arrays, member.buckets_per_shard
-        of_table = slice(member.first_bucket, member.first_bucket + size)
-        keys[:, of_table], scores[:, of_table] = NO_ID, 0
-        shard, of_shard = np.divmod(saved.buckets, size)
-        line = shard, of_shard + member.first_bucket
-        first, second = _mixed(arrays[IDS][saved.kept])
-        keys[*line, 0, saved.lanes], keys[*line, 1, saved.lanes] = first, second
-        scores[*line, 0, saved.lanes] = arrays[LAST_USED][saved.kept]
-        scores[*line, 1, saved.lanes] = arrays[COUNTS][saved.kept]
-        used_rows[:, i] = np.bincount(shard, minlength=shards)
-        init_keys[:, i] = arrays[INIT_KEY]
-        clocks.append(arrays[CLOCK])
-        if directory.sketch is not None:
-            _set_sketch(directory.sketch, arrays.get(SKETCH), member)
-    directory.clock[:] = max(clocks)
-    sharding = layer.plan.rows_sharding(stack)
-    return jax.tree.map(
-        lambda x: jax.make_array_from_callback(x.shape, sharding, x.__getitem__),
-        directory,
-    )
-
-
-def _set_sketch(
-    sketch: np.ndarray, saved: np.ndarray | None, member: DynamicTablePlan
-) -> None:
-    """Sets the counts of unknown ids; those of another number of buckets start anew."""
-    lines = sketch.reshape(member.num_shards, -1, LINE_LANES)
-    size = member.buckets_per_shard
-    new = np.zeros((member.num_shards * size, LINE_LANES), np.uint32)
-    if saved is not None and len(saved) == member.num_buckets:
-        new[: len(saved)] = saved
-    of_table = slice(member.first_bucket, member.first_bucket + size)
-    lines[:, of_table] = new.reshape(member.num_shards, size, LINE_LANES)
+        now = jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), now)
+        now.keys[:] = NO_ID
+    found = [clocks[table.name] for table in stack.tables if table.name in clocks]
+    if len(found) < len(stack.tables):
+        found.append(int(on_host(now.clock).max()))
+    return with_placed_ids(now, placed, stack, layer.plan, clock=max(found))
 
 
 def _lines_of(lines: np.ndarray, member: DynamicTablePlan) -> np.ndarray:
@@ -299,8 +182,3 @@ def _lines_of(lines: np.ndarray, member: DynamicTablePlan) -> np.ndarray:
     of_shards = lines.reshape(member.num_shards, -1, LINE_LANES)
     of_table = of_shards[:, first : first + member.buckets_per_shard]
     return of_table.reshape(-1, LINE_LANES)[: member.num_buckets]
-
-
-def _mixed(ids: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    words = Ids64.of_array(ids)
-    return mix_ids(np.asarray(words.high), np.asarray(words.low))

@@ -2,46 +2,44 @@
 
 import dataclasses
 import os
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any, get_args
 
 import jax
 import orbax.checkpoint as ocp
 from etils import epath
 
-from tpu_embedding.checkpoint.dense_leaves import restored_leaves
+from tpu_embedding.checkpoint.arrays import SavedArray
+from tpu_embedding.checkpoint.dense_leaves import restored_leaf
 from tpu_embedding.checkpoint.differences import (
     DenseChoice,
-    Differences,
+    Difference,
     DtypesChoice,
     RulesChoice,
     SlotsChoice,
-    compare_dense,
-    compare_shared_values,
-    compare_table,
-    compare_with_staying,
-    is_abstract,
+    dense_differences,
+    format_differences,
+    optimizer_differences,
     saved_slots,
+    shared_differences,
+    table_differences,
 )
 from tpu_embedding.checkpoint.errors import CheckpointError
-from tpu_embedding.checkpoint.format import (
-    DENSE,
-    ORBAX_FILE,
-    TABLES,
+from tpu_embedding.checkpoint.layer_tables import slots_of, table_records
+from tpu_embedding.checkpoint.records import (
     CheckpointRecord,
-    check_files,
+    array_keys,
+    dense_keys,
     describe,
     one_save,
 )
-from tpu_embedding.checkpoint.split_state import LayerState, SplitState
-from tpu_embedding.checkpoint.table_arrays import (
+from tpu_embedding.checkpoint.restored_tables import (
     SavedTables,
+    placed_ids,
     restored_slots,
     restored_tables,
-    saved_steps,
-    slots_of,
-    table_records,
 )
+from tpu_embedding.checkpoint.split_state import LayerState, SplitState
 from tpu_embedding.functional.following_slots import with_measured_totals
 from tpu_embedding.functional.steps import init_slots
 from tpu_embedding.plan.plan import EmbeddingPlan
@@ -74,27 +72,19 @@ class RestoreState(ocp.args.CheckpointArgs):
 
     def __post_init__(self):
         for field, choices in (
-            ("slots", get_args(SlotsChoice)),
-            ("rules", get_args(RulesChoice)),
-            ("dense", get_args(DenseChoice)),
-            ("dtypes", get_args(DtypesChoice)),
+            ("slots", SlotsChoice),
+            ("rules", RulesChoice),
+            ("dense", DenseChoice),
+            ("dtypes", DtypesChoice),
         ):
-            if (value := getattr(self, field)) not in choices:
-                raise ValueError(f"{field} must be one of {choices}, got {value!r}.")
-        for field in ("tables", "rename"):
-            if isinstance(getattr(self, field), str):
-                raise TypeError(
-                    f"{field} must hold names of tables, got the string "
-                    f"{getattr(self, field)!r}."
+            if (value := getattr(self, field)) not in get_args(choices):
+                raise ValueError(
+                    f"{field} must be one of {get_args(choices)}, got {value!r}."
                 )
-
-    def is_wanted(self, name: str) -> bool:
-        """Returns True if a table of the state is to be restored."""
-        return self.tables is None or name in self.tables
-
-    def saved_name(self, name: str) -> str:
-        """Returns the name that a table of the state has in the checkpoint."""
-        return (self.rename or {}).get(name, name)
+        if isinstance(self.tables, str):
+            raise TypeError(
+                f"tables must hold names of tables, got the string {self.tables!r}."
+            )
 
     def with_slots(self, layer: LayerState) -> bool:
         """Returns True if slot variables of a layer are to be read."""
@@ -115,35 +105,25 @@ def restore_state(directory: str | os.PathLike[str], args: RestoreState) -> Any:
         pairs = [
             (layer, _saved_tables(layer, root, record, args)) for layer in parts.layers
         ]
-        for layer, saved in pairs:
-            _check_followers(layer, saved)
-        _compare(root, record, pairs, parts.dense, args)
-        _check_all_files(root, pairs, args)
+        for layer in parts.layers:
+            _check_followers(layer, args)
+        found = list(_differences(record, pairs, parts.dense, args))
+        if found := found or list(_shared_differences(pairs)):
+            raise CheckpointError(
+                f"The checkpoint {root} does not fit the state:\n"
+                f"{format_differences(found)}"
+            )
+        for _, saved in pairs:
+            saved.check_files()
         dense = {}
         if args.dense == "restore":
-            dense = restored_leaves(root / DENSE, parts.dense, _sharding(parts.layers))
+            dense = _restored_leaves(root, parts)
         layers = [_restored(layer, saved, args) for layer, saved in pairs]
     return parts.rebuilt(layers, dense)
 
 
 _Pairs = Sequence[tuple[LayerState, SavedTables]]
-"""Each layer, with what it takes over from the files."""
-
-
-def _check_followers(layer: LayerState, saved: SavedTables) -> None:
-    """Refuses tables alone, if an optimizer has made state from their values."""
-    if layer.slots is None:
-        for each in layer.followed_tables:
-            each.check_without_optimizer(
-                saved.names, "te.restore(directory, (model, optimizer))"
-            )
-
-
-def _sharding(layers: Sequence[LayerState]) -> jax.sharding.Sharding:
-    """Returns the sharding of leaves that name none: copies on the layers' mesh."""
-    if layers:
-        return layers[0].plan.replicated
-    return jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
+"""Each layer, with what it takes over from the checkpoint."""
 
 
 def _check_names(args: RestoreState, layers: Sequence[LayerState]) -> None:
@@ -157,119 +137,127 @@ def _check_names(args: RestoreState, layers: Sequence[LayerState]) -> None:
             )
 
 
-def _compare(
-    root: epath.Path,
-    record: CheckpointRecord,
-    pairs: _Pairs,
-    dense: Mapping[str, Any],
-    args: RestoreState,
-) -> None:
-    """Raises CheckpointError with all differences, if there are any."""
-    found = Differences()
-    names = {
-        layer.name_of(table): saved_name
-        for layer, saved in pairs
-        for table, saved_name in saved.names.items()
-    }
-    for name, saved_name in sorted(names.items()):
-        if saved_name not in record.tables:
-            renamed = "" if saved_name == name else f" as {saved_name!r}"
-            found.add(f"table {name!r}", f"not in the checkpoint{renamed}", "missing")
-    if args.tables is None:
-        for name in sorted(record.tables.keys() - set(names.values())):
-            found.add(f"table {name!r}", "only in the checkpoint", "extra")
-    for layer, saved in pairs:
-        _compare_layer(found, layer, saved, args)
-    if args.dense == "restore":
-        compare_dense(found, record.dense, dense)
-    if not found:
-        for layer, saved in pairs:
-            _compare_counts(found, layer, saved)
-    if found:
-        raise CheckpointError(f"The checkpoint {root} does not fit the state:{found}")
-
-
-def _compare_layer(
-    found: Differences, layer: LayerState, saved: SavedTables, args: RestoreState
-) -> None:
-    wanted = table_records(layer)
-    for table, saved_name in saved.names.items():
-        name = layer.name_of(table)
-        if saved_name in saved.records:
-            compare_table(
-                *(found, name, saved.records[saved_name], wanted[name]),
-                is_abstract=is_abstract(jax.tree.leaves(layer.tables)),
-                with_slots=args.with_slots(layer),
-                rules=args.rules,
-                dtypes=args.dtypes,
-            )
-
-
-def _compare_counts(found: Differences, layer: LayerState, saved: SavedTables) -> None:
-    """Compares what tables of a stack share now, such as hyper-parameters.
-
-    Their counts may differ, and what follows from these, such as the learning rate of a
-    schedule: `restored_slots` takes those of the table with the most steps.
-    """
-    for stack in layer.plan.stacks:
-        steps = saved_steps(layer, stack, saved)
-        for slot in slots_of(layer, stack):
-            files = saved.open(stack, slot.name)
-            if not files or slot.kind not in ("shared", "hyperparameter"):
-                continue
-            # The table with the most steps comes first.
-            order = sorted(files, key=lambda x: steps.get(x, ()), reverse=True)
-            values = {saved.names[table]: files[table].read() for table in order}
-            if len(set(steps.values())) <= 1:
-                compare_shared_values(found, list(files), values, slot.name)
-            if len(files) < len(stack.tables) and slot.kind == "shared":
-                stay = [t.name for t in stack.tables if t.name not in files]
-                compare_with_staying(found, stay, slot, next(iter(values.items())))
-
-
-def _check_all_files(root: epath.Path, pairs: _Pairs, args: RestoreState) -> None:
-    """Checks the files that will be read, before any array of the state changes."""
-    arrays = [name for _, saved in pairs for name in saved.array_names()]
-    wanted = (f"{TABLES}/{ORBAX_FILE}", *(f"{TABLES}/{name}/" for name in arrays))
-    if args.dense == "restore":
-        wanted += (f"{DENSE}/",)
-    check_files(root, lambda file: file.startswith(wanted))
-
-
-def _restored(layer: LayerState, saved: SavedTables, args: RestoreState) -> LayerState:
-    new = restored_tables(layer, saved)
-    if new.slots is None:
-        return new
-    if args.slots == "initialize" or saved.lacks_slots(layer):
-        new = dataclasses.replace(new, slots=_initialized(new, saved.names))
-    if args.slots != "restore":
-        return new
-    new = restored_slots(new, saved)
-    # The tables may hold other rows than the saved ones, or round them otherwise.
-    slots = with_measured_totals(
-        new.slots or {}, dict(new.tables), saved.names, new.plan
-    )
-    return dataclasses.replace(new, slots=slots)
-
-
 def _saved_tables(
     layer: LayerState, root: epath.Path, record: CheckpointRecord, args: RestoreState
 ) -> SavedTables:
     """Returns the tables and slot variables that a layer takes over."""
-    names = {
-        table: args.saved_name(name)
+    wanted = table_records(layer)
+    records, arrays = {}, {}
+    for table, saved_name in _wanted_tables(layer, args).items():
+        if saved_name not in record.tables:
+            continue
+        records[table] = saved = record.tables[saved_name]
+        slots: dict[str | None, str | None] = {None: None}
+        slots |= {name: name for name in saved.directory}
+        if args.with_slots(layer):
+            slots |= saved_slots(saved, wanted[layer.name_of(table)])
+        for slot, saved_slot in slots.items():
+            keys = array_keys(saved_name, saved_slot)
+            arrays[table, slot] = SavedArray(root, keys, saved.arrays[saved_slot])
+    return SavedTables(records, arrays)
+
+
+def _wanted_tables(layer: LayerState, args: RestoreState) -> dict[str, str]:
+    """Returns the tables of a layer to restore, and their names in the checkpoint."""
+    return {
+        table: (args.rename or {}).get(name, name)
         for table, name in layer.names.items()
-        if args.is_wanted(name)
+        if args.tables is None or name in args.tables
     }
-    slots = {}
-    if args.with_slots(layer):
+
+
+def _check_followers(layer: LayerState, args: RestoreState) -> None:
+    """Refuses tables alone, if an optimizer has made state from their values."""
+    names = _wanted_tables(layer, args)
+    for each in layer.followed_tables if layer.slots is None else ():
+        each.check_without_optimizer(names, "te.restore(directory, (model, optimizer))")
+
+
+def _differences(
+    record: CheckpointRecord,
+    pairs: _Pairs,
+    dense: Mapping[str, Any],
+    args: RestoreState,
+) -> Iterator[Difference]:
+    """Yields all differences of a checkpoint and a state."""
+    names = {
+        layer.name_of(table): saved_name
+        for layer, _ in pairs
+        for table, saved_name in _wanted_tables(layer, args).items()
+    }
+    for name, saved_name in sorted(names.items()):
+        if saved_name not in record.tables:
+            renamed = "" if saved_name == name else f" as {saved_name!r}"
+            text = f"not in the checkpoint{renamed}"
+            yield Difference(f"table {name!r}", text, "missing")
+    if args.tables is None:
+        for name in sorted(record.tables.keys() - set(names.values())):
+            yield Difference(f"table {name!r}", "only in the checkpoint", "extra")
+    for layer, saved in pairs:
         wanted = table_records(layer)
-        slots = {
-            table: saved_slots(record.tables[name], wanted[layer.name_of(table)])
-            for table, name in names.items()
-            if name in record.tables
-        }
-    return SavedTables(root / TABLES, record.tables, names, slots)
+        rows = "shapes" if _is_abstract(layer.tables) else "arrays"
+        for table, of_table in saved.records.items():
+            name = layer.name_of(table)
+            both = (name, of_table, wanted[name])
+            yield from table_differences(*both, rows, args.dtypes)
+            if args.with_slots(layer) and args.rules == "check":
+                yield from optimizer_differences(*both)
+    if args.dense == "restore":
+        yield from dense_differences(record.dense, dense)
+
+
+def _shared_differences(pairs: _Pairs) -> Iterator[Difference]:
+    """Yields differences of what tables of a stack share, such as counts of steps."""
+    for layer, saved in pairs:
+        for stack in layer.plan.stacks:
+            for slot in slots_of(layer, stack):
+                arrays = saved.of_stack(stack, slot.name)
+                if arrays and slot.kind in ("shared", "hyperparameter"):
+                    values = {table: array.read() for table, array in arrays.items()}
+                    yield from shared_differences(stack, slot, values)
+
+
+def _is_abstract(tree: Any) -> bool:
+    return any(isinstance(x, jax.ShapeDtypeStruct) for x in jax.tree.leaves(tree))
+
+
+def _restored_leaves(root: epath.Path, parts: SplitState) -> dict[str, Any]:
+    """Returns all other leaves; their copies lie on the mesh of the layers."""
+    sharding: Any = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
+    if parts.layers:
+        sharding = parts.layers[0].plan.replicated
+    arrays = {name: SavedArray(root, dense_keys(name)) for name in parts.dense}
+    return {
+        name: restored_leaf(arrays[name], leaf, sharding)
+        for name, leaf in parts.dense.items()
+    }
+
+
+def _restored(layer: LayerState, saved: SavedTables, args: RestoreState) -> LayerState:
+    placed = placed_ids(layer, saved)
+    new = restored_tables(layer, saved, placed)
+    if new.slots is None:
+        return new
+    if args.slots == "initialize" or _lacks_slots(layer, saved):
+        new = dataclasses.replace(new, slots=_initialized(new, saved.records))
+    if args.slots != "restore":
+        return new
+    new = restored_slots(new, saved, placed)
+    # The tables may hold other rows than the saved ones, or round them otherwise.
+    slots = with_measured_totals(
+        new.slots or {}, dict(new.tables), saved.records, new.plan
+    )
+    return dataclasses.replace(new, slots=slots)
+
+
+def _lacks_slots(layer: LayerState, saved: SavedTables) -> bool:
+    """Returns True if a table has slot variables that the checkpoint lacks."""
+    wanted = table_records(layer)
+    return any(
+        (table, slot) not in saved.arrays
+        for table in saved.records
+        for slot in wanted[layer.name_of(table)].slots
+    )
 
 
 def _initialized(layer: LayerState, tables: Collection[str]) -> dict[str, Any]:
@@ -280,7 +268,7 @@ def _initialized(layer: LayerState, tables: Collection[str]) -> dict[str, Any]:
     # Initial slot variables may depend on the tables.
     fresh = init_slots(dict(layer.tables), layer.plan)
     trained = {t.name for s in layer.plan.trained_stacks for t in s.tables}
-    if trained <= set(tables) or is_abstract(jax.tree.leaves(layer.slots)):
+    if trained <= set(tables) or _is_abstract(layer.slots):
         return fresh
     slots = dict(layer.slots or {})
     for stack in layer.plan.trained_stacks:

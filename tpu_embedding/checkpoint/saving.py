@@ -18,21 +18,14 @@ from tpu_embedding.checkpoint.differences import (
     SlotsChoice,
 )
 from tpu_embedding.checkpoint.errors import CheckpointError, errors_of_writing
-from tpu_embedding.checkpoint.failed_saves import print_no_tracebacks
-from tpu_embedding.checkpoint.format import (
-    MANIFEST_FILE,
+from tpu_embedding.checkpoint.records import (
     STATE_FILE,
     checkpoint_path,
     present_path,
     replacement_path,
 )
 from tpu_embedding.checkpoint.restoring import RestoreState, restore_state
-from tpu_embedding.checkpoint.state_handler import (
-    ASYNC_OPTIONS,
-    HOST_BYTES,
-    SaveState,
-    StateHandler,
-)
+from tpu_embedding.checkpoint.state_handler import SaveState, StateHandler
 from tpu_embedding.file_locks import locked_file
 from tpu_embedding.plan.plan import EmbeddingPlan
 
@@ -45,7 +38,6 @@ def save(
     plan: EmbeddingPlan | None = None,
     description: Mapping[str, Any] | None = None,
     overwrite: bool = False,
-    host_bytes: int = HOST_BYTES,
 ) -> None:
     """Saves the state of a training in a new directory.
 
@@ -61,8 +53,6 @@ def save(
       description: JSON values to keep with the state.
       overwrite: True to replace an earlier checkpoint, once the new one is complete.
         A kill at any time leaves one of both, which `te.restore` finds.
-      host_bytes: maximum bytes of table rows that wait in host memory to be written.
-        Six blocks of 10 to 20 MB for each device of the process come on top of them.
 
     Raises:
       CheckpointError: if the files cannot be written.
@@ -82,20 +72,14 @@ def save(
       >>> te.save(directory, (layer, optimizer))
       >>> layer, optimizer = te.restore(directory, (layer, optimizer))
     """
-    args = SaveState(
-        state, plan=plan, description=description or {}, host_bytes=host_bytes
-    )
+    args = SaveState(state, plan=plan, description=description or {})
     path = checkpoint_path(directory)
-    print_no_tracebacks(path)
     with errors_of_writing(path), _only_save_to(path):
         is_replaced = path.exists()
         if is_replaced:
             _check_replaceable(path, overwrite)
         new = replacement_path(path) if is_replaced else path
-        checkpointer = ocp.AsyncCheckpointer(
-            StateHandler(), async_options=ASYNC_OPTIONS
-        )
-        with contextlib.closing(checkpointer):
+        with ocp.Checkpointer(StateHandler()) as checkpointer:
             # A kill may have left an unused one under the temporary name.
             checkpointer.save(new, args=args, force=is_replaced)
         if is_replaced:
@@ -113,31 +97,20 @@ def _only_save_to(path: epath.Path) -> Iterator[None]:
     with contextlib.ExitStack() as ends:
         if jax.process_index() == 0 and "://" not in os.fspath(path):
             try:
-                ends.enter_context(_lock_beside(path))
-            except (CheckpointError, OSError) as refusal:
-                error = refusal
+                path.parent.mkdir(parents=True, exist_ok=True)
+                ends.enter_context(locked_file(f"{path}.save-lock"))
+                if (found := present_path(path)) != path:
+                    found.rename(path)  # A kill came between the renames of a save.
+            except OSError as found_error:
+                error = found_error
         if ocp.multihost.broadcast_one_to_all(np.int32(error is not None)):
-            raise error or CheckpointError(
-                f"The first process cannot save to {path}; its error says why."
-            )
-        yield
-
-
-@contextlib.contextmanager
-def _lock_beside(path: epath.Path) -> Iterator[None]:
-    lock = path.with_name(f"{path.name}.save-lock")
-    lock.parent.mkdir(parents=True, exist_ok=True)
-    with contextlib.ExitStack() as ends:
-        try:
-            ends.enter_context(locked_file(lock))
-        except BlockingIOError as error:
+            if error is not None and not isinstance(error, BlockingIOError):
+                raise error
             raise CheckpointError(
                 f"Another thread or process is saving to {path}. Wait until it has "
-                f"ended, or give another directory. The lock {lock} is freed when its "
-                "process ends, in whatever way."
+                "ended, or give another directory. The lock is freed when its process "
+                "ends, in whatever way."
             ) from error
-        if (found := present_path(path)) != path:
-            found.rename(path)  # A kill came between the renames of a save.
         yield
 
 
@@ -147,15 +120,12 @@ def _check_replaceable(path: epath.Path, overwrite: bool) -> None:
         raise CheckpointError(
             f"The directory {path} exists; give another one, or overwrite=True."
         )
-    if not path.is_dir() or (any(path.iterdir()) and not _is_checkpoint(path)):
+    is_empty = path.is_dir() and not any(path.iterdir())
+    if not is_empty and not (path / STATE_FILE).exists():
         raise CheckpointError(
             f"overwrite=True replaces checkpoints of te.save only, and {path} holds "
             "something else; give another directory."
         )
-
-
-def _is_checkpoint(path: epath.Path) -> bool:
-    return any((path / name).exists() for name in (MANIFEST_FILE, STATE_FILE))
 
 
 def _replace(path: epath.Path, new: epath.Path) -> None:
@@ -203,8 +173,9 @@ def restore(
       slots: `"restore"`: slot variables come from the checkpoint. `"initialize"`: those
         of the restored tables start anew. Their counts do, too, unless tables that
         stay share them.
-      rules: `"check"`: each table must have the optimizer of the checkpoint; only the
-        learning rate and its schedule may change. `"ignore"`: slot variables are taken
+      rules: `"check"`: the optimizer of each table must have a state of the types,
+        names and shapes in the checkpoint. Its hyper-parameters may change.
+        `"ignore"`: slot variables are taken
         over if names, types and shapes are equal, and the others start anew. A count of
         steps is taken over under any name: a schedule in place of a constant rate
         continues from it, and starts at 0 if the checkpoint counts no steps.

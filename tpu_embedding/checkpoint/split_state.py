@@ -8,7 +8,6 @@ in stacks. The plan says which rows belong to which table.
 import collections
 import dataclasses
 import functools
-import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -16,6 +15,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from tpu_embedding.checkpoint.records import quote
 from tpu_embedding.functional.steps import init_slots
 from tpu_embedding.nn.embedding import (
     DynamicStatsVariable,
@@ -112,8 +112,8 @@ class SplitState:
         Raises:
           TypeError: if a leaf is neither an array nor a number.
           ValueError: if the plan of some tables is not known, or is another one; or if
-            two leaves or layers have the same path; or if the tables of some slot
-            variables cannot be told.
+            two layers have the same path; or if the tables of some slot variables
+            cannot be told.
         """
         self._state = state
         plans, followed = _plans_of(state, plan), _followed_tables_of(state)
@@ -163,7 +163,7 @@ class SplitState:
                 "all stacks of tables and slots, as init_tables and init_slots return "
                 "them."
             )
-        name = ".".join(keys)
+        name = ".".join(map(quote, keys))
         if not (
             isinstance(leaf, bool | int | float)
             or (hasattr(leaf, "shape") and hasattr(leaf, "dtype"))
@@ -172,16 +172,9 @@ class SplitState:
                 f"Leaves of a state must be arrays or real numbers, got {leaf!r} at "
                 f"{name!r}; texts and other JSON values go into description=."
             )
-        if name in self._dense_indices:
-            raise _same_path(name)
         self._dense_indices[name] = index
 
     def _check_names(self) -> None:
-        for name in self._dense_indices:
-            parents = list(itertools.accumulate(name.split("."), "{}.{}".format))[:-1]
-            for parent in parents:
-                if parent in self._dense_indices:
-                    raise _same_path(parent)
         names = [name for layer in self.layers for name in layer.names.values()]
         twice = sorted({name for name in names if names.count(name) > 1})
         if twice:
@@ -217,13 +210,6 @@ class SplitState:
         return structure.unflatten(
             [m if _is_module(m) else p for m, p in zip(modules, parts, strict=True)]
         )
-
-
-def _same_path(name: str) -> ValueError:
-    return ValueError(
-        f"The state has two leaves with the same path {name!r} once its keys are "
-        "joined with dots; rename the key that contains a dot."
-    )
 
 
 def _plans_of(state: Any, plan: EmbeddingPlan | None) -> dict[str, EmbeddingPlan]:
@@ -274,33 +260,17 @@ def _pairs(
             for of_slots in slots
             if f"/{path}".endswith(f"/{_layer_path(of_slots.keys)}")
         ]
-        if len(found) > 1:
-            raise ValueError(
-                f"The slot variables of the layer {path!r} cannot be told apart, "
-                "because the state has several optimizers with a layer of this path. "
-                "Save each model with its optimizer by itself."
-            )
-        pairs.append((path, of_tables, found[0] if found else None))
-    _check_all_used(tables, slots, [found.index for _, _, found in pairs if found])
+        pairs += [(path, of_tables, of_slots) for of_slots in found or [None]]
+    used = sorted(of_slots.index for _, _, of_slots in pairs if of_slots)
+    if len(pairs) > len(tables) or used != sorted(x.index for x in slots):
+        raise ValueError(
+            f"The slot variables at {['.'.join(x.keys) for x in slots]} must belong to "
+            "the tables of one layer each, and the state has tables at "
+            f"{['.'.join(x.keys) for x in tables]}. Put tables and slots of a layer "
+            "side by side, as {'user': {'tables': ..., 'slots': ...}}, or save each "
+            "model with its optimizer by itself."
+        )
     return pairs
-
-
-def _check_all_used(
-    tables: Sequence[_StackedLeaves],
-    slots: Sequence[_StackedLeaves],
-    used: Sequence[int],
-) -> None:
-    """Refuses slot variables that belong to no layer, or to several."""
-    for of_slots in slots:
-        if used.count(of_slots.index) != 1:
-            raise ValueError(
-                f"The slot variables at {'.'.join(of_slots.keys)!r} must belong to the "
-                f"tables of one layer, and the state has tables at "
-                f"{['.'.join(of_tables.keys) for of_tables in tables]}; put tables and "
-                "slots of a layer side by side, as "
-                "{'user': {'tables': ..., 'slots': ...}}, or save other copies of the "
-                "tables by themselves."
-            )
 
 
 def _layer_path(keys: tuple[str, ...]) -> str:

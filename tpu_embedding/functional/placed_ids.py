@@ -1,4 +1,7 @@
-"""Places given ids in the buckets of dynamic tables, on the host, for imports."""
+"""Places given ids in the buckets of dynamic tables, on the host.
+
+Imports give ids alone. Checkpoints also give what they know of each id.
+"""
 
 import dataclasses
 from collections.abc import Mapping
@@ -25,35 +28,53 @@ class PlacedIds:
       second: second mixed word.
       buckets: its bucket.
       lanes: its place in the bucket.
+      kept: its position among the given ids.
       sources: position among the given ids for each row of the table, in the order of
         `unstack_tables`, without the default row; -1: none.
       num_left_out: ids without a place, because their buckets are full.
+      last_used: last use of each id that has a place; None: now.
+      counts: steps that used it; None: one.
+      init_key: key of the initial values of new ids; None: as in the directory.
+      sketch: counters of ids that are not admitted yet, a line per bucket; None: zero.
     """
 
     first: np.ndarray
     second: np.ndarray
     buckets: np.ndarray
     lanes: np.ndarray
+    kept: np.ndarray
     sources: np.ndarray
     num_left_out: int
+    last_used: np.ndarray | None = None
+    counts: np.ndarray | None = None
+    init_key: np.ndarray | None = None
+    sketch: np.ndarray | None = None
 
 
-def place_ids(ids: np.ndarray, member: DynamicTablePlan) -> PlacedIds:
+def place_ids(
+    ids: np.ndarray, member: DynamicTablePlan, natural_rows: np.ndarray | None = None
+) -> PlacedIds:
     """Returns the places of ids in an empty table; the first 64 of a bucket have one.
 
     Args:
       ids: uint64, distinct.
       member: the table.
+      natural_rows: places of the ids in a table of as many buckets: 64 times a bucket,
+        plus the place in it; None: not known.
     """
     words = Ids64.of_array(ids)
     first, second = mix_ids(np.asarray(words.high), np.asarray(words.low))
-    buckets = multiply_high(first, member.num_buckets).astype(np.int64)
-    order = np.argsort(buckets, kind="stable")
-    ranked = buckets[order]
-    lanes = np.arange(len(order)) - np.searchsorted(ranked, ranked)
-    fits = lanes < SLOTS_PER_BUCKET
-    kept, lanes = order[fits], lanes[fits]
-    shards, on_shard = np.divmod(buckets[kept], member.buckets_per_shard)
+    if natural_rows is not None:
+        kept = np.arange(len(ids))
+        buckets, lanes = np.divmod(natural_rows, SLOTS_PER_BUCKET)
+    else:
+        buckets = multiply_high(first, member.num_buckets).astype(np.int64)
+        order = np.argsort(buckets, kind="stable")
+        buckets = buckets[order]
+        lanes = np.arange(len(order)) - np.searchsorted(buckets, buckets)
+        fits = lanes < SLOTS_PER_BUCKET
+        kept, buckets, lanes = order[fits], buckets[fits], lanes[fits]
+    shards, on_shard = np.divmod(buckets, member.buckets_per_shard)
     rows = (SLOTS_PER_BUCKET * on_shard + lanes) * member.num_shards + shards
     num_rows = member.buckets_per_shard * SLOTS_PER_BUCKET * member.num_shards
     sources = np.full(num_rows, -1, np.int64)
@@ -61,8 +82,9 @@ def place_ids(ids: np.ndarray, member: DynamicTablePlan) -> PlacedIds:
     return PlacedIds(
         first=first[kept],
         second=second[kept],
-        buckets=buckets[kept],
+        buckets=buckets,
         lanes=lanes,
+        kept=kept,
         sources=sources,
         num_left_out=len(ids) - len(kept),
     )
@@ -73,17 +95,19 @@ def with_placed_ids(
     placed: Mapping[str, PlacedIds],
     stack: StackPlan,
     plan: EmbeddingPlan,
+    clock: int | None = None,
 ) -> IdDirectory:
     """Returns the directory of a stack in which some tables have these ids only.
 
-    They count as used once, at the clock of the directory. All processes of a job call
-    it together; the whole directory is on the host for that time.
+    All processes of a job call it together; the whole directory is on the host for that
+    time.
 
     Args:
       directory: directory of the stack.
       placed: name of a table to its ids.
       stack: the stack.
       plan: plan of the layer.
+      clock: clock of the result; None: that of the directory, at least 1.
     """
     new = jax.tree.map(lambda x: np.array(on_host(x)), directory)
     shards, members = stack.num_shards, dynamic_tables(stack)
@@ -91,7 +115,7 @@ def with_placed_ids(
         x.reshape(shards, -1, 2, SLOTS_PER_BUCKET) for x in (new.keys, new.scores)
     )
     used_rows = new.used_rows.reshape(shards, len(members))
-    new.clock[:] = np.maximum(new.clock, 1)
+    new.clock[:] = np.maximum(new.clock, 1) if clock is None else clock
     for i, member in enumerate(members):
         if (ids := placed.get(member.table.name)) is None:
             continue
@@ -101,10 +125,18 @@ def with_placed_ids(
         shard, on_shard = np.divmod(ids.buckets, size)
         line = shard, on_shard + member.first_bucket
         keys[*line, 0, ids.lanes], keys[*line, 1, ids.lanes] = ids.first, ids.second
-        scores[*line, 0, ids.lanes], scores[*line, 1, ids.lanes] = new.clock[0], 1
+        last_used = new.clock[0] if ids.last_used is None else ids.last_used
+        scores[*line, 0, ids.lanes] = last_used
+        scores[*line, 1, ids.lanes] = 1 if ids.counts is None else ids.counts
+        if ids.init_key is not None:
+            new.init_keys.reshape(shards, len(members), 2)[:, i] = ids.init_key
         used_rows[:, i] = np.bincount(shard, minlength=shards)
         if new.sketch is not None:
-            new.sketch.reshape(shards, -1, new.sketch.shape[-1])[:, of_table] = 0
+            lines = new.sketch.reshape(shards, -1, new.sketch.shape[-1])[:, of_table]
+            padded = np.zeros((shards * size, lines.shape[-1]), lines.dtype)
+            if ids.sketch is not None:
+                padded[: len(ids.sketch)] = ids.sketch
+            lines[:] = padded.reshape(lines.shape)
     sharding = plan.rows_sharding(stack)
     return jax.tree.map(
         lambda x: jax.make_array_from_callback(x.shape, sharding, x.__getitem__), new

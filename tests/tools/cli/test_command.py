@@ -36,7 +36,7 @@ def test_help_is_fast():
         (["train", "synthetic", "--set", "help"], "--model.hidden-sizes"),
         (["train", "--help"], "--output-dir"),
         (["evaluate", "--help"], "--data-dir"),
-        (["inspect", "--help"], "--rows"),
+        (["inspect", "--help"], "--id"),
     ],
 )
 def test_help_of_commands_and_configs(arguments, shown, capsys):

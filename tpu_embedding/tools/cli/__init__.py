@@ -3,7 +3,6 @@
 * `command`: parses the command line, runs a command, turns errors into exit statuses.
 * `train`: the commands `train` and `evaluate`. `compile`, `inspect`, `export`,
   `doctor`: one each.
-* `inspect_ids`: what `inspect` shows of dynamic tables.
 * `arguments`: what several commands share.
 """
 

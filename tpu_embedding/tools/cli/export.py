@@ -4,11 +4,11 @@ import dataclasses
 import pathlib
 from typing import Annotated, Literal
 
+import orbax.checkpoint as ocp
 import tyro
 from flax import nnx
 
 from tpu_embedding.checkpoint.errors import CheckpointError
-from tpu_embedding.checkpoint.run_checkpoints import saved_steps
 from tpu_embedding.checkpoint.saving import restore
 from tpu_embedding.export.directories import check_new_directory
 from tpu_embedding.export.row_formats import RowFormat
@@ -68,7 +68,7 @@ class Export:
         config = read_config(self.config, self.set)
         run_dir = local_path(self.run_dir or pathlib.Path("runs") / config.name)
         checkpoints = run_dir / CHECKPOINTS_DIR
-        step = max(saved_steps(checkpoints), default=None)
+        step = max(ocp.utils.checkpoint_steps(checkpoints), default=None)
         if step is None:
             raise CheckpointError(
                 f"There is no complete checkpoint in {checkpoints} to export; give the "

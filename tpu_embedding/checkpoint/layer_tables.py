@@ -1,0 +1,143 @@
+"""Describes the tables and slot variables of a layer, and makes leaves to save."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import numpy as np
+
+from tpu_embedding.checkpoint.array_writer import StackRows, TableRows
+from tpu_embedding.checkpoint.dynamic_tables import (
+    SavedIds,
+    directory_records,
+    saved_ids,
+)
+from tpu_embedding.checkpoint.records import ArrayRecord, Json, TableRecord
+from tpu_embedding.checkpoint.split_state import LayerState
+from tpu_embedding.plan.stack_plan import StackPlan, TablePlan, TrainedStackPlan
+from tpu_embedding.rows.file_rows import file_row
+from tpu_embedding.rows.packed_rows import PackedRows
+from tpu_embedding.tables.slot_values import NamedSlot, named_slots
+from tpu_embedding.update.table_writer import RoundedState
+
+Leaves = dict[tuple[str, str | None], Any]
+"""Leaves by name of a table in the checkpoint, and of a slot; None: the values."""
+
+
+def tables_to_save(layer: LayerState) -> tuple[dict[str, TableRecord], Leaves]:
+    """Returns records and leaves of all tables of a layer, by names in the checkpoint.
+
+    All processes must call it together.
+    """
+    records: dict[str, TableRecord] = {}
+    leaves: Leaves = {}
+    for stack in layer.plan.stacks:
+        ids = saved_ids(layer, stack) if stack.is_dynamic else {}
+        records |= _records_of_stack(layer, stack, ids)
+        for table, of_table in ids.items():
+            for slot, array in of_table.arrays.items():
+                # A copy: the next step may donate what the view of an array shows.
+                leaves[layer.name_of(table), slot] = np.array(array)
+        chosen = {table: of_table.rows for table, of_table in ids.items()}
+        packed: dict[str | None, PackedRows] = {None: layer.tables[stack.name]}
+        for slot in slots_of(layer, stack):
+            if slot.kind == "rows":
+                packed[slot.name] = slot.leaf
+                continue
+            values = np.array(slot.leaf)
+            for i, table in enumerate(stack.tables):
+                of_table = values[i] if slot.kind == "tables" else values
+                leaves[layer.name_of(table.name), slot.name] = np.asarray(of_table)
+        for slot, array in packed.items():
+            rows = StackRows(array, stack, layer.plan, chosen)
+            for table in stack.tables:
+                name = layer.name_of(table.name)
+                record = records[name].arrays[slot]
+                leaves[name, slot] = TableRows(table.name, record, rows)
+    return records, leaves
+
+
+def table_records(layer: LayerState) -> dict[str, TableRecord]:
+    """Returns the description of each table of a layer, by name in the checkpoint.
+
+    The rows of dynamic tables are not known without their ids, and 0 here.
+    """
+    records: dict[str, TableRecord] = {}
+    for stack in layer.plan.stacks:
+        records |= _records_of_stack(layer, stack, {})
+    return records
+
+
+def slots_of(layer: LayerState, stack: StackPlan) -> list[NamedSlot]:
+    """Returns the slot variables of a stack; none if it is not trained."""
+    if layer.slots is None or not isinstance(stack, TrainedStackPlan):
+        return []
+    return list(named_slots(layer.slots[stack.name], stack))
+
+
+def _records_of_stack(
+    layer: LayerState, stack: StackPlan, ids: Mapping[str, SavedIds]
+) -> dict[str, TableRecord]:
+    slots = slots_of(layer, stack)
+    records = {}
+    for table in stack.tables:
+        of_table = ids.get(table.name)
+        size = table.config.max_rows
+        if stack.is_dynamic:
+            size = 0 if of_table is None else len(of_table.rows)
+        records[layer.name_of(table.name)] = TableRecord(
+            vocabulary_size=size,
+            dim=stack.dim,
+            dtype=stack.layout.dtype_name,
+            values=_rows_record(layer.tables[stack.name], size),
+            slots={slot.name: _slot_record(slot, size) for slot in slots},
+            optimizer=_optimizer_record(layer, stack),
+            dynamic=_dynamic_record(table),
+            directory={} if of_table is None else directory_records(of_table),
+        )
+    return records
+
+
+def _rows_record(packed: PackedRows, num_rows: int) -> ArrayRecord:
+    row = file_row(packed)
+    dtype = np.dtype(row.dtype).name
+    return ArrayRecord(shape=(num_rows, *row.shape), dtype=dtype, has_rows=True)
+
+
+def _slot_record(slot: NamedSlot, num_rows: int) -> ArrayRecord:
+    if slot.kind == "rows":
+        return _rows_record(slot.leaf, num_rows)
+    shape = slot.leaf.shape[1:] if slot.kind == "tables" else slot.leaf.shape
+    return ArrayRecord(shape=shape, dtype=np.dtype(slot.leaf.dtype).name)
+
+
+def _optimizer_record(layer: LayerState, stack: StackPlan) -> Json | None:
+    if layer.slots is None or not isinstance(stack, TrainedStackPlan):
+        return None
+    optimizer = stack.optimizer
+    return {
+        "state": _type_names(jax.tree.structure(layer.slots[stack.name])),
+        "rows": optimizer.rows,
+        "duplicates": optimizer.duplicates,
+        "gradient_steps": optimizer.gradient_steps,
+    }
+
+
+def _type_names(structure: jax.tree_util.PyTreeDef) -> list[str]:
+    """Returns the types of an optimizer's state that have slot variables or counts.
+
+    The state that rounds rows of narrow tables is left out: dtypes may change.
+    """
+    if structure.node_data() is None or not structure.num_leaves:
+        return []
+    name = structure.node_data()[0].__name__
+    inner = [x for child in structure.children() for x in _type_names(child)]
+    is_state = name.endswith("State") and name != RoundedState.__name__
+    return [name, *inner] if is_state else inner
+
+
+def _dynamic_record(table: TablePlan) -> Json | None:
+    dynamic = table.config.dynamic
+    if dynamic is None:
+        return None
+    return {"capacity": dynamic.capacity, "default_row": dynamic.default_row}

@@ -1,0 +1,283 @@
+"""The contents of a checkpoint, as its file `state.json` describes them.
+
+A checkpoint is an orbax checkpoint of a pytree, with one file more::
+
+    _METADATA                the tree, for orbax
+    state.json               types, optimizers, other leaves, the user's description
+    tables.movie.values/     [vocabulary_size, dim], rows in natural order
+    tables.movie.slots.momenta/
+    tables.user.directory.ids/      of a dynamic table: its ids, rising, one per row
+    dense.linear.kernel/     all other leaves of the state
+
+Each array is a zarr 3 directory. Stacking, packing and devices leave no trace, so any
+plan and any reader of orbax checkpoints or zarr can read it. This module knows no
+devices.
+"""
+
+import contextlib
+import dataclasses
+import json
+import os
+import urllib.parse
+import uuid
+from collections.abc import Iterator, Mapping
+from typing import Any, Final
+
+from etils import epath
+
+from tpu_embedding.checkpoint.errors import CheckpointError, errors_of_reading
+from tpu_embedding.paths import local_path
+
+FORMAT_VERSION: Final = 2
+"""Version of the files. Version 1 was never released."""
+
+STATE_FILE: Final = "state.json"
+TABLES: Final = "tables"
+DENSE: Final = "dense"
+
+DIRECTORY_ARRAY: Final = ":"
+"""Beginning of the names of arrays that describe the ids of a dynamic table."""
+
+STORES: Final = {"gs://": "gcs", "s3://": "s3"}
+"""Beginning of a path in a bucket, and the driver of tensorstore for it."""
+
+STATE_ITEMS: Final = (".", "default", "state")
+"""Places of a state in a checkpoint: alone, or as an item of a CheckpointManager."""
+
+Json = dict[str, Any]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ArrayRecord:
+    """An array of the checkpoint: a table, a slot variable, or values of a whole table.
+
+    Attributes:
+      shape: whole shape of the array; `[rows, *row_shape]` if it has rows.
+      dtype: name of the type of its elements.
+      has_rows: False for values of a whole table, such as a count of steps.
+    """
+
+    shape: tuple[int, ...]
+    dtype: str
+    has_rows: bool = False
+
+    @property
+    def row(self) -> tuple[Any, ...]:
+        """Type and shape of a row; of the whole array if it has no rows."""
+        return self.dtype, self.shape[1:] if self.has_rows else self.shape
+
+    def __str__(self) -> str:
+        """Returns type and shape, such as `float32[10, 4]`."""
+        return f"{self.dtype}{list(self.shape)}"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TableRecord:
+    """A table of a checkpoint.
+
+    Attributes:
+      vocabulary_size: rows.
+      dim: columns.
+      dtype: storage type of the table: float32, bfloat16, float16 or int8.
+      values: the table's array. Rows of int8 are `dim` codes, scale and bias, as bytes.
+      slots: slot variables, counts and hyper-parameters, by name.
+      optimizer: types of the optimizer's state, and the way it is applied; None if the
+        table was not trained.
+      dynamic: `capacity` and `default_row` of a dynamic table; None for a static one.
+      directory: the ids of a dynamic table and what is known of them, by name.
+    """
+
+    vocabulary_size: int
+    dim: int
+    dtype: str
+    values: ArrayRecord
+    slots: Mapping[str, ArrayRecord]
+    optimizer: Json | None
+    dynamic: Json | None = None
+    directory: Mapping[str, ArrayRecord] = dataclasses.field(default_factory=dict)
+
+    @property
+    def arrays(self) -> dict[str | None, ArrayRecord]:
+        """All arrays of the table; that of the values has the name None."""
+        return {None: self.values, **self.slots, **self.directory}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class CheckpointRecord:
+    """All that a checkpoint says about itself.
+
+    Attributes:
+      tables: by name.
+      dense: type and shape of each other leaf, by its path.
+      description: JSON values that were saved with the state.
+    """
+
+    tables: Mapping[str, TableRecord]
+    dense: Mapping[str, str]
+    description: Json
+
+
+def array_keys(table: str, slot: str | None = None) -> tuple[str, ...]:
+    """Returns the keys of an array in the tree; joined by dots, they name its files.
+
+    Args:
+      table: name of the table.
+      slot: name of the slot variable, or of an array of a directory, which starts with
+        a colon; None: the values.
+
+    Example:
+      >>> array_keys("user/movie"), array_keys("movie", "0/trace")
+      (('tables', 'user%2Fmovie', 'values'), ('tables', 'movie', 'slots', '0%2Ftrace'))
+    """
+    if slot is None:
+        return (TABLES, quote(table), "values")
+    if slot.startswith(DIRECTORY_ARRAY):
+        return (TABLES, quote(table), "directory", quote(slot[len(DIRECTORY_ARRAY) :]))
+    return (TABLES, quote(table), "slots", quote(slot))
+
+
+def dense_keys(path: str) -> tuple[str, ...]:
+    """Returns the keys of another leaf in the tree, by its path with dots."""
+    return (DENSE, *path.split("."))
+
+
+def quote(name: str) -> str:
+    """Returns a name without separators; orbax joins keys by dots."""
+    return urllib.parse.quote(name, safe="").replace(".", "%2E")
+
+
+def checkpoint_path(path: str | os.PathLike[str]) -> epath.Path:
+    """Returns the absolute path of a checkpoint, without `~`, `..` and symbolic links.
+
+    Orbax refuses relative paths, and tensorstore refuses those with `..`.
+
+    Args:
+      path: a path as the user wrote it, local or in a bucket such as `gs://...`.
+
+    Raises:
+      CheckpointError: if the path is in another kind of store.
+    """
+    text = os.fspath(path)
+    if "://" not in text:
+        return epath.Path(os.path.realpath(local_path(text)))
+    if not text.startswith(tuple(STORES)):
+        raise CheckpointError(
+            f"The path of a checkpoint must be local or start with "
+            f"{' or '.join(STORES)}, got {text!r}."
+        )
+    return epath.Path(text)
+
+
+def replacement_path(path: epath.Path) -> epath.Path:
+    """Returns where the checkpoint is written that will replace one at a path."""
+    return path.with_name(f"{path.name}.save-new")
+
+
+def present_path(path: epath.Path) -> epath.Path:
+    """Returns where a checkpoint lies: at its path, or still where it was written.
+
+    A replacement ends with two renames. Between them, and after a kill there, nothing
+    lies at the path itself.
+
+    Args:
+      path: from `checkpoint_path`.
+    """
+    new = replacement_path(path)
+    return new if not path.exists() and (new / STATE_FILE).exists() else path
+
+
+def state_directory(directory: str | os.PathLike[str]) -> epath.Path:
+    """Returns the directory in which a checkpoint holds its state.
+
+    Args:
+      directory: from `te.save`, or of one step of a `CheckpointManager`.
+
+    Raises:
+      CheckpointError: if there is no checkpoint.
+    """
+    path = present_path(checkpoint_path(directory))
+    for item in STATE_ITEMS:
+        if (path / item / STATE_FILE).exists():
+            return path if item == "." else path / item
+    steps = [p.name for p in path.glob("*") if p.name.isdigit()]
+    hint = f" Give one of its steps, such as {path / steps[0]}." if steps else ""
+    raise CheckpointError(
+        f"The directory {path} holds no checkpoint: {STATE_FILE} is missing.{hint}"
+    )
+
+
+def write_state_file(root: epath.Path, record: CheckpointRecord) -> None:
+    """Writes the description of a state, with a random name of the save."""
+    values = dataclasses.asdict(record)
+    values |= {"format": FORMAT_VERSION, "save": uuid.uuid4().hex}
+    (root / STATE_FILE).write_text(json.dumps(values, indent=1))
+
+
+def describe(directory: str | os.PathLike[str]) -> CheckpointRecord:
+    """Returns the description of a checkpoint; reads no arrays.
+
+    Args:
+      directory: from `te.save`, or of one step of a `CheckpointManager`.
+
+    Raises:
+      CheckpointError: if there is no checkpoint, or its description is damaged.
+    """
+    path = state_directory(directory) / STATE_FILE
+    with errors_of_reading(f"The file {path}"):
+        values = json.loads(path.read_text())
+        version = values["format"]
+    if version != FORMAT_VERSION:
+        raise CheckpointError(
+            f"The checkpoint {path.parent} has format {version!r}, and this package "
+            f"reads format {FORMAT_VERSION}. Restore it with the tpu_embedding that "
+            "wrote it, and save it again with this one."
+        )
+    with errors_of_reading(f"The file {path}"):
+        return CheckpointRecord(
+            tables={name: _table_record(x) for name, x in values["tables"].items()},
+            dense=values["dense"],
+            description=values["description"],
+        )
+
+
+def _table_record(values: Json) -> TableRecord:
+    def array(of: Json) -> ArrayRecord:
+        of["shape"] = tuple(of["shape"])
+        return ArrayRecord(**of)
+
+    arrays: Json = {"values": array(values["values"])}
+    for field in ("slots", "directory"):
+        arrays[field] = {name: array(of) for name, of in values[field].items()}
+    return TableRecord(**values | arrays)
+
+
+@contextlib.contextmanager
+def one_save(directory: str | os.PathLike[str]) -> Iterator[epath.Path]:
+    """Yields the `state_directory` to read, and checks that one save wrote all of it.
+
+    Args:
+      directory: from `te.save`, or of one step of a `CheckpointManager`.
+
+    Raises:
+      CheckpointError: if there is no checkpoint; or if another save replaced it while
+        the block ran, in place of any error that the block met by that.
+    """
+    root = state_directory(directory)
+    save = _name_of_save(root)
+    try:
+        yield root
+    finally:
+        if save is None or _name_of_save(root) != save:
+            raise CheckpointError(
+                f"The checkpoint {root} was replaced or deleted while it was read, so "
+                "the values would come from two saves. Read it again, and restore into "
+                "a new state: arrays of the given one may be lost."
+            )
+
+
+def _name_of_save(root: epath.Path) -> bytes | None:
+    """Returns the description of a save, with its random name; None without one."""
+    try:
+        return (root / STATE_FILE).read_bytes()
+    except OSError:
+        return None
