@@ -30,6 +30,7 @@ from tests.tiers import full_cases, mark_exhaustive_cases, with_ids  # noqa: E40
 
 jax.config.update("jax_num_cpu_devices", 8)
 jax.config.update("jax_numpy_rank_promotion", "raise")
+jax.devices()  # So that no command starts JAX with another number of devices.
 
 # Examples compile XLA programs; how long that takes says nothing about the code.
 hypothesis.settings.register_profile(
