@@ -16,7 +16,7 @@ import jax
 from sybil import Sybil
 from sybil.parsers.myst import PythonCodeBlockParser, SkipParser
 
-OF_TOOLS = ("grain", "matplotlib", "pyarrow", "tensorboardX")
+OF_TOOLS = ("matplotlib", "pyarrow", "tensorboardX")
 DOCS = pathlib.Path(__file__).parents[2] / "docs"
 FLAGS = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
 

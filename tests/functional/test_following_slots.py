@@ -18,7 +18,8 @@ RULES = {
     "adafactor": te.optimizers.adafactor(0.1, relative_step=False),
     "averages, exact": te.optimizers.adafactor(0.1, use_ema=True, mode="exact"),
     "by table": optax.partition(
-        {"ema": EMA, "adam": optax.adam(0.1)}, {"movie": "ema", "city": "adam"}
+        {"ema": EMA, "sums": te.optimizers.adagrad(0.1)},
+        {"movie": "ema", "city": "sums"},
     ),
     "schedule free": te.optimizers.every_row(optax.contrib.schedule_free_sgd(0.1)),
 }
