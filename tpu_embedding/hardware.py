@@ -331,9 +331,6 @@ _BY_DEVICE_KIND: Final[Mapping[str, HardwareInfo]] = {
 EXAMPLE_TOPOLOGIES: Final = ("v5e:2x4", "v5p:4x4x4", "tpu7x:2x2x1")
 """Examples of libtpu's topology names: a generation and its grid of chips."""
 
-INTERPRETED_HARDWARE: Final = _TPU_V5P
-"""The TPU whose rows the doctor lays out for Pallas' interpreter on other devices."""
-
 TPU_GENERATIONS: Final = tuple(info.name for info in _BY_NAME.values() if info.is_tpu)
 """Names of all TPU generations that this module knows."""
 

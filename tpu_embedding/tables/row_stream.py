@@ -8,7 +8,7 @@ write, the host deals the rows into lines, one all-to-all brings the lines to th
 owners, and these write them in place.
 
 No step holds a whole table. In a turn, a device needs at most `MAX_DEVICE_BYTES` beside
-its tables, and the host `HOST_BLOCKS` blocks of 10 to 20 MB per device of its own.
+its tables, and the host six blocks of 10 to 20 MB per device of its own.
 
 If the process has all devices and these are CPUs, their lines lie in its memory. It
 then reads rows where they lie, and deals new rows to their owners, without an exchange.
@@ -49,9 +49,6 @@ from tpu_embedding.tables.row_windows import rows_per_block as rows_per_block
 
 MAX_DEVICE_BYTES: Final = 256 * 2**20
 """Bound on the temporaries of a turn on each device."""
-
-HOST_BLOCKS: Final = 6
-"""Blocks that a process holds at a time for each of its devices."""
 
 _ALIGNMENT: Final = 64
 """Bytes; JAX copies arrays to CPU devices unless they start at a multiple."""
@@ -192,21 +189,6 @@ def write_blocks(
         # At most one turn waits in the queue of a device.
         jax.block_until_ready(lines)
     return packed.with_arrays(lines)
-
-
-def read_turn(
-    packed: PackedRows, stack: StackPlan, plan: EmbeddingPlan
-) -> list[jax.Array]:
-    """Returns the lines of one turn of `read_blocks`, to compile ahead of time.
-
-    Args:
-      packed: see `read_blocks`.
-      stack: the stack of the rows.
-      plan: plan of the embedding layer.
-    """
-    exchange = line_exchange(packed, stack, plan, "one")
-    starts = _starts(exchange)
-    return [read_lines(x, starts, exchange=exchange) for x in packed.arrays]
 
 
 def lower_programs(

@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from tpu_embedding.tools.data.batch import DataError
 from tpu_embedding.tools.train.metrics import (
     LOSSES,
     ClickScores,
@@ -146,3 +147,5 @@ def test_an_exact_auc_leaves_samples_of_weight_zero_out():
     assert exact_auc_of([scores([1, 1, 1, 1, 0])]) == 0.875
     batches = [scores([1, 1, 0, 0, 0]), scores([0, 0, 1, 1, 0])]
     assert exact_auc_of(batches) == 0.875
+    with pytest.raises(DataError, match="must be 0 or 1 .* got 0.5"):
+        exact_auc_of([scores([1, 1, 0.5, 1, 0])])

@@ -25,7 +25,7 @@ COMMANDS: Final = {
     "compile": ("compile", "Compile", "Compile a config for TPUs, without having any."),
     "export": ("export", "Export", "Export the model of a run for serving."),
     "inspect": ("inspect", "Inspect", "List the tables of a checkpoint; print rows."),
-    "doctor": ("doctor", "Doctor", "Check this machine: devices, memory, kernels."),
+    "doctor": ("doctor", "Doctor", "Check this machine: devices, memory, rows."),
 }
 """Module, class and help of each command; a command imports only what it needs."""
 

@@ -16,6 +16,7 @@ import optax
 from jaxtyping import Array, Float
 
 from tpu_embedding import metrics as m
+from tpu_embedding.tools.data.batch import DataError
 from tpu_embedding.tools.data.teacher import exact_auc
 from tpu_embedding.tools.train.models.model import Outputs
 
@@ -112,13 +113,21 @@ def exact_auc_of(scores: Iterable[ClickScores]) -> float:
 
     Args:
       scores: scores of all batches; samples of weight 0 do not count.
+
+    Raises:
+      DataError: if a weight is neither 0 nor 1.
     """
     batches = [jax.device_get(batch) for batch in scores]
     predictions, labels, weights = (
         np.concatenate([getattr(batch, name) for batch in batches])
         for name in ("predictions", "labels", "weights")
     )
-    return exact_auc(labels[weights > 0], predictions[weights > 0])
+    if wrong := weights[(weights != 0) & (weights != 1)].tolist():
+        raise DataError(
+            "Weights of held-out samples must be 0 or 1 for RunConfig.exact_auc, got "
+            f"{wrong[0]:g}; set exact_auc=False."
+        )
+    return exact_auc(labels[weights == 1], predictions[weights == 1])
 
 
 _merge = jax.jit(m.merge)
