@@ -133,6 +133,7 @@ RUNS = {
 }
 
 
+@pytest.mark.full(every_case=True)
 @pytest.mark.parametrize(
     ("devices", "dynamic"),
     quick_cases(with_ids(RUNS), "last use", "frequency", every_case=True),
@@ -238,6 +239,7 @@ def mixed_plan(num_devices, evict):
     return te.make_plan(features, mesh_of(num_devices), optimizer="adagrad")
 
 
+@pytest.mark.full
 def test_tables_move_between_stacks(tmp_path):
     before = mixed_plan(2, None)
     after = mixed_plan(1, te.dynamic.LeastFrequentlyUsed())

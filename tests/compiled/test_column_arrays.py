@@ -48,6 +48,7 @@ def compile_step(plan):
     return jitted.lower(*shapes_of(plan), *inputs).compile()
 
 
+@pytest.mark.full(every_case=True)
 @pytest.mark.tpu_compiler
 @pytest.mark.parametrize("generation", quick_cases(CASES, "v5p"))
 def test_a_step_reads_and_adds_by_sparse_cores(generation):

@@ -16,6 +16,7 @@ def example(monkeypatch):
     del sys.modules["loaders"]
 
 
+@pytest.mark.full
 def test_loader_processes_give_the_batches_of_one_process(example, monkeypatch):
     class NoWorkers:
         """Prepares in this process, in place of a pool."""

@@ -94,6 +94,7 @@ class UniqueItems(nnx.Module):
         return unique.expand(unique.rows)
 
 
+@pytest.mark.full
 def test_unique_rows_of_a_dynamic_table(tmp_path):
     model, ids = UniqueItems(), np.arange(8) * STEP
     optimizer = te.Optimizer(model, optax.sgd(0.1))

@@ -264,6 +264,7 @@ def check_program(seed, device_counts):
             jax.tree.map(np.testing.assert_array_equal, *of_field)
 
 
+@pytest.mark.full(every_case=True)
 @pytest.mark.parametrize("seed", quick_cases([0, 10, 40], "0", every_case=True))
 def test_random_programs(seed):
     check_program(seed, (1, 8) if seed else (2,))

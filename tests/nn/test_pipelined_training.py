@@ -343,6 +343,7 @@ def plain_stream_step(model, optimizer, ids, labels):
     return loss
 
 
+@pytest.mark.full
 def test_dynamic_tables_equal_those_of_a_plain_loop_bitwise():
     def make():
         model = Stream(1)

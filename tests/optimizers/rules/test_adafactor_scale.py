@@ -162,6 +162,7 @@ def moves(ids, plan, noise, num_steps, values=None):
     return before, rows_of(tables, plan, len(ids))
 
 
+@pytest.mark.full(every_case=True)
 @pytest.mark.parametrize(
     ("num_ids", "vocabulary", "num_devices", "mode"),
     [

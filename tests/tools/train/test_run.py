@@ -95,6 +95,7 @@ def test_a_resumed_run_names_changes_of_the_config(tmp_path, capsys):
     assert changes == ["changed since the last start: dense_learning_rate 0.01 -> 0.5"]
 
 
+@pytest.mark.full
 def test_the_second_step_compiles_nothing(tmp_path, caplog):
     with jax.log_compiles():
         run(tmp_path, "log_every=1", "num_steps=4", "checkpoint_every=0")
@@ -126,6 +127,7 @@ def test_a_damaged_checkpoint_is_refused_by_name(tmp_path):
         run(tmp_path, existing_run="resume")
 
 
+@pytest.mark.full
 def test_exact_auc_and_dynamic_tables(tmp_path):
     result = run(tmp_path / "auc", "exact_auc=True", "num_steps=2")
     binned = metrics_of(tmp_path / "auc")
@@ -147,11 +149,13 @@ def test_exact_auc_and_dynamic_tables(tmp_path):
     assert resumed.metrics == pytest.approx(result.metrics, abs=1e-5)
 
 
+@pytest.mark.full
 def test_a_profile_is_recorded(tmp_path):
     run(tmp_path, "num_steps=3", "checkpoint_every=0", profile=(1, 2))
     assert list((tmp_path / "profile").rglob("*.xplane.pb"))
 
 
+@pytest.mark.full
 def test_a_second_run_in_the_directory_is_refused(whole, tmp_path):
     first = start_command(tmp_path, "--devices", 1, settings=["num_steps=100000"])
     wait_for_line(first, "train")

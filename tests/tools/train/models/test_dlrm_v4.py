@@ -144,6 +144,7 @@ def dense_params(model):
     }
 
 
+@pytest.mark.full
 def test_training_steps_are_those_of_the_reference():
     data, config = GoldenData(), CONFIG
     plan = make_run_plan(config, data, mesh_of(2))

@@ -146,6 +146,7 @@ def logits_of(model, inputs):
     return model(inputs, expand, normalizer=N, dropout_key=model.dropout_key())
 
 
+@pytest.mark.full
 def test_padding_and_micro_batches_change_nothing():
     model, inputs = golden_model(block_size=16), golden_inputs(FLOATS)
     logits = logits_of(model, inputs)
