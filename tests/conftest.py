@@ -30,7 +30,6 @@ from tests.tiers import full_cases, mark_exhaustive_cases, with_ids  # noqa: E40
 
 jax.config.update("jax_num_cpu_devices", 8)
 jax.config.update("jax_numpy_rank_promotion", "raise")
-jax.devices()  # So that no command starts JAX with another number of devices.
 
 # Examples compile XLA programs; how long that takes says nothing about the code.
 hypothesis.settings.register_profile(
@@ -51,6 +50,14 @@ GOLDEN = pathlib.Path(__file__).parent / "golden"
 needs_kernels = pytest.mark.skipif(
     jax.__version_info__ < (0, 12), reason="kernels need jax 0.12"
 )
+
+
+def pytest_sessionstart() -> None:
+    """Starts JAX, so that no command starts it with another number of devices.
+
+    Here and not on import: a process that a test spawns imports this file.
+    """
+    jax.devices()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
