@@ -26,9 +26,14 @@ STYLE: Final = """
 def draw(results: Results) -> str:
     """Returns the picture: a panel for each setting, a line for each library.
 
-    Blue is a train step, orange a lookup. The axis of time is logarithmic.
+    Blue is a train step, orange a lookup. The axis of time is logarithmic. Figures of
+    accelerators are in the table only.
     """
-    rows = [row for row in results["peers"]["results"] if "left_out" not in row]
+    rows = [
+        row
+        for row in results["peers"]["results"]
+        if "left_out" not in row and "device" not in row
+    ]
     axis = _Axis([row[f"{m}_ms"] for row in rows for m in ("train", "forward")])
     settings = list(dict.fromkeys(row["setting"] for row in rows))
     parts, y = [], 30

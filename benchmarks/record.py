@@ -40,7 +40,8 @@ def render(results: Results) -> str:
     lines = ["| benchmark | case | figures | CPU |", "|---|---|---|---|"]
     for name, benchmark in results.items():
         for row in benchmark["results"]:
-            case = ", ".join(_show_case(row, field) for field in KEYS[name])
+            shown = [x for x in KEYS[name] if x != "device" or x in row]
+            case = ", ".join(_show_case(row, field) for field in shown)
             found = [
                 _show(field, row[field]) for field in FIGURES[name] if field in row
             ]

@@ -13,7 +13,7 @@ RESULTS_FILE: Final = pathlib.Path(__file__).with_name("results.json")
 KEYS: Final[dict[str, tuple[str, ...]]] = {
     "compiler_estimate": ("topology", "library", "kernels"),
     "table_size": ("devices", "rows"),
-    "peers": ("setting", "peer"),
+    "peers": ("setting", "peer", "device"),
     "compile_time": ("tables", "features"),
     "checkpoint_speed": ("work", "side", "devices"),
     "input_speed": ("format", "peer"),
@@ -61,11 +61,16 @@ def merge(results: Results, document: dict[str, Any]) -> str:
         raise ValueError(f"'benchmark' must be one of {sorted(KEYS)}, got {name!r}.")
     benchmark = results.setdefault(name, {"results": []})
     rows = {_key(name, row): row for row in benchmark["results"]}
-    # Each new result says its version and CPU: earlier ones may stay beside it.
+    # Each new result says its version and machine: earlier ones may stay beside it.
     stamp = {"jax": document["versions"]["jax"]}
     stamp |= {k: document[k] for k in ("cpu",) if k in document}
-    rows |= {_key(name, row): row | stamp for row in document["results"]}
-    benchmark |= {k: v for k, v in document.items() if k != "benchmark"}
+    is_accelerator = document.get("device", "cpu") not in ("cpu", "compiled only")
+    if is_accelerator:
+        stamp["device"] = document["device"]
+    new = [row | stamp for row in document["results"]]
+    rows |= {_key(name, row): row for row in new}
+    if not is_accelerator:
+        benchmark |= {k: v for k, v in document.items() if k != "benchmark"}
     benchmark["results"] = list(rows.values())
     return name
 
