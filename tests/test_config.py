@@ -31,20 +31,8 @@ def quantization(**options):
     )
 
 
-def combiner(**options):
-    return te.CustomCombiner(**{"function": largest, "max_valence": 4} | options)
-
-
 def row_ids(**options):
     return te.initializers.RowIdInitializer(**options)
-
-
-def largest(valence, rows):
-    return jnp.max(rows, axis=0) * (valence > 0)
-
-
-def custom(function):
-    return te.CustomCombiner(function=function, max_valence=4)
 
 
 def shape_initializer(shape, dtype=None):
@@ -72,11 +60,7 @@ WRONG = {
         ("initializer", KerasInitializer()),
         ("optimizer", "adamm"),
         ("combiner", "max"),
-        ("combiner", te.CustomCombiner),
-        ("combiner", custom(lambda valence, rows: rows)),
-        ("combiner", custom(lambda valence, rows: rows[0, :2])),
-        ("combiner", custom(lambda valence, rows: rows[0].astype(jnp.bfloat16))),
-        ("combiner", custom(lambda valence, rows: rows[0] if valence else rows[1])),
+        ("combiner", max),
         ("name", ""),
         ("name", 3),
         ("quantization_config", 16),
@@ -111,11 +95,6 @@ WRONG = {
         ("upper", -1.0),
         ("upper", NAN),
     ],
-    combiner: [
-        ("function", None),
-        ("max_valence", 0),
-        ("max_valence", 2.0),
-    ],
     row_ids: [
         ("offset", 0.5),
         ("offset", 2**31),
@@ -125,7 +104,6 @@ CLASS_NAMES = {
     table: "TableConfig",
     feature: "FeatureConfig",
     quantization: "QuantizationConfig",
-    combiner: "CustomCombiner",
     row_ids: "RowIdInitializer",
 }
 CASES = [
@@ -149,8 +127,7 @@ def test_wrong_value_is_refused_by_field(make, field, value):
     # The rule of two fields of a quantization names the class once.
     assert CLASS_NAMES[make] in message
     assert field in message
-    shown = value.function if isinstance(value, te.CustomCombiner) else value
-    assert repr(shown) in message or str(shown) in message
+    assert repr(value) in message or str(value) in message
     assert message.endswith(".")
     assert ";" not in message or message.count(" must ") == 1
 
@@ -179,7 +156,6 @@ RIGHT = [
     (feature, dict(default_id=np.int64(6))),
     (quantization, dict(lower=np.float32(-2), upper=np.float64(2))),
     (quantization, dict(num_buckets=np.int64(16))),
-    (combiner, dict(max_valence=np.int64(3))),
     (row_ids, dict(offset=np.int64(2**31 - 1))),
     (quantization, dict(lower=0, upper=1)),
     (table, dict(optimizer="adagrad")),
@@ -253,10 +229,6 @@ CONTRADICTIONS = {
     "default of a sequence": (
         lambda: feature(max_sequence_length=2, default_id=3),
         ["default_id", "3", "max_sequence_length=2", "'f'"],
-    ),
-    "default and a combiner of one's own": (
-        lambda: feature(table=table(combiner=custom(largest)), default_id=3),
-        ["default_id", "3", "CustomCombiner", "'f'"],
     ),
     "default outside of one of the tables": (
         lambda: feature(table=(TABLE, TABLE), default_id=9),

@@ -14,7 +14,6 @@ import jax.numpy as jnp
 import numpy as np
 
 from tpu_embedding.argument_checks import NoArray, by_name, describe_value
-from tpu_embedding.combiners import Combiner, CustomCombiner
 from tpu_embedding.dynamic import Dynamic
 from tpu_embedding.field_checks import convert_ints, is_finite, is_int, raise_all
 from tpu_embedding.initializers import (
@@ -28,6 +27,8 @@ from tpu_embedding.optimizers.row_optimizer import TableOptimizer
 from tpu_embedding.placement import Placement
 from tpu_embedding.rows.narrow_rows import NARROW_DTYPES
 from tpu_embedding.types import PADDING_ROW_ID
+
+Combiner = Literal["sum", "mean", "sqrtn"]
 
 OutOfRangePolicy = Literal["error", "drop", "clip"]
 
@@ -100,8 +101,8 @@ class TableConfig:
         None means the optimizer given to the layer.
       combiner: method that pools the rows of a sample's ids: `"sum"`, `"mean"` (sum
         divided by the sum of the weights) or `"sqrtn"` (sum divided by the square root
-        of the sum of squared weights). A denominator of 0 gives 0. Or a
-        `CustomCombiner`.
+        of the sum of squared weights). A denominator of 0 gives 0. To pool in another
+        way, look the feature up as a sequence, and pool it in the model.
       name: unique name. It is part of checkpoint keys and seeds the initial values.
       quantization_config: simulated quantization of looked-up rows, or None.
       dtype: storage type of the rows. Arithmetic, slot variables and activations are
@@ -121,7 +122,7 @@ class TableConfig:
     dim: int
     initializer: Initializer | None = None
     optimizer: TableOptimizer | None = None
-    combiner: Combiner | CustomCombiner = "mean"
+    combiner: Combiner = "mean"
     name: str | None = None
     quantization_config: QuantizationConfig | None = None
     dtype: Any = jnp.float32
@@ -169,7 +170,12 @@ class TableConfig:
         )
         if problem is not None:
             yield problem
-        yield from self._combiner_problems(owner)
+        if self.combiner not in get_args(Combiner):
+            yield (
+                f"TableConfig.combiner must be one of {list(get_args(Combiner))}, got "
+                f"{self.combiner!r} {owner}; to pool in another way, set "
+                "FeatureConfig.max_sequence_length and pool in the model"
+            )
         if self.name is not None and not _is_name(self.name):
             yield (
                 "TableConfig.name must be a non-empty string of UTF-8 or None, got "
@@ -207,26 +213,6 @@ class TableConfig:
                 "TableConfig.initializer must be able to start one row at a time for a "
                 f"te.Dynamic vocabulary, got {self.initializer!r} {owner}; take one of "
                 "te.initializers, or te.initializers.rowwise(initializer)"
-            )
-
-    def _combiner_problems(self, owner: str):
-        if not isinstance(self.combiner, CustomCombiner):
-            if self.combiner not in get_args(Combiner):
-                yield (
-                    f"TableConfig.combiner must be one of {list(get_args(Combiner))} "
-                    f"or a CustomCombiner, got {self.combiner!r} {owner}"
-                )
-            return
-        # A wrong dim has an error of its own.
-        problem = None
-        if is_int(self.dim) and self.dim >= 1:
-            problem = self.combiner.problem_with(self.dim)
-        if problem is not None:
-            yield (
-                "TableConfig.combiner must have a function that turns an int32 scalar "
-                f"and float32 rows [{self.combiner.max_valence}, {self.dim}] into one "
-                f"float32 row [{self.dim}], got {self.combiner.function!r} {owner}, "
-                f"but {problem}"
             )
 
     @property
@@ -428,12 +414,6 @@ class FeatureConfig(NoArray):
                 "FeatureConfig.default_id is for samples that are combined, got "
                 f"{self.default_id!r} with max_sequence_length="
                 f"{self.max_sequence_length!r} {owner}; leave out one of the two"
-            )
-        if any(isinstance(t.combiner, CustomCombiner) for t in tables):
-            yield (
-                "FeatureConfig.default_id must be None for a table with a "
-                f"CustomCombiner, got {self.default_id!r} {owner}; put the id into "
-                "empty samples instead"
             )
 
 

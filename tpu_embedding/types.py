@@ -200,8 +200,6 @@ class ShardedRaggedIds:
       batch_size: number of samples in the batch, without the empty ones.
       min_valence: minimum number of places of a sample. It is 1 if samples without ids
         hold padding, which `FeatureConfig.default_id` needs.
-      max_valence: maximum number of places of a sample, which a `CustomCombiner` needs;
-        None: no maximum is known.
     """
 
     values: IdArray
@@ -209,7 +207,6 @@ class ShardedRaggedIds:
     weights: IdArray | None = None
     batch_size: AxisSize = dataclasses.field(metadata={"static": True})
     min_valence: int = dataclasses.field(default=0, metadata={"static": True})
-    max_valence: int | None = dataclasses.field(default=None, metadata={"static": True})
 
 
 @jax.tree_util.register_dataclass

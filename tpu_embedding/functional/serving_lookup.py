@@ -16,7 +16,6 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Shaped, UInt8, UInt32
 
-from tpu_embedding.combiners import CustomCombiner
 from tpu_embedding.dynamic import SLOTS_PER_BUCKET, Dynamic
 from tpu_embedding.functional.unique_rows import UniqueRows
 from tpu_embedding.inputs.shard_inputs import (
@@ -30,7 +29,6 @@ from tpu_embedding.inputs.shard_inputs import (
 )
 from tpu_embedding.inputs.unique_shards import ONLY, length_of_ragged, named
 from tpu_embedding.lookup._combine import gather_and_pool, scale_samples
-from tpu_embedding.lookup._custom_combiner import apply_custom_combiners
 from tpu_embedding.lookup._directory import find_lane
 from tpu_embedding.lookup._exchange import quantize
 from tpu_embedding.lookup._flatten_to_owners import FeatureInput, resolve
@@ -175,8 +173,8 @@ def _serve_feature(
     feature_input = to_feature_input(to_shardable(ids, shape, shard), shape)
     row_ids, pooling, _ = resolve(feature_input, feature)
     read = _row_reader(table, feature, plan)
-    pooled = scale_samples([gather_and_pool(pooling, read, row_ids)], [pooling])
-    (activations,), _ = apply_custom_combiners(pooled, [pooling])
+    pooled = [gather_and_pool(pooling, read, row_ids)]
+    (activations,) = scale_samples(pooled, [pooling])
     return activations.astype(plan.activation_dtype).reshape(shape.output_shape)
 
 
@@ -247,14 +245,10 @@ def _row_reader(
 
 
 def _with_places(ids: ShardedRaggedIds, feature: FeaturePlan) -> ShardedRaggedIds:
-    """Gives ragged ids the places that `prepare_features` checks or makes on the host.
+    """Gives ragged ids the places that `prepare_features` makes on the host.
 
-    A default id needs a place in each sample; one with padding is added behind it. A
-    custom combiner takes the first `max_valence` ids.
+    A default id needs a place in each sample; one with padding is added behind it.
     """
-    combiner = feature.table.combiner
-    if isinstance(combiner, CustomCombiner):
-        ids = dataclasses.replace(ids, max_valence=combiner.max_valence)
     if feature.config.default_id is None:
         return ids
     row_splits, values = jnp.asarray(ids.row_splits), jnp.asarray(ids.values)

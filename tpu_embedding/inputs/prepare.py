@@ -20,7 +20,6 @@ from tpu_embedding.inputs.ragged_shards import RaggedShards
 from tpu_embedding.inputs.shard_inputs import (
     check_dtypes,
     feature_shape,
-    max_custom_valence,
     refuse_unequal_batches,
     refuse_weighted_unique_rows,
 )
@@ -337,7 +336,6 @@ def _check_feature(
     array = _read_weights(weights, host_ids, feature)
     ids = _check_ids(host_ids, array, feature)
     if isinstance(ids, RaggedIds):
-        max_valence = _check_valence(np.asarray(ids.row_splits), feature)
         min_valence = 0
         if feature.config.default_id is not None:
             ids, min_valence = _fill_empty_samples(ids), 1
@@ -346,7 +344,6 @@ def _check_feature(
             plan.num_shards // num_parts,
             num_parts=num_parts,
             min_valence=min_valence,
-            max_valence=max_valence,
         )
     return ids
 
@@ -494,25 +491,6 @@ def _pad_ragged(
         ids if isinstance(ids, DenseIds) else ids.padded(size_of[i])
         for i, ids in enumerate(checked)
     ]
-
-
-def _check_valence(row_splits: np.ndarray, feature: FeaturePlan) -> int | None:
-    """Refuses samples with more ids than a custom combiner takes; returns that limit.
-
-    It is None without a custom combiner.
-    """
-    max_valence = max_custom_valence(feature.config, row_splits.shape[0] - 1)
-    if max_valence is None:
-        return None
-    valences = np.diff(row_splits)
-    if valences.max() > max_valence:
-        sample = int(np.argmax(valences > max_valence))
-        raise ValueError(
-            f"Feature {feature.name!r} must have at most max_valence={max_valence} ids "
-            f"per sample, got {valences[sample]} in sample {sample}; raise "
-            "CustomCombiner.max_valence, or cut the samples."
-        )
-    return max_valence
 
 
 def _fill_empty_samples(ids: RaggedIds) -> RaggedIds:

@@ -14,8 +14,6 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array
 
-from tpu_embedding.combiners import CustomCombiner
-from tpu_embedding.config import FeatureConfig
 from tpu_embedding.inputs.forms import is_integer, is_real
 from tpu_embedding.lookup._flatten_to_owners import FeatureInput
 from tpu_embedding.lookup._running_sums import running_sum
@@ -51,8 +49,6 @@ class FeatureShape:
       sequence_length: ids of a sample that are looked up one by one; 0: the ids of a
         sample are combined.
       output_shape: shape of the activations, `dim` included.
-      custom_combiner: combines the ids of a sample; None: the table's combiner does, or
-        the ids are a sequence.
       default_id: row of samples without ids, or None.
       has_unique_rows: True if the samples are the unique ids of each shard.
     """
@@ -61,7 +57,6 @@ class FeatureShape:
     samples_per_shard: AxisSize
     sequence_length: int
     output_shape: tuple[AxisSize, ...]
-    custom_combiner: CustomCombiner | None = None
     default_id: int | None = None
     has_unique_rows: bool = False
 
@@ -155,14 +150,10 @@ def feature_shape(ids: FeatureIds, feature: FeaturePlan, plan: AnyPlan) -> Featu
     refuse_weighted_sequence(ids.weights, feature)
     is_ragged = isinstance(ids, ShardedRaggedIds)
     length = _sequence_length(values, batch_size, is_ragged, feature)
-    custom_combiner = None
     if length:
         _refuse_default_id(feature)
     else:
         _refuse_missing_places(ids, feature)
-        if isinstance(feature.table.combiner, CustomCombiner):
-            custom_combiner = feature.table.combiner
-            _check_custom_combiner(ids, custom_combiner, feature)
     leading = feature.config.output_shape
     if leading is None:
         leading = (batch_size, length) if length else (batch_size,)
@@ -171,7 +162,6 @@ def feature_shape(ids: FeatureIds, feature: FeaturePlan, plan: AnyPlan) -> Featu
         samples_per_shard=-(-batch_size // plan.num_shards),
         sequence_length=length,
         output_shape=(*leading, feature.table.dim),
-        custom_combiner=custom_combiner,
         default_id=feature.config.default_id,
     )
 
@@ -273,32 +263,6 @@ def _refuse_missing_places(
     )
 
 
-def _check_custom_combiner(
-    ids: DenseIds | ShardedRaggedIds, combiner: CustomCombiner, feature: FeaturePlan
-) -> None:
-    """Refuses weights, and more ids per sample than `CustomCombiner.max_valence`."""
-    if ids.weights is not None:
-        raise ValueError(
-            f"Feature {feature.name!r} must have no weights, got some: the "
-            "CustomCombiner of its table takes rows only. Use a feature with "
-            "max_sequence_length, and pool it in your model."
-        )
-    if isinstance(ids, DenseIds):
-        valence = _matrix_shape(ids.ids)[1]
-        if valence > combiner.max_valence:
-            raise ValueError(
-                f"Feature {feature.name!r} must have at most max_valence="
-                f"{combiner.max_valence} ids per sample, got ids of shape "
-                f"{ids.ids.shape}; raise CustomCombiner.max_valence."
-            )
-    elif ids.max_valence is None or ids.max_valence > combiner.max_valence:
-        raise ValueError(
-            f"Feature {feature.name!r} must have at most max_valence="
-            f"{combiner.max_valence} ids per sample, but its ragged ids were prepared "
-            f"for max_valence={ids.max_valence}; {PREPARE_AGAIN}."
-        )
-
-
 def _with_one_word(ids: FeatureIds) -> FeatureIds:
     """Returns the ids with one word for each, which has their shape."""
     return jax.tree.map(
@@ -306,16 +270,6 @@ def _with_one_word(ids: FeatureIds) -> FeatureIds:
         ids,
         is_leaf=lambda x: isinstance(x, Ids64),
     )
-
-
-def max_custom_valence(config: FeatureConfig, batch_size: int) -> int | None:
-    """Returns the maximum number of ids of a sample; None without a custom combiner."""
-    is_sequence = config.max_sequence_length or (
-        config.output_shape is not None and math.prod(config.output_shape) != batch_size
-    )
-    combiners = [table.combiner for table in config.tables]
-    limits = [c.max_valence for c in combiners if isinstance(c, CustomCombiner)]
-    return None if is_sequence or not limits else min(limits)
 
 
 def _matrix_shape(ids: Any) -> tuple[AxisSize, int]:
@@ -434,8 +388,6 @@ def to_feature_input(shardable: ShardableInput, shape: FeatureShape) -> FeatureI
     """Converts a feature into the input of the stages. Per shard."""
     num_samples = shape.samples_per_shard
     length = shape.sequence_length
-    if shape.custom_combiner is not None:
-        length = shape.custom_combiner.max_valence
     ids, weights = shardable.ids, shardable.weights
     if shardable.row_splits is None:
         if not length:
@@ -457,7 +409,6 @@ def to_feature_input(shardable: ShardableInput, shape: FeatureShape) -> FeatureI
             sample_ids=None,
             num_samples=num_samples * length,
             valence=1,
-            custom_combiner=shape.custom_combiner,
             out_of_range=shardable.out_of_range,
         )
     ids = ids.reshape(-1)
@@ -481,7 +432,6 @@ def to_feature_input(shardable: ShardableInput, shape: FeatureShape) -> FeatureI
         sample_ids=None,
         num_samples=num_samples * length,
         valence=1,
-        custom_combiner=shape.custom_combiner,
     )
 
 

@@ -12,7 +12,7 @@ All modules are private. `functional/steps.py` calls them inside `shard_map`, an
 2. `_dedup`: equal keys become one request; requests are grouped by owner.
 3. `_route`: each request gets a round and a place in its buffer.
 4. `_exchange`: all-to-all of ids, of rows, and of gradients. Owners gather rows.
-5. `_combine`: rows are summed into samples. `_custom_combiner` runs the user's own.
+5. `_combine`: rows are summed into samples.
 6. `_spread_cotangents`: cotangents are summed into the rows of their samples.
 7. `_merge`: the owner sums the gradients that several devices send for one row.
 

@@ -17,7 +17,6 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from tpu_embedding.lookup._custom_combiner import row_cotangents
 from tpu_embedding.lookup._exchange import Requests, send_gradients, send_requests
 from tpu_embedding.lookup._flatten_to_owners import PoolingSpec
 from tpu_embedding.lookup._forward import StackRouting
@@ -104,7 +103,7 @@ def stack_gradient(
     """
     samples = SampleGradients(
         keys=routing.keys,
-        cotangents=row_cotangents(cotangents, routing.sequences),
+        cotangents=list(cotangents),
         poolings=routing.poolings,
         max_unique_ids=routing.max_unique_ids,
     )

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from tpu_embedding.combiners import Combiner, CustomCombiner
+from tpu_embedding.config import Combiner
 from tpu_embedding.plan.features import FeaturePlan
 from tpu_embedding.plan.stack_plan import StackPlan
 from tpu_embedding.types import PADDING_ROW_ID, AxisSize
@@ -35,9 +35,6 @@ class FeatureInput:
       valence: ids per sample, if `sample_ids` is None.
       is_sample: bool `[num_samples]`, False for samples that only fill up the batch;
         None: all are real, or it makes no difference.
-      custom_combiner: pools the ids, which lie sample by sample, in `max_valence`
-        places each; `num_samples` counts these places. None: the combiner of the
-        table, or nothing in a sequence.
       out_of_range: int32 `[1]`, ids outside the table that the host has dropped or
         clipped; None: none.
     """
@@ -48,9 +45,6 @@ class FeatureInput:
     num_samples: AxisSize = dataclasses.field(metadata={"static": True})
     valence: int = dataclasses.field(metadata={"static": True})
     is_sample: Bool[Array, "_"] | None = None
-    custom_combiner: CustomCombiner | None = dataclasses.field(
-        default=None, metadata={"static": True}
-    )
     out_of_range: Int[Array, "_"] | None = None
 
 
@@ -66,9 +60,6 @@ class PoolingSpec:
       sample_ids: see `FeatureInput`.
       num_samples: see `FeatureInput`.
       valence: see `FeatureInput`.
-      valences: int32 `[samples]`, the rows of each sample that a custom combiner pools,
-        or None.
-      custom_combiner: see `FeatureInput`.
     """
 
     gains: Float[Array, " ids"] | None
@@ -76,10 +67,6 @@ class PoolingSpec:
     sample_ids: Int[Array, " ids"] | None
     num_samples: AxisSize = dataclasses.field(metadata={"static": True})
     valence: int = dataclasses.field(metadata={"static": True})
-    valences: Int[Array, "_"] | None = None
-    custom_combiner: CustomCombiner | None = dataclasses.field(
-        default=None, metadata={"static": True}
-    )
 
     @property
     def num_ids(self) -> AxisSize:
@@ -135,11 +122,6 @@ def resolve(
         feature_input, row_ids = _fill_empty_samples(
             feature_input, row_ids, feature.config.default_id
         )
-    valences = None
-    if feature_input.custom_combiner is not None:
-        row_ids, valences = _move_ids_to_front(
-            row_ids, feature_input.custom_combiner.max_valence
-        )
     gains, scales = _gains_and_scales(feature_input, row_ids, feature.table.combiner)
     pooling = PoolingSpec(
         gains=gains,
@@ -147,8 +129,6 @@ def resolve(
         sample_ids=feature_input.sample_ids,
         num_samples=feature_input.num_samples,
         valence=feature_input.valence,
-        valences=valences,
-        custom_combiner=feature_input.custom_combiner,
     )
     return row_ids, pooling, num_out_of_range
 
@@ -257,17 +237,6 @@ def _fill_empty_samples(
     )
 
 
-def _move_ids_to_front(
-    row_ids: Int[Array, " ids"], max_valence: int
-) -> tuple[Int[Array, " ids"], Int[Array, " samples"]]:
-    """Moves the padding of each sample behind its rows, and counts these."""
-    by_sample = row_ids.reshape(-1, max_valence)
-    is_padding = by_sample == PADDING_ROW_ID
-    order = jnp.argsort(is_padding, axis=1, stable=True)
-    valences = jnp.sum(~is_padding, axis=1, dtype=jnp.int32)
-    return jnp.take_along_axis(by_sample, order, axis=1).reshape(-1), valences
-
-
 def _keys_of(
     row_ids: Int[Array, " ids"], row_offset: int, stack: StackPlan
 ) -> Int[Array, " ids"]:
@@ -282,7 +251,7 @@ def _keys_of(
 def _gains_and_scales(
     feature_input: FeatureInput,
     row_ids: Int[Array, " ids"],
-    combiner: Combiner | CustomCombiner,
+    combiner: Combiner,
 ) -> tuple[Float[Array, " ids"] | None, Float[Array, " samples"] | None]:
     """Returns the gain of each id and the scale of each sample.
 
@@ -296,7 +265,6 @@ def _gains_and_scales(
         gains = jnp.where(is_used, gains, 0.0)
     if combiner == "sum" or (gains is None and is_single):
         return gains, None
-    assert not isinstance(combiner, CustomCombiner), "pooled as a sequence"
     weights = is_used.astype(jnp.float32) if gains is None else gains
     match combiner:
         case "mean":

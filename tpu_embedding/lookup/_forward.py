@@ -17,10 +17,6 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from tpu_embedding.lookup._combine import combine, read_and_combine
-from tpu_embedding.lookup._custom_combiner import (
-    PooledSequence,
-    apply_custom_combiners,
-)
 from tpu_embedding.lookup._exchange import (
     Requests,
     fetch_rows,
@@ -49,14 +45,12 @@ class StackRouting:
       keys: int32 `[ids]`, of all features; see `_flatten_to_owners.py`.
       sent: the ids at the owners of their rows; None if this device read its own rows.
       poolings: per feature of the stack.
-      sequences: per feature of the stack; None without a custom combiner.
       max_unique_ids: upper bound on the unique ids of a shard.
     """
 
     keys: Int[Array, " ids"]
     sent: SentIds | None
     poolings: list[PoolingSpec]
-    sequences: list[PooledSequence | None]
     max_unique_ids: int = dataclasses.field(metadata={"static": True})
 
 
@@ -135,7 +129,6 @@ def route_stack(
         keys=keys,
         sent=sent,
         poolings=poolings,
-        sequences=[None] * len(poolings),  # known when the rows are
         max_unique_ids=max_unique,
     )
     return RoutedStack(
@@ -171,10 +164,9 @@ def read_stack(
         )
         rounds += further_rounds
     activations, routing = _order(activations, routing)
-    activations, sequences = apply_custom_combiners(activations, routing.poolings)
     return StackLookup(
         activations=[x.astype(plan.activation_dtype) for x in activations],
-        routing=dataclasses.replace(routing, sequences=sequences),
+        routing=routing,
         rounds=rounds[None],
         out_of_range=routed.out_of_range,
     )
@@ -191,7 +183,7 @@ def _read_rounds(
     """Fetches the rows of all rounds from their owners, and combines them. Per shard.
 
     Returns:
-      The activations before custom combiners, and the number of rounds after the first.
+      The activations, and the number of rounds after the first.
     """
 
     def read(requests: Requests, places: Int[Array, " ids"]) -> list[Array]:

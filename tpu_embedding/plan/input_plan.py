@@ -9,9 +9,7 @@ import dataclasses
 from typing import Any
 
 import jax
-from jaxtyping import Array
 
-from tpu_embedding.combiners import CustomCombiner
 from tpu_embedding.config import FeatureConfig, TableConfig
 from tpu_embedding.plan.features import FeatureNest, FeaturePlan
 
@@ -83,15 +81,4 @@ def _without_functions(config: FeatureConfig) -> FeatureConfig:
 
 
 def _table_without_functions(table: TableConfig) -> TableConfig:
-    combiner = table.combiner
-    if isinstance(combiner, CustomCombiner):
-        combiner = dataclasses.replace(combiner, function=_first_row)
-    return dataclasses.replace(
-        table, initializer=None, optimizer=None, combiner=combiner
-    )
-
-
-def _first_row(valence: Array, rows: Array) -> Array:
-    """Stands for a combiner that loaders never run."""
-    del valence
-    return rows[0]
+    return dataclasses.replace(table, initializer=None, optimizer=None)
