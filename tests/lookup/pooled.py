@@ -4,7 +4,6 @@ import jax.numpy as jnp
 import numpy as np
 
 from tpu_embedding.lookup._flatten_to_owners import PoolingSpec
-from tpu_embedding.lookup._route import IdsByRow
 
 # Multiples of 1/2, so that all sums are exact in float32.
 GAINS = np.array([1, -1, 2, 0, -3, 0.5], np.float32)
@@ -54,12 +53,16 @@ def places_of(poolings, num_rows, seed=0):
 
 
 def sort_by_row(places, num_rows):
-    """Returns the ids by row; those without a row lie between the others, too."""
+    """Sorts ids by row; those without a row lie between the others, too.
+
+    Returns:
+      The position of each sorted id before sorting, and its place.
+    """
     is_used = places < num_rows
     # Rows of other rounds come before, between and behind those of this round.
     keys = np.where(is_used, 2 * places + 1, np.arange(len(places)) % 8 * 8)
     order = np.argsort(keys, kind="stable").astype(np.int32)
-    return IdsByRow(order=jnp.array(order), places=jnp.array(places[order]))
+    return jnp.array(order), jnp.array(places[order])
 
 
 def matrix_of(poolings, places, num_rows):

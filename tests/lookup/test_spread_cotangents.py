@@ -1,5 +1,7 @@
 """Cotangents summed into rows: the transpose of `combine`."""
 
+import functools
+
 import jax
 import numpy as np
 import pytest
@@ -12,9 +14,13 @@ from tests.lookup.pooled import (
     pooling_of,
     sort_by_row,
 )
-from tpu_embedding.lookup._spread_cotangents import spread
+from tpu_embedding.lookup._spread_cotangents import cotangent_reader, spread
 
-jitted_spread = jax.jit(spread, static_argnums=3)
+
+@functools.partial(jax.jit, static_argnums=3)
+def jitted_spread(cotangents, sorted_ids, poolings, buffer_size):
+    reader = cotangent_reader(cotangents, poolings)
+    return spread(reader, *sorted_ids, buffer_size)
 
 
 def check(poolings, dim=3, seed=0):
@@ -52,7 +58,7 @@ def test_a_row_of_every_id():
     poolings = [pooling_of("long"), pooling_of("many+gains")]
     places = np.zeros(sum(pooling.num_ids for pooling in poolings), np.int32)
     cotangents = [integers(8, 3), integers(8, 3, seed=2)]
-    ids_by_row = sort_by_row(places, 8)
-    gradients = jitted_spread(cotangents, ids_by_row, poolings, 8)
+    sorted_ids = sort_by_row(places, 8)
+    gradients = jitted_spread(cotangents, sorted_ids, poolings, 8)
     expected = matrix_of(poolings, places, 8).T @ np.concatenate(cotangents)
     np.testing.assert_array_equal(gradients[0], expected[0])

@@ -45,7 +45,6 @@ from tpu_embedding.lookup._backward import (
     stack_gradient,
 )
 from tpu_embedding.lookup._forward import (
-    RoutedStack,
     StackLookup,
     StackRouting,
     read_stack,
@@ -101,7 +100,7 @@ class Routed:
       plan: plan of the batch's features.
     """
 
-    stacks: dict[str, RoutedStack]
+    stacks: dict[str, StackRouting]
     shapes: tuple[FeatureShape, ...] = dataclasses.field(metadata={"static": True})
     plan: EmbeddingPlan = dataclasses.field(metadata={"static": True})
 
@@ -292,7 +291,7 @@ def _read_routed(tables: dict[str, PackedRows], routed: Routed) -> LookupResult:
 def compute_gradients(
     routing: Routing, cotangents: Any, plan: EmbeddingPlan
 ) -> TableGradients:
-    """Returns the tables' sparse gradients, at the owners of the touched rows.
+    """Returns the tables' sparse gradients. Nothing crosses the network yet.
 
     Args:
       routing: facts that the lookup handed on.
@@ -324,8 +323,6 @@ def compute_gradients(
                 stack_gradient(
                     routings[stack.name],
                     [by_feature[i] for i in plan.features_of(stack)],
-                    stack,
-                    plan,
                 )
             )
             for stack in plan.trained_stacks
@@ -560,7 +557,7 @@ def _route(
     shardables: list[ShardableInput],
     shapes: tuple[FeatureShape, ...],
     plan: EmbeddingPlan,
-) -> dict[str, RoutedStack]:
+) -> dict[str, StackRouting]:
     """Routes all stacks, compiled even if the caller does not use `jit`."""
 
     def route_shard(shardables):
@@ -582,7 +579,7 @@ def _route(
 
 @functools.partial(jax.jit, static_argnames="plan")
 def _read_rows(
-    tables: dict[str, PackedRows], routed: dict[str, RoutedStack], plan: EmbeddingPlan
+    tables: dict[str, PackedRows], routed: dict[str, StackRouting], plan: EmbeddingPlan
 ) -> dict[str, StackLookup]:
     """Reads the rows of all stacks, compiled even if the caller does not use `jit`."""
 
@@ -660,18 +657,16 @@ def _fill_up(ids: Any, shape: FeatureShape, plan: EmbeddingPlan) -> ShardableInp
 def _collect_stats(results: dict[str, StackLookup], plan: EmbeddingPlan) -> LookupStats:
     out_of_range = {}
     for stack in plan.used_stacks:
-        counts = results[stack.name].out_of_range
+        counts = results[stack.name].routing.out_of_range
         for i, count in zip(plan.features_of(stack), counts, strict=True):
             out_of_range[plan.features[i].name] = jnp.sum(count)
-    sent = {name: result.routing.sent for name, result in results.items()}
+    asked = {name: x for name, x in results.items() if x.requested_rows is not None}
     return LookupStats(
         rounds={name: result.rounds[0] for name, result in results.items()},
         out_of_range=out_of_range,
-        num_ids={name: jnp.sum(ids.num_ids) for name, ids in sent.items() if ids},
+        num_ids={name: jnp.sum(x.num_ids) for name, x in asked.items()},
         requested_rows={
-            name: jnp.sum(ids.requested_rows, axis=0)
-            for name, ids in sent.items()
-            if ids
+            name: jnp.sum(x.requested_rows, axis=0) for name, x in asked.items()
         },
     )
 

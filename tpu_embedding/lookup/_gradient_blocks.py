@@ -1,7 +1,7 @@
 """Sums the gradients of rows in blocks of ids that stay in a CPU's cache.
 
-It replaces route, spread, exchange and merge where one CPU device owns all rows. Sorted
-by row, the ids of a batch are cut into blocks of equal size. A block gathers the
+It replaces rounds, spread, exchange and merge where one CPU device owns all rows.
+Sorted by row, the ids of a batch are cut into blocks of equal size. A block gathers the
 cotangents of its ids and adds them up by row, without a buffer for all ids. XLA:CPU
 gathers on all cores. It adds on one core, which is fast only within the cache.
 
@@ -9,9 +9,8 @@ A block is a round of the gradient: an update finishes its rows before the next 
 begins. A row whose ids continue in the next block is finished there.
 """
 
-import dataclasses
 from collections.abc import Callable
-from typing import Final, TypeVar
+from typing import Final, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -19,8 +18,9 @@ from jaxtyping import Array, Float, Int
 
 from tpu_embedding.hardware import MEBIBYTE
 from tpu_embedding.lookup._dedup import rank_unique
+from tpu_embedding.lookup._spread_cotangents import ReadCotangents
 from tpu_embedding.rows.packed_rows import LANE_BYTES, RowLayout, round_up
-from tpu_embedding.rows.row_gradients import RowGradients
+from tpu_embedding.rows.row_gradients import GradientRounds, RowGradients
 from tpu_embedding.types import PADDING_ROW_ID, RowRange
 
 Carry = TypeVar("Carry")
@@ -31,26 +31,19 @@ _BLOCK_BYTES: Final = MEBIBYTE
 _BLOCK_ALIGNMENT: Final = 128
 """The ids of a block are a multiple of this."""
 
-ReadCotangents = Callable[[Int[Array, " n"]], Float[Array, "n dim"]]
-"""Returns the cotangent of each id, times its gain."""
 
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class IdBlocks:
+class IdBlocks(NamedTuple):
     """The ids of a batch, sorted by row, in blocks of equal size. Per shard.
 
     Attributes:
       row_ids: int32 `[blocks, block_size]`, rising; padding last.
       order: int32 `[blocks, block_size]`, position of each id before sorting.
       ranks: int32 `[blocks, block_size]`, number of distinct rows before each id's.
-      end_row: int32 `[1]`, the first row that the first block does not finish.
     """
 
     row_ids: Int[Array, "blocks block_size"]
     order: Int[Array, "blocks block_size"]
     ranks: Int[Array, "blocks block_size"]
-    end_row: Int[Array, "_"]
 
 
 def choose_ids_per_block(num_ids: int, dim: int) -> int:
@@ -64,85 +57,63 @@ def choose_ids_per_block(num_ids: int, dim: int) -> int:
     return round_up(max(1, min(in_cache, num_ids)), _BLOCK_ALIGNMENT)
 
 
-def first_block(
+def gradient_blocks(
     keys: Int[Array, " ids"],
     ids_per_block: int,
     read_cotangents: ReadCotangents,
     layout: RowLayout,
-) -> tuple[RowGradients, IdBlocks | None]:
-    """Sorts ids, and sums the gradients of the first block. Per shard.
+) -> GradientRounds:
+    """Sorts ids, and sums the gradients of one block after the other. Per shard.
 
     Args:
       keys: row of each id; `PADDING_ROW_ID` for an id without a row.
       ids_per_block: ids of a block.
       read_cotangents: reads the cotangents of ids.
       layout: packing of the table.
-
-    Returns:
-      The gradients, and the blocks for `fold_blocks`; None if there is only one.
     """
-    (num_ids,) = keys.shape
+    blocks = _sorted_blocks(keys, ids_per_block)
+    nothing = jnp.zeros((layout.dim,), jnp.float32)
+    first, open_sum, end_row = _sum_block(
+        jnp.int32(0), blocks, nothing, read_cotangents, layout
+    )
+    if keys.shape[0] <= ids_per_block:
+        return GradientRounds(first=first)
+    num_used = jnp.sum(blocks.row_ids != PADDING_ROW_ID, dtype=jnp.int32)
+
+    def fold_later(
+        body: Callable[[Carry, RowGradients, RowRange], Carry], carry: Carry
+    ) -> Carry:
+        def run(state):
+            index, open_sum, first_row, carry = state
+            gradients, open_sum, end_row = _sum_block(
+                index, blocks, open_sum, read_cotangents, layout
+            )
+            carry = body(carry, gradients, RowRange(first_row, end_row))
+            return index + 1, open_sum, end_row, carry
+
+        state = (jnp.int32(1), open_sum, end_row, carry)
+        return jax.lax.while_loop(
+            lambda state: state[0] * ids_per_block < num_used, run, state
+        )[-1]
+
+    return GradientRounds(
+        first=first, first_rows=RowRange(jnp.int32(0), end_row), fold_later=fold_later
+    )
+
+
+def _sorted_blocks(keys: Int[Array, " ids"], ids_per_block: int) -> IdBlocks:
     keys, order, ranks = rank_unique(keys)
-    missing = -num_ids % ids_per_block
+    missing = -keys.shape[0] % ids_per_block
 
     def cut(values: Int[Array, " ids"], fill: int) -> Int[Array, "blocks block_size"]:
         padded = jnp.pad(values, (0, missing), constant_values=fill)
         return padded.reshape(-1, ids_per_block)
 
-    blocks = IdBlocks(
+    return IdBlocks(
         row_ids=cut(keys, PADDING_ROW_ID),
         order=cut(order, 0),
         ranks=cut(ranks, PADDING_ROW_ID),
-        end_row=jnp.zeros(1, jnp.int32),
     )
-    nothing = jnp.zeros((layout.dim,), jnp.float32)
-    first, _, end_row = _sum_block(
-        jnp.int32(0), blocks, nothing, read_cotangents, layout
-    )
-    if num_ids <= ids_per_block:
-        return first, None
-    return first, dataclasses.replace(blocks, end_row=end_row[None])
-
-
-def fold_blocks(
-    blocks: IdBlocks,
-    first: RowGradients,
-    read_cotangents: ReadCotangents,
-    layout: RowLayout,
-    body: Callable[[Carry, RowGradients, RowRange], Carry],
-    carry: Carry,
-) -> Carry:
-    """Calls `carry = body(carry, gradients, rows)` for the later blocks. Per shard.
-
-    Args:
-      blocks: from `first_block`.
-      first: the gradients of the first block.
-      read_cotangents: reads the cotangents of ids.
-      layout: packing of the table.
-      body: what is done with the gradients of a block, and the range of their rows.
-      carry: first value of the carry.
-    """
-    num_used = jnp.sum(blocks.row_ids != PADDING_ROW_ID, dtype=jnp.int32)
-    ids_per_block = blocks.row_ids.shape[1]
-    # The place of a row that continues holds its sum so far, under a padding id.
-    last = blocks.ranks[0, -1] - blocks.ranks[0, 0]
-    continues = blocks.row_ids[0, -1] == blocks.row_ids[1, 0]
-    open_sum = jnp.where(continues, first.values[last], 0.0)
-
-    def run(state):
-        index, open_sum, first_row, carry = state
-        gradients, open_sum, end_row = _sum_block(
-            index, blocks, open_sum, read_cotangents, layout
-        )
-        carry = body(carry, gradients, RowRange(first_row, end_row))
-        return index + 1, open_sum, end_row, carry
-
-    _, _, _, carry = jax.lax.while_loop(
-        lambda state: state[0] * ids_per_block < num_used,
-        run,
-        (jnp.int32(1), open_sum, blocks.end_row[0], carry),
-    )
-    return carry
 
 
 def _sum_block(

@@ -13,16 +13,18 @@ from jaxtyping import Array, Float, Int
 from tpu_embedding.lookup._combine import scale_samples
 from tpu_embedding.lookup._flatten_to_owners import PoolingSpec
 from tpu_embedding.lookup._repeats import add_repeats
-from tpu_embedding.lookup._route import IdsByRow
 from tpu_embedding.rows.access import gather_from_buffer
 from tpu_embedding.rows.packed_rows import gather_in_bounds
+
+ReadCotangents = Callable[[Int[Array, " n"]], Float[Array, "n dim"]]
+"""Returns the cotangent of each id, times its gain."""
 
 
 @jax.named_scope("spread")
 def spread(
-    cotangents: Sequence[Float[Array, "_ dim"]],
-    ids_by_row: IdsByRow,
-    poolings: Sequence[PoolingSpec],
+    cotangents_of: ReadCotangents,
+    order: Int[Array, " ids"],
+    places: Int[Array, " ids"],
     buffer_size: int,
 ) -> Float[Array, "buffer dim"]:
     """Sums the cotangents of all samples that used a row. Per shard; no communication.
@@ -30,26 +32,25 @@ def spread(
     The cotangent of each row's first id is gathered; those of its repeats are added.
 
     Args:
-      cotangents: per feature of the stack.
-      ids_by_row: the ids of each row.
-      poolings: the features of the stack.
+      cotangents_of: reads the cotangents of ids, from `cotangent_reader`.
+      order: position of each id before sorting by row.
+      places: place of the row of each sorted id in the exchange buffer; `buffer_size`
+        if the id is not part of the round.
       buffer_size: places of the exchange buffer.
 
     Returns:
       The gradient of each row of the exchange buffer. Unused places hold anything.
     """
-    cotangents_of = cotangent_reader(cotangents, poolings)
-    places = ids_by_row.places
     is_first = jnp.diff(places, prepend=-1) != 0
     first_ids = jnp.zeros((buffer_size,), jnp.int32)
     first_ids = first_ids.at[jnp.where(is_first, places, buffer_size)].set(
-        ids_by_row.order, mode="drop", wrap_negative_indices=False
+        order, mode="drop", wrap_negative_indices=False
     )
     return add_repeats(
         cotangents_of(first_ids),
         ~is_first & (places < buffer_size),
         places=places,
-        value_ids=ids_by_row.order,
+        value_ids=order,
         read_values=lambda _, ids: cotangents_of(ids),
     )
 
@@ -57,7 +58,7 @@ def spread(
 def cotangent_reader(
     cotangents: Sequence[Float[Array, "_ dim"]],
     poolings: Sequence[PoolingSpec],
-) -> Callable[[Int[Array, " n"]], Float[Array, "n dim"]]:
+) -> ReadCotangents:
     """Returns a function that gathers the cotangents of ids, times gain and scale.
 
     Args:

@@ -41,6 +41,16 @@ class RowGradients:
         values = jnp.where(is_used[:, None], self.values, 0)
         return RowUpdates(row_ids=self.row_ids, values=values)
 
+    def scaled(self, factor: Float[Array, "_"]) -> "RowGradients":
+        """Returns the gradients times a factor, a float32 `[1]`."""
+        occurrences = self.occurrences
+        if occurrences is not None:
+            values = occurrences.values * factor
+            occurrences = dataclasses.replace(occurrences, values=values)
+        return dataclasses.replace(
+            self, values=self.values * factor, occurrences=occurrences
+        )
+
     def only_if(self, condition: Bool[Array, ""]) -> "RowGradients":
         """Returns these gradients; those of no row if a condition does not hold."""
 
