@@ -1,6 +1,5 @@
 """The all-to-all of ids, rows and gradients."""
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest

@@ -21,11 +21,11 @@ from tpu_embedding.optimizers.row_optimizer import TableOptimizer
 from tpu_embedding.placement import PlacementPolicy
 from tpu_embedding.plan import stacking
 from tpu_embedding.plan.capacity import EXCHANGE_KINDS, ExchangeKind
-from tpu_embedding.plan.column_arrays import fits_in_one_array, with_column_arrays
 from tpu_embedding.plan.dynamic_rows import refuse_unsuited, rows_of_dynamic_table
 from tpu_embedding.plan.embedding_feature import resolve_embedding_feature
 from tpu_embedding.plan.features import flatten_config, place_features
 from tpu_embedding.plan.forms import choose_gathers, choose_updates
+from tpu_embedding.plan.memory import fits_in_one_array
 from tpu_embedding.plan.mesh_options import (
     resolve_batch_axes,
     resolve_hardware,
@@ -193,7 +193,6 @@ def _plan_stack(
     num_shards = math.prod(mesh.shape[axis] for axis in shard_axes)
     slots = _slots_of_tables(tables)
     layout = _layout_of_stack(placed, num_shards, hardware)
-    layout = with_column_arrays(layout, hardware)
     facts: dict[str, Any] = dict(
         name=name,
         tables=placed,
