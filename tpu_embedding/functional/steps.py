@@ -660,14 +660,16 @@ def _collect_stats(results: dict[str, StackLookup], plan: EmbeddingPlan) -> Look
         counts = results[stack.name].routing.out_of_range
         for i, count in zip(plan.features_of(stack), counts, strict=True):
             out_of_range[plan.features[i].name] = jnp.sum(count)
-    asked = {name: x for name, x in results.items() if x.requested_rows is not None}
+    num_ids, requested_rows = {}, {}
+    for name, result in results.items():
+        if result.num_ids is not None and result.requested_rows is not None:
+            num_ids[name] = jnp.sum(result.num_ids)
+            requested_rows[name] = jnp.sum(result.requested_rows, axis=0)
     return LookupStats(
         rounds={name: result.rounds[0] for name, result in results.items()},
         out_of_range=out_of_range,
-        num_ids={name: jnp.sum(x.num_ids) for name, x in asked.items()},
-        requested_rows={
-            name: jnp.sum(x.requested_rows, axis=0) for name, x in asked.items()
-        },
+        num_ids=num_ids,
+        requested_rows=requested_rows,
     )
 
 

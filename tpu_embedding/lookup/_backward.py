@@ -19,7 +19,7 @@ from tpu_embedding.lookup._forward import StackRouting
 from tpu_embedding.lookup._gradient_blocks import choose_ids_per_block, gradient_blocks
 from tpu_embedding.lookup._merge import merge
 from tpu_embedding.lookup._replicas import add_dense_gradients, gather_from_replicas
-from tpu_embedding.lookup._rounds import Round, SentIds, later_rounds, send_ids
+from tpu_embedding.lookup._rounds import Round, SentIds, fold_later_rounds, send_ids
 from tpu_embedding.lookup._spread_cotangents import cotangent_reader, spread
 from tpu_embedding.plan.plan import EmbeddingPlan
 from tpu_embedding.plan.replicas import choose_reduction
@@ -95,7 +95,7 @@ def join_gradients(
         out_of_range=[count for part in parts for count in part.out_of_range],
         max_unique_ids=max_unique_ids,
     )
-    cotangents = [x * each.factor for each in gradients for x in each.cotangents]
+    cotangents = [x * each.factor[0] for each in gradients for x in each.cotangents]
     return stack_gradient(routing, cotangents)
 
 
@@ -112,7 +112,7 @@ def gradient_rounds(
       stack: plan of the stack.
       plan: gives the mesh.
     """
-    routing, factor = gradient.routing, gradient.factor
+    routing, factor = gradient.routing, gradient.factor[0]
     reader = cotangent_reader(gradient.cotangents, routing.poolings)
     if stack.updates == "blocks":
         size = choose_ids_per_block(routing.keys.shape[0], stack.dim)
@@ -142,7 +142,7 @@ def gradient_rounds(
             return body(carry, receive(current), rows), current.end_row[0]
 
         state = (carry, sent.first.end_row[0])
-        (carry, _), _ = later_rounds(run, state, sent, stack, plan)
+        (carry, _), _ = fold_later_rounds(run, state, sent, stack, plan)
         return carry
 
     return GradientRounds(

@@ -23,7 +23,7 @@ from tpu_embedding.lookup._flatten_to_owners import (
     flatten,
     max_unique_ids,
 )
-from tpu_embedding.lookup._rounds import Round, SentIds, each_round, send_ids
+from tpu_embedding.lookup._rounds import Round, SentIds, fold_later_rounds, send_ids
 from tpu_embedding.plan.plan import EmbeddingPlan
 from tpu_embedding.plan.stack_plan import StackPlan
 from tpu_embedding.rows.packed_rows import PackedRows
@@ -140,12 +140,16 @@ def read_stack(
             rounds=jnp.ones((1,), jnp.int32),
         )
 
-    def add_round(sums: list[Array] | None, current: Round) -> list[Array]:
+    def read_round(current: Round) -> list[Array]:
         rows = fetch_rows(table, current.row_ids, stack, plan)
-        of_round = combine(rows, sent.places(current), poolings, stack.gathers)
-        return of_round if sums is None else jax.tree.map(jnp.add, sums, of_round)
+        return combine(rows, sent.places(current), poolings, stack.gathers)
 
-    activations, rounds = each_round(add_round, None, sent, stack, plan)
+    def add_round(sums: list[Array], current: Round) -> list[Array]:
+        return jax.tree.map(jnp.add, sums, read_round(current))
+
+    activations, rounds = fold_later_rounds(
+        add_round, read_round(sent.first), sent, stack, plan
+    )
     activations, routing = _order(activations, routing)
     return StackLookup(
         activations=[x.astype(plan.activation_dtype) for x in activations],

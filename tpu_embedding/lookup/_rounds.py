@@ -8,10 +8,10 @@ row within its round, and an optimizer can finish a round before the next begins
 The range of a round ends before the first row that does not fit for some source. The
 shards find it by one all-reduce (minimum) of an int32 per owner.
 
-`send_ids` runs the first round as straight-line code. `each_round` is the only loop:
-the forward pass folds "fetch and combine" over it, and an update "spread, send, merge,
-apply the rule". Later rounds exist only under skew, and all shards agree on when to
-stop.
+`send_ids` sends the first round, and its callers run it as straight-line code. Later
+rounds exist only under skew. `fold_later_rounds` is the only loop: the forward pass
+folds "fetch, combine" over it, an update "spread, send, merge, apply the rule". All
+shards agree on when to stop.
 """
 
 import dataclasses
@@ -116,38 +116,25 @@ def send_ids(
     return SentIds(unique=unique, first=first, size=size)
 
 
-def each_round(
+def fold_later_rounds(
     body: Callable[[Carry, Round], Carry],
     carry: Carry,
     ids: SentIds,
     stack: StackPlan,
     plan: EmbeddingPlan,
 ) -> tuple[Carry, Int[Array, ""]]:
-    """Folds `carry = body(carry, round)` over all rounds. Per shard.
+    """Folds `carry = body(carry, round)` over the rounds after the first. Per shard.
 
     Args:
-      body: what is done in a round. From the first round on, it returns values of one
-        structure, shape and dtype.
-      carry: first value.
+      body: what is done in a round.
+      carry: first value, which the caller made of the first round, `ids.first`.
       ids: from `send_ids`.
       stack: plan of the stack.
       plan: gives the mesh.
 
     Returns:
-      The last carry, and the number of rounds.
+      The last carry, and the number of rounds, the first one included.
     """
-    carry = body(carry, ids.first)
-    return later_rounds(body, carry, ids, stack, plan)
-
-
-def later_rounds(
-    body: Callable[[Carry, Round], Carry],
-    carry: Carry,
-    ids: SentIds,
-    stack: StackPlan,
-    plan: EmbeddingPlan,
-) -> tuple[Carry, Int[Array, ""]]:
-    """Folds over the rounds after the first; see `each_round`."""
     if ids.size.holds_all:
         return carry, jnp.int32(1)
 

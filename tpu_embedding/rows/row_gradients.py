@@ -41,8 +41,8 @@ class RowGradients:
         values = jnp.where(is_used[:, None], self.values, 0)
         return RowUpdates(row_ids=self.row_ids, values=values)
 
-    def scaled(self, factor: Float[Array, "_"]) -> "RowGradients":
-        """Returns the gradients times a factor, a float32 `[1]`."""
+    def scaled(self, factor: Float[Array, ""]) -> "RowGradients":
+        """Returns the gradients times a factor."""
         occurrences = self.occurrences
         if occurrences is not None:
             values = occurrences.values * factor
