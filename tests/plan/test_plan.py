@@ -11,7 +11,6 @@ from jax.sharding import Mesh
 import tpu_embedding as te
 from tests.conftest import mesh_of
 from tpu_embedding.config import MAX_VOCABULARY_SIZE
-from tpu_embedding.tools import compile_report
 
 SGD = optax.sgd(0.1)
 TABLE = te.TableConfig(vocabulary_size=10, dim=4, name="movie")
@@ -49,14 +48,6 @@ def features_of_dims(*dims, num_rows=1000):
         )
         for dim in dims
     ]
-
-
-@pytest.mark.tpu_compiler
-def test_exchange_across_slices_is_padded():
-    mesh = compile_report.topology_mesh("v5p:2x2x1", num_slices=2)
-    assert make_plan(mesh=mesh).stacks[0].exchange == "padded"
-    with pytest.raises(ValueError, match="'ragged' on 2"):
-        make_plan(mesh=mesh, exchange="ragged")
 
 
 @pytest.mark.parametrize("owner", ["layer", "table"])

@@ -122,10 +122,11 @@ def gradient_rounds(
     sent = routing.sent
     if sent is None:
         sent = send_ids(routing.keys, routing.max_unique_ids, stack, plan)
-    num_places = sent.first.row_ids.shape[0]
 
     def receive(current: Round) -> RowGradients:
-        by_row = spread(reader, sent.unique.order, current.sorted_places, num_places)
+        by_row = spread(
+            reader, sent.unique.order, current.sorted_places, sent.size.buffer_size
+        )
         received = RowGradients(row_ids=current.row_ids, values=exchange(by_row, stack))
         return _at_owner(received, sent, stack, plan).scaled(factor)
 

@@ -17,10 +17,10 @@ from tpu_embedding.rows.packed_rows import PackedRows
 
 def fetch_rows(
     table: PackedRows,
-    row_ids: Int[Array, " received"],
+    row_ids: Int[Array, " buffer"],
     stack: StackPlan,
     plan: EmbeddingPlan,
-) -> Float[Array, "sent dim"]:
+) -> Float[Array, "buffer dim"]:
     """Gathers the rows asked of this shard, and sends them back. Per shard.
 
     Args:

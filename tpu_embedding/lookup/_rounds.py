@@ -47,7 +47,7 @@ class Round:
     Attributes:
       sorted_places: int32 `[ids]`, place of the row of each sorted id in the buffer of
         fetched rows; beyond its end if the id is not part of this round.
-      row_ids: int32 `[num_shards * bucket_size]`, the rows that all shards ask of this
+      row_ids: int32 `[buffer_size]`, the rows that all shards ask of this
         one, as local rows, in one bucket per shard. Unused places hold
         `PADDING_ROW_ID`, and so does the last place.
       next_ranks: int32 `[num_shards]`, first rank per destination that is still
@@ -58,7 +58,7 @@ class Round:
     """
 
     sorted_places: Int[Array, " ids"]
-    row_ids: Int[Array, " received"]
+    row_ids: Int[Array, " buffer"]
     next_ranks: Int[Array, " shards"]
     end_row: Int[Array, "_"]
     is_last: Bool[Array, "_"]
@@ -197,13 +197,12 @@ def _fill(
     next_ranks: Int[Array, " shards"],
     size: RoundSize,
     stack: StackPlan,
-) -> tuple[Int[Array, " ids"], Int[Array, " received"]]:
+) -> tuple[Int[Array, " ids"], Int[Array, " buffer"]]:
     """Fills the buffer of requests with a range of ranks, and exchanges it. Per shard.
 
     Returns:
       `Round.sorted_places` and `Round.row_ids`.
     """
-    num_places = stack.num_shards * size.bucket_size
     rank_in_round = unique.ranks - broadcast_to_ids(first_ranks, unique)
     is_in_round = (
         (unique.sorted_keys != PADDING_ROW_ID)
@@ -213,8 +212,8 @@ def _fill(
     destination = jax.lax.div(unique.sorted_keys, jnp.int32(stack.rows_per_shard))
     row = unique.sorted_keys - stack.rows_per_shard * destination
     places = jnp.where(
-        is_in_round, size.bucket_size * destination + rank_in_round, num_places
+        is_in_round, size.bucket_size * destination + rank_in_round, size.buffer_size
     )
-    requests = jnp.full((num_places,), PADDING_ROW_ID, jnp.int32)
+    requests = jnp.full((size.buffer_size,), PADDING_ROW_ID, jnp.int32)
     requests = requests.at[places].set(row, mode="drop", wrap_negative_indices=False)
     return places, exchange(requests, stack)

@@ -116,9 +116,7 @@ def inspect_program(
         sparse_core_gathers=text.count("OFFLOAD_GATHER"),
         sparse_core_scatters=text.count("OFFLOAD_SCATTER"),
         sparse_core_relayouts=text.count("OFFLOAD_DATA_FORMATTING"),
-        all_to_alls=sum(
-            i.base_opcode in ("all-to-all", "ragged-all-to-all") for i in instructions
-        ),
+        all_to_alls=sum(i.base_opcode == "all-to-all" for i in instructions),
     )
 
 
