@@ -77,6 +77,7 @@ WRONG = {
         ("output_shape", 4),
         ("output_shape", (2, 0)),
         ("output_shape", (2.0,)),
+        ("output_shape", (-1, 2)),
         ("default_id", -1),
         ("default_id", 7),
         ("default_id", 2.0),
@@ -85,7 +86,6 @@ WRONG = {
         ("out_of_range_ids", "ignore"),
         ("expected_valence", 0),
         ("expected_valence", NAN),
-        ("unique_rows", 1),
     ],
     quantization: [
         ("num_buckets", 1),
@@ -153,6 +153,7 @@ RIGHT = [
     (table, dict(initializer=te.initializers.RowIdInitializer(2))),
     (feature, dict(table=(TABLE, dataclasses.replace(TABLE, dim=1, name="u")))),
     (feature, dict(output_shape=(np.int64(2), 3))),
+    (feature, dict(output_shape=(-1,))),
     (feature, dict(default_id=np.int64(6))),
     (quantization, dict(lower=np.float32(-2), upper=np.float64(2))),
     (quantization, dict(num_buckets=np.int64(16))),
@@ -201,7 +202,6 @@ def test_defaults_are_those_of_tensorflow():
         out_of_range_ids="error",
         expected_valence=None,
         default_id=None,
-        unique_rows=False,
         find_only=False,
     )
     assert defaults_of(te.FeatureConfig) == in_tensorflow | ours

@@ -251,7 +251,9 @@ class FeatureConfig(NoArray):
         activation NaN; `prepare_features` refuses it.
       output_shape: shape of the activations without their last axis, `dim`. If its
         product is the batch size, samples are combined and reshaped. If its product is
-        `batch * L`, samples are sequences of length L. None means `(batch,)`.
+        `batch * L`, samples are sequences of length L. None means `(batch,)`. `(-1,)`
+        means that the feature has samples of its own, as many as its ids have, such as
+        those of `te.inputs.unique_ids`.
       default_id: row that a sample without ids reads, with weight 1. Ids that are
         dropped, for their range or their weight, do not count. The row gets the
         sample's gradient. None: such a sample is zero, and no row is touched.
@@ -265,14 +267,7 @@ class FeatureConfig(NoArray):
         is refused.
       expected_valence: mean number of ids per sample that a ragged feature's buffers
         hold. A shard with more ids gets a larger buffer, which recompiles the step.
-        None: buffers grow with the batches. With `unique_rows`, the mean number of
-        different ids of a device's samples, divided by the number of these samples.
-      unique_rows: True returns each row that a device's samples need once, uncombined,
-        with an index of the samples into these rows: a `te.functional.UniqueRows`. The
-        ids of a sample may then be a dict of arrays or `RaggedIds`, such as a history
-        and a candidate, which share the rows. Ragged ones become sequences of
-        `max_sequence_length`. The combiner has no effect, and weights are refused. The
-        batch must come from `prepare`.
+        None: buffers grow with the batches.
       find_only: True: `insert_ids` gives unknown ids of this feature no row, for
         features whose ids other features bring. To find an id counts as a use. Only
         for a `Dynamic` vocabulary.
@@ -286,7 +281,6 @@ class FeatureConfig(NoArray):
     name: str | None = None
     out_of_range_ids: OutOfRangePolicy = "error"
     expected_valence: float | None = None
-    unique_rows: bool = False
     find_only: bool = False
 
     def __post_init__(self):
@@ -297,6 +291,11 @@ class FeatureConfig(NoArray):
     def tables(self) -> tuple[TableConfig, ...]:
         """The tables that the ids are looked up in, one or several."""
         return self.table if isinstance(self.table, tuple) else (self.table,)
+
+    @property
+    def has_own_batch(self) -> bool:
+        """True if the feature has as many samples as its ids, whatever the batch."""
+        return self.output_shape == (-1,)
 
     def _problems(self):
         owner = f"for feature {self.name!r}"
@@ -328,13 +327,13 @@ class FeatureConfig(NoArray):
                 "FeatureConfig.validate_weights_and_indices must be a bool, got "
                 f"{self.validate_weights_and_indices!r} {owner}"
             )
-        if self.output_shape is not None and not (
-            isinstance(self.output_shape, tuple)
-            and all(is_int(size) and size >= 1 for size in self.output_shape)
+        shape = self.output_shape
+        if not (shape is None or self.has_own_batch) and not (
+            isinstance(shape, tuple) and all(is_int(n) and n >= 1 for n in shape)
         ):
             yield (
-                "FeatureConfig.output_shape must be a tuple of positive ints or None, "
-                f"got {self.output_shape!r} {owner}; None means (batch,)"
+                "FeatureConfig.output_shape must be a tuple of positive ints, (-1,) or "
+                f"None, got {shape!r} {owner}; None means (batch,)"
             )
         if self.output_shape is not None and self.max_sequence_length:
             yield (
@@ -380,17 +379,6 @@ class FeatureConfig(NoArray):
             yield (
                 "FeatureConfig.find_only is for a table with a te.Dynamic vocabulary, "
                 f"got True {owner}; leave it out"
-            )
-        if not isinstance(self.unique_rows, bool):
-            yield (
-                "FeatureConfig.unique_rows must be a bool, got "
-                f"{self.unique_rows!r} {owner}"
-            )
-        elif self.unique_rows and (self.output_shape, self.default_id) != (None, None):
-            yield (
-                "FeatureConfig.unique_rows combines no ids and keeps the shape of its "
-                f"index, got output_shape={self.output_shape!r} and default_id="
-                f"{self.default_id!r} beside it {owner}; leave these out"
             )
 
     def _default_id_problems(self, owner: str):

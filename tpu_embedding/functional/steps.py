@@ -605,7 +605,6 @@ def _feature_shapes(leaves: list[Any], plan: EmbeddingPlan) -> list[FeatureShape
     refuse_unequal_batches(
         (feature, shape.batch_size)
         for shape, feature in zip(shapes, plan.features, strict=True)
-        if not shape.has_unique_rows
     )
     return shapes
 
@@ -621,8 +620,7 @@ def _collect_activations(
             plan.features_of(stack), results[stack.name].activations, strict=True
         ):
             per_sample = max(1, shapes[i].sequence_length)
-            is_copied = len(plan.batch_axes) < len(plan.sample_axes)
-            if is_copied and not shapes[i].has_unique_rows:
+            if len(plan.batch_axes) < len(plan.sample_axes):
                 of_feature = constrain(of_feature, plan, plan.batch_sharding.spec)
             used = of_feature[: shapes[i].batch_size * per_sample]
             activations[i] = used.reshape(shapes[i].output_shape)
@@ -630,12 +628,7 @@ def _collect_activations(
 
 
 def _activation_spec(shape: FeatureShape, plan: EmbeddingPlan) -> PartitionSpec:
-    """Returns the partition of activations; whole if the batch axes do not divide.
-
-    Unique rows stay on the devices that asked for them.
-    """
-    if shape.has_unique_rows:
-        return plan.sample_spec
+    """Returns the partition of activations; whole if the batch axes do not divide."""
     divides = shape.output_shape[0] % plan.num_batch_shards == 0
     return plan.batch_sharding.spec if divides else PartitionSpec()
 

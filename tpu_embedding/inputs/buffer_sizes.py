@@ -223,7 +223,8 @@ def _warn_of_growth(
     warnings.warn(
         f"Ragged features outgrew their buffers, growth {num_growths}: "
         f"{'; '.join(changes)}. The step compiles once more. Set "
-        "FeatureConfig.expected_valence, the ids per sample with headroom, to "
+        "expected_valence of FeatureConfig (of unique_ids for 'unique ids'), the ids "
+        "per sample with headroom, to "
         f"{', '.join(ways_out)}.",
         stacklevel=4,
     )

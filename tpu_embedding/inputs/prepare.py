@@ -6,7 +6,6 @@ id, read 64-bit ids, and split ragged features by shard.
 """
 
 import dataclasses
-from collections.abc import Mapping
 from typing import Any, Final, Literal, get_args
 
 import jax
@@ -21,17 +20,8 @@ from tpu_embedding.inputs.shard_inputs import (
     check_dtypes,
     feature_shape,
     refuse_unequal_batches,
-    refuse_weighted_unique_rows,
 )
 from tpu_embedding.inputs.sparse_ids import from_sparse
-from tpu_embedding.inputs.unique_shards import (
-    ONLY,
-    HostNest,
-    UniqueShards,
-    as_ragged,
-    in_places,
-    named,
-)
 from tpu_embedding.inputs.wide_ids import (
     check_wide,
     fingerprints_of,
@@ -48,7 +38,6 @@ from tpu_embedding.types import (
     RaggedIds,
     ShardedRaggedIds,
     SparseIds,
-    UniqueIds,
 )
 
 Samples = Literal["global", "process"]
@@ -80,9 +69,8 @@ def prepare_features(
         leaves are integer arrays `[batch]` or `[batch, valence]` (unused places hold
         `PADDING_ROW_ID`), nested lists, `DenseIds`, `RaggedIds`, `SparseIds`, or
         objects with the fields of `tf.RaggedTensor` or `tf.SparseTensor`. Global; any
-        integer dtype. A feature with `unique_rows` takes a dict of these, too. Those of
-        dynamic tables may also be strings, which become fingerprints of 64 bits, or
-        `Ids64`.
+        integer dtype. Those of dynamic tables may also be strings, which become
+        fingerprints of 64 bits, or `Ids64`.
       plan: plan of the layer, or its part `EmbeddingPlan.for_loaders()`.
       weights: None, or the same nest with weights, or None, per feature: in the form of
         the ids, or an array; for ragged and sparse features `[num_values]`.
@@ -115,9 +103,7 @@ def prepare_features(
     if weights is not None:
         weight_leaves = plan.flatten_inputs(weights, "weights")
     read = [
-        _read_nest(ids, feature)
-        if feature.config.unique_rows
-        else _read_feature(ids, feature)
+        _read_feature(ids, feature)
         for ids, feature in zip(leaves, plan.inputs, strict=True)
     ]
     refuse_unequal_batches(
@@ -127,9 +113,7 @@ def prepare_features(
     )
     _refuse_uneven_parts(read, num_parts, plan)
     checked = [
-        _check_nest(host_ids, weight, feature, plan, num_parts)
-        if isinstance(host_ids, HostNest)
-        else _check_feature(host_ids, weight, feature, plan, num_parts)
+        _check_feature(host_ids, weight, feature, plan, num_parts)
         for host_ids, weight, feature in zip(
             read, weight_leaves, plan.inputs, strict=True
         )
@@ -246,34 +230,6 @@ def _check_fits_int32(array: np.ndarray) -> np.ndarray:
     return array
 
 
-def _read_nest(ids: Any, feature: FeaturePlan) -> HostNest:
-    """Reads the ids of a feature with unique rows: a container, or a dict of some."""
-    if isinstance(ids, UniqueIds):
-        raise TypeError(f"Feature {feature.name!r} has been prepared already.")
-    parts = ids if isinstance(ids, Mapping) and ids else {ONLY: ids}
-    leaves = {}
-    for name, part in parts.items():
-        leaves[name] = _read_feature(part, named(feature, name))
-        if isinstance(part, list | tuple) or getattr(part, "dtype", None) == np.object_:
-            leaves[name] = as_ragged(leaves[name])
-    nest = HostNest(leaves)
-    nest.refuse_uneven(feature.name)
-    return nest
-
-
-def _check_nest(
-    nest: HostNest, weights: Any, feature: FeaturePlan, plan: AnyPlan, num_parts: int
-) -> UniqueShards:
-    """Returns the unique ids of each shard, checked."""
-    places = {}
-    for name, host_ids in nest.leaves.items():
-        part = named(feature, name)
-        for each in jax.tree.leaves((weights, host_ids.ids.weights)):
-            refuse_weighted_unique_rows(each, part)
-        places[name] = in_places(_check_ids(host_ids, None, part), part)
-    return UniqueShards.of(places, feature, plan.num_shards // num_parts)
-
-
 def _read_feature(ids: Any, feature: FeaturePlan) -> HostIds:
     if ids is None:
         raise ValueError(
@@ -289,12 +245,9 @@ def _read_feature(ids: Any, feature: FeaturePlan) -> HostIds:
     shape = host_ids.batch_shape
     if not isinstance(host_ids.ids, DenseIds):
         if len(shape) > 1 and feature.config.output_shape is None:
-            way_out = f"set FeatureConfig.output_shape to {shape}"
-            if feature.config.unique_rows:
-                way_out = "give unique_rows ids [batch, places]"
             raise ValueError(
                 f"Ids of feature {feature.name!r} have {len(shape)} axes of samples, "
-                f"{shape}; {way_out}."
+                f"{shape}; set FeatureConfig.output_shape to {shape}."
             )
     if host_ids.batch_size == 0:
         raise ValueError(
@@ -304,15 +257,13 @@ def _read_feature(ids: Any, feature: FeaturePlan) -> HostIds:
     return host_ids
 
 
-def _refuse_uneven_parts(
-    read: list[HostIds | HostNest], num_parts: int, plan: AnyPlan
-) -> None:
+def _refuse_uneven_parts(read: list[HostIds], num_parts: int, plan: AnyPlan) -> None:
     """Refuses parts of processes that their devices cannot share equally."""
     if num_parts == 1:
         return
     num_shards = plan.num_shards // num_parts
     for host_ids, feature in zip(read, plan.inputs, strict=True):
-        if feature.config.output_shape is not None:
+        if feature.config.output_shape is not None and not feature.config.has_own_batch:
             raise ValueError(
                 f"Feature {feature.name!r} has an output_shape, so processes cannot "
                 "pass parts of it; pass the global batch with samples='global'."
@@ -468,16 +419,16 @@ def _check_range(
 
 
 def _pad_ragged(
-    checked: list[DenseIds | RaggedShards | UniqueShards],
+    checked: list[DenseIds | RaggedShards],
     plan: AnyPlan,
     sizes: BufferSizes | None,
     num_parts: int,
 ) -> list[FeatureIds]:
-    """Pads ragged features and unique ids, whose sizes are chosen together."""
+    """Pads ragged features, whose sizes are chosen together."""
     demands = {
         i: ids.demand(feature)
         for i, (ids, feature) in enumerate(zip(checked, plan.inputs, strict=True))
-        if isinstance(ids, RaggedShards | UniqueShards)
+        if isinstance(ids, RaggedShards)
     }
     if num_parts > 1 and demands:
         agreed = agree_on_demands(list(demands.values()), sizes)

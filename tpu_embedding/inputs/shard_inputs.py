@@ -30,7 +30,6 @@ from tpu_embedding.types import (
     RowIds,
     ShardedRaggedIds,
     SparseIds,
-    UniqueIds,
 )
 
 PREPARE_AGAIN: Final = (
@@ -50,7 +49,6 @@ class FeatureShape:
         sample are combined.
       output_shape: shape of the activations, `dim` included.
       default_id: row of samples without ids, or None.
-      has_unique_rows: True if the samples are the unique ids of each shard.
     """
 
     batch_size: AxisSize
@@ -58,7 +56,6 @@ class FeatureShape:
     sequence_length: int
     output_shape: tuple[AxisSize, ...]
     default_id: int | None = None
-    has_unique_rows: bool = False
 
 
 @jax.tree_util.register_dataclass
@@ -72,21 +69,19 @@ class ShardableInput:
       weights: float32 like `ids`, or None.
       row_splits: int32 `[num_shards, samples_per_shard + 1]`; None if dense.
       is_sample: bool `[num_shards * samples_per_shard]`, as in `FeatureInput`.
-      out_of_range: int32 `[num_shards]`, as in `FeatureInput`.
     """
 
     ids: Array
     weights: Array | None
     row_splits: Array | None
     is_sample: Array | None = None
-    out_of_range: Array | None = None
 
 
 def as_dense_ids(
     ids: FeatureIds,
 ) -> DenseIds | RaggedIds | SparseIds | ShardedRaggedIds:
     """Wraps a plain array of ids in `DenseIds`; returns other ids as they are."""
-    assert not isinstance(ids, UniqueIds | RowIds)
+    assert not isinstance(ids, RowIds)
     if isinstance(ids, DenseIds | RaggedIds | SparseIds | ShardedRaggedIds):
         return ids
     return DenseIds(ids=cast(IdArray, ids))
@@ -107,7 +102,6 @@ def attach_weights(features: Any, weights: Any, plan: EmbeddingPlan) -> Any:
         if weight is None:
             joined.append(ids)
             continue
-        refuse_weighted_unique_rows(weight, feature)
         if isinstance(ids, RaggedIds | SparseIds | ShardedRaggedIds):
             raise TypeError(
                 f"Weights of the ragged feature {feature.name!r} must be given to "
@@ -125,8 +119,6 @@ def feature_shape(ids: FeatureIds, feature: FeaturePlan, plan: AnyPlan) -> Featu
       TypeError: if the ids are no integers, or ragged ids were not prepared.
       ValueError: if the shape of the ids does not fit the feature's configuration.
     """
-    if isinstance(ids, UniqueIds) or feature.config.unique_rows:
-        return _unique_shape(ids, feature, plan)
     ids = as_dense_ids(_with_one_word(ids))
     if isinstance(ids, RaggedIds | SparseIds):
         raise TypeError(
@@ -155,7 +147,7 @@ def feature_shape(ids: FeatureIds, feature: FeaturePlan, plan: AnyPlan) -> Featu
     else:
         _refuse_missing_places(ids, feature)
     leading = feature.config.output_shape
-    if leading is None:
+    if leading is None or feature.config.has_own_batch:
         leading = (batch_size, length) if length else (batch_size,)
     return FeatureShape(
         batch_size=batch_size,
@@ -163,29 +155,6 @@ def feature_shape(ids: FeatureIds, feature: FeaturePlan, plan: AnyPlan) -> Featu
         sequence_length=length,
         output_shape=(*leading, feature.table.dim),
         default_id=feature.config.default_id,
-    )
-
-
-def _unique_shape(ids: Any, feature: FeaturePlan, plan: AnyPlan) -> FeatureShape:
-    """Returns the sizes of unique ids: each is a sequence of one id."""
-    if not isinstance(ids, UniqueIds) or not feature.config.unique_rows:
-        raise TypeError(
-            f"Feature {feature.name!r} must hold UniqueIds if and only if it has "
-            f"unique_rows, got {type(ids).__name__} with unique_rows="
-            f"{feature.config.unique_rows}; {PREPARE_AGAIN}."
-        )
-    num_shards, per_shard = ids.ids.shape
-    if num_shards != plan.num_shards:
-        raise ValueError(
-            f"Feature {feature.name!r} was prepared for {num_shards} shards, but its "
-            f"layer has {plan.num_shards}; prepare it with that layer's plan."
-        )
-    return FeatureShape(
-        batch_size=num_shards * per_shard,
-        samples_per_shard=per_shard,
-        sequence_length=1,
-        output_shape=(num_shards * per_shard, feature.table.dim),
-        has_unique_rows=True,
     )
 
 
@@ -228,15 +197,6 @@ def refuse_weighted_sequence(weights: Any, feature: FeaturePlan) -> None:
             f"Feature {feature.name!r} has weights and max_sequence_length="
             f"{feature.config.max_sequence_length}: a sequence is not combined, so "
             "weights have no effect. Leave one of them out."
-        )
-
-
-def refuse_weighted_unique_rows(weights: Any, feature: FeaturePlan) -> None:
-    """Raises a ValueError for weights of unique rows, which would have no effect."""
-    if weights is not None and feature.config.unique_rows:
-        raise ValueError(
-            f"Feature {feature.name!r} has weights and unique_rows: its rows are not "
-            "combined, so weights have no effect. Multiply the expanded rows by them."
         )
 
 
@@ -343,13 +303,6 @@ def _way_to_integers(ids: Any) -> str:
 
 def to_shardable(ids: FeatureIds, shape: FeatureShape, plan: AnyPlan) -> ShardableInput:
     """Fills up the batch to a multiple of the number of shards. Global."""
-    if isinstance(ids, UniqueIds):
-        return ShardableInput(
-            ids=jnp.asarray(ids.ids).reshape(-1, 1),
-            weights=None,
-            row_splits=None,
-            out_of_range=jnp.asarray(ids.out_of_range),
-        )
     ids = as_dense_ids(ids)
     assert not isinstance(ids, RaggedIds | SparseIds)
     weights = None
@@ -409,7 +362,6 @@ def to_feature_input(shardable: ShardableInput, shape: FeatureShape) -> FeatureI
             sample_ids=None,
             num_samples=num_samples * length,
             valence=1,
-            out_of_range=shardable.out_of_range,
         )
     ids = ids.reshape(-1)
     sample_ids = sample_ids_of(shardable.row_splits[0], ids.shape[0])
@@ -444,7 +396,7 @@ def _sequence_length(
       ValueError: if the shape of the ids does not fit the feature's configuration.
     """
     config = feature.config
-    if config.output_shape is None:
+    if config.output_shape is None or config.has_own_batch:
         if config.max_sequence_length and ids.ndim == 1:
             raise ValueError(
                 f"Feature {feature.name!r} has max_sequence_length="

@@ -19,7 +19,6 @@ from tpu_embedding.types import (
     Ids64,
     RowIds,
     ShardedRaggedIds,
-    UniqueIds,
 )
 
 NO_WIDE_ID: Final = np.uint64(2**64 - 1)
@@ -147,7 +146,7 @@ def check_wide(
 
 def with_words(ids: Any) -> Any:
     """Returns a prepared feature with `Ids64` in place of its uint64 array."""
-    if isinstance(ids, DenseIds | UniqueIds):
+    if isinstance(ids, DenseIds):
         return dataclasses.replace(ids, ids=Ids64.of_array(ids.ids))
     if isinstance(ids, ShardedRaggedIds):
         return dataclasses.replace(ids, values=Ids64.of_array(ids.values))

@@ -35,8 +35,6 @@ class FeatureInput:
       valence: ids per sample, if `sample_ids` is None.
       is_sample: bool `[num_samples]`, False for samples that only fill up the batch;
         None: all are real, or it makes no difference.
-      out_of_range: int32 `[1]`, ids outside the table that the host has dropped or
-        clipped; None: none.
     """
 
     ids: Int[Array, " ids"]
@@ -45,7 +43,6 @@ class FeatureInput:
     num_samples: AxisSize = dataclasses.field(metadata={"static": True})
     valence: int = dataclasses.field(metadata={"static": True})
     is_sample: Bool[Array, "_"] | None = None
-    out_of_range: Int[Array, "_"] | None = None
 
 
 @jax.tree_util.register_dataclass
@@ -185,8 +182,6 @@ def _resolve_row_ids(
     is_padding = ids == PADDING_ROW_ID
     is_inside = (ids >= 0) & (ids < num_rows)
     num_out_of_range = jnp.sum(~is_padding & ~is_inside, dtype=jnp.int32)
-    if feature_input.out_of_range is not None:
-        num_out_of_range += feature_input.out_of_range[0]
     if feature.config.out_of_range_ids == "clip":
         ids = jnp.clip(ids, 0, num_rows - 1)
         is_inside = ~is_padding

@@ -238,10 +238,6 @@ def place_features(
       features: the leaves of the nest.
       table_names: name of each of `features.tables`.
       stacks: hold these tables.
-
-    Raises:
-      ValueError: if a feature has unique rows, and its optimizer sees each occurrence
-        of an id.
     """
     places = {
         table.name: (i, table)
@@ -253,8 +249,6 @@ def place_features(
     for name, config in zip(features.names, features.configs, strict=True):
         for table_index in range(len(config.tables)):
             stack_index, table = places[next(names)]
-            if config.unique_rows:
-                _refuse_occurrences(name, stacks[stack_index])
             placed.append(
                 FeaturePlan(
                     name=name,
@@ -266,18 +260,6 @@ def place_features(
                 )
             )
     return tuple(placed)
-
-
-def _refuse_occurrences(feature_name: str, stack: "StackPlan") -> None:
-    """Refuses unique rows for a rule whose result depends on repeated ids."""
-    if stack.keeps_duplicates:
-        tables = [table.name for table in stack.tables]
-        raise ValueError(
-            f"FeatureConfig.unique_rows of feature {feature_name!r} sums the gradients "
-            "of equal ids before the optimizer sees them, but the optimizer of tables "
-            f"{tables} asks for each occurrence; leave out unique_rows, or choose an "
-            "optimizer that takes the sum of each row."
-        )
 
 
 def find_tables(features: NamedFeatures, stacks: Sequence["StackPlan"]) -> list[str]:

@@ -26,16 +26,18 @@ class InputPlan(FeatureNest):
         tables lack initializers and optimizers.
       feature_tree: the nest.
       num_shards: devices of the layer.
+      num_batch_shards: see `EmbeddingPlan`.
       num_process_parts: see `EmbeddingPlan`.
     """
 
     num_shards: int
+    num_batch_shards: int = 1
     num_process_parts: int | None = 1
 
     def __reduce__(self):
         # JAX pickles trees of its own containers only, so the nest itself is pickled.
         numbers = jax.tree.unflatten(self.feature_tree, range(len(self.inputs)))
-        counts = self.num_shards, self.num_process_parts
+        counts = self.num_shards, self.num_batch_shards, self.num_process_parts
         return _restore, (self.features, numbers, *counts)
 
 
@@ -44,6 +46,7 @@ def input_plan_of(
     tree: Any,
     *,
     num_shards: int,
+    num_batch_shards: int,
     num_process_parts: int | None,
 ) -> InputPlan:
     """Returns the part of a plan that loaders need, without the user's functions."""
@@ -54,6 +57,7 @@ def input_plan_of(
         ),
         feature_tree=tree,
         num_shards=num_shards,
+        num_batch_shards=num_batch_shards,
         num_process_parts=num_process_parts,
     )
 
@@ -62,12 +66,14 @@ def _restore(
     features: tuple[FeaturePlan, ...],
     numbers: Any,
     num_shards: int,
+    num_batch_shards: int,
     num_process_parts: int | None,
 ) -> InputPlan:
     return InputPlan(
         features=features,
         feature_tree=jax.tree.structure(numbers),
         num_shards=num_shards,
+        num_batch_shards=num_batch_shards,
         num_process_parts=num_process_parts,
     )
 

@@ -164,8 +164,6 @@ def _ids_per_sample(feature: FeatureConfig, batch_size: int) -> float:
         return feature.expected_valence
     if feature.output_shape is not None:
         return max(1.0, float(np.prod(feature.output_shape)) / batch_size)
-    if feature.unique_rows:
-        return 1.0  # Most ids repeat, and devices exchange each row once at most.
     return max(1, feature.max_sequence_length)
 
 

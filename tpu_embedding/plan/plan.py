@@ -246,6 +246,7 @@ class EmbeddingPlan(FeatureNest):
             self.features,
             self.feature_tree,
             num_shards=self.num_shards,
+            num_batch_shards=self.num_batch_shards,
             num_process_parts=self.num_process_parts,
         )
 

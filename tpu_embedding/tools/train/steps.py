@@ -227,7 +227,8 @@ def abstract_step(
     """
     graphdef, state = abstract_train_state(config, data, plan)
     step = make_train_step(graphdef, config)
-    batch = abstract_batch(prepare_batch(data.train_batch(0), plan), plan)
+    batch = prepare_batch(data.train_batch(0), plan, model=config.model)
+    batch = abstract_batch(batch, plan)
     return jit_train_step(step, state, plan), state, batch
 
 

@@ -1,4 +1,4 @@
-"""A step of a sequence model with unique rows, compiled for TPUs and the CPU.
+"""A step of a sequence model with unique ids, compiled for TPUs and the CPU.
 
 No float32 array in memory has a row per event, and no table is copied.
 """
@@ -30,15 +30,15 @@ class Model(nnx.Module):
         self.content = nnx.Linear(DIM, DIM, dtype=jnp.bfloat16, rngs=nnx.Rngs(0))
 
     def __call__(self, features):
-        items = self.embedding(features)["items"]
-        events = items.expand(self.content(items.rows))
+        items = self.embedding({"items": features["items"]})["items"]
+        events = self.embedding.expand(self.content(items), features["index"])
         scores = jnp.einsum("bld,bd->bl", events["history"], events["candidate"])
         return jnp.mean(jax.nn.silu(scores.astype(jnp.float32)))
 
 
 def compile_step(mesh, **options):
     table = te.TableConfig(vocabulary_size=1_000_000 * mesh.size, dim=DIM, name="item")
-    config = {"items": te.FeatureConfig(table=table, unique_rows=True)}
+    config = {"items": te.FeatureConfig(table=table, output_shape=(-1,))}
     optimizer = te.optimizers.adagrad(0.1)
     plan = te.make_plan(config, mesh, optimizer=optimizer, **options)
 
@@ -51,14 +51,8 @@ def compile_step(mesh, **options):
         "history": jax.ShapeDtypeStruct((BATCH, LENGTH), jnp.int32),
         "candidate": jax.ShapeDtypeStruct((BATCH,), jnp.int32),
     }
-    ids = jax.ShapeDtypeStruct((mesh.size, UNIQUE), jnp.int32)
-    features = {
-        "items": te.inputs.UniqueIds(
-            ids=ids,
-            index=index,
-            out_of_range=jax.ShapeDtypeStruct((mesh.size,), jnp.int32),
-        )
-    }
+    ids = jax.ShapeDtypeStruct((mesh.size * UNIQUE,), jnp.int32)
+    features = {"items": ids, "index": index}
 
     def step(state, features):
         model, optimizer = nnx.merge(graph, state)

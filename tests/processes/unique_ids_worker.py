@@ -1,6 +1,6 @@
-"""One process of a job: trains on unique rows of its own samples, and writes results.
+"""One process of a job: trains on unique ids of its own samples, and writes results.
 
-    python -m tests.processes.unique_rows_worker COORDINATOR NUM PROCESS DEVICES FILE
+    python -m tests.processes.unique_ids_worker COORDINATOR NUM PROCESS DEVICES FILE
 
 Run by `test_processes.py`. Each process prepares `samples="process"`.
 """
@@ -37,8 +37,7 @@ def train(mesh):
     features = {
         name: te.FeatureConfig(
             table=te.TableConfig(vocabulary_size=NUM_ROWS, dim=DIM, name=name),
-            unique_rows=True,
-            max_sequence_length=LENGTH,
+            output_shape=(-1,),
         )
         for name in ("item", "artist")
     }
@@ -47,12 +46,11 @@ def train(mesh):
     optimizer = te.Optimizer(model, optax.sgd(0.1))
 
     @nnx.jit(donate_argnums=(0, 1))
-    def step(model, optimizer, features):
+    def step(model, optimizer, features, index):
         def loss_fn(model):
             rows = model(features)
-            artists = rows["item"].attribute_rows(rows["artist"])
-            content = jnp.tanh(rows["item"].rows + artists)
-            events = rows["item"].expand(content)
+            content = jnp.tanh(rows["item"] + rows["artist"])
+            events = model.expand(content, index)
             scores = (events["history"].sum(1) * events["candidate"]).sum(-1)
             return ((scores - 1) ** 2).mean(), scores
 
@@ -66,10 +64,15 @@ def train(mesh):
     for longest in LONGEST:
         own = plan.process_samples(BATCH)
         batch = batch_of(generator, longest, own)
-        batch = te.inputs.prepare_features(batch, plan, sizes=sizes, samples="process")
-        widths.append(batch["item"].ids.shape[1])
-        batch = te.inputs.shard_batch(batch, plan, samples="process")
-        loss, scores = step(model, optimizer, batch)
+        items = te.inputs.unique_ids(
+            batch["item"], plan, sizes, length=LENGTH, samples="process"
+        )
+        artists = items.attribute_ids(batch["artist"])
+        batch = {"item": items.ids, "artist": artists}
+        batch = te.inputs.prepare_features(batch, plan, samples="process")
+        widths.append(items.size)
+        inputs = te.inputs.shard_batch((batch, items.index), plan, samples="process")
+        loss, scores = step(model, optimizer, *inputs)
         losses.append(float(loss))
     scores = multihost_utils.process_allgather(scores, tiled=True)
     results = {"losses": losses, "scores": scores, "widths": widths}
