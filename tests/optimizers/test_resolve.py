@@ -19,25 +19,21 @@ def resolve(optimizer, name="movie", names=("movie", "user")):
     return resolve_optimizer(optimizer, name, names)
 
 
-def mean_rule(divisor):
-    """A rule whose code depends on the dim, or not."""
-    return optax.stateless(lambda g, _: -g / (divisor or g.shape[1]))
-
-
 EQUAL_CALLS = {
     "adagrad": lambda: te.optimizers.adagrad(0.1),
-    "optax": lambda: optax.chain(optax.clip(1.0), optax.adam(0.1)),
-    "schedule": lambda: te.optimizers.sgd(optax.linear_schedule(0.1, 0.2, 10)),
-    "every_row": lambda: te.optimizers.every_row(optax.sgd(0.1, momentum=0.9)),
-    "injected": lambda: optax.inject_hyperparams(te.optimizers.sgd)(learning_rate=0.1),
+    "by_name": lambda: te.optimizers.sgd(learning_rate=0.1, clip_weight_max=1.0),
+    "schedule": lambda: te.optimizers.sgd(SCHEDULE),
+    "every_row": lambda: te.optimizers.every_row(te.optimizers.sgd(0.1)),
+    "slots": lambda: adagrad(0.1, slot_initializers={"accumulators": 0.5}),
     "keras": lambda: te.optimizers.from_keras_config({"name": "adam"} | RATE),
     "adafactor": lambda: te.optimizers.adafactor(0.1, clipnorm_of="occurrences"),
 }
 RATE = {"learning_rate": 0.1}
+SCHEDULE = optax.linear_schedule(0.1, 0.2, 10)
 DIFFERENT = {
     "rate": (adagrad(0.1), adagrad(0.2)),
     "schedule": (
-        adagrad(optax.linear_schedule(0.1, 0.2, 10)),
+        adagrad(SCHEDULE),
         adagrad(optax.linear_schedule(0.1, 0.2, 11)),
     ),
     "slot_dtype": (adagrad(0.1), adagrad(0.1, slot_dtype=jnp.bfloat16)),
@@ -46,8 +42,6 @@ DIFFERENT = {
         te.optimizers.adafactor(0.1, clipnorm=1.0, clipnorm_of=of)
         for of in ("sum", "occurrences")
     ],
-    # 3 is the dim for which rules are compared.
-    "code": (mean_rule(3), mean_rule(None)),
 }
 
 

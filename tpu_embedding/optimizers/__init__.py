@@ -30,7 +30,7 @@ The files, in the order in which a reader may want them:
 * `resolve`: finds out how the layer applies an optimizer, by `analysis/` of its trace.
 * `array_rules`: applies a rule to pytrees of arrays. `checks`: checks of arguments.
 * `final_dense_values`: sets variables to their averages, at the end of training.
-* `rule_description`: a rule as JSON values, for checkpoints.
+* `equal_calls`: equal calls make one rule, so that their tables share a stack.
 * `keras/`: translation of Keras' configurations, which `keras_instances` reads.
 """
 

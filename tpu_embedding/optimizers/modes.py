@@ -21,6 +21,7 @@ from tpu_embedding.optimizers.checks import (
     check_rule,
     int_from,
 )
+from tpu_embedding.optimizers.equal_calls import equal_calls_are_one
 
 
 @dataclasses.dataclass(frozen=True)
@@ -77,6 +78,7 @@ def requested_modes() -> Iterator[list[RuleMode]]:
         _NOTES.reset(token)
 
 
+@equal_calls_are_one
 def every_row(
     rule: optax.GradientTransformation, *, gradient_steps: int = 1
 ) -> optax.GradientTransformation:
@@ -114,6 +116,7 @@ def every_row(
     return _with_mode(rule, EveryRow(operator.index(gradient_steps)))
 
 
+@equal_calls_are_one
 def in_sequence(rule: optax.GradientTransformation) -> optax.GradientTransformation:
     """Applies a rule once per occurrence of an id, in the order of the samples.
 

@@ -1,6 +1,5 @@
 """Optimizers by name, with their default hyper-parameters."""
 
-import functools
 from collections.abc import Callable
 from typing import Any, cast
 
@@ -36,12 +35,7 @@ def optimizer_by_name(name: str) -> optax.GradientTransformation:
             f"optimizer must be one of {sorted(known_optimizers())}, got {name!r}; or "
             "give an optax transformation."
         )
-    return _default(name.lower())
-
-
-@functools.cache
-def _default(name: str) -> optax.GradientTransformation:
-    return known_optimizers()[name]()
+    return known_optimizers()[name.lower()]()
 
 
 def known_optimizers() -> dict[str, Callable[..., optax.GradientTransformation]]:

@@ -25,6 +25,7 @@ from tpu_embedding.optimizers.checks import (
     not_nan,
     or_none,
 )
+from tpu_embedding.optimizers.equal_calls import equal_calls_are_one
 from tpu_embedding.optimizers.learning_rates import (
     checked_schedule,
     learning_rate_at,
@@ -73,6 +74,7 @@ class CommonOptions(TypedDict, total=False):
     low_dimensional_packing_status: bool
 
 
+@equal_calls_are_one
 def with_options(
     rule: optax.GradientTransformation,
     *,
@@ -195,7 +197,7 @@ def takes_common_options(make_optimizer: OptimizerFunction) -> OptimizerFunction
         return _apply_options(name, rule, rate, chosen)
 
     cast(Any, make).__signature__ = signature
-    OPTIMIZERS[name] = make
+    OPTIMIZERS[name] = make = equal_calls_are_one(make)
     return cast(OptimizerFunction, make)
 
 
@@ -291,6 +293,7 @@ def _refuse_creation_function(
     )
 
 
+@equal_calls_are_one
 def clip_gradients(clipvalue: ClipValue) -> optax.GradientTransformation:
     """Returns a transformation that clips each element of the gradient.
 
@@ -311,6 +314,7 @@ def clip_gradients(clipvalue: ClipValue) -> optax.GradientTransformation:
     return optax.stateless_with_tree_map(clip)
 
 
+@equal_calls_are_one
 def decay_rows(
     rule: optax.GradientTransformation,
     factor: float,
@@ -354,6 +358,7 @@ def decay_rows(
     return optax.GradientTransformation(init, update)
 
 
+@equal_calls_are_one
 def clip_rows(
     minimum: float | None, maximum: float | None
 ) -> optax.GradientTransformation:

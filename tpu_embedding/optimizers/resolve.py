@@ -34,7 +34,6 @@ from tpu_embedding.optimizers.modes import (
 )
 from tpu_embedding.optimizers.names import transformation_of
 from tpu_embedding.optimizers.row_optimizer import RowOptimizer, TableOptimizer
-from tpu_embedding.optimizers.rule_description import describe_rule
 
 
 def resolve_optimizer(
@@ -53,9 +52,8 @@ def resolve_optimizer(
         in turn: the tables that this optimizer is given for, then all tables.
 
     Returns:
-      The rule of this table. Equal calls that make an optimizer, as `adagrad(0.1)`
-      twice, give equal rules, so their tables are stacked. Tables of an optimizer of a
-      dict, or of an optax rule that reduces over rows, are not.
+      The rule of this table. Tables of equal rules share a stack. Tables of an
+      optimizer of a dict, or of an optax rule that reduces over rows, do not.
 
     Raises:
       ValueError: if the name is not known, or modes contradict each other.
@@ -67,7 +65,7 @@ def resolve_optimizer(
         # A Linen module may make its plan under `jit`; the analysis needs values.
         with eval_context():
             part = _of_table(transformation, table_name, table_names)
-            return _resolve(_first_equal(part), table_name)
+            return _resolve(part, table_name)
     except ValueError as error:
         raise type(error)(
             f"{error} (The optimizer of table {table_name!r}.)"
@@ -122,46 +120,6 @@ def _of_table(
         )
         return optimizer if is_whole else part
     return optimizer
-
-
-def _first_equal(optimizer: optax.GradientTransformation) -> Any:
-    """Returns the first optimizer that does the same: equal calls make equal rules."""
-    trace = _trace(optimizer)
-    if trace is None:
-        return optimizer
-    return _first_of(_ComparedRule(rule=optimizer, trace=trace))
-
-
-@dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
-class _ComparedRule:
-    """A rule that equals each one of the same programs, names and hyper-parameters."""
-
-    rule: optax.GradientTransformation
-    trace: TracedRule
-
-    def __eq__(self, other: object) -> bool:
-        return (
-            isinstance(other, _ComparedRule)
-            and self._facts == other._facts
-            and same_program(self.trace.init, other.trace.init)
-            and same_program(self.trace.update, other.trace.update)
-            # Code may depend on the dim. A checkpoint holds the description.
-            and describe_rule(self.rule) == describe_rule(other.rule)
-        )
-
-    def __hash__(self) -> int:
-        return hash(self._facts)
-
-    @property
-    def _facts(self) -> Any:
-        trace = self.trace
-        operations = tuple(x.name for x in trace.update.operations)
-        return trace.state_names, trace.state_types, trace.modes, operations
-
-
-@functools.lru_cache(maxsize=4096)
-def _first_of(compared: _ComparedRule) -> optax.GradientTransformation:
-    return compared.rule
 
 
 def _resolve(optimizer: optax.GradientTransformation, table_name: str) -> RowOptimizer:

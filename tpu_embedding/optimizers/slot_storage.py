@@ -14,12 +14,14 @@ from tpu_embedding.optimizers.checks import (
     check_rule,
     finite,
 )
+from tpu_embedding.optimizers.equal_calls import equal_calls_are_one
 
 SlotInitializer = float | Callable[[tuple[int, ...], Any], jax.Array]
 SlotInitializers = Mapping[str, SlotInitializer]
 """Maps the name of a slot to a number, or to a function of shape and dtype."""
 
 
+@equal_calls_are_one
 def with_slot_storage(
     rule: optax.GradientTransformation,
     dtype: Any = None,

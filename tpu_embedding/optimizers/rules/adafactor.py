@@ -14,6 +14,7 @@ import optax
 
 from tpu_embedding.optimizers.array_rules import for_each_array
 from tpu_embedding.optimizers.checks import check_hyperparameters, flag
+from tpu_embedding.optimizers.equal_calls import equal_calls_are_one
 from tpu_embedding.optimizers.learning_rates import checked_schedule
 from tpu_embedding.optimizers.modes import every_row
 from tpu_embedding.optimizers.rules._accumulation import collect_gradients
@@ -32,6 +33,7 @@ from tpu_embedding.optimizers.table_rows import (
 )
 
 
+@equal_calls_are_one
 def adafactor(
     learning_rate: optax.ScalarOrSchedule = 0.001,
     *,

@@ -5,7 +5,10 @@ from typing import Any
 import jax.numpy as jnp
 import optax
 
+from tpu_embedding.optimizers.equal_calls import equal_calls_are_one
 
+
+@equal_calls_are_one
 def assign() -> optax.GradientTransformation:
     """Makes the optimizer that sets each touched row to its gradient.
 
