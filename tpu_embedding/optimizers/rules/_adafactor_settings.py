@@ -83,6 +83,14 @@ class AdafactorSettings:
                 "adafactor: at most one of clipnorm, clipvalue and global_clipnorm may "
                 f"be given, got {clips}. Set the others to None."
             )
+        of_occurrences = self.clipnorm_of == "occurrences"
+        if self.clipnorm is not None and of_occurrences and self.moves_every_row:
+            raise ValueError(
+                "adafactor: clipnorm_of must be 'sum' with weight_decay in mode "
+                "'exact', ema_overwrite_frequency or gradient_accumulation_steps, got "
+                "'occurrences'. They pass over every row, where only the summed "
+                "gradients are known. Write clipnorm_of='sum', or turn them off."
+            )
         steps = self.gradient_accumulation_steps
         if steps in (None, 0):
             return
