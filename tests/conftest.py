@@ -47,11 +47,6 @@ STRICT_FOLDERS = ("functional", "inputs", "lookup", "metrics", "rows")
 GOLDEN = pathlib.Path(__file__).parent / "golden"
 
 
-needs_kernels = pytest.mark.skipif(
-    jax.__version_info__ < (0, 12), reason="kernels need jax 0.12"
-)
-
-
 def pytest_sessionstart() -> None:
     """Starts JAX, so that no command starts it with another number of devices.
 

@@ -19,7 +19,6 @@ NOT_LOADED = (
     "tensorstore",
     "tensorflow",
     "tpu_embedding.tools",
-    "jax.experimental.pallas",
 )
 
 USES = {

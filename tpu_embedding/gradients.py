@@ -28,7 +28,7 @@ from tpu_embedding.plan.plan import EmbeddingPlan
 from tpu_embedding.plan.shard_map import on_shards
 from tpu_embedding.plan.stack_plan import StackPlan, TrainedStackPlan
 from tpu_embedding.rows.opaque_row_ids import Sealed
-from tpu_embedding.rows.row_gradients import PackedRowGradients
+from tpu_embedding.rows.row_gradients import RowGradients
 from tpu_embedding.types import RowUpdates
 
 __all__ = [
@@ -348,10 +348,11 @@ def _scale_stack(gradient: StackGradient, factor: Any) -> StackGradient:
         occurrences = dataclasses.replace(
             occurrences, values=occurrences.values * factor
         )
-    values = dataclasses.replace(first.values, lines=first.values.lines * factor)
     return dataclasses.replace(
         gradient,
-        first_round=dataclasses.replace(first, values=values, occurrences=occurrences),
+        first_round=dataclasses.replace(
+            first, values=first.values * factor, occurrences=occurrences
+        ),
         samples=dataclasses.replace(
             samples, cotangents=[x * factor for x in samples.cotangents]
         ),
@@ -389,7 +390,7 @@ def _total_of_stack(
     def measure_shard(sealed: Sealed) -> Array:
         rounds = gradient_rounds(sealed.open(), stack, plan)
 
-        def body(total: Array, part: PackedRowGradients, rows: Any) -> Array:
+        def body(total: Array, part: RowGradients, rows: Any) -> Array:
             del rows
             return total + measure(_sum_by_row(part, stack).as_row_updates().values)
 
@@ -400,9 +401,7 @@ def _total_of_stack(
     return _on_shards(measure_shard, gradients.stacks[name], plan, PartitionSpec())
 
 
-def _sum_by_row(
-    gradients: PackedRowGradients, stack: TrainedStackPlan
-) -> PackedRowGradients:
+def _sum_by_row(gradients: RowGradients, stack: TrainedStackPlan) -> RowGradients:
     """Sums the occurrences of each row, for a rule that takes them one by one."""
     if stack.optimizer.duplicates != "sequence":
         return gradients

@@ -37,8 +37,7 @@ _MAX_OFFLOADED_BYTES: Final = 16 * GIBIBYTE
 A note in the source code of TorchRec (`torchrec/experimental/torch_tpu`) says so of
 XLA, of each tensor. Libtpu 0.0.50.1 compiles gathers and scatters of larger arrays for
 SparseCores: it did so for v5p and v6e, up to 24 GiB. What a chip does with them was not
-tried. Our own kernels cannot address larger arrays. So plans stay below the limit as a
-precaution.
+tried. So plans stay below the limit as a precaution.
 """
 
 

@@ -5,19 +5,10 @@ import numpy as np
 
 from tpu_embedding.lookup._flatten_to_owners import PoolingSpec
 from tpu_embedding.lookup._route import IdsByRow
-from tpu_embedding.plan.backend_request import BackendChoice
-from tpu_embedding.plan.backends import (
-    BatchBackends,
-    StackBackends,
-    choose_for_batch,
-)
 
 # Multiples of 1/2, so that all sums are exact in float32.
 GAINS = np.array([1, -1, 2, 0, -3, 0.5], np.float32)
 SCALES = np.array([0.5, 1, 0, 2, -1], np.float32)
-
-XLA = BatchBackends(None, BackendChoice("xla", ""), BackendChoice("xla", ""))
-FUSED = XLA._replace(pool=BackendChoice("xla", "", "fused"))
 
 
 def pooling_of(form, num_samples=8):
@@ -90,15 +81,6 @@ def matrix_of(poolings, places, num_rows):
     return matrix
 
 
-def kernel_backends(layout, poolings):
-    """Returns what a stack of kernels chooses for a batch."""
-    choice = BackendChoice("interpreter", "")
-    stack = StackBackends(*[choice] * 5)
-    return choose_for_batch(
-        layout, stack, [pooling.batch_facts for pooling in poolings]
-    )
-
-
 def integers(*shape, seed=1):
     values = np.random.default_rng(seed).integers(-9, 10, shape)
     return values.astype(np.float32)
@@ -114,10 +96,3 @@ NATURAL = {
         "ragged+gains+scales", "long+gains", "one",
     ],
 }  # fmt: skip
-"""Features of stacks that XLA pools and spreads."""
-
-KERNELS = {
-    "weighted lines": (32, 64, 32, ["many+gains", "many"], "kernel", "xla"),
-    "one row a line": (128, 24, 8, ["many", "one+scales"], "kernel", "kernel"),
-}
-"""Per case: dim, rows of the buffer, samples, features, and what pools and spreads."""

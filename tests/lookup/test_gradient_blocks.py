@@ -10,7 +10,7 @@ import pytest
 from tests.lookup.pooled import integers
 from tests.lookup.stages import PADDING
 from tpu_embedding.lookup._gradient_blocks import first_block, fold_blocks
-from tpu_embedding.rows.packed_rows import RowLayout, gather_in_bounds, pack_rows
+from tpu_embedding.rows.packed_rows import RowLayout, gather_in_bounds
 
 ROWS, NUM_KEYS = 12, 12
 
@@ -31,8 +31,7 @@ def fold(keys, cotangents, ids_per_block, layout):
     (num_ids,) = keys.shape
 
     def read_cotangents(ids):
-        rows = gather_in_bounds(cotangents, ids)
-        return pack_rows(rows, layout.resized(ids.shape[0]))
+        return gather_in_bounds(cotangents, ids)
 
     def body(carry, gradients, row_range):
         sums, visits, ends, turn = carry

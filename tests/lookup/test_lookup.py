@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import tpu_embedding as te
-from tests.conftest import mesh_of, needs_kernels
+from tests.conftest import mesh_of
 from tests.reference import dense_gradients, dense_lookup
 
 full = pytest.mark.full(every_case=True)
@@ -89,7 +89,6 @@ def make_plan(
     capacity=None,
     exchange=None,
     hardware=None,
-    kernels=None,
     placement=None,
     combiners=("sum", "mean", "sqrtn"),
     dtype=jnp.float32,
@@ -121,7 +120,6 @@ def make_plan(
         optimizer=optimizer,
         capacity=capacity,
         exchange=exchange,
-        kernels=kernels,
         placement=placement,
         hardware=None if hardware is None else te.hardware.hardware_by_name(hardware),
     )
@@ -261,28 +259,6 @@ def test_packed_rows_change_no_result(dim):
     plan = make_plan(mesh_of(2), dim=dim, hardware="v5p", capacity=1)
     stats, _, _ = check_against_reference(plan, batch_of("multi_hot"))
     assert stats.rounds["stack_0"] > 1
-
-
-@full
-@needs_kernels
-@pytest.mark.parametrize(
-    ("case", "dim", "num_devices", "capacity", "exchange"),
-    [
-        ("multi_hot", 32, 2, 3, "padded"),
-        ("ragged_weighted", 128, 2, None, "ragged"),
-    ],
-)
-def test_kernels_change_no_result(case, dim, num_devices, capacity, exchange):
-    plan = make_plan(
-        mesh_of(num_devices),
-        dim=dim,
-        capacity=capacity,
-        exchange=exchange,
-        hardware="v5p",
-        kernels="interpreter",
-    )
-    assert plan.stacks[0].kernels.backend == "interpreter"
-    check_against_reference(plan, batch_of(case))
 
 
 def test_each_touched_row_once():

@@ -20,7 +20,6 @@ from tests.optimizers.rule_cases import (
     update,
 )
 from tests.tiers import quick_cases
-from tpu_embedding.optimizers.analysis.row_local import runs_on_lines
 from tpu_embedding.optimizers.analysis.slots import slot_row_shapes
 from tpu_embedding.optimizers.table_rows import table_rows, table_rows_context
 
@@ -242,27 +241,6 @@ def test_step_gated_rules_need_every_row(name):
 
 
 # What looks at a row, at its size, or at all of them, cannot see several in a line.
-ON_LINES = {
-    **{name: True for name in ("sgd", "adagrad", "adam", "ftrl", "chain", "schedule")},
-    **{name: True for name in ("inject", "options", "optax.adamw", "optax.lion")},
-    **{name: False for name in ("rowwise_adagrad", "lamb", "norm", "adafactor")},
-    "centralize": False,
-    "factored": False,
-    "by_dim": False,
-}
-LOOK_AT_ROWS = {
-    "centralize": optax.chain(optax.centralize(), optax.sgd(0.1)),
-    "factored": optax.chain(optax.scale_by_factored_rms(), optax.scale(-0.1)),
-    "by_dim": optax.stateless(lambda u, p: u / p.shape[1]),
-}
-
-
-@pytest.mark.parametrize(("name", "expected"), ON_LINES.items())
-def test_which_rules_run_on_lines(name, expected):
-    plan = one_table_plan((OPTIMIZERS | LOOK_AT_ROWS)[name], 9, 32, mesh_of(1))
-    assert runs_on_lines(plan.stacks[0].optimizer, 32, 128) is expected
-
-
 def test_every_row_excludes_sequence():
     optimizer = te.optimizers.every_row(te.optimizers.in_sequence(OPTIMIZERS["sgd"]))
     with pytest.raises(ValueError, match="at once"):

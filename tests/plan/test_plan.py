@@ -9,7 +9,7 @@ import pytest
 from jax.sharding import Mesh
 
 import tpu_embedding as te
-from tests.conftest import mesh_of, needs_kernels
+from tests.conftest import mesh_of
 from tpu_embedding.config import MAX_VOCABULARY_SIZE
 from tpu_embedding.tools import compile_report
 
@@ -49,47 +49,6 @@ def features_of_dims(*dims, num_rows=1000):
         )
         for dim in dims
     ]
-
-
-@needs_kernels
-def test_kernels_reach_rows_that_fill_lines():
-    plan = te.make_plan(
-        features_of_dims(4, 8, 24, 64, 100, 128, 384),
-        mesh_of(3),
-        optimizer=te.optimizers.rowwise_adagrad(0.1),
-        hardware=te.hardware.hardware_by_name("v6e"),
-        kernels="interpreter",
-    )
-    reached = {stack.dim for stack in plan.stacks if stack.kernels is not None}
-    assert reached == {8, 64, 128, 384}
-    # 334 rows per shard, and one for ids that stand for none; 2 in a line of 64, and
-    # wide lines fill tiles of 8.
-    shapes = {stack.dim: stack.layout.lines_shape for stack in plan.stacks}
-    assert [shapes[dim] for dim in (64, 128, 384)] == [
-        (168, 128),
-        (335, 128),
-        (336, 384),
-    ]
-    slots = [plan.slot_layout(stack, stack.slots[0]) for stack in plan.stacks]
-    assert {slot.lines_shape for slot in slots} == {(334,)}
-
-
-@pytest.mark.tpu_compiler
-@pytest.mark.parametrize("topology", ["v5p:2x2x1", "v6e:2x2", "v5e:2x2"])
-def test_kernels_of_tpus(topology):
-    mesh = compile_report.topology_mesh(topology)
-    plan = te.make_plan(features_of_dims(8), mesh)
-    assert plan.stacks[0].kernels is None
-    if topology == "v5e:2x2" or jax.__version_info__ < (0, 12):
-        with pytest.raises(ValueError, match="got 'sparse_core'"):
-            te.make_plan(features_of_dims(8), mesh, kernels="sparse_core")
-        return
-    plan = te.make_plan(features_of_dims(8), mesh, kernels="sparse_core")
-    assert plan.stacks[0].kernels.backend == "sparse_core"
-    large = features_of_dims(64, num_rows=4 * 2**26)
-    plan = te.make_plan(large, mesh, kernels="sparse_core")
-    assert plan.stacks[0].kernels is None
-    assert "16 GiB" in plan.stacks[0].backends.read.reason
 
 
 @pytest.mark.tpu_compiler

@@ -461,7 +461,7 @@ def _move_rows(
 
     def rounds_of(gradients, stack):
         if stack.name not in gradients.stacks:
-            return gradient_of_no_row(stack.buffer_layout(1))
+            return gradient_of_no_row(stack.dim)
         return gradient_rounds(gradient_of_stack(gradients, stack), stack, plan)
 
     def apply_shard(tables, slots, used_rows, gradients, norm):

@@ -24,6 +24,7 @@ from tpu_embedding.lookup._forward import StackRouting
 from tpu_embedding.lookup._gradient_blocks import (
     IdBlocks,
     ReadCotangents,
+    choose_ids_per_block,
     first_block,
     fold_blocks,
 )
@@ -33,16 +34,14 @@ from tpu_embedding.lookup._rounds import PendingRounds, for_each_round
 from tpu_embedding.lookup._route import IdsByRow, Round
 from tpu_embedding.lookup._send import SentIds, send_ids
 from tpu_embedding.lookup._spread_cotangents import cotangent_reader, spread
-from tpu_embedding.plan.backends import BatchBackends, choose_for_batch
 from tpu_embedding.plan.capacity import RoundSize
 from tpu_embedding.plan.plan import EmbeddingPlan
 from tpu_embedding.plan.replicas import choose_reduction
 from tpu_embedding.plan.stack_plan import TrainedStackPlan
 from tpu_embedding.rows.opaque_row_ids import Sealed, seal
-from tpu_embedding.rows.packed_rows import PackedRows
 from tpu_embedding.rows.row_gradients import (
     GradientRounds,
-    PackedRowGradients,
+    RowGradients,
 )
 from tpu_embedding.types import RowRange
 
@@ -59,14 +58,12 @@ class SampleGradients:
       cotangents: per feature, `[samples, dim]`.
       poolings: per feature.
       max_unique_ids: upper bound on the unique ids of a shard.
-      backends: backends of this batch, which spread the cotangents.
     """
 
     keys: Int[Array, " ids"]
     cotangents: list[Float[Array, "_ dim"]]
     poolings: list[PoolingSpec]
     max_unique_ids: int = dataclasses.field(metadata={"static": True})
-    backends: BatchBackends = dataclasses.field(metadata={"static": True})
 
 
 @jax.tree_util.register_dataclass
@@ -81,7 +78,7 @@ class StackGradient:
       samples: the whole gradient, before it was sent to the owners.
     """
 
-    first_round: PackedRowGradients
+    first_round: RowGradients
     pending: PendingRounds | IdBlocks | None
     samples: SampleGradients
 
@@ -110,7 +107,6 @@ def stack_gradient(
         cotangents=row_cotangents(cotangents, routing.sequences),
         poolings=routing.poolings,
         max_unique_ids=routing.max_unique_ids,
-        backends=routing.backends,
     )
     return _gradient_of(samples, routing.sent, stack, plan)
 
@@ -125,18 +121,14 @@ def join_gradients(
     network a second time.
     """
     parts = [gradient.samples for gradient in gradients]
-    poolings = [pooling for part in parts for pooling in part.poolings]
     max_unique_ids = sum(part.max_unique_ids for part in parts)
     if not stack.keeps_duplicates:
         max_unique_ids = min(max_unique_ids, stack.num_rows)
     samples = SampleGradients(
         keys=jnp.concatenate([part.keys for part in parts]),
         cotangents=[cotangent for part in parts for cotangent in part.cotangents],
-        poolings=poolings,
+        poolings=[pooling for part in parts for pooling in part.poolings],
         max_unique_ids=max_unique_ids,
-        backends=choose_for_batch(
-            stack.layout, stack.backends, [pooling.batch_facts for pooling in poolings]
-        ),
     )
     return _gradient_of(samples, None, stack, plan)
 
@@ -150,13 +142,14 @@ def gradient_rounds(
         return GradientRounds(first=gradient.first_round)
 
     def fold_later(
-        body: Callable[[Carry, PackedRowGradients, RowRange], Carry], carry: Carry
+        body: Callable[[Carry, RowGradients, RowRange], Carry], carry: Carry
     ) -> Carry:
         if isinstance(pending, PendingRounds):
             return _fold_pending(pending, gradient.samples, body, carry, stack, plan)
-        reader = _cotangent_reader(gradient.samples, stack)
-        first, layout = gradient.first_round, stack.layout
-        return fold_blocks(pending, first, reader, layout, body, carry)
+        reader = _cotangent_reader(gradient.samples)
+        return fold_blocks(
+            pending, gradient.first_round, reader, stack.layout, body, carry
+        )
 
     return GradientRounds(
         first=gradient.first_round,
@@ -179,10 +172,10 @@ def _gradient_of(
       stack: plan of the stack.
       plan: gives the mesh.
     """
-    ids_per_block = samples.backends.ids_per_block
-    if ids_per_block is not None:
-        reader = _cotangent_reader(samples, stack)
-        first, blocks = first_block(samples.keys, ids_per_block, reader, stack.layout)
+    if stack.updates == "blocks":
+        reader = _cotangent_reader(samples)
+        size = choose_ids_per_block(samples.keys.shape[0], stack.dim)
+        first, blocks = first_block(samples.keys, size, reader, stack.layout)
         return StackGradient(first_round=first, pending=blocks, samples=samples)
     if sent is None:
         sent, _ = send_ids(samples.keys, samples.max_unique_ids, stack, plan)
@@ -195,7 +188,7 @@ def _gradient_of(
 def _fold_pending(
     pending: PendingRounds,
     samples: SampleGradients,
-    body: Callable[[Carry, PackedRowGradients, RowRange], Carry],
+    body: Callable[[Carry, RowGradients, RowRange], Carry],
     carry: Carry,
     stack: TrainedStackPlan,
     plan: EmbeddingPlan,
@@ -220,15 +213,8 @@ def _fold_pending(
     return carry
 
 
-def _cotangent_reader(
-    samples: SampleGradients, stack: TrainedStackPlan
-) -> ReadCotangents:
-    return cotangent_reader(
-        samples.cotangents,
-        samples.poolings,
-        stack.buffer_layout(samples.max_unique_ids),
-        samples.backends,
-    )
+def _cotangent_reader(samples: SampleGradients) -> ReadCotangents:
+    return cotangent_reader(samples.cotangents, samples.poolings)
 
 
 def _spread_and_send(
@@ -238,28 +224,22 @@ def _spread_and_send(
     size: RoundSize,
     stack: TrainedStackPlan,
     plan: EmbeddingPlan,
-) -> PackedRowGradients:
+) -> RowGradients:
     """Sums the cotangents of one round by row, and sends them to the owners."""
-    gradients = spread(
-        samples.cotangents,
-        ids_by_row,
-        samples.poolings,
-        stack.buffer_layout(size.sent_rows),
-        samples.backends,
-    )
+    gradients = spread(samples.cotangents, ids_by_row, samples.poolings, size.sent_rows)
     return _send_to_owners(gradients, requests, size, stack, plan)
 
 
 def _send_to_owners(
-    gradients: PackedRows,
+    gradients: Float[Array, "sent dim"],
     requests: Requests,
     size: RoundSize,
     stack: TrainedStackPlan,
     plan: EmbeddingPlan,
-) -> PackedRowGradients:
+) -> RowGradients:
     """Sends gradients to the owners of their rows, which sum those of equal rows."""
     row_ids = requests.row_ids
-    received = PackedRowGradients(
+    received = RowGradients(
         row_ids=row_ids, values=send_gradients(gradients, requests, stack, plan)
     )
     if choose_reduction(stack, row_ids.shape[0]) == "table":

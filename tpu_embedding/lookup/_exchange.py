@@ -6,31 +6,30 @@ padding between them.
 """
 
 import dataclasses
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Shaped
 
 from tpu_embedding.config import QuantizationConfig
-from tpu_embedding.lookup._route import Round, bucket_starts, count_lines
+from tpu_embedding.lookup._route import Round, bucket_starts
 from tpu_embedding.plan.capacity import LANES, RoundSize
 from tpu_embedding.plan.plan import EmbeddingPlan
 from tpu_embedding.plan.stack_plan import StackPlan
-from tpu_embedding.rows.access import gather_packed
-from tpu_embedding.rows.packed_rows import PackedRows, unpack_rows
+from tpu_embedding.rows.access import gather_rows
+from tpu_embedding.rows.packed_rows import PackedRows
 from tpu_embedding.types import PADDING_ROW_ID
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Buckets:
-    """The buckets of a ragged buffer, one per other shard. All in lines. Per shard.
+    """The buckets of a ragged buffer, one per other shard. All in rows. Per shard.
 
     Attributes:
-      starts: int32 `[num_shards]`, first line of each bucket.
-      sizes: int32 `[num_shards]`, lines of each bucket.
-      remote_starts: int32 `[num_shards]`, first line of the same bucket in the buffer
+      starts: int32 `[num_shards]`, first row of each bucket.
+      sizes: int32 `[num_shards]`, rows of each bucket.
+      remote_starts: int32 `[num_shards]`, first row of the same bucket in the buffer
         of the other shard.
     """
 
@@ -80,7 +79,7 @@ def send_requests(current: Round, size: RoundSize, stack: StackPlan) -> Requests
     row_ids = exchange(current.row_ids, stack)
     if size.kind == "padded":
         return Requests(row_ids=row_ids, buckets=None)
-    source_sizes = count_lines(current.num_ids, size)
+    source_sizes = current.num_ids
     source_starts = bucket_starts(source_sizes)
     received = exchange(jnp.stack([source_sizes, source_starts], axis=1), stack)
     owner_sizes, starts_at_source = received[:, 0], received[:, 1]
@@ -105,7 +104,7 @@ def send_requests(current: Round, size: RoundSize, stack: StackPlan) -> Requests
 
 def fetch_rows(
     table: PackedRows, requests: Requests, stack: StackPlan, plan: EmbeddingPlan
-) -> PackedRows:
+) -> Float[Array, "sent dim"]:
     """Gathers the rows requested from this shard and sends them back. Per shard.
 
     Returns:
@@ -113,19 +112,19 @@ def fetch_rows(
       Places without a request are undefined.
     """
     with jax.named_scope("gather"):
-        rows = gather_packed(table, requests.row_ids)
+        rows = gather_rows(table, requests.row_ids)
         rows = _gathered_as_a_whole(rows, plan)
     # Rows of bfloat16 cross the network as such. The conversion is exact.
     is_short = table.layout.narrow_dtype == "bfloat16" and stack.num_shards > 1
-    rows = _cast(rows, jnp.bfloat16 if is_short else jnp.float32)
+    rows = rows.astype(jnp.bfloat16 if is_short else jnp.float32)
     buckets = requests.buckets
     if buckets is None:
-        rows = _exchange_padded(rows, stack)
+        rows = exchange(rows, stack)
     else:
         rows = _exchange_ragged(
             rows, buckets.as_owner, buckets.as_source, buckets.sent_rows, stack, plan
         )
-    return _quantized(_cast(rows, jnp.float32), stack)
+    return _quantized(rows.astype(jnp.float32), stack)
 
 
 def read_local_rows(
@@ -136,14 +135,17 @@ def read_local_rows(
     Returns:
       The rows, float32; zeros for ids beyond the last row.
     """
-    rows = _quantized(_cast(gather_packed(table, row_ids), jnp.float32), stack)
+    rows = _quantized(gather_rows(table, row_ids).astype(jnp.float32), stack)
     is_row = row_ids < table.layout.num_rows
-    return jnp.where(is_row[:, None], unpack_rows(rows), 0.0)
+    return jnp.where(is_row[:, None], rows, 0.0)
 
 
 def send_gradients(
-    gradients: PackedRows, requests: Requests, stack: StackPlan, plan: EmbeddingPlan
-) -> PackedRows:
+    gradients: Float[Array, "sent dim"],
+    requests: Requests,
+    stack: StackPlan,
+    plan: EmbeddingPlan,
+) -> Float[Array, "received dim"]:
     """Sends the gradient of each fetched row to its owner. Per shard.
 
     Returns:
@@ -152,7 +154,7 @@ def send_gradients(
     """
     buckets = requests.buckets
     if buckets is None:
-        return _exchange_padded(gradients, stack)
+        return exchange(gradients, stack)
     num_rows = requests.row_ids.shape[0]
     return _exchange_ragged(
         gradients, buckets.as_source, buckets.as_owner, num_rows, stack, plan
@@ -192,14 +194,13 @@ def quantize(
     return jnp.floor((clipped - config.lower) / step + 0.5) * step + config.lower
 
 
-def _quantized(rows: PackedRows, stack: StackPlan) -> PackedRows:
-    if stack.quantization is None:
-        return rows
-    lines = quantize(rows.lines, stack.quantization)
-    return dataclasses.replace(rows, lines=lines)
+def _quantized(
+    rows: Float[Array, "rows dim"], stack: StackPlan
+) -> Float[Array, "rows dim"]:
+    return rows if stack.quantization is None else quantize(rows, stack.quantization)
 
 
-def _gathered_as_a_whole(rows: PackedRows, plan: EmbeddingPlan) -> PackedRows:
+def _gathered_as_a_whole(rows: Array, plan: EmbeddingPlan) -> Array:
     """Keeps XLA:CPU from moving arithmetic on gathered rows into the exchange's slices.
 
     Without it, the copy of a row is no vector operation; see `rows/access.py`.
@@ -209,24 +210,15 @@ def _gathered_as_a_whole(rows: PackedRows, plan: EmbeddingPlan) -> PackedRows:
     return jax.lax.optimization_barrier(rows)
 
 
-def _cast(rows: PackedRows, dtype: Any) -> PackedRows:
-    return dataclasses.replace(rows, lines=rows.lines.astype(dtype))
-
-
-def _exchange_padded(rows: PackedRows, stack: StackPlan) -> PackedRows:
-    """Sends buckets of equal size, which fill lines. Per shard."""
-    return dataclasses.replace(rows, lines=exchange(rows.lines, stack))
-
-
 @jax.named_scope("exchange")
 def _exchange_ragged(
-    rows: PackedRows,
+    rows: Shaped[Array, "from dim"],
     sent: Buckets,
     received: Buckets,
     num_rows: int,
     stack: StackPlan,
     plan: EmbeddingPlan,
-) -> PackedRows:
+) -> Shaped[Array, "to dim"]:
     """Sends the buckets of this shard's buffer to the other shards. Per shard.
 
     Args:
@@ -237,25 +229,10 @@ def _exchange_ragged(
       stack: gives the mesh axes.
       plan: gives the platform.
     """
-    layout = rows.layout.resized(num_rows)
-    lines = rows.lines[:, None] if layout.is_flat else rows.lines
-    lines = _move_ragged(lines, sent, received, layout.num_lines, stack, plan)
-    lines = lines[:, 0] if layout.is_flat else lines
-    return dataclasses.replace(rows, lines=lines, layout=layout)
-
-
-def _move_ragged(
-    lines: Shaped[Array, "from lanes"],
-    sent: Buckets,
-    received: Buckets,
-    num_lines: int,
-    stack: StackPlan,
-    plan: EmbeddingPlan,
-) -> Shaped[Array, "to lanes"]:
     if plan.mesh.devices.flat[0].platform == "tpu":
         return jax.lax.ragged_all_to_all(
-            lines,
-            jax.lax.empty((num_lines, lines.shape[1]), lines.dtype),
+            rows,
+            jax.lax.empty((num_rows, rows.shape[1]), rows.dtype),
             sent.starts,
             sent.sizes,
             sent.remote_starts,
@@ -264,34 +241,29 @@ def _move_ragged(
         )
     # XLA has no ragged all-to-all for CPU. This emulation gives the same result from
     # the senders' buckets. It is made for tests, not for speed.
-    all_lines = jax.lax.all_gather(lines, stack.shard_axes)
+    all_rows = jax.lax.all_gather(rows, stack.shard_axes)
     buckets = jnp.stack([sent.starts, sent.sizes, sent.remote_starts], axis=1)
     starts, sizes, targets = exchange(buckets, stack).T
-    offsets = jnp.arange(num_lines, dtype=jnp.int32)[:, None] - targets[None, :]
+    offsets = jnp.arange(num_rows, dtype=jnp.int32)[:, None] - targets[None, :]
     is_from = (offsets >= 0) & (offsets < sizes[None, :])
     source = jnp.argmax(is_from, axis=1)
-    line = starts[source] + jnp.take_along_axis(offsets, source[:, None], axis=1)[:, 0]
-    received_lines = all_lines[source, jnp.clip(line, 0, lines.shape[0] - 1)]
-    # Lines that no shard sends are undefined. A NaN shows if one is used.
-    undefined = jnp.asarray(jnp.nan, lines.dtype)
-    return jnp.where(jnp.any(is_from, axis=1)[:, None], received_lines, undefined)
+    row = starts[source] + jnp.take_along_axis(offsets, source[:, None], axis=1)[:, 0]
+    received_rows = all_rows[source, jnp.clip(row, 0, rows.shape[0] - 1)]
+    # Rows that no shard sends are undefined. A NaN shows if one is used.
+    undefined = jnp.asarray(jnp.nan, rows.dtype)
+    return jnp.where(jnp.any(is_from, axis=1)[:, None], received_rows, undefined)
 
 
 def _compact(
     row_ids: Int[Array, " padded"], size: RoundSize
 ) -> Int[Array, " received"]:
-    """Moves padding to the end, except the padding that fills up a line. Per shard.
+    """Moves padding to the end. Per shard.
 
     Row ids keep their order. The result has `received_rows` entries. It is found by a
     sort, because a TPU scatters single integers slowly.
     """
     places = jnp.arange(row_ids.shape[0], dtype=jnp.int32)
-    is_kept = row_ids != PADDING_ROW_ID
-    for place in range(1, size.rows_per_line):
-        # A line is kept if its first place is used.
-        is_line_used = jnp.roll(row_ids, place) != PADDING_ROW_ID
-        is_kept |= is_line_used & (places % size.rows_per_line == place)
-    keys = jnp.where(is_kept, places, row_ids.shape[0])
+    keys = jnp.where(row_ids != PADDING_ROW_ID, places, row_ids.shape[0])
     _, row_ids = jax.lax.sort((keys, row_ids), num_keys=1, is_stable=False)
     missing = max(0, size.received_rows - row_ids.shape[0])
     filled = jnp.pad(row_ids, (0, missing), constant_values=PADDING_ROW_ID)

@@ -15,7 +15,6 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from tpu_embedding.combiners import Combiner, CustomCombiner
-from tpu_embedding.plan.backends import FeatureBatch
 from tpu_embedding.plan.features import FeaturePlan
 from tpu_embedding.plan.stack_plan import StackPlan
 from tpu_embedding.types import PADDING_ROW_ID, AxisSize
@@ -88,17 +87,6 @@ class PoolingSpec:
         if self.sample_ids is None:
             return self.num_samples * self.valence
         return self.sample_ids.shape[0]
-
-    @property
-    def batch_facts(self) -> FeatureBatch:
-        """The static facts on which the choice of backends depends."""
-        return FeatureBatch(
-            num_ids=self.num_ids,
-            num_samples=self.num_samples,
-            valence=self.valence,
-            is_ragged=self.sample_ids is not None,
-            is_weighted=self.gains is not None,
-        )
 
 
 @jax.named_scope("flatten")

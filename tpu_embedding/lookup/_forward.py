@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from tpu_embedding.lookup._combine import combine, combine_by_xla
+from tpu_embedding.lookup._combine import combine, read_and_combine
 from tpu_embedding.lookup._custom_combiner import (
     PooledSequence,
     apply_custom_combiners,
@@ -35,7 +35,6 @@ from tpu_embedding.lookup._flatten_to_owners import (
 )
 from tpu_embedding.lookup._rounds import for_each_round
 from tpu_embedding.lookup._send import SentIds, send_ids
-from tpu_embedding.plan.backends import BatchBackends, choose_for_batch
 from tpu_embedding.plan.plan import EmbeddingPlan
 from tpu_embedding.plan.stack_plan import StackPlan
 from tpu_embedding.rows.packed_rows import PackedRows
@@ -52,7 +51,6 @@ class StackRouting:
       poolings: per feature of the stack.
       sequences: per feature of the stack; None without a custom combiner.
       max_unique_ids: upper bound on the unique ids of a shard.
-      backends: choices for this batch.
     """
 
     keys: Int[Array, " ids"]
@@ -60,7 +58,6 @@ class StackRouting:
     poolings: list[PoolingSpec]
     sequences: list[PooledSequence | None]
     max_unique_ids: int = dataclasses.field(metadata={"static": True})
-    backends: BatchBackends = dataclasses.field(metadata={"static": True})
 
 
 @jax.tree_util.register_dataclass
@@ -130,9 +127,6 @@ def route_stack(
     """
     features = [plan.features[i] for i in plan.features_of(stack)]
     keys, poolings, out_of_range = flatten(inputs, features, stack)
-    backends = choose_for_batch(
-        stack.layout, stack.backends, [pooling.batch_facts for pooling in poolings]
-    )
     max_unique = max_unique_ids(inputs, features, stack)
     sent, places = None, keys
     if stack.sends_ids:
@@ -143,7 +137,6 @@ def route_stack(
         poolings=poolings,
         sequences=[None] * len(poolings),  # known when the rows are
         max_unique_ids=max_unique,
-        backends=backends,
     )
     return RoutedStack(
         routing=routing,
@@ -166,11 +159,11 @@ def read_stack(
     routing = routed.routing
     rounds = jnp.int32(1)
     if routing.sent is None:
-        activations = combine_by_xla(
+        activations = read_and_combine(
             lambda row_ids: read_local_rows(table, row_ids, stack),
             routed.places,
             routing.poolings,
-            routing.backends,
+            stack.gathers,
         )
     else:
         activations, further_rounds = _read_rounds(
@@ -203,7 +196,7 @@ def _read_rounds(
 
     def read(requests: Requests, places: Int[Array, " ids"]) -> list[Array]:
         rows = fetch_rows(table, requests, stack, plan)
-        return combine(rows, places, routing.poolings, routing.backends)
+        return combine(rows, places, routing.poolings, stack.gathers)
 
     activations = read(sent.requests, places)
     if sent.pending is None:

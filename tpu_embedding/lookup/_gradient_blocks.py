@@ -11,25 +11,27 @@ begins. A row whose ids continue in the next block is finished there.
 
 import dataclasses
 from collections.abc import Callable
-from typing import TypeVar
+from typing import Final, TypeVar
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from tpu_embedding.hardware import MEBIBYTE
 from tpu_embedding.lookup._dedup import rank_unique
-from tpu_embedding.rows.packed_rows import (
-    PackedRows,
-    RowLayout,
-    pack_rows,
-    unpack_rows,
-)
-from tpu_embedding.rows.row_gradients import PackedRowGradients
+from tpu_embedding.rows.packed_rows import LANE_BYTES, RowLayout, round_up
+from tpu_embedding.rows.row_gradients import RowGradients
 from tpu_embedding.types import PADDING_ROW_ID, RowRange
 
 Carry = TypeVar("Carry")
 
-ReadCotangents = Callable[[Int[Array, " n"]], PackedRows]
+_BLOCK_BYTES: Final = MEBIBYTE
+"""Bytes of the rows of a block, so that a block and its gradients fit into a cache."""
+
+_BLOCK_ALIGNMENT: Final = 128
+"""The ids of a block are a multiple of this."""
+
+ReadCotangents = Callable[[Int[Array, " n"]], Float[Array, "n dim"]]
 """Returns the cotangent of each id, times its gain."""
 
 
@@ -51,12 +53,23 @@ class IdBlocks:
     end_row: Int[Array, "_"]
 
 
+def choose_ids_per_block(num_ids: int, dim: int) -> int:
+    """Returns the ids of a block, whose rows fit into a cache.
+
+    Args:
+      num_ids: ids of the batch.
+      dim: columns of the table.
+    """
+    in_cache = _BLOCK_BYTES // (LANE_BYTES * dim)
+    return round_up(max(1, min(in_cache, num_ids)), _BLOCK_ALIGNMENT)
+
+
 def first_block(
     keys: Int[Array, " ids"],
     ids_per_block: int,
     read_cotangents: ReadCotangents,
     layout: RowLayout,
-) -> tuple[PackedRowGradients, IdBlocks | None]:
+) -> tuple[RowGradients, IdBlocks | None]:
     """Sorts ids, and sums the gradients of the first block. Per shard.
 
     Args:
@@ -93,10 +106,10 @@ def first_block(
 
 def fold_blocks(
     blocks: IdBlocks,
-    first: PackedRowGradients,
+    first: RowGradients,
     read_cotangents: ReadCotangents,
     layout: RowLayout,
-    body: Callable[[Carry, PackedRowGradients, RowRange], Carry],
+    body: Callable[[Carry, RowGradients, RowRange], Carry],
     carry: Carry,
 ) -> Carry:
     """Calls `carry = body(carry, gradients, rows)` for the later blocks. Per shard.
@@ -114,7 +127,7 @@ def fold_blocks(
     # The place of a row that continues holds its sum so far, under a padding id.
     last = blocks.ranks[0, -1] - blocks.ranks[0, 0]
     continues = blocks.row_ids[0, -1] == blocks.row_ids[1, 0]
-    open_sum = jnp.where(continues, unpack_rows(first.values)[last], 0.0)
+    open_sum = jnp.where(continues, first.values[last], 0.0)
 
     def run(state):
         index, open_sum, first_row, carry = state
@@ -138,7 +151,7 @@ def _sum_block(
     open_sum: Float[Array, " dim"],
     read_cotangents: ReadCotangents,
     layout: RowLayout,
-) -> tuple[PackedRowGradients, Float[Array, " dim"], Int[Array, ""]]:
+) -> tuple[RowGradients, Float[Array, " dim"], Int[Array, ""]]:
     """Sums the gradients of one block.
 
     Args:
@@ -157,7 +170,7 @@ def _sum_block(
     places = ranks - ranks[0]
     sums = jnp.zeros((ids_per_block, layout.dim), jnp.float32).at[0].set(open_sum)
     sums = sums.at[places].add(
-        unpack_rows(read_cotangents(blocks.order[index])),
+        read_cotangents(blocks.order[index]),
         mode="drop",
         indices_are_sorted=True,
         wrap_negative_indices=False,
@@ -169,9 +182,9 @@ def _sum_block(
     continues = (next_id == ids[-1]) & (next_id != PADDING_ROW_ID)
     last = places[-1]
     is_open = continues & (jnp.arange(ids_per_block, dtype=jnp.int32) == last)
-    gradients = PackedRowGradients(
+    gradients = RowGradients(
         row_ids=jnp.where(is_open, PADDING_ROW_ID, row_ids),
-        values=pack_rows(sums, layout.buffer_layout(ids_per_block, is_packed=False)),
+        values=sums,
     )
     # If padding ends the block, its place is beyond all rows; the sum is not used.
     open_sum = jnp.where(continues, sums[jnp.minimum(last, ids_per_block - 1)], 0.0)

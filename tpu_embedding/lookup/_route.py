@@ -133,13 +133,6 @@ def route_all(dedup: Dedup, size: RoundSize, stack: StackPlan) -> Round:
     )
 
 
-def count_lines(
-    num_rows: Int[Array, " shards"], size: RoundSize
-) -> Int[Array, " shards"]:
-    """Returns the number of lines that hold `num_rows` rows in a ragged exchange."""
-    return (num_rows + size.rows_per_line - 1) // size.rows_per_line
-
-
 def bucket_starts(sizes: Int[Array, " shards"]) -> Int[Array, " shards"]:
     """Returns the start of each bucket if buckets lie one after the other."""
     return jnp.cumsum(sizes, dtype=jnp.int32) - sizes
@@ -153,12 +146,12 @@ def _capacities(
     """Returns how many ids may go to each destination in this round."""
     if size.kind == "padded":
         return size.capacity
-    lines_requested = jax.lax.psum(count_lines(num_pending, size), stack.shard_axes)
-    lines_available = (size.received_rows - 1) // size.rows_per_line
-    # The buffer has at least one line per shard, so the quotient is at least 1.
-    equal_share = lines_available // stack.num_shards * size.rows_per_line
+    rows_requested = jax.lax.psum(num_pending, stack.shard_axes)
+    rows_available = size.received_rows - 1
+    # The buffer has at least one row per shard, so the quotient is at least 1.
+    equal_share = rows_available // stack.num_shards
     return jnp.where(
-        lines_requested <= lines_available,
+        rows_requested <= rows_available,
         size.capacity,
         min(size.capacity, equal_share),
     )
@@ -188,8 +181,7 @@ def _fill(
     )
     row_places = id_places
     if size.kind == "ragged":
-        starts = size.rows_per_line * bucket_starts(count_lines(num_ids, size))
-        row_places = rank_in_round + broadcast_to_ids(starts, dedup)
+        row_places = rank_in_round + broadcast_to_ids(bucket_starts(num_ids), dedup)
         row_places = jnp.where(is_in_round, row_places, size.sent_rows)
     row_ids = jnp.full((num_places,), PADDING_ROW_ID, jnp.int32)
     row_ids = row_ids.at[id_places].set(row, mode="drop", wrap_negative_indices=False)

@@ -116,7 +116,7 @@ class TPUEmbedding(nnx.Module):
     """Embedding tables sharded over a mesh, looked up inside any `nnx.Module`.
 
     Attributes:
-      plan: stacking, sharding, packing and backends; `print(layer.plan)` shows it.
+      plan: stacking, sharding and packing; `print(layer.plan)` shows it.
       tables: the stacked tables.
       stats: rounds used, and ids out of range, of the latest lookup.
       dynamic_stats: hits, new ids and evictions by table, of the latest `insert_ids`;

@@ -7,7 +7,7 @@
 * `features`: plans of its features. `input_plan`: the part that loaders need.
 * `device_mesh`: orders devices in a mesh. `mesh_options`: checks mesh and axes.
 * `placing`: chooses the axes that rows are split over. `stacking`: groups tables.
-* `backend_request`: the backend that the user asks for. `backends`: the one that runs.
+* `forms`: the form of gathers and updates that suits the hardware.
 * `capacity`: ids and rows per round. `replicas`: how copies of a shard add gradients.
 * `dynamic_rows`: places the buckets and rows of dynamic tables on shards.
 * `column_arrays`: cuts the lines of tables that are too large for one array.

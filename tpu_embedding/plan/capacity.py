@@ -14,7 +14,6 @@ two ways:
 
 import dataclasses
 import math
-from collections.abc import Callable
 from typing import Final, Literal, get_args
 
 from tpu_embedding.rows.packed_rows import round_up
@@ -39,7 +38,7 @@ _MAX_PADDED_TO_RAGGED_RATIO: Final = 1.25
 """Maximum ratio of padded to ragged buffer length at which padded is still chosen.
 
 Up to this ratio a padded all-to-all is at least as fast. A ragged one sends narrow rows
-as 128 lanes unless a kernel packs them, copies wide rows first, and exchanges bucket
+as 128 lanes, copies wide rows first, and exchanges bucket
 sizes; see `benchmarks/README.md`."""
 
 _SUBLANES: Final = 8
@@ -56,12 +55,6 @@ LANE_ALIGNMENT_MIN_IDS: Final = 128 * LANES
 
 The rounding then adds at most 0.8 %."""
 
-KERNEL_LANE_ALIGNMENT_MIN_IDS: Final = 8 * LANES
-"""The equivalent of `LANE_ALIGNMENT_MIN_IDS` where kernels move the rows.
-
-Kernels move `LANES` rows at a time, so that aligned buffers need no slicing to size.
-The rounding adds at most 12 %."""
-
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RoundSize:
@@ -73,8 +66,6 @@ class RoundSize:
         exchange sends fewer where the ids of all shards exceed the owner's buffer.
       bucket_size: entries per destination in the buffer of ids. At least one of them
         is never used, and stands for "no id".
-      rows_per_line: rows that share one line of the row buffers. A ragged exchange
-        sends whole lines, so each destination's rows start on a new line.
       sent_rows: length, in rows, of the row buffer at the shard that asks. The last
         entry belongs to no id.
       received_rows: length, in rows, of the row buffer at the owner. The last entry
@@ -86,7 +77,6 @@ class RoundSize:
     kind: ExchangeKind
     capacity: int
     bucket_size: int
-    rows_per_line: int
     sent_rows: int
     received_rows: int
     unique_rows: int
@@ -100,8 +90,6 @@ def round_size(
     *,
     capacity: int | None = None,
     kind: ExchangeKind | None = "padded",
-    rows_per_line: int = 1,
-    lane_alignment_min_ids: int = LANE_ALIGNMENT_MIN_IDS,
 ) -> RoundSize:
     """Returns the buffer sizes of one round.
 
@@ -115,9 +103,6 @@ def round_size(
       kind: the exchange of rows. None: padded if the user has set `capacity`, if one
         padded round holds every batch, or if padded buffers are at most 1.25 times as
         long as ragged ones; otherwise ragged.
-      rows_per_line: rows that share one line of the row buffers.
-      lane_alignment_min_ids: minimum capacity at which bucket sizes are rounded up to
-        a multiple of `LANES`.
 
     Example:
       >>> round_size(1000, 8, 10**6).received_rows
@@ -126,24 +111,18 @@ def round_size(
       1128
     """
     bound = max(1, min(max_unique_ids, rows_per_shard))
-
-    def bucket_size(capacity: int) -> int:
-        return _bucket_size(capacity, rows_per_line, lane_alignment_min_ids)
-
     padded_capacity, ragged_capacity = (
-        _capacity(max_unique_ids, num_shards, bound, capacity, stddevs, bucket_size)
+        _capacity(max_unique_ids, num_shards, bound, capacity, stddevs)
         for stddevs in (_PADDED_HEADROOM_STDDEVS, _RAGGED_HEADROOM_STDDEVS)
     )
-    padded_rows = num_shards * bucket_size(padded_capacity)
+    padded_rows = num_shards * _bucket_size(padded_capacity)
     # On average, an owner receives as many ids in total as one shard sends in total.
     # Rows that every shard asks for break the Poisson assumption. But then each shard
     # has repeated ids, and so fewer unique ids than the bound.
     headroom = _PADDED_HEADROOM_STDDEVS * math.sqrt(max_unique_ids)
     received = math.ceil(max_unique_ids + headroom)
     received = min(received, num_shards * ragged_capacity)
-    line_padding = num_shards * (rows_per_line - 1)
-    received = max(num_shards * rows_per_line, received + line_padding)
-    received = bucket_size(received)
+    received = _bucket_size(max(num_shards, received))
     if kind is None:
         is_long = padded_rows > _MAX_PADDED_TO_RAGGED_RATIO * received
         is_enough = capacity is not None or padded_capacity >= bound
@@ -152,38 +131,32 @@ def round_size(
         return RoundSize(
             kind="padded",
             capacity=padded_capacity,
-            bucket_size=bucket_size(padded_capacity),
-            rows_per_line=rows_per_line,
+            bucket_size=_bucket_size(padded_capacity),
             sent_rows=padded_rows,
             received_rows=padded_rows,
             unique_rows=min(num_shards * padded_capacity, rows_per_shard),
             holds_all=padded_capacity >= bound,
         )
-    sent = min(max_unique_ids, num_shards * ragged_capacity) + line_padding
+    sent = min(max_unique_ids, num_shards * ragged_capacity)
     return RoundSize(
         kind="ragged",
         capacity=ragged_capacity,
-        bucket_size=bucket_size(ragged_capacity),
-        rows_per_line=rows_per_line,
-        sent_rows=bucket_size(sent),
+        bucket_size=_bucket_size(ragged_capacity),
+        sent_rows=_bucket_size(sent),
         received_rows=received,
         unique_rows=min(received, rows_per_shard),
-        holds_all=(
-            ragged_capacity >= bound
-            and received > num_shards * round_up(bound, rows_per_line)
-        ),
+        holds_all=ragged_capacity >= bound and received > num_shards * bound,
     )
 
 
-def _bucket_size(capacity: int, rows_per_line: int, lane_alignment_min_ids: int) -> int:
+def _bucket_size(capacity: int) -> int:
     """Returns the entries per destination of an exchange buffer.
 
     They exceed the capacity by at least one: the entry that no id uses stands for "no
-    id". They fill whole lines of `rows_per_line`.
+    id".
     """
-    small_multiple = max(_SUBLANES, rows_per_line)
-    is_small = capacity < lane_alignment_min_ids
-    return round_up(capacity + 1, small_multiple if is_small else LANES)
+    is_small = capacity < LANE_ALIGNMENT_MIN_IDS
+    return round_up(capacity + 1, _SUBLANES if is_small else LANES)
 
 
 def _capacity(
@@ -192,7 +165,6 @@ def _capacity(
     bound: int,
     requested: int | None,
     headroom_stddevs: int,
-    bucket_size: Callable[[int], int],
 ) -> int:
     """Returns the maximum ids per destination and round.
 
@@ -203,4 +175,4 @@ def _capacity(
         return min(requested, bound)
     mean = max(1, max_unique_ids) / num_shards
     capacity = math.ceil(mean + headroom_stddevs * math.sqrt(mean))
-    return min(bucket_size(capacity) - 1, bound)
+    return min(_bucket_size(capacity) - 1, bound)

@@ -13,7 +13,6 @@ import jax
 from jax.core import Tracer
 
 from tpu_embedding.plan.stack_plan import StackPlan, TrainedStackPlan
-from tpu_embedding.rows.kernels.kernel_access import describe_kernels
 from tpu_embedding.rows.packed_rows import PackedRows, RowLayout
 
 
@@ -36,9 +35,6 @@ def check_tables(tables: Any, stacks: Sequence[StackPlan]) -> None:
                 f"{type(rows).__name__}. Set single tables by with_table_values."
             )
         differences = rows.layout.differences(stack.layout)
-        if rows.kernels != stack.kernels:
-            found, wanted = map(describe_kernels, (rows.kernels, stack.kernels))
-            differences.append(f"accesses: {found}, not {wanted}")
         _refuse(f"tables[{stack.name!r}]", differences)
 
 

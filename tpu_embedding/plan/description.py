@@ -1,10 +1,9 @@
-"""Prints a plan: memory and placement of its tables, backends of each direction."""
+"""Prints a plan: memory and placement of its tables."""
 
 from typing import TYPE_CHECKING, Any
 
 from tpu_embedding.hardware import GIBIBYTE
 from tpu_embedding.plan import memory
-from tpu_embedding.plan.backend_request import FORM_MEANINGS
 from tpu_embedding.plan.column_arrays import whole_lines_reason
 from tpu_embedding.plan.dynamic_rows import (
     directory_bytes,
@@ -20,7 +19,7 @@ if TYPE_CHECKING:
 
 
 def describe(plan: "EmbeddingPlan") -> str:
-    """Returns the text of `print(plan)`: tables of memory, placement and backends."""
+    """Returns the text of `print(plan)`: tables of memory and placement."""
     return "\n".join(
         [
             memory.format_table(_memory_rows(plan), num_left_aligned=2),
@@ -30,41 +29,8 @@ def describe(plan: "EmbeddingPlan") -> str:
             *_dynamic_tables(plan),
             "",
             memory.format_table(_placement_rows(plan), num_left_aligned=5),
-            "",
-            memory.format_table(backend_rows(plan), num_left_aligned=4),
-            *_meanings_of_forms(plan),
         ]
     )
-
-
-def backend_rows(plan: "EmbeddingPlan") -> list[tuple[str, ...]]:
-    """Returns the cells of the table of backends; the first row is the head.
-
-    Directions of a stack that share a choice share a row.
-    """
-    rows: list[tuple[str, ...]] = [("stack", "direction", "backend", "why")]
-    for stack in plan.stacks:
-        directions_of: dict[tuple[str, str], list[str]] = {}
-        for direction, choice in zip(
-            stack.backends._fields, stack.backends, strict=True
-        ):
-            key = (choice.name, choice.explanation)
-            directions_of.setdefault(key, []).append(direction)
-        for (backend, reason), directions in directions_of.items():
-            rows.append((stack.name, ", ".join(directions), backend, reason))
-    return rows
-
-
-def _meanings_of_forms(plan: "EmbeddingPlan") -> list[str]:
-    """Returns a line for each form of XLA's work that the table of backends names."""
-    choices = [choice for stack in plan.stacks for choice in stack.backends]
-    return [
-        f"{name}: {FORM_MEANINGS[form]}"
-        for form, name in dict.fromkeys(
-            (choice.form, choice.name) for choice in choices
-        )
-        if form in FORM_MEANINGS
-    ]
 
 
 def _whole_initial_values(plan: "EmbeddingPlan") -> list[str]:
@@ -98,8 +64,6 @@ def _array_limit(plan: "EmbeddingPlan") -> list[str]:
         alike = (stack.dim, stack.layout.dtype_name, stack.optimizer, stack.shard_axes)
         sizes = groups.setdefault((*alike, stack.quantization), {})
         sizes[stack.name] = max(num_bytes, slot_bytes)
-        if stack.kernels is not None:
-            continue  # Kernels have a limit of their own, which is no higher.
         if num_bytes > limit:
             lines.append(
                 f"{stack.name} takes {memory.format_bytes(num_bytes)} per device, more "

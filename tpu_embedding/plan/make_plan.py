@@ -20,20 +20,12 @@ from tpu_embedding.optimizers.resolve import check_row_local
 from tpu_embedding.optimizers.row_optimizer import TableOptimizer
 from tpu_embedding.placement import PlacementPolicy
 from tpu_embedding.plan import stacking
-from tpu_embedding.plan.backend_request import (
-    BackendRequest,
-    requested_backend,
-)
-from tpu_embedding.plan.backends import (
-    StackDevices,
-    choose_backends,
-    kernel_access,
-)
 from tpu_embedding.plan.capacity import EXCHANGE_KINDS, ExchangeKind
 from tpu_embedding.plan.column_arrays import fits_in_one_array, with_column_arrays
 from tpu_embedding.plan.dynamic_rows import refuse_unsuited, rows_of_dynamic_table
 from tpu_embedding.plan.embedding_feature import resolve_embedding_feature
 from tpu_embedding.plan.features import flatten_config, place_features
+from tpu_embedding.plan.forms import choose_gathers, choose_updates
 from tpu_embedding.plan.mesh_options import (
     resolve_batch_axes,
     resolve_hardware,
@@ -42,8 +34,6 @@ from tpu_embedding.plan.mesh_options import (
 from tpu_embedding.plan.placing import TablePlacement, check_policy, place_tables
 from tpu_embedding.plan.plan import EmbeddingPlan
 from tpu_embedding.plan.stack_plan import StackPlan, TablePlan, TrainedStackPlan
-from tpu_embedding.rows.access import with_room_for_kernels
-from tpu_embedding.rows.kernels.kernel_access import Backend
 from tpu_embedding.rows.narrow_rows import NARROW_DTYPES, NarrowDtype
 from tpu_embedding.rows.packed_rows import (
     RowLayout,
@@ -63,7 +53,6 @@ def make_plan(
     optimizer: TableOptimizer | None = None,
     capacity: int | None = None,
     exchange: ExchangeKind | None = None,
-    kernels: Backend | None = None,
     placement: PlacementPolicy | None = None,
     batch_axes: tuple[str, ...] | None = None,
     embedding_feature: Any = None,
@@ -86,15 +75,6 @@ def make_plan(
         ragged all-to-all, within a slice; on CPU and GPU by a slow equivalent. None:
         on TPUs of one slice, ragged where padded parts would be a quarter longer and no
         capacity is given; else padded.
-      kernels: backend that reads, pools, spreads, updates and writes rows. It changes
-        speed, and results by rounding only. `"xla"` (also None): XLA's own operations,
-        which move whole lines and write the result of each operation to HBM.
-        `"sparse_core"`: Pallas kernels that address each row of 8, 16, 32, 64 or
-        a multiple of 128 elements, and update it in one pass. They have not run on a
-        TPU yet.
-        `"interpreter"`: the same kernels on any device, with the `hardware` of a TPU;
-        slow, for tests. Kernels need jax 0.12. Where a kernel cannot run, XLA does:
-        `print(plan)` shows each choice and its reason.
       placement: where the rows of tables live that set no `TableConfig.placement`. It
         changes memory and traffic, never results. `te.Sharded()` (also None): over all
         devices. `te.Sharded(axes=...)`: over some mesh axes, copied along the others.
@@ -104,9 +84,9 @@ def make_plan(
         over, copied along the others. Each device looks up an equal share. Use it for a
         dense model that is sharded over its own axes. None: all axes.
       embedding_feature: TensorFlow's `"UNSUPPORTED"`, `"V1"` or `"V2"`, or its enum
-        member. `"UNSUPPORTED"` replicates all tables and runs XLA. The others shard
-        them, and are refused on hardware that TensorFlow knows under another name.
-        None: tables are sharded over any hardware.
+        member. `"UNSUPPORTED"` replicates all tables. The others shard them, and are
+        refused on hardware that TensorFlow knows under another name. None: tables are
+        sharded over any hardware.
       hardware: None means that of the mesh's devices.
       activation_dtype: type of the activations, float32 or bfloat16. Rows are pooled
         in float32, and gradients summed in float32; only the results are rounded. So
@@ -125,11 +105,8 @@ def make_plan(
     _check_options(capacity, exchange, optimizer)
     capacity = None if capacity is None else int(capacity)
     check_policy(placement, mesh)
-    placement = resolve_embedding_feature(
-        embedding_feature, placement, kernels, hardware
-    )
+    placement = resolve_embedding_feature(embedding_feature, placement, hardware)
     exchange = _exchange_on(mesh, exchange)
-    request = requested_backend(kernels, mesh.devices.flat[0], hardware)
     features = flatten_config(feature_config)
     tables = stacking.name_tables(features.tables, optimizer)
     lookups = [config for config in features.configs for _ in config.tables]
@@ -143,9 +120,7 @@ def make_plan(
         ),
     )
     stacks = tuple(
-        _plan_stack(
-            f"stack_{i}", group, placements, mesh, capacity, exchange, request, hardware
-        )
+        _plan_stack(f"stack_{i}", group, placements, mesh, capacity, exchange, hardware)
         for i, group in enumerate(groups)
     )
     table_names = [table.name for table in tables]
@@ -210,7 +185,6 @@ def _plan_stack(
     mesh: Mesh,
     capacity: int | None,
     exchange: ExchangeKind | None,
-    request: BackendRequest,
     hardware: HardwareInfo,
 ) -> StackPlan:
     first = tables[0]
@@ -219,17 +193,7 @@ def _plan_stack(
     num_shards = math.prod(mesh.shape[axis] for axis in shard_axes)
     slots = _slots_of_tables(tables)
     layout = _layout_of_stack(placed, num_shards, hardware)
-    backends = choose_backends(
-        request,
-        layout,
-        first.optimizer,
-        slots,
-        StackDevices(hardware, num_shards, mesh.size // num_shards, capacity),
-    )
-    if kernel_access(backends) is not None:
-        layout = with_room_for_kernels(layout)
-    else:
-        layout = with_column_arrays(layout, hardware)
+    layout = with_column_arrays(layout, hardware)
     facts: dict[str, Any] = dict(
         name=name,
         tables=placed,
@@ -241,7 +205,10 @@ def _plan_stack(
         quantization=first.config.quantization_config,
         capacity=capacity,
         exchange=exchange,
-        backends=backends,
+        gathers=choose_gathers(hardware),
+        updates=choose_updates(
+            hardware, first.optimizer, num_devices=mesh.size, capacity=capacity
+        ),
     )
     if first.optimizer is None:
         return StackPlan(**facts, optimizer=None, slots=())

@@ -137,7 +137,7 @@ def _init_stack(stack: StackPlan, plan: EmbeddingPlan, key: jax.Array) -> Packed
             jnp.zeros(layout.lines_shape, layout.stored_dtype)
             for _ in range(layout.column_arrays)
         ]
-        rows = PackedRows.of_arrays(zeros, layout, stack.kernels)
+        rows = PackedRows.of_arrays(zeros, layout)
         for function, tables in zip(by_function, groups, strict=True):
             rows = _fill_tables(rows, function, tables, stack, by_function[function])
         return rows

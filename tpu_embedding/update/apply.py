@@ -15,9 +15,8 @@ from tpu_embedding.optimizers.table_rows import AllReduce, TableRows
 from tpu_embedding.plan.plan import EmbeddingPlan
 from tpu_embedding.plan.stack_plan import TrainedStackPlan
 from tpu_embedding.rows.packed_rows import PackedRows
-from tpu_embedding.rows.row_gradients import GradientRounds, PackedRowGradients
+from tpu_embedding.rows.row_gradients import GradientRounds, RowGradients
 from tpu_embedding.types import PADDING_ROW_ID, RowRange
-from tpu_embedding.update.by_kernel import update_by_kernel
 from tpu_embedding.update.every_element import apply_to_every_element
 from tpu_embedding.update.every_row import apply_to_every_row, init_every_row
 from tpu_embedding.update.lazy_update import (
@@ -55,7 +54,7 @@ class _Step:
 
 
 ApplyRound = Callable[
-    [AllReduce, PackedRows, Any, PackedRowGradients, RowRange | None],
+    [AllReduce, PackedRows, Any, RowGradients, RowRange | None],
     tuple[PackedRows, Any],
 ]
 """Applies the gradients of one round, those of a range of rows, to table and state."""
@@ -236,7 +235,7 @@ def _apply_round(
     step: _Step,
     table: PackedRows,
     state: Any,
-    gradients: PackedRowGradients,
+    gradients: RowGradients,
     rows: RowRange | None,
 ) -> tuple[PackedRows, Any]:
     """Applies the gradients of one round, whose rows are those of a range."""
@@ -244,8 +243,6 @@ def _apply_round(
     optimizer = stack.optimizer
     if optimizer.duplicates != "sequence":
         table = writer.before_rule(table, gradients.row_ids)
-    if stack.backends.update.backend != "xla":
-        return update_by_kernel(optimizer, table, state, gradients)
     updates = gradients.as_row_updates()
     if optimizer.rows == "every":
         return apply_to_every_element(optimizer, table, state, updates, rows, writer)
@@ -278,7 +275,7 @@ def _lifted(
     return lift_to_rows(
         optimizer,
         rows_of if optimizer.takes_totals else None,
-        step.stack.backends.update.form,
+        step.stack.updates,
     )
 
 

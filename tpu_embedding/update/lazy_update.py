@@ -3,8 +3,7 @@
 A rule is written, or taken from optax, as if the table were a dense `[rows, dim]`
 array. `lift_to_rows` gathers the touched rows of table and slot variables, runs the
 rule on them, and adds the differences back in place. So rules know nothing of row ids,
-shards, packing or rounds. (An elementwise rule may see several rows side by side, in
-one line; its results are the same.) `by_kernel.py` does all of this in one kernel.
+shards, packing or rounds.
 """
 
 import dataclasses
@@ -17,11 +16,10 @@ import optax
 from jaxtyping import Array, Int
 
 from tpu_embedding.optimizers.analysis.initial_slots import constant_parts
-from tpu_embedding.optimizers.analysis.row_local import runs_on_lines
 from tpu_embedding.optimizers.analysis.slots import moved_by_adding, slot_row_shapes
 from tpu_embedding.optimizers.row_optimizer import RowOptimizer
 from tpu_embedding.optimizers.table_rows import TableRows, table_rows_context
-from tpu_embedding.plan.backend_request import Form
+from tpu_embedding.plan.forms import Updates
 from tpu_embedding.rows.access import (
     add_to_rows,
     gather_rows,
@@ -41,7 +39,7 @@ _PADDING_ROWS: Final = 8
 def lift_to_rows(
     optimizer: optax.GradientTransformation | RowOptimizer,
     rows_of: RowsOf | None = None,
-    form: Form = "whole",
+    form: Updates = "whole",
 ) -> optax.GradientTransformation:
     """Turns a transformation of dense rows into one of `RowUpdates`.
 
@@ -96,19 +94,14 @@ def lift_to_rows(
         table: PackedRows = params
         row_ids = updates.row_ids
         leaves, tree = jax.tree.flatten(state, is_leaf=is_slot)
-        dense = _dense_view(optimizer, table, leaves, row_ids.shape[0])
-        old = [dense(gather_rows(x, row_ids)) if is_slot(x) else x for x in leaves]
+        old = [gather_rows(x, row_ids) if is_slot(x) else x for x in leaves]
         if form == "blocks":
             # In a loop, XLA:CPU would copy a whole slot variable to read it later.
             old, leaves = jax.lax.optimization_barrier((old, leaves))
         with table_rows_context(rows_of and rows_of(row_ids)):
-            values: Any
             values, new_state = optimizer.update(
-                dense(updates.values),
-                tree.unflatten(old),
-                dense(gather_rows(table, row_ids)),
+                updates.values, tree.unflatten(old), gather_rows(table, row_ids)
             )
-        values = values.reshape(updates.values.shape)
         new = tree.flatten_up_to(new_state)
         is_moved = moved_by_adding(optimizer, table.layout.dim)
         leaves = [
@@ -195,29 +188,6 @@ def with_values(state: Any, values: list[Any]) -> Any:
     )
 
 
-def _dense_view(
-    optimizer: optax.GradientTransformation | RowOptimizer,
-    table: PackedRows,
-    leaves: list[Any],
-    num_rows: int,
-) -> Callable[[Array], Array]:
-    """Returns the reshape of `[num_rows, dim]` that the rule sees.
-
-    An elementwise rule sees rows that arrive in lines as lines: splitting these into
-    rows would move more bytes than the kernels did. Any other rule sees rows.
-    """
-    layout = table.buffer_layout(num_rows)
-    slots = [leaf for leaf in leaves if is_slot(leaf)]
-    fills_lines = layout.rows_per_line > 1 and num_rows % layout.rows_per_line == 0
-    if (
-        not fills_lines
-        or any(slot.layout.row_shape != table.layout.row_shape for slot in slots)
-        or not runs_on_lines(optimizer, layout.dim, layout.lanes)
-    ):
-        return lambda rows: rows
-    return lambda rows: rows.reshape(layout.lines_shape)
-
-
 def move_rows(
     slot: PackedRows,
     row_ids: Int[Array, " ids"],
@@ -235,7 +205,7 @@ def _new_slot(
     leaf: Any, value: Any, row: jax.ShapeDtypeStruct, table: PackedRows
 ) -> PackedRows:
     """Packs the rows of a slot variable, or fills it if all elements are one value."""
-    layout, kernels = table.layout.slot_layout(row), table.slot_kernels(row)
+    layout = table.layout.slot_layout(row)
     if value is None:
-        return pack_rows(leaf, layout, kernels)
-    return full_rows(value, layout, row.dtype, kernels)
+        return pack_rows(leaf, layout)
+    return full_rows(value, layout, row.dtype)

@@ -14,7 +14,6 @@ The answers:
   set rows without reading them?
 * `initial_slots`: which slot variables start with one number everywhere?
 * `row_totals`: turns norms and other reductions over rows into totals over the table.
-* `kernel_lowering`: lowers a rule to the body of a kernel.
 * `finite_rates`: does the next step multiply rows by NaN or infinity?
 * `coupling`: does a dense optimizer update one array by the gradient of another?
 """

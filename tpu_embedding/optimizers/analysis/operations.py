@@ -1,7 +1,7 @@
-"""The table of operations: what each does with rows, and where it can run.
+"""The table of operations: what each does with rows.
 
 `OPERATIONS` names each JAX primitive that may occur in a row-local rule. An operation
-that is not in it is taken to mix rows, and not to run in a kernel.
+that is not in it is taken to mix rows.
 """
 
 import dataclasses
@@ -22,9 +22,6 @@ Call = Literal["inline", "cond", "while"]
 all operands but the first. "while": a condition and a body, until the condition fails.
 """
 
-MAX_KERNEL_POWER: Final = 8
-"""The largest integer power that kernels compute, as products."""
-
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class OperationFacts:
@@ -40,10 +37,6 @@ class OperationFacts:
         at the same place in the operands.
       moves_elements: True if the results hold elements of the first operand, unchanged.
       call: kind of call, for an operation that runs other programs; else None.
-      kernel_types: names of the dtypes with which a SparseCore kernel can run the
-        operation, "float32" or "bool".
-      kernel_keeps_vector: True if a kernel can skip the operation, because a vector
-        stays the same.
       gives_totals: True if the results are totals over all rows of a table, which the
         layer computes.
       neutral: element that leaves a reduction unchanged, such as 0 for a sum. None if
@@ -55,8 +48,6 @@ class OperationFacts:
     is_elementwise: bool = False
     moves_elements: bool = False
     call: Call | None = None
-    kernel_types: frozenset[str] = frozenset()
-    kernel_keeps_vector: bool = False
     gives_totals: bool = False
     neutral: Any = None
 
@@ -64,15 +55,6 @@ class OperationFacts:
 def facts_of(operation: RuleOperation) -> OperationFacts:
     """Returns the facts about an operation; an unknown one is taken to mix rows."""
     return OPERATIONS.get(operation.name, _UNKNOWN)
-
-
-def runs_in_kernels(operation: RuleOperation) -> bool:
-    """Returns whether SparseCore kernels can run an operation, with some type."""
-    facts = facts_of(operation)
-    if operation.name == "integer_pow":
-        return 0 < abs(operation.params["y"]) <= MAX_KERNEL_POWER
-    is_single = not facts.kernel_keeps_vector or len(operation.inputs) == 1
-    return bool(facts.kernel_types) and is_single
 
 
 def _always(operation: RuleOperation) -> bool:
@@ -132,32 +114,16 @@ _ELEMENTWISE: Final = """abs acos acosh add add_any and asin asinh atan atan2 at
     shift_left shift_right_arithmetic shift_right_logical sign sin sinh sqrt square
     stop_gradient sub tan tanh xor zeta""".split()
 
-# JAX lowers these for SparseCores; test_kernel_lowering.py has each of them compiled.
-_KERNEL_FLOAT: Final = frozenset(
-    """abs add add_any clamp convert_element_type copy copy_p div eq exp ge gt
-    integer_pow le log lt max min mul ne neg optimization_barrier rsqrt select_n sign
-    sqrt square sub tanh""".split()
-)
-_KERNEL_BOOL: Final = frozenset(
-    """and convert_element_type copy copy_p eq ne not optimization_barrier or select_n
-    xor""".split()
-)
-_KEEPS_VECTOR: Final = frozenset("copy copy_p optimization_barrier".split())
-
 
 def _elementwise(name: str) -> OperationFacts:
-    types = {"float32": _KERNEL_FLOAT, "bool": _KERNEL_BOOL}
     return OperationFacts(
         keeps_rows=_without_row_count,
         is_elementwise=True,
         moves_elements=name == "copy",
-        kernel_types=frozenset(kind for kind, names in types.items() if name in names),
-        kernel_keeps_vector=name in _KEEPS_VECTOR,
     )
 
 
 _NEUTRAL: Final = {"reduce_sum": 0, "reduce_and": True, "reduce_or": False}
-_ANY_TYPE: Final = frozenset({"float32", "bool"})
 
 
 def _reduction(name: str) -> OperationFacts:
@@ -165,10 +131,6 @@ def _reduction(name: str) -> OperationFacts:
         keeps_rows=_not_along_rows("axes"),
         neutral=_NEUTRAL.get(name),
         moves_elements=name in ("reduce_max", "reduce_min", "reduce_and", "reduce_or"),
-        # A kernel takes the sum over a row by itself. A sum over one more axis, of a
-        # value that all elements of the row have, leaves the vector as it is.
-        kernel_types=_ANY_TYPE if name == "reduce_sum" else frozenset(),
-        kernel_keeps_vector=name == "reduce_sum",
     )
 
 
@@ -178,13 +140,6 @@ _CUMULATIVE: Final = "cumlogsumexp cummax cummin cumprod cumsum".split()
 _INLINED: Final = """checkpoint closed_call core_call custom_jvp_call
     custom_jvp_call_jaxpr custom_vjp_call custom_vjp_call_jaxpr jit pjit remat
     remat2""".split()
-
-_RESHAPE: Final = OperationFacts(
-    keeps_rows=_always,
-    moves_elements=True,
-    kernel_types=_ANY_TYPE,
-    kernel_keeps_vector=True,
-)
 
 OPERATIONS: Final[dict[str, OperationFacts]] = {
     **{name: _elementwise(name) for name in _ELEMENTWISE},
@@ -204,17 +159,15 @@ OPERATIONS: Final[dict[str, OperationFacts]] = {
         keeps_rows=_starts_with_rows("broadcast_dimensions"),
         makes_rows=_always,
         moves_elements=True,
-        kernel_types=_ANY_TYPE,
-        kernel_keeps_vector=True,
     ),
     "dot_general": OperationFacts(keeps_rows=_dot_keeps_rows),
     "expand_dims": OperationFacts(keeps_rows=_always, moves_elements=True),
     "iota": OperationFacts(keeps_rows=_never, makes_rows=_not_along_rows("dimension")),
     "pad": OperationFacts(keeps_rows=_pad_keeps_rows),
-    "reshape": _RESHAPE,
+    "reshape": OperationFacts(keeps_rows=_always, moves_elements=True),
     "rev": OperationFacts(keeps_rows=_not_along_rows("dimensions")),
     "slice": OperationFacts(keeps_rows=_slice_keeps_rows),
-    "squeeze": _RESHAPE,
+    "squeeze": OperationFacts(keeps_rows=_always, moves_elements=True),
     "top_k": OperationFacts(keeps_rows=_always),
     "table_total": OperationFacts(keeps_rows=_always, gives_totals=True),
     "transpose": OperationFacts(

@@ -19,7 +19,6 @@ from tpu_embedding.optimizers.analysis.rule_program import (
     Operand,
     RuleOperation,
     RuleProgram,
-    Shape,
     depends_on_rows,
     is_by_row,
 )
@@ -30,7 +29,7 @@ from tpu_embedding.optimizers.analysis.trace import (
     UntraceableRule,
     trace_rule,
 )
-from tpu_embedding.optimizers.analysis.walker import all_operations, same_program
+from tpu_embedding.optimizers.analysis.walker import all_operations
 from tpu_embedding.optimizers.row_optimizer import RowOptimizer
 
 _COLLECTS: Final = "collects gradients and applies them in some steps only"
@@ -71,56 +70,6 @@ def check_elementwise(optimizer: Rule) -> None:
     """
     # Rows without columns are elements.
     _check(optimizer, ())
-
-
-@functools.lru_cache(maxsize=256)
-def runs_on_lines(optimizer: Rule, dim: int, lanes: int) -> bool:
-    """Returns whether a rule may be given lines of several rows in the place of rows.
-
-    Lines `[lines, lanes]` hold several rows side by side. A rule gives the same on them
-    as on `[rows, dim]` if it does the same to each element: no sum over a row, and
-    nothing that depends on the dim. A rule that asks for totals must see rows, because
-    the layer knows the table of each row, not of each element.
-
-    Args:
-      optimizer: a rule of rows `[rows, dim]`.
-      dim: columns of the table.
-      lanes: elements of a line.
-
-    Example:
-      >>> import optax
-      >>> runs_on_lines(optax.adam(0.1), 32, 128)
-      True
-      >>> runs_on_lines(optax.centralize(), 32, 128)
-      False
-    """
-    updates: list[RuleProgram] = []
-    for width in (dim, lanes):
-        trace = trace_rule(optimizer, (width,))
-        if (
-            isinstance(trace, UntraceableRule)
-            or trace.takes_totals
-            or not all(map(_treats_elements, all_operations(trace.update)))
-        ):
-            return False
-        updates.append(trace.update)
-
-    def same_shape(first: Shape, second: Shape) -> bool:
-        rows_of_dim = is_by_row(first) and first[1:] == (dim,)
-        return first == second or (rows_of_dim and second == (first[0], lanes))
-
-    return same_program(updates[0], updates[1], same_shape)
-
-
-def _treats_elements(operation: RuleOperation) -> bool:
-    """Returns whether an operation treats each element of rows alone, or sees none."""
-    facts = facts_of(operation)
-    if facts.is_elementwise or facts.call is not None:
-        return True
-    is_made_of_numbers = operation.name == "broadcast_in_dim" and not _sees_rows(
-        operation.inputs
-    )
-    return is_made_of_numbers or not _sees_rows((*operation.inputs, *operation.outputs))
 
 
 def _check(optimizer: Rule, row_shape: tuple[int, ...]) -> TracedRule:

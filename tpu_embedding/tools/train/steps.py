@@ -86,7 +86,6 @@ def make_run_plan(
         optimizer=config.make_table_optimizer(config),
         placement=placement,
         capacity=config.capacity,
-        kernels=config.kernels,
         hardware=hardware,
     )
 
