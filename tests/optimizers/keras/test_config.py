@@ -121,7 +121,7 @@ def test_passes_over_every_row_only_where_it_changes_something(case):
 
     def passes(rows):
         rule = from_keras_config(config, rows=rows)
-        return resolve_optimizer(rule, "table", ("table",)).rows == "every"
+        return resolve_optimizer(rule, "table", DIM).rows == "every"
 
     assert passes("every") == moves_every_row
     assert not passes("touched")

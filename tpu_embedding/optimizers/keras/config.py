@@ -201,7 +201,8 @@ def _translate(
         )
     fields = {**_COMMON_FIELDS, **_OWN_FIELDS[class_key], **config}
     keras = _KerasFields(class_key=class_key, given=config, fields=fields, rows=rows)
-    problems, rate = list(_problems(keras)), None
+    problems: list[str] = list(_problems(keras))
+    rate: Any = None
     try:
         rate = keras_learning_rate(config.get("learning_rate"))
     except ValueError as error:

@@ -10,7 +10,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from tpu_embedding.optimizers.modes import MustBeLast, request_mode
 from tpu_embedding.optimizers.rules._adafactor_settings import (
     AdafactorSettings,
     inverse_root,
@@ -73,7 +72,6 @@ def update_dense(
         if settings.ema_overwrite_frequency is not None:
             new = jnp.where(settings.overwrites_at(state.count), averages, new)
     updates = new - old
-    request_mode(MustBeLast(updates))
     return updates, state._replace(count=state.count + 1)
 
 

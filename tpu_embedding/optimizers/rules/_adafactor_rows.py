@@ -5,12 +5,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from tpu_embedding.optimizers.modes import (
-    ModelNorm,
-    MustBeLast,
-    OccurrenceNorm,
-    request_mode,
-)
 from tpu_embedding.optimizers.rules._adafactor_settings import (
     AdafactorSettings,
     inverse_root,
@@ -59,10 +53,6 @@ def update_rows(
     settings: AdafactorSettings, gradient: Any, state: AdafactorState, rows: Any
 ) -> tuple[Any, AdafactorState]:
     """Returns the updates of the rows at hand and the new state."""
-    if settings.clipnorm is not None and settings.clipnorm_of == "occurrences":
-        request_mode(OccurrenceNorm())
-    if settings.global_clipnorm is not None:
-        request_mode(ModelNorm())
     tables = table_rows(gradient)
     dim = gradient.shape[1]
     t = (state.count + 1).astype(jnp.float32)
@@ -98,7 +88,6 @@ def update_rows(
     if settings.use_ema:
         new, state = _average(settings, rows, tables.stored(rows, new - rows), state)
     updates = new - rows
-    request_mode(MustBeLast(updates))
     # The sum follows the values that the table will hold, rounded as they are.
     stored = tables.stored(rows, updates).astype(jnp.float32)
     change = (stored - rows) * (stored + rows)

@@ -6,6 +6,7 @@ import jax.numpy as jnp
 import optax
 
 from tpu_embedding.optimizers.equal_calls import equal_calls_are_one
+from tpu_embedding.optimizers.row_optimizer import declare
 
 
 @equal_calls_are_one
@@ -38,4 +39,4 @@ def assign() -> optax.GradientTransformation:
     def replace(gradient: Any, row: Any) -> Any:
         return jnp.subtract(gradient, row)
 
-    return optax.stateless_with_tree_map(replace)
+    return declare(optax.stateless_with_tree_map(replace), sets_rows=True)
