@@ -210,7 +210,6 @@ def examples(draw):
     tables = draw(tables_on(st.sampled_from(placements)))
     options = dict(
         capacity=draw(st.sampled_from([None, 1, 2])),
-        exchange=draw(st.sampled_from([None, "padded", "ragged"])),
         placement=draw(st.sampled_from([*placements, te.ReplicateSmall(max_rows=4)])),
         batch_axes=draw(st.sampled_from(batch_axes)),
     )

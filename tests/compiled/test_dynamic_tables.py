@@ -59,7 +59,7 @@ def compile_step(plan, dim, is_dynamic):
 
 
 def exchanges(compiled):
-    kinds = r"= \S+ (all-to-all|ragged-all-to-all|all-gather)\("
+    kinds = r"= \S+ (all-to-all|all-gather)\("
     return collections.Counter(re.findall(kinds, compiled.as_text()))
 
 

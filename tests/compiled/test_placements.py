@@ -31,7 +31,6 @@ COLLECTIVES = (
     "all-reduce",
     "all-to-all",
     "collective-permute",
-    "ragged-all-to-all",
     "reduce-scatter",
 )
 

@@ -174,21 +174,6 @@ def test_tpu_step_is_in_place(dim, generation):
         assert report.argument_bytes < 1.02 * logical_bytes
 
 
-@pytest.mark.full
-@pytest.mark.tpu_compiler
-@pytest.mark.parametrize(
-    ("dim", "generation"),
-    [(128, "v6e"), pytest.param(16, "v5p", marks=pytest.mark.full)],
-)
-def test_tpu_step_with_ragged_exchange_is_in_place(dim, generation):
-    mesh = compile_report.topology_mesh(TOPOLOGIES[generation])
-    rows_per_line = max(1, 128 // dim)
-    plan = make_plan(mesh, dim, ADAGRAD, rows_per_line, exchange="ragged")
-    compiled = compile_step(plan, dim, batch_size=1024)
-    check(plan, compiled)
-    assert "ragged-all-to-all" in compiled.as_text()
-
-
 @pytest.mark.tpu_compiler
 @pytest.mark.full
 def test_step_of_three_chips_is_in_place():

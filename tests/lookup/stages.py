@@ -8,7 +8,6 @@ import optax
 
 import tpu_embedding as te
 from tests.conftest import mesh_of
-from tpu_embedding.plan.capacity import RoundSize
 
 PADDING = te.inputs.PADDING_ROW_ID
 
@@ -73,18 +72,3 @@ def as_namespaces(results):
     if isinstance(results, tuple):
         return tuple(as_namespaces(result) for result in results)
     return results
-
-
-def round_size_of(kind, capacity, received_rows=0, num_shards=1):
-    """Returns a `RoundSize` whose buckets have one unused entry or more."""
-    bucket_size = capacity + 1
-    rows = num_shards * bucket_size
-    return RoundSize(
-        kind=kind,
-        capacity=capacity,
-        bucket_size=bucket_size,
-        sent_rows=rows if kind == "padded" else rows + 2,
-        received_rows=rows if kind == "padded" else received_rows,
-        unique_rows=rows,
-        holds_all=False,
-    )

@@ -87,7 +87,6 @@ def make_plan(
     mesh,
     dim=4,
     capacity=None,
-    exchange=None,
     hardware=None,
     placement=None,
     combiners=("sum", "mean", "sqrtn"),
@@ -119,7 +118,6 @@ def make_plan(
         mesh,
         optimizer=optimizer,
         capacity=capacity,
-        exchange=exchange,
         placement=placement,
         hardware=None if hardware is None else te.hardware.hardware_by_name(hardware),
     )
@@ -228,12 +226,6 @@ def test_capacity_changes_no_result(num_devices, capacity):
 def test_tables_of_other_dtypes(dtype, num_devices, case, options):
     plan = make_plan(mesh_of(num_devices), dtype=dtype, **options)
     check_against_reference(plan, batch_of(case))
-
-
-def test_ragged_exchange_changes_no_result():
-    plan = make_plan(mesh_of(2), capacity=1, exchange="ragged")
-    for case in ("multi_hot", "no_ids"):
-        check_against_reference(plan, batch_of(case))
 
 
 @pytest.mark.parametrize("surplus", [-1, pytest.param(0, marks=full)])
@@ -391,14 +383,11 @@ def test_outputs_are_sharded_like_the_batch():
 @given(
     num_devices=st.just(3),
     capacity=st.sampled_from([None, 3]),
-    exchange=st.sampled_from(["padded", "ragged"]),
     num_values=st.integers(33, 64),
     seed=st.integers(0, 2**16),
 )
-def test_any_ragged_batch(num_devices, capacity, exchange, num_values, seed):
-    plan = make_plan(
-        mesh_of(num_devices), capacity=capacity, exchange=exchange, expected_valence=8
-    )
+def test_any_ragged_batch(num_devices, capacity, num_values, seed):
+    plan = make_plan(mesh_of(num_devices), capacity=capacity, expected_valence=8)
     batch = {
         name: random_ragged(size, num_values, seed + i)
         for i, (name, size) in enumerate({"a": 37, "b": 5, "c": 11, "d": 37}.items())

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from tpu_embedding.lookup._custom_combiner import row_cotangents
-from tpu_embedding.lookup._exchange import Requests, send_gradients, send_requests
+from tpu_embedding.lookup._exchange import exchange
 from tpu_embedding.lookup._flatten_to_owners import PoolingSpec
 from tpu_embedding.lookup._forward import StackRouting
 from tpu_embedding.lookup._gradient_blocks import (
@@ -180,7 +180,7 @@ def _gradient_of(
     if sent is None:
         sent, _ = send_ids(samples.keys, samples.max_unique_ids, stack, plan)
     first = _spread_and_send(
-        samples, sent.ids_by_row, sent.requests, sent.size, stack, plan
+        samples, sent.ids_by_row, sent.row_ids, sent.size, stack, plan
     )
     return StackGradient(first_round=first, pending=sent.pending, samples=samples)
 
@@ -201,9 +201,9 @@ def _fold_pending(
 
     def run_round(state: tuple[Carry, Array], current: Round) -> tuple[Carry, Array]:
         carry, first_row = state
-        requests = send_requests(current, pending.size, stack)
+        row_ids = exchange(current.row_ids, stack)
         received = _spread_and_send(
-            samples, current.ids_by_row, requests, pending.size, stack, plan
+            samples, current.ids_by_row, row_ids, pending.size, stack, plan
         )
         carry = body(carry, received, RowRange(first_row, current.end_row))
         return carry, current.end_row
@@ -220,28 +220,27 @@ def _cotangent_reader(samples: SampleGradients) -> ReadCotangents:
 def _spread_and_send(
     samples: SampleGradients,
     ids_by_row: IdsByRow,
-    requests: Requests,
+    row_ids: Int[Array, " buffer"],
     size: RoundSize,
     stack: TrainedStackPlan,
     plan: EmbeddingPlan,
 ) -> RowGradients:
     """Sums the cotangents of one round by row, and sends them to the owners."""
-    gradients = spread(samples.cotangents, ids_by_row, samples.poolings, size.sent_rows)
-    return _send_to_owners(gradients, requests, size, stack, plan)
+    gradients = spread(
+        samples.cotangents, ids_by_row, samples.poolings, size.buffer_size
+    )
+    return _send_to_owners(gradients, row_ids, size, stack, plan)
 
 
 def _send_to_owners(
-    gradients: Float[Array, "sent dim"],
-    requests: Requests,
+    gradients: Float[Array, "buffer dim"],
+    row_ids: Int[Array, " buffer"],
     size: RoundSize,
     stack: TrainedStackPlan,
     plan: EmbeddingPlan,
 ) -> RowGradients:
     """Sends gradients to the owners of their rows, which sum those of equal rows."""
-    row_ids = requests.row_ids
-    received = RowGradients(
-        row_ids=row_ids, values=send_gradients(gradients, requests, stack, plan)
-    )
+    received = RowGradients(row_ids=row_ids, values=exchange(gradients, stack))
     if choose_reduction(stack, row_ids.shape[0]) == "table":
         return add_dense_gradients(received, stack)
     received = gather_from_replicas(received, stack, plan)

@@ -16,7 +16,7 @@ from jaxtyping import Array, Float, Int
 
 from tpu_embedding.lookup._flatten_to_owners import PoolingSpec
 from tpu_embedding.plan.forms import Gathers
-from tpu_embedding.rows.access import gather_from_buffer
+from tpu_embedding.rows.access import gather_lines
 
 _MAX_UNROLLED_VALENCE: Final = 128
 """Valence up to which each id of a sample is an addition of its own in the program."""
@@ -50,7 +50,7 @@ def combine(
     rows = jax.lax.dynamic_update_slice(rows, zeros, (last, 0))
 
     def read_rows(places):
-        return gather_from_buffer(rows, jnp.minimum(places, last))
+        return gather_lines(rows, jnp.minimum(places, last))
 
     return read_and_combine(read_rows, places, poolings, gathers)
 

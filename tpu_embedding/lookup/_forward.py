@@ -21,12 +21,7 @@ from tpu_embedding.lookup._custom_combiner import (
     PooledSequence,
     apply_custom_combiners,
 )
-from tpu_embedding.lookup._exchange import (
-    Requests,
-    fetch_rows,
-    read_local_rows,
-    send_requests,
-)
+from tpu_embedding.lookup._exchange import exchange, fetch_rows, read_local_rows
 from tpu_embedding.lookup._flatten_to_owners import (
     FeatureInput,
     PoolingSpec,
@@ -194,17 +189,17 @@ def _read_rounds(
       The activations before custom combiners, and the number of rounds after the first.
     """
 
-    def read(requests: Requests, places: Int[Array, " ids"]) -> list[Array]:
-        rows = fetch_rows(table, requests, stack, plan)
+    def read(row_ids: Int[Array, " buffer"], places: Int[Array, " ids"]) -> list[Array]:
+        rows = fetch_rows(table, row_ids, stack, plan)
         return combine(rows, places, routing.poolings, stack.gathers)
 
-    activations = read(sent.requests, places)
+    activations = read(sent.row_ids, places)
     if sent.pending is None:
         return activations, jnp.int32(0)
 
     def add_round(sums, current):
-        requests = send_requests(current, sent.size, stack)
-        return jax.tree.map(jnp.add, sums, read(requests, current.places))
+        row_ids = exchange(current.row_ids, stack)
+        return jax.tree.map(jnp.add, sums, read(row_ids, current.places))
 
     return for_each_round(sent.pending, add_round, activations, stack, plan)
 
@@ -221,8 +216,8 @@ def _order(
     if sent is None:
         activations, keys = jax.lax.optimization_barrier((activations, routing.keys))
         return activations, dataclasses.replace(routing, keys=keys)
-    activations, ids_by_row, requests = jax.lax.optimization_barrier(
-        (activations, sent.ids_by_row, sent.requests)
+    activations, ids_by_row, row_ids = jax.lax.optimization_barrier(
+        (activations, sent.ids_by_row, sent.row_ids)
     )
-    sent = dataclasses.replace(sent, ids_by_row=ids_by_row, requests=requests)
+    sent = dataclasses.replace(sent, ids_by_row=ids_by_row, row_ids=row_ids)
     return activations, dataclasses.replace(routing, sent=sent)

@@ -7,7 +7,7 @@ from jaxtyping import Array, Float, Int
 from tpu_embedding.lookup._dedup import rank_unique, unsort
 from tpu_embedding.lookup._repeats import add_repeats
 from tpu_embedding.lookup._running_sums import forward_fill
-from tpu_embedding.rows.access import gather_from_buffer
+from tpu_embedding.rows.access import gather_lines
 from tpu_embedding.rows.row_gradients import RowGradients
 from tpu_embedding.types import PADDING_ROW_ID
 
@@ -40,7 +40,7 @@ def merge(
         value_ids=order,
         # Sums change in places of first occurrences only. The places of repeats still
         # hold the gradients that were received.
-        read_values=gather_from_buffer,
+        read_values=gather_lines,
     )
     unique_ids = unsort(jnp.where(is_repeat, PADDING_ROW_ID, sorted_ids), order)
     return RowGradients(row_ids=unique_ids, values=sums)

@@ -7,10 +7,6 @@ row within its round, and an optimizer can finish a round before the next begins
 
 The range of a round ends before the first row that does not fit for some source. The
 shards find it by one all-reduce (minimum) of an int32 per owner.
-
-In a ragged exchange, an owner also has room for at most `received_rows` rows of all
-shards together. If more are requested, each shard sends at most an equal share in this
-round. This takes another all-reduce (sum) of an int32 per owner.
 """
 
 import dataclasses
@@ -40,7 +36,7 @@ class IdsByRow:
     Attributes:
       order: int32 `[ids]`, position of each id before sorting.
       places: int32 `[ids]`, place of its row in the row buffer of this round;
-        `sent_rows` if the id is not part of the round.
+        `buffer_size` if the id is not part of the round.
     """
 
     order: Int[Array, " ids"]
@@ -54,12 +50,11 @@ class Round:
 
     Attributes:
       places: int32 `[ids]`, place of each id's row in the buffer of fetched rows;
-        `sent_rows` if the id is not part of this round.
+        `buffer_size` if the id is not part of this round.
       ids_by_row: the same places, sorted by row, for the backward pass.
       row_ids: int32 `[num_shards * bucket_size]`, requested rows as local rows of
         their owner, in one bucket per owner. Unused places hold `PADDING_ROW_ID`, and
         so does the last place.
-      num_ids: int32 `[num_shards]`, ids sent to each destination.
       next_ranks: int32 `[num_shards]`, first rank per destination that is still
         pending after this round.
       end_row: int32 scalar, end of the range of this shard's own rows that this round
@@ -70,7 +65,6 @@ class Round:
     places: Int[Array, " ids"]
     ids_by_row: IdsByRow
     row_ids: Int[Array, " padded"]
-    num_ids: Int[Array, " shards"]
     next_ranks: Int[Array, " shards"]
     end_row: Int[Array, ""]
     is_last: Bool[Array, ""]
@@ -94,11 +88,10 @@ def route(
       plan: gives the mesh axes of the all-reduce.
     """
     end_ranks = dedup.first_ranks[1:]
-    capacity = _capacities(end_ranks - first_ranks, size, stack)
     shards = jnp.arange(stack.num_shards, dtype=jnp.int32)
-    first_pending_key = key_at_rank(first_ranks + capacity, dedup)
+    first_pending_key = key_at_rank(first_ranks + size.capacity, dedup)
     first_pending_row = jnp.where(
-        first_ranks + capacity < end_ranks,
+        first_ranks + size.capacity < end_ranks,
         first_pending_key - shards * stack.rows_per_shard,
         stack.rows_per_shard,
     )
@@ -133,30 +126,6 @@ def route_all(dedup: Dedup, size: RoundSize, stack: StackPlan) -> Round:
     )
 
 
-def bucket_starts(sizes: Int[Array, " shards"]) -> Int[Array, " shards"]:
-    """Returns the start of each bucket if buckets lie one after the other."""
-    return jnp.cumsum(sizes, dtype=jnp.int32) - sizes
-
-
-def _capacities(
-    num_pending: Int[Array, " shards"],
-    size: RoundSize,
-    stack: StackPlan,
-) -> int | Int[Array, " shards"]:
-    """Returns how many ids may go to each destination in this round."""
-    if size.kind == "padded":
-        return size.capacity
-    rows_requested = jax.lax.psum(num_pending, stack.shard_axes)
-    rows_available = size.received_rows - 1
-    # The buffer has at least one row per shard, so the quotient is at least 1.
-    equal_share = rows_available // stack.num_shards
-    return jnp.where(
-        rows_requested <= rows_available,
-        size.capacity,
-        min(size.capacity, equal_share),
-    )
-
-
 def _fill(
     dedup: Dedup,
     first_ranks: Int[Array, " shards"],
@@ -166,8 +135,6 @@ def _fill(
     size: RoundSize,
     stack: StackPlan,
 ) -> Round:
-    num_places = stack.num_shards * size.bucket_size
-    num_ids = next_ranks - first_ranks
     rank_in_round = dedup.ranks - broadcast_to_ids(first_ranks, dedup)
     is_in_round = (
         (dedup.sorted_keys != PADDING_ROW_ID)
@@ -176,20 +143,14 @@ def _fill(
     )
     destination = jax.lax.div(dedup.sorted_keys, jnp.int32(stack.rows_per_shard))
     row = dedup.sorted_keys - stack.rows_per_shard * destination
-    id_places = jnp.where(
-        is_in_round, size.bucket_size * destination + rank_in_round, num_places
-    )
-    row_places = id_places
-    if size.kind == "ragged":
-        row_places = rank_in_round + broadcast_to_ids(bucket_starts(num_ids), dedup)
-        row_places = jnp.where(is_in_round, row_places, size.sent_rows)
-    row_ids = jnp.full((num_places,), PADDING_ROW_ID, jnp.int32)
-    row_ids = row_ids.at[id_places].set(row, mode="drop", wrap_negative_indices=False)
+    places = size.bucket_size * destination + rank_in_round
+    places = jnp.where(is_in_round, places, size.buffer_size)
+    row_ids = jnp.full((size.buffer_size,), PADDING_ROW_ID, jnp.int32)
+    row_ids = row_ids.at[places].set(row, mode="drop", wrap_negative_indices=False)
     return Round(
-        places=unsort(row_places, dedup.order),
-        ids_by_row=IdsByRow(order=dedup.order, places=row_places),
+        places=unsort(places, dedup.order),
+        ids_by_row=IdsByRow(order=dedup.order, places=places),
         row_ids=row_ids,
-        num_ids=num_ids,
         next_ranks=next_ranks,
         end_row=end_row,
         is_last=is_last,

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Int
 
 from tpu_embedding.lookup._dedup import dedup
-from tpu_embedding.lookup._exchange import Requests, send_requests
+from tpu_embedding.lookup._exchange import exchange
 from tpu_embedding.lookup._rounds import PendingRounds, first_round
 from tpu_embedding.lookup._route import IdsByRow
 from tpu_embedding.plan.capacity import RoundSize
@@ -26,7 +26,8 @@ class SentIds:
 
     Attributes:
       ids_by_row: the ids of each row of the first round's buffer.
-      requests: rows that the shards requested from this one in the first round.
+      row_ids: int32 `[buffer_size]`, local rows that the shards requested from this one
+        in the first round; `PADDING_ROW_ID` in unused places.
       pending: None if no batch of this shape can need a second round.
       num_ids: int32 `[1]`, ids of the shard without padding.
       requested_rows: int32 `[1, num_shards]`, rows that the shard requests from each
@@ -35,7 +36,7 @@ class SentIds:
     """
 
     ids_by_row: IdsByRow
-    requests: Requests
+    row_ids: Int[Array, " buffer"]
     pending: PendingRounds | None
     num_ids: Int[Array, "_"]
     requested_rows: Int[Array, "_ shards"]
@@ -61,7 +62,7 @@ def send_ids(
     first, pending = first_round(unique, size, stack, plan)
     sent = SentIds(
         ids_by_row=first.ids_by_row,
-        requests=send_requests(first, size, stack),
+        row_ids=exchange(first.row_ids, stack),
         pending=pending,
         num_ids=unique.first_places[-1:],
         requested_rows=jnp.diff(unique.first_ranks)[None],

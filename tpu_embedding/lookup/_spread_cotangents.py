@@ -14,7 +14,7 @@ from tpu_embedding.lookup._combine import scale_samples
 from tpu_embedding.lookup._flatten_to_owners import PoolingSpec
 from tpu_embedding.lookup._repeats import add_repeats
 from tpu_embedding.lookup._route import IdsByRow
-from tpu_embedding.rows.access import gather_from_buffer
+from tpu_embedding.rows.access import gather_lines
 from tpu_embedding.rows.packed_rows import gather_in_bounds
 
 
@@ -69,7 +69,7 @@ def cotangent_reader(
 
     def cotangents_of(ids: Int[Array, " n"]) -> Float[Array, "n dim"]:
         sample = ids if sample_ids is None else gather_in_bounds(sample_ids, ids)
-        rows = gather_from_buffer(samples, sample)
+        rows = gather_lines(samples, sample)
         return rows if gains is None else rows * gather_in_bounds(gains, ids)[:, None]
 
     return cotangents_of

@@ -10,7 +10,6 @@
 * `forms`: the form of gathers and updates that suits the hardware.
 * `capacity`: ids and rows per round. `replicas`: how copies of a shard add gradients.
 * `dynamic_rows`: places the buckets and rows of dynamic tables on shards.
-* `column_arrays`: cuts the lines of tables that are too large for one array.
 * `memory`: bytes of packed rows. `description`: `print(plan)`.
 * `embedding_feature`: TensorFlow's option of that name.
 * `shard_map`: runs functions on the devices of a plan, on a mesh of any axis type.

@@ -73,7 +73,7 @@ def check_stack(rows: PackedRows, stack: StackPlan) -> None:
       TypeError: if `jax.jit` traces the rows, which then have no values.
       ValueError: if they lie elsewhere than the plan says.
     """
-    if isinstance(rows.arrays[0], Tracer):
+    if isinstance(rows.lines, Tracer):
         names = [table.name for table in stack.tables]
         raise TypeError(
             "The values of tables are read and set on the host, which a function under "

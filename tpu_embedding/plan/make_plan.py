@@ -13,18 +13,17 @@ from jax.sharding import Mesh
 
 from tpu_embedding.config import TableConfig
 from tpu_embedding.field_checks import is_int
-from tpu_embedding.hardware import HardwareInfo, num_slices_of
+from tpu_embedding.hardware import HardwareInfo
 from tpu_embedding.optimizers.names import optimizer_problem
 from tpu_embedding.optimizers.probe import probe_rule
 from tpu_embedding.optimizers.row_optimizer import TableOptimizer
 from tpu_embedding.placement import PlacementPolicy
 from tpu_embedding.plan import stacking
-from tpu_embedding.plan.capacity import EXCHANGE_KINDS, ExchangeKind
-from tpu_embedding.plan.column_arrays import fits_in_one_array, with_column_arrays
 from tpu_embedding.plan.dynamic_rows import refuse_unsuited, rows_of_dynamic_table
 from tpu_embedding.plan.embedding_feature import resolve_embedding_feature
 from tpu_embedding.plan.features import flatten_config, place_features
 from tpu_embedding.plan.forms import choose_gathers, choose_updates
+from tpu_embedding.plan.memory import fits_in_one_array
 from tpu_embedding.plan.mesh_options import (
     resolve_batch_axes,
     resolve_hardware,
@@ -51,7 +50,6 @@ def make_plan(
     *,
     optimizer: TableOptimizer | None = None,
     capacity: int | None = None,
-    exchange: ExchangeKind | None = None,
     placement: PlacementPolicy | None = None,
     batch_axes: tuple[str, ...] | None = None,
     embedding_feature: Any = None,
@@ -69,11 +67,6 @@ def make_plan(
         those are not trained.
       capacity: ids per destination and round of the exchange, at most; changes speed,
         never results. None: the mean and some standard deviations.
-      exchange: how rows travel between devices; changes speed, never results.
-        `"padded"`: in parts of equal size. `"ragged"`: one after the other, by XLA's
-        ragged all-to-all, within a slice; on CPU and GPU by a slow equivalent. None:
-        on TPUs of one slice, ragged where padded parts would be a quarter longer and no
-        capacity is given; else padded.
       placement: where the rows of tables live that set no `TableConfig.placement`. It
         changes memory and traffic, never results. `te.Sharded()` (also None): over all
         devices. `te.Sharded(axes=...)`: over some mesh axes, copied along the others.
@@ -101,11 +94,10 @@ def make_plan(
     mesh = resolve_mesh(mesh)
     batch_axes = resolve_batch_axes(batch_axes, mesh)
     hardware = resolve_hardware(hardware, mesh)
-    _check_options(capacity, exchange, optimizer)
+    _check_options(capacity, optimizer)
     capacity = None if capacity is None else int(capacity)
     check_policy(placement, mesh)
     placement = resolve_embedding_feature(embedding_feature, placement, hardware)
-    exchange = _exchange_on(mesh, exchange)
     features = flatten_config(feature_config)
     tables = stacking.name_tables(features.tables, optimizer)
     lookups = [config for config in features.configs for _ in config.tables]
@@ -119,7 +111,7 @@ def make_plan(
         ),
     )
     stacks = tuple(
-        _plan_stack(f"stack_{i}", group, placements, mesh, capacity, exchange, hardware)
+        _plan_stack(f"stack_{i}", group, placements, mesh, capacity, hardware)
         for i, group in enumerate(groups)
     )
     table_names = [table.name for table in tables]
@@ -148,33 +140,15 @@ def _activation_dtype(dtype: Any) -> np.dtype:
 
 def _check_options(
     capacity: int | None,
-    exchange: ExchangeKind | None,
     optimizer: TableOptimizer | None,
 ) -> None:
     if capacity is not None and not (is_int(capacity) and capacity >= 1):
         raise ValueError(
             f"capacity must be an int of at least 1 or None, got {capacity!r}."
         )
-    if exchange is not None and exchange not in EXCHANGE_KINDS:
-        raise ValueError(
-            f"exchange must be one of {EXCHANGE_KINDS} or None, got {exchange!r}."
-        )
     problem = optimizer_problem("optimizer", optimizer)
     if problem is not None:
         raise ValueError(f"{problem}.")
-
-
-def _exchange_on(mesh: Mesh, exchange: ExchangeKind | None) -> ExchangeKind | None:
-    """Returns the user's choice, or the only exchange that this mesh can run."""
-    num_slices = num_slices_of(mesh)
-    if exchange == "ragged" and num_slices > 1:
-        raise ValueError(
-            "exchange must be 'padded' or None on a mesh of several slices, got "
-            f"'ragged' on {num_slices}."
-        )
-    if mesh.devices.flat[0].platform != "tpu" or num_slices > 1:
-        exchange = exchange or "padded"
-    return exchange
 
 
 def _plan_stack(
@@ -183,7 +157,6 @@ def _plan_stack(
     placements: dict[str, TablePlacement],
     mesh: Mesh,
     capacity: int | None,
-    exchange: ExchangeKind | None,
     hardware: HardwareInfo,
 ) -> StackPlan:
     first = tables[0]
@@ -192,7 +165,6 @@ def _plan_stack(
     num_shards = math.prod(mesh.shape[axis] for axis in shard_axes)
     slots = _slots_of_tables(tables)
     layout = _layout_of_stack(placed, num_shards, hardware)
-    layout = with_column_arrays(layout, hardware)
     facts: dict[str, Any] = dict(
         name=name,
         tables=placed,
@@ -203,7 +175,6 @@ def _plan_stack(
         layout=layout,
         quantization=first.config.quantization_config,
         capacity=capacity,
-        exchange=exchange,
         gathers=choose_gathers(hardware),
         updates=choose_updates(
             hardware, first.optimizer, num_devices=mesh.size, capacity=capacity

@@ -22,6 +22,20 @@ def rows_bytes(layout: RowLayout, hardware: HardwareInfo, itemsize: int) -> int:
     return round_up(layout.num_lines, tile_rows) * layout.lanes * itemsize
 
 
+def fits_in_one_array(
+    layout: RowLayout, hardware: HardwareInfo, itemsize: int = LANE_BYTES
+) -> bool:
+    """Returns True if packed rows are within the limit of an array, or there is none.
+
+    Args:
+      layout: packing of the rows of one shard.
+      hardware: kind of device.
+      itemsize: bytes of a lane.
+    """
+    limit = hardware.max_offloaded_bytes
+    return limit is None or rows_bytes(layout, hardware, itemsize) <= limit
+
+
 def rows_per_slab(layout: RowLayout) -> int:
     """Returns the rows per block of a pass over all rows of a shard.
 

@@ -8,7 +8,7 @@ from jax.sharding import PartitionSpec
 from tpu_embedding.config import QuantizationConfig, TableConfig
 from tpu_embedding.initializers import RowInitializer, row_initializer
 from tpu_embedding.optimizers.row_optimizer import RowOptimizer
-from tpu_embedding.plan.capacity import ExchangeKind, RoundSize, round_size
+from tpu_embedding.plan.capacity import RoundSize, round_size
 from tpu_embedding.plan.forms import Gathers, Updates
 from tpu_embedding.rows.packed_rows import RowLayout
 
@@ -60,7 +60,6 @@ class StackPlan:
       layout: packing of the rows of one shard.
       quantization: applied to looked-up rows.
       capacity: the user's maximum of ids per destination and round, or None.
-      exchange: how rows travel between shards; None: by the size of the buffers.
       gathers: form of the gathers that bring rows to samples.
       updates: form in which gradients are summed and applied.
       optimizer: None; `TrainedStackPlan` has one.
@@ -76,7 +75,6 @@ class StackPlan:
     layout: RowLayout
     quantization: QuantizationConfig | None
     capacity: int | None
-    exchange: ExchangeKind | None
     gathers: Gathers
     updates: Updates
     optimizer: RowOptimizer | None
@@ -130,14 +128,13 @@ class StackPlan:
             # Rounds are cut between rows, so one row has to fit with all it has.
             num_ids = max(1, max_unique_ids)
             size = round_size(num_ids, self.num_shards, num_ids, capacity=num_ids)
-            unique_rows = min(size.received_rows, self.rows_per_shard)
+            unique_rows = min(size.buffer_size, self.rows_per_shard)
             return dataclasses.replace(size, unique_rows=unique_rows)
         return round_size(
             max_unique_ids,
             self.num_shards,
             self.rows_per_shard,
             capacity=self.capacity,
-            kind="padded" if self.num_shards == 1 else self.exchange,
         )
 
 

@@ -21,7 +21,6 @@ from tpu_embedding.rows.packed_rows import (
     PackedRows,
     RowLayout,
     gather_in_bounds,
-    join_columns,
     load_rows,
     store_rows,
 )
@@ -51,11 +50,22 @@ def gather_rows(packed: PackedRows, row_ids: Int[Array, " ids"]) -> Array:
     return rows.reshape(row_ids.shape[0], *layout.row_shape)
 
 
-def gather_from_buffer(
-    rows: Shaped[Array, "rows dim"], places: Int[Array, " n"]
-) -> Shaped[Array, "n dim"]:
-    """Reads the rows at some places of a buffer; all places must be in bounds."""
-    return _copied_by_vectors(gather_in_bounds(rows, places))
+def gather_lines(
+    lines: Shaped[Array, "lines *lane"], places: Int[Array, " n"]
+) -> Shaped[Array, "n *lane"]:
+    """Returns `lines[places]`, the rows of a buffer or the lines of a table.
+
+    Args:
+      lines: the lines; for a buffer, one row per line.
+      places: numbers of lines; all must be in bounds.
+    """
+    gathered = gather_in_bounds(lines, places)
+    is_short = gathered.ndim == 2 and gathered.shape[1] in _VECTOR_STEPS
+    if not is_short or gathered.dtype != jnp.float32:
+        return gathered
+    return jax.lax.platform_dependent(
+        gathered, cpu=_in_vectors, default=lambda rows: rows
+    )
 
 
 def add_to_rows(
@@ -73,7 +83,7 @@ def add_to_rows(
       values: `[ids, *row_shape]`.
     """
     assert packed.layout.narrow_dtype is None, "words are no numbers to add to"
-    values = values.astype(packed.lines_dtype)
+    values = values.astype(packed.lines.dtype)
     return _add_to_stored(packed, row_ids, values)
 
 
@@ -107,21 +117,13 @@ def _add_to_stored(
     # In a table of 2**31 lines the numbers wrap to negative ones: dropped as well.
     dropped = layout.num_lines + jnp.arange(row_ids.shape[0], dtype=jnp.int32)
     line_ids = jnp.where(is_used, row_ids // layout.rows_per_line, dropped)
-    if layout.column_arrays > 1:
-        # XLA would compute each part on its own, and round otherwise than whole rows.
-        values = jax.lax.optimization_barrier(values)
-    parts = layout.split_columns(lines_to_add(row_ids, values, layout))
-    return packed.with_arrays(
-        [
-            lines.at[line_ids].add(
-                part,
-                mode="drop",
-                unique_indices=layout.rows_per_line == 1,
-                wrap_negative_indices=False,
-            )
-            for lines, part in zip(packed.arrays, parts, strict=True)
-        ]
+    lines = packed.lines.at[line_ids].add(
+        lines_to_add(row_ids, values, layout),
+        mode="drop",
+        unique_indices=layout.rows_per_line == 1,
+        wrap_negative_indices=False,
     )
+    return PackedRows(lines=lines, layout=layout)
 
 
 def replace_rows(
@@ -198,7 +200,7 @@ def _clear_stuck_values(
     def clear(place: Array, packed: PackedRows) -> PackedRows:
         is_due = (row_ids < layout.num_rows) & (row_ids % layout.rows_per_line == place)
         line_ids = jnp.where(is_due, row_ids // layout.rows_per_line, 0)
-        lines = join_columns([gather_in_bounds(x, line_ids) for x in packed.arrays])
+        lines = gather_in_bounds(packed.lines, line_ids)
         is_stuck = lines_to_add(row_ids, stuck.astype(lines.dtype), layout)
         lines = jnp.where(is_stuck > 0, jnp.zeros((), lines.dtype), lines)
         line_ids = jnp.where(is_due, line_ids, dropped)
@@ -213,10 +215,7 @@ def _gather_stored(
 ) -> Shaped[Array, "ids _"]:
     """Reads rows as they are stored, by XLA; all ids must be in bounds."""
     layout = packed.layout
-    line_ids = row_ids // layout.rows_per_line
-    lines = _copied_by_vectors(
-        join_columns([gather_in_bounds(x, line_ids) for x in packed.arrays])
-    )
+    lines = gather_lines(packed.lines, row_ids // layout.rows_per_line)
     if layout.is_flat:
         rows = lines[:, None]
     else:
@@ -225,16 +224,6 @@ def _gather_stored(
     if layout.rows_per_lane == 1:
         return rows
     return (rows >> shifts_of(row_ids, layout)[:, None]) & 0xFFFF
-
-
-def _copied_by_vectors(gathered: Array) -> Array:
-    """Returns gathered rows; XLA:CPU copies them by vectors, see `_in_vectors`."""
-    is_short = gathered.ndim == 2 and gathered.shape[1] in _VECTOR_STEPS
-    if not is_short or gathered.dtype != jnp.float32:
-        return gathered
-    return jax.lax.platform_dependent(
-        gathered, cpu=_in_vectors, default=lambda rows: rows
-    )
 
 
 def _in_vectors(lines: Float[Array, "ids lanes"]) -> Float[Array, "ids lanes"]:
@@ -280,7 +269,7 @@ def set_rows(
             zeros = jnp.zeros_like(old)
             packed, old = _clear_stuck_values(packed, row_ids, old, zeros)
         return add_to_rows(add_to_rows(packed, row_ids, -old), row_ids, values)
-    values = values.reshape(num_ids, layout.dim).astype(packed.lines_dtype)
+    values = values.reshape(num_ids, layout.dim).astype(packed.lines.dtype)
     lines = values[:, 0] if layout.is_flat else _in_whole_lines(values, layout)
     line_ids = jnp.where(row_ids < layout.num_rows, row_ids, layout.num_lines)
     return _set_lines(packed, line_ids, lines)
@@ -288,13 +277,10 @@ def set_rows(
 
 def _set_lines(packed: PackedRows, line_ids: Array, lines: Array) -> PackedRows:
     """Sets lines, each at most once; those beyond the last are dropped."""
-    parts = packed.layout.split_columns(lines)
-    return packed.with_arrays(
-        [
-            array.at[line_ids].set(part, mode="drop", wrap_negative_indices=False)
-            for array, part in zip(packed.arrays, parts, strict=True)
-        ]
+    lines = packed.lines.at[line_ids].set(
+        lines, mode="drop", wrap_negative_indices=False
     )
+    return PackedRows(lines=lines, layout=packed.layout)
 
 
 def _in_whole_lines(values: Array, layout: RowLayout) -> Array:

@@ -38,7 +38,7 @@ def file_row(packed: PackedRows) -> jax.ShapeDtypeStruct:
     layout = packed.layout
     match layout.narrow_dtype:
         case None:
-            return jax.ShapeDtypeStruct(layout.row_shape, packed.lines_dtype)
+            return jax.ShapeDtypeStruct(layout.row_shape, packed.lines.dtype)
         case "int8":
             return jax.ShapeDtypeStruct((layout.dim + SCALE_AND_BIAS_BYTES,), np.uint8)
         case "float16":

@@ -6,11 +6,6 @@ then copies the whole table before each gather or scatter. Packing prevents the 
 lanes. On CPU and GPU a line is one row. Rows of a single value lie in a flat array on
 every device, because a SparseCore reads and adds to single elements of one.
 
-A SparseCore is said to take at most 16 GiB per array (`hardware.py`). The lines of a
-larger table lie in several *column arrays*: each holds the same columns of every row.
-Only this folder and `tables/` see them: whole lines are joined where they are read, and
-split where they are written.
-
 Code above this folder names logical rows. Only rules that treat each element on its own
 handle lines as they are. `access.py` reads and changes rows.
 """
@@ -18,7 +13,6 @@ handle lines as they are. `access.py` reads and changes rows.
 import dataclasses
 import functools
 import hashlib
-from collections.abc import Sequence
 from typing import Any, Final, NamedTuple, no_type_check
 
 import jax
@@ -48,20 +42,6 @@ def round_up(value: int, multiple: int) -> int:
 def gather_in_bounds(values: Array, places: Int[Array, " n"]) -> Array:
     """Returns `values[places]` along the first axis; every place must be in bounds."""
     return values.at[places].get(mode="promise_in_bounds", wrap_negative_indices=False)
-
-
-def join_columns(arrays: Sequence[Any]) -> Any:
-    """Returns whole lines of the parts in column arrays; one array is returned as is.
-
-    Args:
-      arrays: NumPy or JAX, all columns in their order.
-    """
-    if len(arrays) == 1:
-        return arrays[0]
-    concatenate: Any = np.concatenate
-    if isinstance(arrays[0], jax.Array):
-        concatenate = jnp.concatenate
-    return concatenate(arrays, axis=1)
 
 
 class TableRange(NamedTuple):
@@ -99,8 +79,6 @@ class RowLayout:
       contents: tables that the rows belong to; None: not those of whole tables.
       narrow_dtype: storage type of rows of which several elements share a 32-bit lane;
         None: a lane holds one element, of the array's dtype.
-      column_arrays: arrays that share the columns of every row in equal parts; 1: an
-        array holds whole lines.
     """
 
     num_rows: int
@@ -108,7 +86,6 @@ class RowLayout:
     line_lanes: int | None = None
     contents: StackContents | None = None
     narrow_dtype: NarrowDtype | None = None
-    column_arrays: int = 1
 
     @property
     def dim(self) -> int:
@@ -161,7 +138,7 @@ class RowLayout:
 
     @property
     def lanes(self) -> int:
-        """Width of a line, in lanes, over all its arrays."""
+        """Width of a line, in lanes."""
         if self.line_lanes is None or self.is_flat:
             return self.row_lanes
         return round_up(self.row_lanes, self.line_lanes)
@@ -178,21 +155,10 @@ class RowLayout:
 
     @property
     def lines_shape(self) -> tuple[int, ...]:
-        """Shape of each array of lines, per shard: `(num_lines,)` if rows are flat."""
+        """Shape of the lines, per shard: `(num_lines,)` if rows are flat."""
         if self.is_flat:
             return (self.num_lines,)
-        return self.num_lines, self.lanes // self.column_arrays
-
-    def split_columns(self, lines: Any) -> list[Any]:
-        """Returns the part of whole lines in each array; the inverse of `join_columns`.
-
-        Args:
-          lines: `[lines, lanes]`, NumPy or JAX, or the only array.
-        """
-        if self.column_arrays == 1:
-            return [lines]
-        split: Any = jnp.split if isinstance(lines, jax.Array) else np.split
-        return split(lines, self.column_arrays, axis=1)
+        return self.num_lines, self.lanes
 
     def slot_layout(self, row: jax.ShapeDtypeStruct) -> "RowLayout":
         """Returns the layout of a slot variable of the same rows.
@@ -200,10 +166,7 @@ class RowLayout:
         Args:
           row: shape and dtype of one row of the slot variable.
         """
-        layout = dataclasses.replace(self, row_shape=row.shape, narrow_dtype=None)
-        if row.shape != self.row_shape:
-            return dataclasses.replace(layout, column_arrays=1)
-        return layout
+        return dataclasses.replace(self, row_shape=row.shape, narrow_dtype=None)
 
     def resized(self, num_rows: int) -> "RowLayout":
         """Returns the layout of another number of rows."""
@@ -281,7 +244,7 @@ class PackedRows:
 
     Attributes:
       lines: `layout.lines_shape` per shard; the shards' lines one after the other in
-        the global view. A tuple of such arrays if the layout has several column arrays.
+        the global view.
       layout: packing of the rows of one shard.
     """
 
@@ -302,27 +265,6 @@ class PackedRows:
     def tree_unflatten(cls, layout, leaves):
         """Returns the rows with these lines."""
         return cls(lines=leaves[0], layout=layout)
-
-    @classmethod
-    def of_arrays(cls, arrays: Sequence[Any], layout: RowLayout) -> "PackedRows":
-        """Returns the rows in some arrays: as many as the layout has column arrays."""
-        assert len(arrays) == layout.column_arrays
-        lines = arrays[0] if len(arrays) == 1 else tuple(arrays)
-        return cls(lines=lines, layout=layout)
-
-    def with_arrays(self, arrays: Sequence[Any]) -> "PackedRows":
-        """Returns these rows with other arrays; see `arrays`."""
-        return self.of_arrays(arrays, self.layout)
-
-    @property
-    def arrays(self) -> tuple[Any, ...]:
-        """The lines, or the column arrays that share them."""
-        return self.lines if self.layout.column_arrays > 1 else (self.lines,)
-
-    @property
-    def lines_dtype(self) -> Any:
-        """Dtype of the lanes."""
-        return self.arrays[0].dtype
 
 
 def pack_rows(rows: Array, layout: RowLayout) -> PackedRows:
@@ -351,9 +293,7 @@ def full_rows(value: Any, layout: RowLayout, dtype: Any) -> PackedRows:
     shape = layout.lines_shape
     num_rows = layout.num_lines * layout.rows_per_line
     if layout.rows_fill_lines and num_rows == layout.num_rows:
-        arrays = [jnp.full(shape, value, dtype) for _ in range(layout.column_arrays)]
-        return PackedRows.of_arrays(arrays, layout)
-    assert layout.column_arrays == 1
+        return PackedRows(lines=jnp.full(shape, value, dtype), layout=layout)
     value = jnp.full(shape, value, dtype)
     row = jax.lax.broadcasted_iota(jnp.int32, shape, 0) * layout.rows_per_line
     if not layout.is_flat:
@@ -401,15 +341,13 @@ def pack_stored(stored: Shaped[Array, "rows _"], layout: RowLayout) -> PackedRow
     """Packs rows as they are stored, `[num_rows, row_lanes]`, per shard."""
     missing = layout.num_lines * layout.rows_per_line - layout.num_rows
     lines = lines_of_rows(jnp.pad(stored, ((0, missing), (0, 0))), layout)
-    parts = layout.split_columns(lines)
-    arrays = [part.reshape(layout.lines_shape) for part in parts]
-    return PackedRows.of_arrays(arrays, layout)
+    return PackedRows(lines=lines.reshape(layout.lines_shape), layout=layout)
 
 
 def unpack_stored(packed: PackedRows) -> Shaped[Array, "rows _"]:
     """Returns rows as they are stored, per shard; the inverse of `pack_stored`."""
     layout = packed.layout
-    lines = join_columns(packed.arrays).reshape(layout.num_lines, layout.lanes)
+    lines = packed.lines.reshape(layout.num_lines, layout.lanes)
     return rows_of_lines(lines, layout)[: layout.num_rows]
 
 

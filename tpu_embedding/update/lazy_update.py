@@ -135,7 +135,7 @@ def step_on_no_row(
     def rows_of_padding(leaf: Any) -> Any:
         if not is_slot(leaf):
             return leaf
-        dtype = jnp.float32 if leaf.layout.narrow_dtype else leaf.lines_dtype
+        dtype = jnp.float32 if leaf.layout.narrow_dtype else leaf.lines.dtype
         return jnp.zeros((_PADDING_ROWS, *leaf.layout.row_shape), dtype)
 
     old = tree.unflatten(map(rows_of_padding, leaves))

@@ -351,7 +351,7 @@ def _write(
     not_finite: NotFinite,
 ) -> PackedRows:
     """Returns packed rows with the rows of some tables replaced, in place."""
-    layout, dtype = packed.layout, packed.lines_dtype
+    layout, dtype = packed.layout, packed.lines.dtype
 
     def read(table: str, start: int, num_rows: int) -> np.ndarray:
         array = rows[table]

@@ -12,7 +12,6 @@ from typing import Final
 import jax
 
 from tpu_embedding.plan.plan import EmbeddingPlan
-from tpu_embedding.rows.packed_rows import RowLayout
 from tpu_embedding.tools.compile_report.hlo import Instruction, parse_module
 from tpu_embedding.tools.compile_report.memory import temporary_bytes
 
@@ -117,32 +116,20 @@ def inspect_program(
         sparse_core_gathers=text.count("OFFLOAD_GATHER"),
         sparse_core_scatters=text.count("OFFLOAD_SCATTER"),
         sparse_core_relayouts=text.count("OFFLOAD_DATA_FORMATTING"),
-        all_to_alls=sum(
-            i.base_opcode in ("all-to-all", "ragged-all-to-all") for i in instructions
-        ),
+        all_to_alls=sum(i.base_opcode == "all-to-all" for i in instructions),
     )
 
 
 def table_shapes(plan: EmbeddingPlan) -> set[tuple[int, ...]]:
-    """Returns the shapes per device of a plan's stacked tables and slot variables.
-
-    Those that lie in column arrays count twice: as one array, and all joined.
-    """
-    layouts = _row_layouts(plan)
-    joined = (dataclasses.replace(layout, column_arrays=1) for layout in layouts)
-    return {layout.lines_shape for layout in (*layouts, *joined)}
-
-
-def _row_layouts(plan: EmbeddingPlan) -> list[RowLayout]:
-    """Returns the layouts of all stacked tables and slot variables of a plan."""
-    return [
-        layout
+    """Returns the shapes per device of a plan's stacked tables and slot variables."""
+    return {
+        layout.lines_shape
         for stack in plan.stacks
         for layout in (
             stack.layout,
             *(plan.slot_layout(stack, slot) for slot in stack.slots),
         )
-    ]
+    }
 
 
 def _is_table_sized(instruction: Instruction, sizes: set[int]) -> bool:
