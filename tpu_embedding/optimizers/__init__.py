@@ -49,8 +49,8 @@ from tpu_embedding.optimizers.options import clip_gradients as clip_gradients
 from tpu_embedding.optimizers.options import clip_rows as clip_rows
 from tpu_embedding.optimizers.options import decay_rows as decay_rows
 from tpu_embedding.optimizers.options import with_options as with_options
-from tpu_embedding.optimizers.probe import NotRowLocalError as NotRowLocalError
 from tpu_embedding.optimizers.resolve import check_row_local as check_row_local
+from tpu_embedding.optimizers.row_optimizer import NotRowLocalError as NotRowLocalError
 from tpu_embedding.optimizers.row_optimizer import RowOptimizer as RowOptimizer
 from tpu_embedding.optimizers.row_optimizer import TableOptimizer as TableOptimizer
 from tpu_embedding.optimizers.rules.adafactor import adafactor as adafactor

@@ -93,24 +93,23 @@ def check_takes_a_step(owner: str, schedule: Callable[..., Any], name: str) -> N
         signature = inspect.signature(schedule)
     except (ValueError, TypeError):  # A builtin may have none.
         return
-    try:
-        signature.bind(0)
-    except TypeError as error:
-        raise TypeError(
-            f"{owner}: {name} must be a number or a function of the step, counted from "
-            f"0, got {schedule!r} with the arguments {signature}. A compiled step "
-            "cannot call a function without arguments again, as TensorFlow does. "
-            "Write the rate as a function of the step. Or keep it in the state: "
-            f"optax.inject_hyperparams(te.optimizers.{owner})({name}=0.1), and set it "
-            f"before each step: te.nn.set_each_step(train_step, {name}=function)."
-        ) from error
-    first = next(iter(signature.parameters.values()))
-    if first.default is not first.empty:
-        raise TypeError(
-            f"{owner}: {name} must be a number or a function of the step, counted from "
-            f"0, got {schedule!r}, whose argument {first.name!r} has a default, so it "
-            "may be meant to be called without arguments. Take the default away if it "
-            "is the step. Otherwise keep the rate in the state: "
-            f"optax.inject_hyperparams(te.optimizers.{owner})({name}=0.1), and set it "
-            f"before each step: te.nn.set_each_step(train_step, {name}=function)."
+    problem = ""
+    first = next(iter(signature.parameters.values()), None)
+    if first is not None and first.default is not first.empty:
+        problem = (
+            f", whose argument {first.name!r} has a default, so it may be meant to be "
+            "called without arguments. Take the default away if it is the step"
         )
+    else:
+        try:
+            signature.bind(0)
+            return
+        except TypeError:
+            problem = f" with the arguments {signature}"
+    raise TypeError(
+        f"{owner}: {name} must be a number or a function of the step, counted from 0, "
+        f"got {schedule!r}{problem}. A compiled step cannot call a function without "
+        "arguments again, as TensorFlow does. Keep such a rate in the state: "
+        f"optax.inject_hyperparams(te.optimizers.{owner})({name}=0.1), and set it "
+        f"before each step: te.nn.set_each_step(train_step, {name}=function)."
+    )

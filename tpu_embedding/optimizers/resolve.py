@@ -11,11 +11,11 @@ import optax
 from tpu_embedding.optimizers.checks import check_rule
 from tpu_embedding.optimizers.names import transformation_of
 from tpu_embedding.optimizers.probe import (
-    NotRowLocalError,
     is_elementwise,
     probe_rule,
 )
 from tpu_embedding.optimizers.row_optimizer import (
+    NotRowLocalError,
     RowOptimizer,
     TableOptimizer,
     row_optimizer_of,

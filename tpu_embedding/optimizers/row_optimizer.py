@@ -15,6 +15,10 @@ TableOptimizer = optax.GradientTransformation | str | KerasOptimizer
 Keras optimizer, which is read when the plan is made."""
 
 
+class NotRowLocalError(ValueError):
+    """A layer cannot apply a transformation to the rows of a table one by one."""
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RowOptimizer:
     """A rule, and the way in which the layer applies it.
@@ -155,7 +159,7 @@ def _check_not_wrapped(inner: RowOptimizer) -> None:
     plain = RowOptimizer(transformation=inner.transformation, sets_rows=inner.sets_rows)
     if inner == plain:
         return
-    raise ValueError(
+    raise NotRowLocalError(
         "every_row, in_sequence, and rules that ask for a norm of the step must be the "
         "outermost of an optimizer: a wrapper of optax around them hides the rows that "
         "they are for. Write every_row(optax.chain(...)) in place of "

@@ -188,11 +188,11 @@ def adafactor(
         clipnorm_of=clipnorm_of,
     )
     rule = _with_norm_of_all(settings, _rule_of(settings))
-    of_occurrences = settings.clipnorm and settings.clipnorm_of == "occurrences"
+    clips_table = settings.clipnorm is not None
     row_optimizer = RowOptimizer(
         transformation=rule,
         rows="every" if settings.moves_every_row else "touched",
-        duplicates="norm" if of_occurrences else "sum",
+        duplicates="norm" if clips_table and clipnorm_of == "occurrences" else "sum",
         gradient_steps=settings.gradient_steps,
         takes_model_norm=settings.global_clipnorm is not None,
     )
