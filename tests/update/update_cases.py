@@ -13,7 +13,7 @@ import optax
 
 import tpu_embedding as te
 from tests.conftest import mesh_of
-from tpu_embedding.optimizers.modes import OccurrenceNorm, request_mode
+from tpu_embedding.optimizers.row_optimizer import declare
 from tpu_embedding.optimizers.table_rows import table_rows
 from tpu_embedding.rows.packed_rows import PackedRows, RowLayout, pack_rows, unpack_rows
 from tpu_embedding.rows.row_gradients import (
@@ -139,8 +139,6 @@ def balanced(*, asks_for_occurrences=False):
         )
 
     def update(updates, state, params: Any = None):
-        if asks_for_occurrences:
-            request_mode(OccurrenceNorm())
         known = table_rows(updates)
         total = known.total(updates)
         is_touched = known.is_touched[:, None]
@@ -158,7 +156,8 @@ def balanced(*, asks_for_occurrences=False):
         )
         return -steps, new_state
 
-    return optax.GradientTransformation(init, update)
+    rule = optax.GradientTransformation(init, update)
+    return declare(rule, duplicates="norm") if asks_for_occurrences else rule
 
 
 class Balanced:

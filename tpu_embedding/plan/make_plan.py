@@ -14,9 +14,8 @@ from jax.sharding import Mesh
 from tpu_embedding.config import TableConfig
 from tpu_embedding.field_checks import is_int
 from tpu_embedding.hardware import HardwareInfo
-from tpu_embedding.optimizers.analysis.slots import slot_row_shapes
 from tpu_embedding.optimizers.names import optimizer_problem
-from tpu_embedding.optimizers.resolve import check_row_local
+from tpu_embedding.optimizers.probe import probe_rule
 from tpu_embedding.optimizers.row_optimizer import TableOptimizer
 from tpu_embedding.placement import PlacementPolicy
 from tpu_embedding.plan import stacking
@@ -285,16 +284,11 @@ def _row_bytes(table: stacking.NamedTable) -> int:
 def _slots_of_tables(
     tables: list[stacking.NamedTable],
 ) -> tuple[jax.ShapeDtypeStruct, ...]:
-    """Returns the slots of the tables' optimizer; refuses one that mixes rows."""
+    """Returns the slot variables of the tables' optimizer."""
     optimizer, dim = tables[0].optimizer, tables[0].config.dim
     if optimizer is None:
         return ()
-    try:
-        check_row_local(optimizer, dim)
-        slots = jax.tree.leaves(slot_row_shapes(optimizer, (dim,)))
-    except ValueError as error:
-        names = [table.name for table in tables]
-        raise type(error)(f"{error} (The optimizer of tables {names}.)") from error
+    slots = [slot.row for slot in probe_rule(optimizer, dim).slots]
     if optimizer.keeps_gradient:
         slots.append(jax.ShapeDtypeStruct((dim,), jnp.float32))
         slots.append(jax.ShapeDtypeStruct((), jnp.int32))

@@ -9,8 +9,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from tpu_embedding.optimizers.analysis.finite_rates import rates_are_finite
-from tpu_embedding.optimizers.analysis.slots import sets_rows
+from tpu_embedding.optimizers.finite_rates import rates_are_finite
 from tpu_embedding.optimizers.table_rows import AllReduce, TableRows
 from tpu_embedding.plan.plan import EmbeddingPlan
 from tpu_embedding.plan.stack_plan import TrainedStackPlan
@@ -101,7 +100,7 @@ def apply_gradient(
       New table and state.
     """
     sizes = None if used_rows is None else live_rows(used_rows, stack)
-    is_set = sets_rows(stack.optimizer, stack.dim)
+    is_set = stack.optimizer.sets_rows
     writer = TableWriter(sets_rows=is_set)
     step = _Step(stack=stack, plan=plan, writer=writer, table_sizes=sizes)
     if stack.layout.narrow_dtype is None:

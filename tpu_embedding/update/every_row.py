@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array
 
-from tpu_embedding.optimizers.analysis.finite_rates import rates_are_finite
+from tpu_embedding.optimizers.finite_rates import rates_are_finite
 from tpu_embedding.optimizers.table_rows import AllReduce, table_rows_context
 from tpu_embedding.plan.plan import EmbeddingPlan
 from tpu_embedding.plan.stack_plan import TrainedStackPlan

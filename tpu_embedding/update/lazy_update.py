@@ -15,8 +15,7 @@ import jax.numpy as jnp
 import optax
 from jaxtyping import Array, Int
 
-from tpu_embedding.optimizers.analysis.initial_slots import constant_parts
-from tpu_embedding.optimizers.analysis.slots import moved_by_adding, slot_row_shapes
+from tpu_embedding.optimizers.probe import ProbedSlot, probe_rule
 from tpu_embedding.optimizers.row_optimizer import RowOptimizer
 from tpu_embedding.optimizers.table_rows import TableRows, table_rows_context
 from tpu_embedding.plan.forms import Updates
@@ -78,16 +77,13 @@ def lift_to_rows(
         all_rows = jnp.arange(table.layout.num_rows, dtype=jnp.int32)
         with table_rows_context(rows_of and rows_of(all_rows)):
             state = optimizer.init(unpack_rows(table))
-        row_shapes = slot_row_shapes(optimizer, (table.layout.dim,))
-        values = constant_parts(optimizer, table.layout.dim)
-        remaining = iter(values or [None] * len(jax.tree.leaves(state)))
-
-        def new_part(row: Any, leaf: Any) -> Any:
-            value = None if leaf is None else next(remaining)
-            return leaf if row is None else _new_slot(leaf, value, row, table)
-
-        return jax.tree.map(
-            new_part, row_shapes, state, is_leaf=lambda row: row is None
+        leaves, tree = jax.tree.flatten(state)
+        slots = probe_rule(optimizer, table.layout.dim).leaves
+        return tree.unflatten(
+            [
+                leaf if slot is None else _new_slot(leaf, slot, table)
+                for leaf, slot in zip(leaves, slots, strict=True)
+            ]
         )
 
     def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
@@ -103,14 +99,12 @@ def lift_to_rows(
                 updates.values, tree.unflatten(old), gather_rows(table, row_ids)
             )
         new = tree.flatten_up_to(new_state)
-        is_moved = moved_by_adding(optimizer, table.layout.dim)
+        slots = probe_rule(optimizer, table.layout.dim).leaves
         leaves = [
-            move_rows(leaf, row_ids, before, after, by_adding)
-            if is_slot(leaf)
-            else after
-            for leaf, before, after, by_adding in zip(
-                leaves, old, new, is_moved, strict=True
-            )
+            after
+            if slot is None
+            else move_rows(leaf, row_ids, before, after, slot.is_moved_by_adding)
+            for leaf, before, after, slot in zip(leaves, old, new, slots, strict=True)
         ]
         return dataclasses.replace(updates, values=values), tree.unflatten(leaves)
 
@@ -195,17 +189,15 @@ def move_rows(
     new: Array,
     is_moved_by_adding: bool,
 ) -> PackedRows:
-    """Sets rows of a slot variable to their new values; see `moved_by_adding`."""
+    """Sets rows of a slot variable to their new values; see `ProbedSlot`."""
     if is_moved_by_adding:
         return add_to_rows(slot, row_ids, row_differences(old, new))
     return replace_rows(slot, row_ids, old, new)
 
 
-def _new_slot(
-    leaf: Any, value: Any, row: jax.ShapeDtypeStruct, table: PackedRows
-) -> PackedRows:
+def _new_slot(leaf: Any, slot: ProbedSlot, table: PackedRows) -> PackedRows:
     """Packs the rows of a slot variable, or fills it if all elements are one value."""
-    layout = table.layout.slot_layout(row)
-    if value is None:
+    layout = table.layout.slot_layout(slot.row)
+    if slot.initial_value is None:
         return pack_rows(leaf, layout)
-    return full_rows(value, layout, row.dtype)
+    return full_rows(slot.initial_value, layout, slot.row.dtype)

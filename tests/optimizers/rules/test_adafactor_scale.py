@@ -9,7 +9,6 @@ import functools
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 
 import tpu_embedding as te
@@ -28,7 +27,6 @@ RULES = {
     "exact": adafactor(0.1, mode="exact", weight_decay=0.01),
     "averages": adafactor(0.1, use_ema=True, ema_overwrite_frequency=7),
     "accumulation": adafactor(0.1, gradient_accumulation_steps=3),
-    "by table": optax.partition({"a": adafactor(0.1)}, {"user": "a"}),
 }
 
 
@@ -139,7 +137,6 @@ def test_the_sum_follows_a_table_that_shrinks():
         ("exact", "fixed", "bfloat16"),
         ("averages", "fixed", "bfloat16"),
         ("accumulation", "fixed", "bfloat16"),
-        ("by table", "dynamic", "bfloat16"),
     ],
 )
 def test_the_sum_follows_under_every_option(rule, vocabulary, dtype):

@@ -10,11 +10,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from tpu_embedding.optimizers.modes import MustBeLast, request_mode
 from tpu_embedding.optimizers.rules._adafactor_settings import (
     AdafactorSettings,
+    clipped,
     inverse_root,
-    norm_factor,
 )
 from tpu_embedding.optimizers.rules._adafactor_state import AdafactorState
 from tpu_embedding.optimizers.rules._sums import NO_SUM
@@ -54,7 +53,7 @@ def update_dense(
     """Returns the update of an array, and the new state."""
     t = (state.count + 1).astype(jnp.float32)
     rate = settings.rate_at(state.count)
-    gradient = _clip(settings, gradient)
+    gradient = clipped(settings, jnp.asarray(gradient, jnp.float32), None)
     old = jnp.asarray(array, jnp.float32)
     decayed = old
     if settings.weight_decay is not None:
@@ -73,23 +72,7 @@ def update_dense(
         if settings.ema_overwrite_frequency is not None:
             new = jnp.where(settings.overwrites_at(state.count), averages, new)
     updates = new - old
-    request_mode(MustBeLast(updates))
     return updates, state._replace(count=state.count + 1)
-
-
-def _clip(settings: AdafactorSettings, gradient: Any) -> jax.Array:
-    """Unscales the gradient, and clips it by value or by norm."""
-    gradient = settings.unscaled(jnp.asarray(gradient, jnp.float32))
-    if settings.clipvalue is not None:
-        return jnp.clip(gradient, -settings.clipvalue, settings.clipvalue)
-    bound, squares = settings.clipnorm, None
-    if settings.global_clipnorm is not None:
-        bound, squares = settings.global_clipnorm, settings.model_squares()
-    if bound is None:
-        return gradient
-    if squares is None:
-        squares = jnp.sum(jnp.square(gradient))
-    return gradient * norm_factor(bound, squares)
 
 
 def _scale(

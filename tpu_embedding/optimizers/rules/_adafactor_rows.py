@@ -5,16 +5,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from tpu_embedding.optimizers.modes import (
-    ModelNorm,
-    MustBeLast,
-    OccurrenceNorm,
-    request_mode,
-)
 from tpu_embedding.optimizers.rules._adafactor_settings import (
     AdafactorSettings,
+    clipped,
     inverse_root,
-    norm_factor,
+    row_squares,
 )
 from tpu_embedding.optimizers.rules._adafactor_state import AdafactorState
 from tpu_embedding.optimizers.rules._sums import (
@@ -59,15 +54,11 @@ def update_rows(
     settings: AdafactorSettings, gradient: Any, state: AdafactorState, rows: Any
 ) -> tuple[Any, AdafactorState]:
     """Returns the updates of the rows at hand and the new state."""
-    if settings.clipnorm is not None and settings.clipnorm_of == "occurrences":
-        request_mode(OccurrenceNorm())
-    if settings.global_clipnorm is not None:
-        request_mode(ModelNorm())
     tables = table_rows(gradient)
     dim = gradient.shape[1]
     t = (state.count + 1).astype(jnp.float32)
     rate = settings.rate_at(state.count)
-    gradient = _clip(settings, gradient, tables)
+    gradient = clipped(settings, gradient, tables)
     decayed = _decay(settings, rate, rows, tables)
     accumulators, clocks, clock = _row_moments(settings, gradient, state, tables, t)
     columns, decay_change, num_elements = _column_moments(
@@ -79,7 +70,7 @@ def update_rows(
     scaled = gradient * inverse_root(accumulators)[:, None]
     scaled *= tables.per_row(inverse_root(profile))
     scaled = jnp.where(_update_mask(settings, tables)[:, None], scaled, 0)
-    rms = jnp.sqrt(tables.total(_row_squares(scaled)) / num_elements)
+    rms = jnp.sqrt(tables.total(row_squares(scaled)) / num_elements)
     # Outside of the layer all rows are at hand, and may have been set since.
     squares = state.squares
     if not is_in_layer():
@@ -98,7 +89,6 @@ def update_rows(
     if settings.use_ema:
         new, state = _average(settings, rows, tables.stored(rows, new - rows), state)
     updates = new - rows
-    request_mode(MustBeLast(updates))
     # The sum follows the values that the table will hold, rounded as they are.
     stored = tables.stored(rows, updates).astype(jnp.float32)
     change = (stored - rows) * (stored + rows)
@@ -109,26 +99,6 @@ def update_rows(
 def _update_mask(settings: AdafactorSettings, tables: TableRows) -> Any:
     """Returns the mask of the rows to update: in mode "lazy" the touched ones."""
     return tables.is_touched if settings.mode == "lazy" else tables.is_used
-
-
-def _clip(settings: AdafactorSettings, gradient: Any, tables: TableRows) -> Any:
-    """Unscales the gradient, and clips it by value or by norm."""
-    gradient = settings.unscaled(gradient)
-    if settings.clipvalue is not None:
-        return jnp.clip(gradient, -settings.clipvalue, settings.clipvalue)
-    if settings.global_clipnorm is not None:
-        squares = settings.model_squares()
-        if squares is None:
-            squares = jnp.sum(tables.total(_row_squares(gradient)))
-        return gradient * norm_factor(settings.global_clipnorm, squares)
-    if settings.clipnorm is None:
-        return gradient
-    if settings.clipnorm_of == "occurrences" and tables.occurrence_squares is not None:
-        squares = settings.unscaled_squares(tables.occurrence_squares)
-    else:
-        squares = tables.total(_row_squares(gradient))
-    factors = norm_factor(settings.clipnorm, squares)
-    return gradient * tables.per_row(factors)[:, None]
 
 
 def _decay(settings: AdafactorSettings, rate: Any, rows: Any, tables: TableRows) -> Any:
@@ -226,7 +196,7 @@ def _average(
 def _sum_of_squares(rows: Any, tables: TableRows) -> CompensatedSum:
     """Returns the sum of the squares of the elements of each table."""
     rows = rows.astype(jnp.float32)  # Dense parameters may be narrow.
-    about = tables.total(_row_squares(rows))
+    about = tables.total(row_squares(rows))
     nothing = compensated_sum(jnp.zeros_like(about))
     return _plus_total(nothing, jnp.square(rows), tables, about)
 
@@ -249,8 +219,3 @@ def _plus_total(
     parts = [jnp.sum(coarse, axis=1), jnp.sum(values - coarse, axis=1)]
     sums = tables.total(jnp.stack(parts, axis=1))
     return total.plus(sums[:, 0]).plus(sums[:, 1])
-
-
-def _row_squares(rows: Any) -> Any:
-    """Returns the sum of squares of each row, `[rows]`."""
-    return jnp.sum(jnp.square(rows), axis=1)

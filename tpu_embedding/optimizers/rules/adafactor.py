@@ -14,8 +14,9 @@ import optax
 
 from tpu_embedding.optimizers.array_rules import for_each_array
 from tpu_embedding.optimizers.checks import check_hyperparameters, flag
+from tpu_embedding.optimizers.equal_calls import equal_calls_are_one
 from tpu_embedding.optimizers.learning_rates import checked_schedule
-from tpu_embedding.optimizers.modes import every_row
+from tpu_embedding.optimizers.row_optimizer import DeclaredRule, RowOptimizer
 from tpu_embedding.optimizers.rules._accumulation import collect_gradients
 from tpu_embedding.optimizers.rules._adafactor_dense import init_dense, update_dense
 from tpu_embedding.optimizers.rules._adafactor_rows import init_rows, update_rows
@@ -32,6 +33,7 @@ from tpu_embedding.optimizers.table_rows import (
 )
 
 
+@equal_calls_are_one
 def adafactor(
     learning_rate: optax.ScalarOrSchedule = 0.001,
     *,
@@ -186,9 +188,17 @@ def adafactor(
         clipnorm_of=clipnorm_of,
     )
     rule = _with_norm_of_all(settings, _rule_of(settings))
-    if settings.gradient_steps > 1:
-        return collect_gradients(rule, settings.gradient_steps)
-    return every_row(rule) if settings.moves_every_row else rule
+    clips_table = settings.clipnorm is not None
+    row_optimizer = RowOptimizer(
+        transformation=rule,
+        rows="every" if settings.moves_every_row else "touched",
+        duplicates="norm" if clips_table and clipnorm_of == "occurrences" else "sum",
+        gradient_steps=settings.gradient_steps,
+        takes_model_norm=settings.global_clipnorm is not None,
+    )
+    # A layer collects the gradients of its tables itself.
+    on_arrays = collect_gradients(rule, settings.gradient_steps)
+    return DeclaredRule(row_optimizer, on_arrays)
 
 
 def _rule_of(settings: AdafactorSettings) -> optax.GradientTransformation:

@@ -6,7 +6,7 @@ import optax
 import pytest
 
 from tpu_embedding import optimizers
-from tpu_embedding.optimizers.analysis.finite_rates import rates_are_finite
+from tpu_embedding.optimizers.finite_rates import rates_are_finite
 
 
 def nan_at_1(count):
