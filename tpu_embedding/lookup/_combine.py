@@ -1,8 +1,8 @@
 """Stage 5, combine: rows are summed into the samples that use them.
 
-`combine` multiplies the rows by a sparse matrix `[samples, places]`: the gains of the
-ids, scaled per sample by the combiner. `_spread_cotangents.py` multiplies by its
-transpose.
+The rows are multiplied by a sparse matrix `[samples, places]`: the gains of the ids,
+scaled per sample by the combiner. `pool_buffer` applies the gains, round by round, and
+`samples_of` the scales, once. `_spread_cotangents.py` multiplies by the transpose.
 """
 
 import functools
@@ -26,7 +26,7 @@ ReadPlaces = Callable[[Int[Array, " n"]], Float[Array, "n dim"]]
 
 
 @jax.named_scope("combine")
-def combine(
+def pool_buffer(
     rows: Float[Array, "buffer dim"],
     places: Int[Array, " all_ids"],
     poolings: Sequence[PoolingSpec],
@@ -42,7 +42,8 @@ def combine(
       gathers: form of the gathers.
 
     Returns:
-      Float32 activations per feature. Samples without ids are zero.
+      Sums of float32 for `samples_of`; those of several rounds are added. Samples
+      without ids are zero.
     """
     # A row of zeros in the last place makes a mask on the gathered rows unnecessary.
     last = rows.shape[0] - 1
@@ -52,17 +53,17 @@ def combine(
     def read_rows(places):
         return gather_lines(rows, jnp.minimum(places, last))
 
-    return read_and_combine(read_rows, places, poolings, gathers)
+    return pool(read_rows, places, poolings, gathers)
 
 
 @jax.named_scope("combine")
-def read_and_combine(
+def pool(
     read_rows: ReadPlaces,
     places: Int[Array, " all_ids"],
     poolings: Sequence[PoolingSpec],
     gathers: Gathers,
 ) -> list[Float[Array, "_ dim"]]:
-    """Sums gain-weighted rows into their samples, as `combine` does.
+    """Sums gain-weighted rows into their samples, as `pool_buffer` does.
 
     Args:
       read_rows: reads the rows of some places.
@@ -70,18 +71,26 @@ def read_and_combine(
       poolings: the features of the stack.
       gathers: form of the gathers.
     """
+    if all(pooling.is_copy for pooling in poolings):
+        # One array for all features: compile time grows with the number of arrays.
+        return [read_rows(places)]
     sizes = [pooling.num_ids for pooling in poolings]
     if gathers == "fused":
-        pooled = [
+        return [
             gather_and_pool(pooling, read_rows, of_feature)
             for pooling, of_feature in zip(poolings, _split(places, sizes), strict=True)
         ]
-    else:
-        gathered = _split(read_rows(places), sizes)
-        pooled = [
-            _pool(pooling, x) for pooling, x in zip(poolings, gathered, strict=True)
-        ]
-    return scale_samples(pooled, poolings)
+    gathered = _split(read_rows(places), sizes)
+    return [_pool(pooling, x) for pooling, x in zip(poolings, gathered, strict=True)]
+
+
+def samples_of(
+    sums: Sequence[Float[Array, "_ dim"]], poolings: Sequence[PoolingSpec]
+) -> list[Float[Array, "_ dim"]]:
+    """Returns the activations of each feature, from the sums of all rounds."""
+    if len(sums) < len(poolings):
+        sums = _split(sums[0], [pooling.num_samples for pooling in poolings])
+    return scale_samples(sums, poolings)
 
 
 def scale_samples(

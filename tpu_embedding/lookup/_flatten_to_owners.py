@@ -72,6 +72,11 @@ class PoolingSpec:
             return self.num_samples * self.valence
         return self.sample_ids.shape[0]
 
+    @property
+    def is_copy(self) -> bool:
+        """True if each sample is the row of one id, up to its scale."""
+        return self.gains is None and self.sample_ids is None and self.valence == 1
+
 
 @jax.named_scope("flatten")
 def flatten(
@@ -90,15 +95,17 @@ def flatten(
       The keys of all features, one feature after the other. A `PoolingSpec` per
       feature. The number of ids outside the table, per feature.
     """
-    keys, poolings, out_of_range = [], [], []
+    stack_rows, poolings, out_of_range = [], [], []
     for feature_input, feature in zip(inputs, features, strict=True):
         if stack.keeps_duplicates:
             feature_input = _in_order_of_samples(feature_input)
         row_ids, pooling, num_out_of_range = resolve(feature_input, feature)
-        keys.append(_keys_of(row_ids, feature.row_offset, stack))
+        is_padding = row_ids == PADDING_ROW_ID
+        of_stack = jnp.where(is_padding, PADDING_ROW_ID, row_ids + feature.row_offset)
+        stack_rows.append(of_stack)
         poolings.append(pooling)
         out_of_range.append(num_out_of_range)
-    return jnp.concatenate(keys), poolings, out_of_range
+    return _keys_of(jnp.concatenate(stack_rows), stack), poolings, out_of_range
 
 
 def resolve(
@@ -232,15 +239,12 @@ def _fill_empty_samples(
     )
 
 
-def _keys_of(
-    row_ids: Int[Array, " ids"], row_offset: int, stack: StackPlan
-) -> Int[Array, " ids"]:
-    """Returns the key of each row of a table; padding stays padding."""
-    is_padding = row_ids == PADDING_ROW_ID
-    stack_rows = jnp.where(is_padding, 0, row_ids) + row_offset
-    owner = stack_rows % stack.num_shards
-    keys = owner * stack.rows_per_shard + stack_rows // stack.num_shards
-    return jnp.where(is_padding, PADDING_ROW_ID, keys)
+def _keys_of(stack_rows: Int[Array, " ids"], stack: StackPlan) -> Int[Array, " ids"]:
+    """Returns the key of each row of a stack; padding stays padding."""
+    local_row = jax.lax.div(stack_rows, jnp.int32(stack.num_shards))
+    owner = stack_rows - local_row * stack.num_shards
+    keys = owner * stack.rows_per_shard + local_row
+    return jnp.where(stack_rows == PADDING_ROW_ID, PADDING_ROW_ID, keys)
 
 
 def _gains_and_scales(

@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from tpu_embedding.lookup._combine import combine, read_and_combine
+from tpu_embedding.lookup._combine import pool, pool_buffer, samples_of
 from tpu_embedding.lookup._exchange import fetch_rows, read_local_rows
 from tpu_embedding.lookup._flatten_to_owners import (
     FeatureInput,
@@ -127,13 +127,13 @@ def read_stack(
     """
     sent, poolings = routing.sent, routing.poolings
     if sent is None:
-        activations = read_and_combine(
+        sums = pool(
             lambda row_ids: read_local_rows(table, row_ids, stack),
             routing.keys,
             poolings,
             stack.gathers,
         )
-        activations, routing = _order(activations, routing)
+        activations, routing = _order(samples_of(sums, poolings), routing)
         return StackLookup(
             activations=[x.astype(plan.activation_dtype) for x in activations],
             routing=routing,
@@ -142,15 +142,15 @@ def read_stack(
 
     def read_round(current: Round) -> list[Array]:
         rows = fetch_rows(table, current.row_ids, stack, plan)
-        return combine(rows, sent.places(current), poolings, stack.gathers)
+        return pool_buffer(rows, sent.places(current), poolings, stack.gathers)
 
     def add_round(sums: list[Array], current: Round) -> list[Array]:
         return jax.tree.map(jnp.add, sums, read_round(current))
 
-    activations, rounds = fold_later_rounds(
+    sums, rounds = fold_later_rounds(
         add_round, read_round(sent.first), sent, stack, plan
     )
-    activations, routing = _order(activations, routing)
+    activations, routing = _order(samples_of(sums, poolings), routing)
     return StackLookup(
         activations=[x.astype(plan.activation_dtype) for x in activations],
         routing=routing,
