@@ -1,5 +1,7 @@
 """Rows pooled into samples, against a dense matrix."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -12,9 +14,12 @@ from tests.lookup.pooled import (
     places_of,
     pooling_of,
 )
-from tpu_embedding.lookup._combine import combine
+from tpu_embedding.lookup._combine import pool_buffer, samples_of
 
-jitted_combine = jax.jit(combine, static_argnames="gathers")
+
+@functools.partial(jax.jit, static_argnames="gathers")
+def jitted_combine(rows, places, poolings, gathers):
+    return samples_of(pool_buffer(rows, places, poolings, gathers), poolings)
 
 
 def check(poolings, dim=3, gathers="whole"):

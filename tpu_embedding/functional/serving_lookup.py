@@ -159,7 +159,7 @@ def _serve_feature(
         ids = _with_places(ids, feature)
     shape = feature_shape(ids, feature, shard)
     feature_input = to_feature_input(to_shardable(ids, shape, shard), shape)
-    row_ids, pooling, _ = resolve(feature_input, feature)
+    row_ids, (pooling,), _ = resolve([feature_input], [feature])
     read = _row_reader(table, feature, plan)
     pooled = [gather_and_pool(pooling, read, row_ids)]
     (activations,) = scale_samples(pooled, [pooling])

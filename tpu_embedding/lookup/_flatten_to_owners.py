@@ -8,6 +8,7 @@ excludes.
 """
 
 import dataclasses
+import itertools
 from collections.abc import Sequence
 
 import jax
@@ -95,46 +96,55 @@ def flatten(
       The keys of all features, one feature after the other. A `PoolingSpec` per
       feature. The number of ids outside the table, per feature.
     """
-    stack_rows, poolings, out_of_range = [], [], []
-    for feature_input, feature in zip(inputs, features, strict=True):
-        if stack.keeps_duplicates:
-            feature_input = _in_order_of_samples(feature_input)
-        row_ids, pooling, num_out_of_range = resolve(feature_input, feature)
-        is_padding = row_ids == PADDING_ROW_ID
-        of_stack = jnp.where(is_padding, PADDING_ROW_ID, row_ids + feature.row_offset)
-        stack_rows.append(of_stack)
-        poolings.append(pooling)
-        out_of_range.append(num_out_of_range)
-    return _keys_of(jnp.concatenate(stack_rows), stack), poolings, out_of_range
+    if stack.keeps_duplicates:
+        inputs = [_in_order_of_samples(feature_input) for feature_input in inputs]
+    row_ids, poolings, out_of_range = resolve(inputs, features)
+    sizes = [feature_input.ids.shape[0] for feature_input in inputs]
+    offsets = _value_of_each_id([feature.row_offset for feature in features], sizes)
+    is_padding = row_ids == PADDING_ROW_ID
+    stack_rows = jnp.where(is_padding, PADDING_ROW_ID, row_ids + offsets)
+    return _keys_of(stack_rows, stack), poolings, out_of_range
 
 
 def resolve(
-    feature_input: FeatureInput, feature: FeaturePlan
-) -> tuple[Int[Array, " ids"], PoolingSpec, Int[Array, ""]]:
-    """Applies the policies and the combiner of one feature. Per shard.
+    inputs: Sequence[FeatureInput], features: Sequence[FeaturePlan]
+) -> tuple[Int[Array, " all_ids"], list[PoolingSpec], list[Int[Array, ""]]]:
+    """Applies the policies and the combiners of features. Per shard.
 
     Args:
-      feature_input: ids of the feature.
-      feature: plan of the feature.
+      inputs: ids of each feature.
+      features: their plans.
 
     Returns:
-      The row of the table that each place reads; `PADDING_ROW_ID` where it reads none.
-      The weights of the rows. The number of ids outside the table.
+      The row of its table that each place reads, one feature after the other;
+      `PADDING_ROW_ID` where it reads none. The weights of the rows, and the number of
+      ids outside the table, per feature.
     """
-    row_ids, num_out_of_range = _resolve_row_ids(feature_input, feature)
-    if feature.config.default_id is not None:
-        feature_input, row_ids = _fill_empty_samples(
-            feature_input, row_ids, feature.config.default_id
+    row_ids, out_of_range = _resolve_row_ids(inputs, features)
+    ends = itertools.accumulate(feature_input.ids.shape[0] for feature_input in inputs)
+    rows_of_feature = jnp.split(row_ids, list(ends)[:-1])
+    poolings = []
+    for i, (feature_input, feature) in enumerate(zip(inputs, features, strict=True)):
+        default_id = feature.config.default_id
+        if default_id is not None:
+            feature_input, rows_of_feature[i] = _fill_empty_samples(
+                feature_input, rows_of_feature[i], default_id
+            )
+        gains, scales = _gains_and_scales(
+            feature_input, rows_of_feature[i], feature.table.combiner
         )
-    gains, scales = _gains_and_scales(feature_input, row_ids, feature.table.combiner)
-    pooling = PoolingSpec(
-        gains=gains,
-        scales=scales,
-        sample_ids=feature_input.sample_ids,
-        num_samples=feature_input.num_samples,
-        valence=feature_input.valence,
-    )
-    return row_ids, pooling, num_out_of_range
+        poolings.append(
+            PoolingSpec(
+                gains=gains,
+                scales=scales,
+                sample_ids=feature_input.sample_ids,
+                num_samples=feature_input.num_samples,
+                valence=feature_input.valence,
+            )
+        )
+    if any(feature.config.default_id is not None for feature in features):
+        row_ids = jnp.concatenate(rows_of_feature)
+    return row_ids, poolings, out_of_range
 
 
 def max_unique_ids(
@@ -177,25 +187,63 @@ def _in_order_of_samples(feature_input: FeatureInput) -> FeatureInput:
 
 
 def _resolve_row_ids(
-    feature_input: FeatureInput, feature: FeaturePlan
-) -> tuple[Int[Array, " ids"], Int[Array, ""]]:
-    """Applies the feature's policies. Ids that look up nothing become padding.
+    inputs: Sequence[FeatureInput], features: Sequence[FeaturePlan]
+) -> tuple[Int[Array, " all_ids"], list[Int[Array, ""]]]:
+    """Applies the features' policies. Ids that look up nothing become padding.
+
+    All features are treated as one array, since compile time grows with the number of
+    arrays.
 
     Returns:
-      Row ids within the table, and the number of ids outside the table.
+      Row ids within the tables, and the number of ids outside the table per feature.
     """
-    ids = feature_input.ids
-    num_rows = feature.num_rows
+    sizes = [feature_input.ids.shape[0] for feature_input in inputs]
+    ids = jnp.concatenate([feature_input.ids for feature_input in inputs])
+    num_rows = _value_of_each_id([feature.num_rows for feature in features], sizes)
     is_padding = ids == PADDING_ROW_ID
     is_inside = (ids >= 0) & (ids < num_rows)
-    num_out_of_range = jnp.sum(~is_padding & ~is_inside, dtype=jnp.int32)
-    if feature.config.out_of_range_ids == "clip":
-        ids = jnp.clip(ids, 0, num_rows - 1)
-        is_inside = ~is_padding
-    if feature_input.weights is not None and leaves_out_weights(feature):
+    out_of_range = _count_by_feature(~is_padding & ~is_inside, sizes)
+    clips = [feature.config.out_of_range_ids == "clip" for feature in features]
+    if any(clips):
+        is_clipped = _value_of_each_id(clips, sizes)
+        ids = jnp.where(is_clipped, jnp.clip(ids, 0, num_rows - 1), ids)
+        is_inside = jnp.where(is_clipped, ~is_padding, is_inside)
+    left_out = [
         # A weight of NaN counts, so that it reaches the loss.
-        is_inside &= ~(feature_input.weights <= 0)
-    return jnp.where(is_inside, ids, PADDING_ROW_ID), num_out_of_range
+        feature_input.weights <= 0
+        if feature_input.weights is not None and leaves_out_weights(feature)
+        else None
+        for feature_input, feature in zip(inputs, features, strict=True)
+    ]
+    if any(each is not None for each in left_out):
+        is_inside &= ~jnp.concatenate(
+            [
+                jnp.zeros(size, bool) if each is None else each
+                for each, size in zip(left_out, sizes, strict=True)
+            ]
+        )
+    return jnp.where(is_inside, ids, PADDING_ROW_ID), out_of_range
+
+
+def _value_of_each_id(values: Sequence[int], sizes: Sequence[int]) -> Array:
+    """Returns the value of the feature of each id, `[all_ids]`, or a scalar of all."""
+    if len(set(values)) == 1:
+        return jnp.asarray(values[0])
+    if len(set(sizes)) == 1:
+        by_feature = jnp.asarray(values)[:, None]
+        return jnp.broadcast_to(by_feature, (len(values), sizes[0])).reshape(-1)
+    pairs = zip(values, sizes, strict=True)
+    return jnp.concatenate([jnp.full(size, value) for value, size in pairs])
+
+
+def _count_by_feature(
+    is_counted: Bool[Array, " all_ids"], sizes: Sequence[int]
+) -> list[Int[Array, ""]]:
+    if len(set(sizes)) == 1:
+        by_feature = is_counted.reshape(len(sizes), sizes[0])
+        return list(jnp.sum(by_feature, axis=1, dtype=jnp.int32))
+    parts = jnp.split(is_counted, list(itertools.accumulate(sizes))[:-1])
+    return [jnp.sum(part, dtype=jnp.int32) for part in parts]
 
 
 def leaves_out_weights(feature: FeaturePlan) -> bool:
