@@ -144,7 +144,7 @@ class RunConfig:
     exact_auc: bool = False
     capacity: int | None = None
     kernels: Backend = "xla"
-    table_dtype: Literal["float32", "bfloat16", "float16"] | None = None
+    table_dtype: Literal["float32", "bfloat16"] | None = None
     tables_split_over: Literal["all", "slice"] = "all"
     seed: int = 0
     log_every: int = 100
