@@ -231,7 +231,8 @@ def test_ids_without_a_place():
         import_tables({"user": ROWS}, layer, optimizer, ids={"user": names})
     source = {"user": ROWS[:64]}
     import_tables(source, layer, optimizer, ids={"user": names[:64]})
-    np.testing.assert_array_equal(looked_up(layer, names[:64]), ROWS[:64])
+    found = looked_up(layer, te.inputs.fingerprint_ids(names[:64]))
+    np.testing.assert_array_equal(found, ROWS[:64])
 
 
 @pytest.mark.parametrize(
