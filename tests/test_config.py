@@ -65,6 +65,7 @@ WRONG = {
         ("name", 3),
         ("quantization_config", 16),
         ("dtype", np.float64),
+        ("dtype", np.float16),
         ("dtype", "junk"),
     ],
     feature: [
@@ -146,7 +147,6 @@ RIGHT = [
     (table, dict(quantization_config=QUANTIZATION)),
     (table, dict(dtype=np.float32)),
     (table, dict(dtype=jnp.bfloat16)),
-    (table, dict(dtype="float16")),
     (table, dict(dtype=np.int8)),
     (feature, dict(expected_valence=3)),
     (table, dict(vocabulary_size=np.int64(7), dim=np.uint8(3))),

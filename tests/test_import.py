@@ -18,6 +18,7 @@ NOT_LOADED = (
     "grain",
     "tensorstore",
     "tensorflow",
+    "tpu_embedding.strings",
     "tpu_embedding.tools",
 )
 

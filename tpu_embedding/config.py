@@ -106,8 +106,8 @@ class TableConfig:
       name: unique name. It is part of checkpoint keys and seeds the initial values.
       quantization_config: simulated quantization of looked-up rows, or None.
       dtype: storage type of the rows. Arithmetic, slot variables and activations are
-        float32 with each. `bfloat16` and `float16` take half the memory; updates are
-        rounded stochastically. `int8` takes about a quarter, for tables that are looked
+        float32 with each. `bfloat16` takes half the memory; updates are rounded
+        stochastically. `int8` takes about a quarter, for tables that are looked
         up but not trained; each row has a scale and a bias.
       placement: `te.Sharded` or `te.Replicated`, where the rows live on the mesh; it
         never changes results. None means the placement given to the layer.
@@ -187,9 +187,15 @@ class TableConfig:
                 f"None, got {self.quantization_config!r} {owner}"
             )
         if _dtype_name(self.dtype) not in STORAGE_DTYPES:
+            way_out = ""
+            if _dtype_name(self.dtype) == "float16":
+                way_out = (
+                    "; take bfloat16, which has the size of float16 and the range of "
+                    "float32; te.checkpoint.import_tables reads float16 rows into it"
+                )
             yield (
                 f"TableConfig.dtype must be one of {list(STORAGE_DTYPES)}, got "
-                f"{self.dtype!r} {owner}"
+                f"{self.dtype!r} {owner}{way_out}"
             )
         if not isinstance(self.placement, Placement | None):
             yield (

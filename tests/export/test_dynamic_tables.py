@@ -66,7 +66,9 @@ def test_single_rows_are_equal_bit_for_bit_and_unknown_ids_read_the_default_row(
 
 def test_strings_are_served_and_a_model_without_an_id(tmp_path):
     te.export.save(DynamicModel(), tmp_path / "served", dynamic_batch(8))
-    batch = dynamic_batch(4) | {"user": np.array(["ann", "bob", "ann", "eve é"])}
+    batch = dynamic_batch(4) | {
+        "user": te.inputs.fingerprint_ids(["ann", "bob", "ann", "eve é"])
+    }
     assert not np.any(te.export.load(tmp_path / "served")(batch)["user"])
 
 

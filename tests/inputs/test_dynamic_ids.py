@@ -109,12 +109,16 @@ def test_words_pass_and_known_rows_are_refused():
         prepare(te.functional.RowIds(np.array([1], np.int32)))
 
 
-def test_strings_become_fingerprints_of_64_bits():
+def test_fingerprints_of_strings_are_ids():
     strings = np.array([["a", "b"], ["a", "c" * 100]])
-    words = prepare(strings).to_numpy()
+    words = prepare(te.inputs.fingerprint_ids(strings)).to_numpy()
     assert words[0, 0] == words[1, 0]
     assert len(set(words.ravel().tolist())) == 3
-    ragged = prepare([["b"], ["a", "b"]])
+    ragged = prepare(te.inputs.fingerprint_ids([["b"], ["a", "b"]]))
     assert words[0, 1] in ragged.values.to_numpy()
-    with pytest.raises(TypeError):
-        prepare(np.array(["a", 3], object))
+
+
+def test_strings_are_refused():
+    for strings in (np.array(["a", "b"]), np.array(["a", 3], object)):
+        with pytest.raises(TypeError, match="te.inputs.fingerprint_ids"):
+            prepare(strings)

@@ -37,8 +37,7 @@ NARROW_LAYOUTS = {
     )
     for dtype, lanes, dims in [
         ("bfloat16", None, (3,)),
-        ("bfloat16", 128, (16,)),
-        ("float16", 128, (3,)),
+        ("bfloat16", 128, (3, 16)),
         ("int8", 128, (300,)),
     ]
     for dim in dims

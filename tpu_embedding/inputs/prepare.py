@@ -24,7 +24,6 @@ from tpu_embedding.inputs.shard_inputs import (
 from tpu_embedding.inputs.sparse_ids import from_sparse
 from tpu_embedding.inputs.wide_ids import (
     check_wide,
-    fingerprints_of,
     join_words,
     refuse_unreadable,
     with_words,
@@ -69,8 +68,7 @@ def prepare_features(
         leaves are integer arrays `[batch]` or `[batch, valence]` (unused places hold
         `PADDING_ROW_ID`), nested lists, `DenseIds`, `RaggedIds`, `SparseIds`, or
         objects with the fields of `tf.RaggedTensor` or `tf.SparseTensor`. Global; any
-        integer dtype. Those of dynamic tables may also be strings, which become
-        fingerprints of 64 bits, or `Ids64`.
+        integer dtype. Those of dynamic tables may also be `Ids64`.
       plan: plan of the layer, or its part `EmbeddingPlan.for_loaders()`.
       weights: None, or the same nest with weights, or None, per feature: in the form of
         the ids, or an array; for ragged and sparse features `[num_values]`.
@@ -306,8 +304,6 @@ def _check_ids(
     ids, values = host_ids.ids, host_ids.values
     if not values.size and not isinstance(ids, DenseIds):
         values = values.astype(np.int32)  # NumPy takes empty lists for floats.
-    if feature.table.dynamic and values.dtype.kind in "OSU":
-        values = fingerprints_of(values)
     check_dtypes(values, weights, feature)
     where = "position" if isinstance(ids, DenseIds) else "value"
     check = check_wide if feature.table.dynamic else _check_range

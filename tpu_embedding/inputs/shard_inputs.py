@@ -261,7 +261,7 @@ def check_dtypes(ids, weights, feature: FeaturePlan) -> None:
     if not is_integer(ids.dtype):
         raise TypeError(
             f"Ids of feature {feature.name!r} must be integers, got dtype {ids.dtype}; "
-            f"{_way_to_integers(ids)}."
+            f"{_way_to_integers(ids, feature)}."
         )
     if ids.ndim == 0:
         raise ValueError(
@@ -286,18 +286,18 @@ def check_dtypes(ids, weights, feature: FeaturePlan) -> None:
         )
 
 
-def _way_to_integers(ids: Any) -> str:
+def _way_to_integers(ids: Any, feature: FeaturePlan) -> str:
     """Returns the way from ids of another dtype to integers, for errors."""
     kind = getattr(ids.dtype, "kind", "")
+    way = "te.inputs.hash_ids or te.inputs.Vocabulary"
+    if feature.table.dynamic:
+        way = "te.inputs.fingerprint_ids"
     if kind in ("S", "U", "T"):
-        return "turn strings into ids with te.inputs.hash_ids or te.inputs.Vocabulary"
+        return f"turn strings into ids with {way}"
     if kind == "O":
         values = ids.ravel().tolist()
         example = next((x for x in values if not isinstance(x, int)), values[:1])
-        return (
-            f"they hold {example!r}; strings need te.inputs.hash_ids or "
-            "te.inputs.Vocabulary"
-        )
+        return f"they hold {example!r}; strings need {way}"
     return "convert them with .astype(int) if they are whole numbers"
 
 

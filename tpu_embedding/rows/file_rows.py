@@ -3,14 +3,14 @@
 A file holds the rows of a table in the table's own type, whatever the packing:
 
     float32 tables, slot variables    the elements of a row
-    bfloat16, float16                 the elements of a row
+    bfloat16                          the elements of a row
     int8                              FBGEMM's row of `dim + 8` bytes: `dim` codes, then
                                       scale and bias, both float32, lowest byte first
 
 No number is rounded on the way, so a row that is written and read keeps its bits.
 """
 
-from typing import Any, Final
+from typing import Final
 
 import jax
 import jax.numpy as jnp
@@ -41,8 +41,6 @@ def file_row(packed: PackedRows) -> jax.ShapeDtypeStruct:
             return jax.ShapeDtypeStruct(layout.row_shape, packed.lines.dtype)
         case "int8":
             return jax.ShapeDtypeStruct((layout.dim + SCALE_AND_BIAS_BYTES,), np.uint8)
-        case "float16":
-            return jax.ShapeDtypeStruct(layout.row_shape, np.float16)
         case "bfloat16":
             return jax.ShapeDtypeStruct(layout.row_shape, jnp.bfloat16)
 
@@ -68,7 +66,7 @@ def to_file_rows(lines: np.ndarray, layout: RowLayout) -> np.ndarray:
     # The lower half of a lane belongs to one row, the upper half to another.
     halves = np.ascontiguousarray(lines).view("<u2").reshape(*lines.shape, 2)
     rows = halves.transpose(0, 2, 1).reshape(-1, *layout.row_shape)
-    return rows.view(_float_type(layout))
+    return rows.view(jnp.bfloat16)
 
 
 def of_file_rows(rows: np.ndarray, layout: RowLayout) -> np.ndarray:
@@ -114,7 +112,7 @@ def file_rows_of_values(values: np.ndarray, layout: RowLayout) -> np.ndarray:
     if layout.narrow_dtype == "int8":
         words = store_rows(np.asarray(values, np.float32), layout)
         return _int8_bytes(np.asarray(words), layout.dim)
-    return np.asarray(values, _float_type(layout))
+    return np.asarray(values, jnp.bfloat16)
 
 
 def values_of_file_rows(rows: np.ndarray, layout: RowLayout) -> np.ndarray:
@@ -144,10 +142,6 @@ def decode_int8(rows: np.ndarray) -> np.ndarray:
     codes = rows[:, :-SCALE_AND_BIAS_BYTES].astype(np.float32)
     ends = np.ascontiguousarray(rows[:, -SCALE_AND_BIAS_BYTES:]).view("<f4")
     return codes * ends[:, :1] + ends[:, 1:]
-
-
-def _float_type(layout: RowLayout) -> Any:
-    return np.float16 if layout.narrow_dtype == "float16" else jnp.bfloat16
 
 
 def _int8_bytes(words: np.ndarray, dim: int) -> np.ndarray:

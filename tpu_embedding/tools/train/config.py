@@ -141,7 +141,7 @@ class RunConfig:
     target: Target | None = None
     exact_auc: bool = False
     capacity: int | None = None
-    table_dtype: Literal["float32", "bfloat16", "float16"] | None = None
+    table_dtype: Literal["float32", "bfloat16"] | None = None
     tables_split_over: Literal["all", "slice"] = "all"
     seed: int = 0
     log_every: int = 100

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from tests.conftest import GOLDEN
-from tpu_embedding.inputs import fingerprints
-from tpu_embedding.inputs.fingerprints import encode, farmhash64, siphash64
+from tpu_embedding.strings import fingerprints
+from tpu_embedding.strings.fingerprints import encode, farmhash64, siphash64
 
 GIVEN = json.loads((GOLDEN / "string_hashes.json").read_text())
 LENGTHS, FARM, SIP = zip(*GIVEN["length, fingerprint64, siphash24"], strict=True)

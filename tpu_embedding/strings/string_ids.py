@@ -1,6 +1,6 @@
-"""Turns strings into ids, by hashing or by a vocabulary.
+"""Turns strings into ids, by hashing, by fingerprints or by a vocabulary.
 
-Both work on any container of strings, and leave weights and structure as they are. They
+All work on any container of strings, and leave weights and structure as they are. They
 number strings as TensorFlow and Keras do, so tables that were trained there fit.
 """
 
@@ -11,14 +11,14 @@ from typing import Any, Final
 
 import numpy as np
 
-from tpu_embedding.inputs.fingerprints import (
+from tpu_embedding.inputs.forms import HostIds, are_strings, is_integer, read_ids
+from tpu_embedding.paths import local_path
+from tpu_embedding.strings.fingerprints import (
     ByteStrings,
     encode,
     farmhash64,
     siphash64,
 )
-from tpu_embedding.inputs.forms import HostIds, are_strings, is_integer, read_ids
-from tpu_embedding.paths import local_path
 from tpu_embedding.types import PADDING_ROW_ID, DenseIds
 
 MAX_IDS: Final = PADDING_ROW_ID - 1
@@ -92,6 +92,32 @@ def hash_ids(
     if padding is not None:
         ids[_is_padding(encoded, padding)] = PADDING_ROW_ID
     return _in_container_of(strings, read, ids)
+
+
+def fingerprint_ids(strings: Any) -> Any:
+    """Returns FarmHash's 64-bit fingerprint of each string, for dynamic tables.
+
+    Two strings of 2**32 have equal ones with a probability near 1/2.
+
+    Args:
+      strings: as in `hash_ids`.
+
+    Returns:
+      uint64 ids in the container of the strings; none is the reserved `2**64 - 1`.
+
+    Raises:
+      TypeError: if an element is neither str nor bytes.
+
+    Example:
+      >>> ids = fingerprint_ids(["ann", "bob", "ann"])
+      >>> ids.dtype, bool(ids[0] == ids[2])
+      (dtype('uint64'), True)
+    """
+    read = read_ids(strings, "fingerprint_ids", "Strings")
+    values = _check_strings(read.values.reshape(-1), "fingerprint_ids")
+    words = farmhash64(encode(values))
+    words = np.minimum(words, np.uint64(2**64 - 2))
+    return _in_container_of(strings, read, words)
 
 
 class Vocabulary:
