@@ -2,9 +2,8 @@
 
 A rule is a pair of functions of dense rows. `trace_rule` traces both once, for rows of
 a given shape, and keeps the programs. The other modules of this folder read answers off
-them: is the rule row-local, does it take totals, does it run on lines or in a kernel,
-and which parts of its state are slot variables. Tracing happens outside of any mesh, so
-one trace serves all meshes.
+them: is the rule row-local, does it take totals, and which parts of its state are slot
+variables. Tracing happens outside of any mesh, so one trace serves all meshes.
 """
 
 import dataclasses
