@@ -22,8 +22,7 @@ to 4 for ids. `_rounds` loops over the rounds after the first. `_replicas` follo
 stages 3, 4, 6 and 7 where one CPU device owns all rows. Before a lookup, `_translate`
 replaces 64-bit ids of dynamic tables by rows, which `_directory` finds or inserts as
 `_admission` lets it; `_owned_ids` holds the ids that reached their owner. The
-stages share `_repeats` (sums over repeated ids), `_sample_lines` (samples that share a
-line) and `_running_sums`.
+stages share `_repeats` (sums over repeated ids) and `_running_sums`.
 
 A gradient enters this folder twice, because no id may be dropped. `stack_gradient`
 sends the gradients of round 1 to the owners of their rows. Gradients of later rounds

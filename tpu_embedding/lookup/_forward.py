@@ -91,23 +91,6 @@ class StackLookup:
     out_of_range: list[Int[Array, "_"]]
 
 
-def lookup_stack(
-    table: PackedRows,
-    inputs: Sequence[FeatureInput],
-    stack: StackPlan,
-    plan: EmbeddingPlan,
-) -> StackLookup:
-    """Looks up all features of one stack. Per shard.
-
-    Args:
-      table: this shard's rows.
-      inputs: per feature of the stack.
-      stack: plan of the stack.
-      plan: gives the mesh.
-    """
-    return read_stack(table, route_stack(inputs, stack, plan), stack, plan)
-
-
 def route_stack(
     inputs: Sequence[FeatureInput], stack: StackPlan, plan: EmbeddingPlan
 ) -> RoutedStack:
