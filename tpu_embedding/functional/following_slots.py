@@ -227,7 +227,7 @@ def _is_made_from_values(plan: EmbeddingPlan) -> dict[str, tuple[bool, ...]]:
 
 @functools.lru_cache(maxsize=256)
 def _follows(stack: TrainedStackPlan) -> tuple[bool, ...]:
-    """Returns True for slots that start from rows, and for totals over rows."""
+    """Returns True for slots that start from rows, and for sums of each table."""
     rows = jax.ShapeDtypeStruct((1, stack.dim), jnp.float32)
     state = jax.eval_shape(stack.optimizer.init, rows)
     probed = iter(probe_rule(stack.optimizer, stack.dim).leaves)
@@ -236,9 +236,13 @@ def _follows(stack: TrainedStackPlan) -> tuple[bool, ...]:
     num_before += stack.layout.narrow_dtype is not None
     flags = [False] * num_before
     for part in jax.tree.leaves(state, is_leaf=is_sum):
-        leaves = [next(probed) for _ in jax.tree.leaves(part)]
-        starts = any(slot is not None and slot.starts_from_rows for slot in leaves)
-        flags.append(starts or is_sum(part))
+        slots = [next(probed) for _ in jax.tree.leaves(part)]
+        if is_sum(part):
+            # The other sum of Adafactor, its clock, is a scalar.
+            flags.append(part.value.ndim == 1)
+        else:
+            (slot,) = slots
+            flags.append(slot is not None and slot.starts_from_rows)
     return tuple(flags)
 
 
@@ -304,20 +308,11 @@ def _merge(
     if is_slot(old):
         return _merge_rows(old, fresh, limits, tables, stack)
 
-    def merge_total(old: jax.Array, fresh: jax.Array, is_same: Any) -> jax.Array:
-        if not (stack.optimizer.takes_totals and old.shape[:1] == limits.shape):
-            return fresh
-        is_set = (limits > 0).reshape(-1, *[1] * (old.ndim - 1))
-        return jnp.where(is_set & ~is_same, fresh, old)
-
-    if not is_sum(old):
-        return jax.tree.map(lambda x, y: merge_total(x, y, False), old, fresh)
-    is_same = jax.tree.map(
-        lambda x, y: jnp.abs(x - y) <= _SAME * jnp.abs(y), old.value, fresh.value
-    )
+    is_same = jnp.abs(old.value - fresh.value) <= _SAME * jnp.abs(fresh.value)
+    is_kept = is_same | (limits == 0)
     return CompensatedSum(
-        jax.tree.map(merge_total, old.value, fresh.value, is_same),
-        jax.tree.map(merge_total, old.rest, fresh.rest, is_same),
+        jnp.where(is_kept, old.value, fresh.value),
+        jnp.where(is_kept, old.rest, fresh.rest),
     )
 
 

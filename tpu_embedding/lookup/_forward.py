@@ -72,23 +72,6 @@ class StackLookup:
     requested_rows: Int[Array, "_ shards"] | None = None
 
 
-def lookup_stack(
-    table: PackedRows,
-    inputs: Sequence[FeatureInput],
-    stack: StackPlan,
-    plan: EmbeddingPlan,
-) -> StackLookup:
-    """Looks up all features of one stack. Per shard.
-
-    Args:
-      table: this shard's rows.
-      inputs: per feature of the stack.
-      stack: plan of the stack.
-      plan: gives the mesh.
-    """
-    return read_stack(table, route_stack(inputs, stack, plan), stack, plan)
-
-
 def route_stack(
     inputs: Sequence[FeatureInput], stack: StackPlan, plan: EmbeddingPlan
 ) -> StackRouting:

@@ -29,7 +29,7 @@ LANES: Final = 128
 A bucket whose size is a multiple of this is sent as it lies in memory. Any other bucket
 is copied first, by code that takes XLA seconds to compile."""
 
-LANE_ALIGNMENT_MIN_IDS: Final = 128 * LANES
+_LANE_ALIGNMENT_MIN_IDS: Final = 128 * LANES
 """Minimum capacity at which bucket sizes are rounded up to a multiple of `LANES`.
 
 The rounding then adds at most 0.8 %."""
@@ -98,5 +98,5 @@ def _bucket_size(capacity: int) -> int:
     They exceed the capacity by at least one: the entry that no id uses stands for "no
     id".
     """
-    is_small = capacity < LANE_ALIGNMENT_MIN_IDS
+    is_small = capacity < _LANE_ALIGNMENT_MIN_IDS
     return round_up(capacity + 1, _SUBLANES if is_small else LANES)

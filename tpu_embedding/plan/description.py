@@ -56,14 +56,11 @@ def _array_limit(plan: "EmbeddingPlan") -> list[str]:
         return []
     lines = []
     for stack in plan.stacks:
-        sizes = [memory.rows_bytes(stack.layout, plan.hardware, LANE_BYTES)]
-        for slot in stack.slots:
-            layout = plan.slot_layout(stack, slot)
-            sizes.append(memory.rows_bytes(layout, plan.hardware, slot.dtype.itemsize))
-        if max(sizes) > limit:
+        size = max(memory.array_sizes(stack.layout, stack.slots, plan.hardware))
+        if size > limit:
             lines.append(
                 f"warning: the largest array of {stack.name} takes "
-                f"{memory.format_bytes(max(sizes))} per device, more than the "
+                f"{memory.format_bytes(size)} per device, more than the "
                 f"{memory.format_bytes(limit)} that a SparseCore is said to take; "
                 "more devices make it smaller"
             )

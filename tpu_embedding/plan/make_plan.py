@@ -23,7 +23,7 @@ from tpu_embedding.plan.dynamic_rows import refuse_unsuited, rows_of_dynamic_tab
 from tpu_embedding.plan.embedding_feature import resolve_embedding_feature
 from tpu_embedding.plan.features import flatten_config, place_features
 from tpu_embedding.plan.forms import choose_gathers, choose_updates
-from tpu_embedding.plan.memory import fits_in_one_array
+from tpu_embedding.plan.memory import array_sizes
 from tpu_embedding.plan.mesh_options import (
     resolve_batch_axes,
     resolve_hardware,
@@ -106,9 +106,7 @@ def make_plan(
     groups = stacking.stack_tables(
         tables,
         {name: placed.shard_axes for name, placed in placements.items()},
-        functools.partial(
-            _fits_in_one_array, placements=placements, mesh=mesh, hardware=hardware
-        ),
+        functools.partial(_fits, placements=placements, mesh=mesh, hardware=hardware),
     )
     stacks = tuple(
         _plan_stack(f"stack_{i}", group, placements, mesh, capacity, hardware)
@@ -185,7 +183,7 @@ def _plan_stack(
     return TrainedStackPlan(**facts, optimizer=first.optimizer, slots=slots)
 
 
-def _fits_in_one_array(
+def _fits(
     num_rows: int,
     table: stacking.NamedTable,
     *,
@@ -193,8 +191,9 @@ def _fits_in_one_array(
     mesh: Mesh,
     hardware: HardwareInfo,
 ) -> bool:
-    """Returns True if so many rows, and each slot variable, are within the limit."""
-    if hardware.max_offloaded_bytes is None:
+    """Returns True if the arrays of so many rows are within the hardware's limit."""
+    limit = hardware.max_offloaded_bytes
+    if limit is None:
         return True
     shard_axes = placements[table.name].shard_axes
     layout = RowLayout(
@@ -203,10 +202,7 @@ def _fits_in_one_array(
         line_lanes=hardware.line_lanes,
         narrow_dtype=_narrow_dtype(table.config),
     )
-    return fits_in_one_array(layout, hardware) and all(
-        fits_in_one_array(layout.slot_layout(slot), hardware, slot.dtype.itemsize)
-        for slot in _slots_of_tables([table])
-    )
+    return max(array_sizes(layout, _slots_of_tables([table]), hardware)) <= limit
 
 
 def _with_num_rows(

@@ -1,6 +1,9 @@
 """Computes the memory of packed rows and of passes over them; formats byte counts."""
 
+from collections.abc import Sequence
 from typing import Final
+
+import jax
 
 from tpu_embedding.hardware import HardwareInfo
 from tpu_embedding.rows.packed_rows import LANE_BYTES, RowLayout, round_up
@@ -22,18 +25,23 @@ def rows_bytes(layout: RowLayout, hardware: HardwareInfo, itemsize: int) -> int:
     return round_up(layout.num_lines, tile_rows) * layout.lanes * itemsize
 
 
-def fits_in_one_array(
-    layout: RowLayout, hardware: HardwareInfo, itemsize: int = LANE_BYTES
-) -> bool:
-    """Returns True if packed rows are within the limit of an array, or there is none.
+def array_sizes(
+    layout: RowLayout, slots: Sequence[jax.ShapeDtypeStruct], hardware: HardwareInfo
+) -> tuple[int, ...]:
+    """Returns the memory of one shard's rows and of each slot variable, in bytes.
 
     Args:
-      layout: packing of the rows of one shard.
+      layout: packing of the table's rows.
+      slots: row shape and dtype of each slot variable.
       hardware: kind of device.
-      itemsize: bytes of a lane.
     """
-    limit = hardware.max_offloaded_bytes
-    return limit is None or rows_bytes(layout, hardware, itemsize) <= limit
+    return (
+        rows_bytes(layout, hardware, LANE_BYTES),
+        *(
+            rows_bytes(layout.slot_layout(slot), hardware, slot.dtype.itemsize)
+            for slot in slots
+        ),
+    )
 
 
 def rows_per_slab(layout: RowLayout) -> int:

@@ -259,9 +259,8 @@ def set_rows(
       values: `[ids, *row_shape]`; narrow rows are rounded to nearest.
     """
     layout = packed.layout
-    (num_ids,) = row_ids.shape
     if layout.narrow_dtype is not None:
-        stored = store_rows(values.reshape(num_ids, layout.dim), layout)
+        stored = store_rows(values.reshape(-1, layout.dim), layout)
         return replace_stored_rows(packed, row_ids, stored)
     if layout.rows_per_line > 1:
         old = gather_rows(packed, row_ids)
@@ -269,8 +268,7 @@ def set_rows(
             zeros = jnp.zeros_like(old)
             packed, old = _clear_stuck_values(packed, row_ids, old, zeros)
         return add_to_rows(add_to_rows(packed, row_ids, -old), row_ids, values)
-    values = values.reshape(num_ids, layout.dim).astype(packed.lines.dtype)
-    lines = values[:, 0] if layout.is_flat else _in_whole_lines(values, layout)
+    lines = lines_to_add(row_ids, values.astype(packed.lines.dtype), layout)
     line_ids = jnp.where(row_ids < layout.num_rows, row_ids, layout.num_lines)
     return _set_lines(packed, line_ids, lines)
 
@@ -281,8 +279,3 @@ def _set_lines(packed: PackedRows, line_ids: Array, lines: Array) -> PackedRows:
         lines, mode="drop", wrap_negative_indices=False
     )
     return PackedRows(lines=lines, layout=packed.layout)
-
-
-def _in_whole_lines(values: Array, layout: RowLayout) -> Array:
-    """Fills rows up to the lanes of a line."""
-    return jnp.pad(values, ((0, 0), (0, layout.lanes - layout.dim)))

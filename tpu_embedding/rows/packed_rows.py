@@ -144,11 +144,6 @@ class RowLayout:
         return round_up(self.row_lanes, self.line_lanes)
 
     @property
-    def rows_fill_lines(self) -> bool:
-        """True if the rows of a line leave no lane unused."""
-        return self.places_per_line * self.row_lanes == self.lanes
-
-    @property
     def num_lines(self) -> int:
         """Lines per shard."""
         return -(-self.num_rows // self.rows_per_line)
@@ -173,6 +168,24 @@ class RowLayout:
         return dataclasses.replace(self, num_rows=num_rows)
 
     @functools.cached_property
+    def facts(self) -> tuple[str, ...]:
+        """All that decides where a row lies, as one text per fact.
+
+        Rows of two layouts lie in the same places if all facts are equal.
+        """
+        contents = self.contents or StackContents((), 1)
+        return (
+            f"{contents.num_shards} shards of {self.num_rows} rows",
+            f"rows of {self.dtype_name} and shape {self.row_shape}",
+            f"lines of shape {self.lines_shape}, {self.rows_per_line} rows in each",
+            *(
+                f"table {table.name!r} in rows {table.row_offset} to "
+                f"{table.row_offset + table.vocabulary_size}"
+                for table in contents.tables
+            ),
+        )
+
+    @functools.cached_property
     def leaf_name(self) -> str:
         """Name of the array in pytree paths, and so in checkpoints.
 
@@ -182,58 +195,9 @@ class RowLayout:
         """
         if self.contents is None:
             return "lines"
-        facts = (
-            self.contents.tables,
-            self.contents.num_shards,
-            self.num_rows,
-            self.row_shape,
-            self.rows_per_line,
-            self.lines_shape,
-            self.narrow_dtype,
-        )
-        digest = hashlib.sha256(repr(facts).encode()).hexdigest()[:8]
+        digest = hashlib.sha256(repr(self.facts).encode()).hexdigest()[:8]
         sizes = "x".join(map(str, (self.contents.num_shards, *self.lines_shape)))
         return f"lines_{sizes}_{digest}"
-
-    def differences(self, other: "RowLayout") -> list[str]:
-        """Returns one line per fact in which rows of the other layout lie elsewhere.
-
-        Each line gives the fact here first, then the other's.
-        """
-        found = []
-        if self.contents != other.contents:
-            found += _content_differences(self.contents, other.contents)
-        for name in ("num_rows", "row_shape", "rows_per_line", "lines_shape"):
-            here, there = getattr(self, name), getattr(other, name)
-            if here != there:
-                found.append(f"{name} per shard: {here}, not {there}")
-        if self.narrow_dtype != other.narrow_dtype:
-            found.append(f"dtype: {self.dtype_name}, not {other.dtype_name}")
-        return found
-
-
-def _content_differences(
-    here: StackContents | None, there: StackContents | None
-) -> list[str]:
-    """Returns one line per difference of the tables, or of the number of shards."""
-    if here is None or there is None:
-        return ["one of them holds no whole tables"]
-    found = []
-    if here.num_shards != there.num_shards:
-        found.append(f"num_shards: {here.num_shards}, not {there.num_shards}")
-    tables = {table.name: table for table in here.tables}
-    others = {table.name: table for table in there.tables}
-    for name in sorted(tables.keys() | others.keys()):
-        table, other = tables.get(name), others.get(name)
-        if table is None or other is None:
-            found.append(f"table {name!r}: {'missing' if table is None else 'extra'}")
-        elif table != other:
-            found.append(
-                f"table {name!r}: rows {table.row_offset} to "
-                f"{table.row_offset + table.vocabulary_size}, not {other.row_offset} "
-                f"to {other.row_offset + other.vocabulary_size}"
-            )
-    return found
 
 
 @no_type_check  # It also holds shapes and shardings in place of arrays.
@@ -291,9 +255,6 @@ def full_rows(value: Any, layout: RowLayout, dtype: Any) -> PackedRows:
       dtype: type of the elements.
     """
     shape = layout.lines_shape
-    num_rows = layout.num_lines * layout.rows_per_line
-    if layout.rows_fill_lines and num_rows == layout.num_rows:
-        return PackedRows(lines=jnp.full(shape, value, dtype), layout=layout)
     value = jnp.full(shape, value, dtype)
     row = jax.lax.broadcasted_iota(jnp.int32, shape, 0) * layout.rows_per_line
     if not layout.is_flat:
@@ -367,9 +328,10 @@ def lines_of_rows(stored: Any, layout: RowLayout) -> Any:
     else:
         parts = stored.reshape(-1, layout.rows_per_lane, used_lanes)
         lines = join_rows(parts, layout.narrow_dtype)
-    unused_lanes = layout.lanes - used_lanes
+    if used_lanes == layout.lanes:
+        return lines
     pad = jnp.pad if isinstance(stored, jax.Array) else np.pad
-    return pad(lines, ((0, 0), (0, unused_lanes)))
+    return pad(lines, ((0, 0), (0, layout.lanes - used_lanes)))
 
 
 def rows_of_lines(lines: Any, layout: RowLayout) -> Any:

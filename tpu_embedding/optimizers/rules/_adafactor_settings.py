@@ -194,8 +194,3 @@ def clipped(
 def row_squares(rows: jax.Array) -> jax.Array:
     """Returns the sum of squares of each row, `[rows]`."""
     return jnp.sum(jnp.square(rows), axis=1)
-
-
-def inverse_root(values: jax.Array) -> jax.Array:
-    """Returns `1 / sqrt(values)`; 1 for a value of 0, whose gradients were all 0."""
-    return jax.lax.rsqrt(jnp.where(values > 0, values, 1))

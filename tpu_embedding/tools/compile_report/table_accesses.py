@@ -127,7 +127,7 @@ def table_shapes(plan: EmbeddingPlan) -> set[tuple[int, ...]]:
         for stack in plan.stacks
         for layout in (
             stack.layout,
-            *(plan.slot_layout(stack, slot) for slot in stack.slots),
+            *(stack.layout.slot_layout(slot) for slot in stack.slots),
         )
     }
 

@@ -1,14 +1,17 @@
-"""Adafactor for the rows of a table: totals over rows, and rows that are skipped."""
+"""The second moments of Adafactor, for the rows of a table and for dense arrays.
 
-from typing import Any
+Keras factors the last two axes of an array of rank 2 or more. An array of rank 0 or 1
+keeps its second moments as they are. Rank 2 is that of tables, whose totals are over
+all rows of a table, and whose rows may be skipped in a step.
+"""
+
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from tpu_embedding.optimizers.rules._adafactor_settings import (
     AdafactorSettings,
-    clipped,
-    inverse_root,
     row_squares,
 )
 from tpu_embedding.optimizers.rules._adafactor_state import AdafactorState
@@ -17,98 +20,100 @@ from tpu_embedding.optimizers.rules._sums import (
     coarse_part,
     compensated_sum,
 )
-from tpu_embedding.optimizers.table_rows import (
-    TableRows,
-    is_in_layer,
-    table_rows,
-)
+from tpu_embedding.optimizers.table_rows import TableRows, is_in_layer
 
 
-def init_rows(settings: AdafactorSettings, rows: Any) -> AdafactorState:
-    """Returns the state for the rows of one stack. The rows come from `table_rows`."""
-    tables = table_rows(rows)
-    num_rows, dim = rows.shape
-    is_exact = settings.mode == "exact"
-    averages = average_counts = average_momentum = None
-    if settings.use_ema:
-        averages = jnp.array(rows, jnp.float32)
-        average_counts = jnp.zeros(num_rows, jnp.int32)
-        average_momentum = jnp.asarray(settings.ema_momentum, jnp.float32)
-    return AdafactorState(
-        count=jnp.zeros((), jnp.int32),
-        row_accumulators=jnp.full(
-            num_rows, settings.epsilon_1 if is_exact else 0.0, jnp.float32
-        ),
-        row_clocks=jnp.zeros(num_rows, jnp.float32),
-        column_accumulators=jnp.zeros((tables.table_sizes.shape[0], dim), jnp.float32),
-        velocities=None,
-        squares=_sum_of_squares(rows, tables),
-        clock=compensated_sum(jnp.zeros(())) if is_exact else None,
-        averages=averages,
-        average_counts=average_counts,
-        average_momentum=average_momentum,
-    )
+class ScaledGradient(NamedTuple):
+    """A gradient divided by the root of its second moments.
+
+    Attributes:
+      values: the quotient, `u`.
+      rms: root of its mean square, a scalar; of tables, `[tables]`.
+      scale: root of the mean square of the decayed values, of the same shape.
+      state: state with the new moments.
+    """
+
+    values: jax.Array
+    rms: jax.Array
+    scale: jax.Array
+    state: AdafactorState
 
 
-def update_rows(
-    settings: AdafactorSettings, gradient: Any, state: AdafactorState, rows: Any
-) -> tuple[Any, AdafactorState]:
-    """Returns the updates of the rows at hand and the new state."""
-    tables = table_rows(gradient)
-    dim = gradient.shape[1]
+def scale_array(
+    settings: AdafactorSettings, gradient: jax.Array, state: AdafactorState, array: Any
+) -> ScaledGradient:
+    """Scales the gradient of a dense array of any rank but 2.
+
+    Args:
+      settings: arguments of `adafactor`.
+      gradient: the clipped gradient.
+      state: state before the step.
+      array: values after weight decay.
+    """
+    b = settings.decay_at((state.count + 1).astype(jnp.float32))
+    squares = jnp.square(gradient) + settings.epsilon_1
+    if state.velocities is not None:
+        velocities = b * state.velocities + (1 - b) * squares
+        scaled = gradient * _inverse_root(velocities)
+        state = state._replace(velocities=velocities)
+    else:
+        rows = b * state.row_accumulators + (1 - b) * jnp.mean(squares, axis=-1)
+        columns = b * state.column_accumulators + (1 - b) * jnp.mean(squares, axis=-2)
+        means = jnp.mean(rows, axis=-1, keepdims=True)
+        profile = columns / jnp.where(means > 0, means, 1)
+        # Two roots: the product of both could underflow.
+        scaled = gradient * _inverse_root(rows)[..., None]
+        scaled *= _inverse_root(profile)[..., None, :]
+        state = state._replace(row_accumulators=rows, column_accumulators=columns)
+    return ScaledGradient(scaled, _rms(scaled), _rms(array), state)
+
+
+def scale_rows(
+    settings: AdafactorSettings,
+    gradient: jax.Array,
+    state: AdafactorState,
+    rows: tuple[jax.Array, jax.Array],
+    tables: TableRows,
+) -> ScaledGradient:
+    """Scales the gradients of the rows at hand.
+
+    Args:
+      settings: arguments of `adafactor`.
+      gradient: the clipped gradient, `[rows, dim]`.
+      state: state before the step.
+      rows: the rows before and after weight decay.
+      tables: the tables of the rows.
+    """
     t = (state.count + 1).astype(jnp.float32)
-    rate = settings.rate_at(state.count)
-    gradient = clipped(settings, gradient, tables)
-    decayed = _decay(settings, rate, rows, tables)
+    before, decayed = rows
     accumulators, clocks, clock = _row_moments(settings, gradient, state, tables, t)
     columns, decay_change, num_elements = _column_moments(
-        settings, gradient, state, tables, t, jnp.square(decayed) - jnp.square(rows)
+        settings, gradient, state, tables, t, jnp.square(decayed) - jnp.square(before)
     )
     means = jnp.mean(columns, axis=1, keepdims=True)
     # A table that was never touched has no column moments yet.
     profile = columns / jnp.where(means > 0, means, 1)
-    scaled = gradient * inverse_root(accumulators)[:, None]
-    scaled *= tables.per_row(inverse_root(profile))
-    scaled = jnp.where(_update_mask(settings, tables)[:, None], scaled, 0)
+    scaled = gradient * _inverse_root(accumulators)[:, None]
+    scaled *= tables.per_row(_inverse_root(profile))
+    scaled = jnp.where(rows_to_update(settings, tables)[:, None], scaled, 0)
     rms = jnp.sqrt(tables.total(row_squares(scaled)) / num_elements)
     # Outside of the layer all rows are at hand, and may have been set since.
-    squares = state.squares
-    if not is_in_layer():
-        squares = _sum_of_squares(rows, tables)
-    num_values = jnp.maximum(tables.table_sizes, 1) * dim
+    squares = state.squares if is_in_layer() else sum_of_squares(before, tables)
+    num_values = jnp.maximum(tables.table_sizes, 1) * gradient.shape[1]
     scale = jnp.sqrt(jnp.maximum(squares.value + decay_change, 0) / num_values)
-    alpha = jnp.maximum(settings.epsilon_2, scale) * jnp.minimum(rate, jax.lax.rsqrt(t))
-    alpha /= jnp.maximum(1, rms / settings.clip_threshold)
-    new = decayed - tables.per_row(alpha)[:, None] * scaled
     state = state._replace(
         row_accumulators=accumulators,
         row_clocks=clocks,
         column_accumulators=columns,
         clock=clock,
+        squares=squares,
     )
-    if settings.use_ema:
-        new, state = _average(settings, rows, tables.stored(rows, new - rows), state)
-    updates = new - rows
-    # The sum follows the values that the table will hold, rounded as they are.
-    stored = tables.stored(rows, updates).astype(jnp.float32)
-    change = (stored - rows) * (stored + rows)
-    squares = _plus_total(squares, change, tables, squares.value)
-    return updates, state._replace(count=state.count + 1, squares=squares)
+    return ScaledGradient(scaled, rms, scale, state)
 
 
-def _update_mask(settings: AdafactorSettings, tables: TableRows) -> Any:
+def rows_to_update(settings: AdafactorSettings, tables: TableRows) -> Any:
     """Returns the mask of the rows to update: in mode "lazy" the touched ones."""
     return tables.is_touched if settings.mode == "lazy" else tables.is_used
-
-
-def _decay(settings: AdafactorSettings, rate: Any, rows: Any, tables: TableRows) -> Any:
-    """Returns the rows after weight decay."""
-    if settings.weight_decay is None:
-        return rows
-    lost = jnp.where(
-        _update_mask(settings, tables)[:, None], settings.weight_decay * rate * rows, 0
-    )
-    return rows - lost
 
 
 def _row_moments(
@@ -157,7 +162,7 @@ def _column_moments(
     third is the number of elements over which RMS(u) is the mean.
     """
     dim = gradient.shape[1]
-    moves = _update_mask(settings, tables)
+    moves = rows_to_update(settings, tables)
     columns = jnp.where(moves[:, None], jnp.square(gradient), 0)
     count = moves.astype(jnp.float32)
     totals = tables.total(
@@ -177,31 +182,15 @@ def _column_moments(
     return new, change, num_rows * dim
 
 
-def _average(
-    settings: AdafactorSettings, rows: Any, new: Any, state: AdafactorState
-) -> tuple[Any, AdafactorState]:
-    """Returns the new rows, and the state with their moving averages."""
-    missed = (state.count - state.average_counts)[:, None]
-    averages = settings.new_averages(state.averages, rows, new, state.count, missed)
-    state = state._replace(
-        averages=averages,
-        average_counts=jnp.broadcast_to(state.count + 1, state.average_counts.shape),
-        average_momentum=jnp.asarray(settings.ema_momentum, jnp.float32),
-    )
-    if settings.ema_overwrite_frequency is None:
-        return new, state
-    return jnp.where(settings.overwrites_at(state.count), averages, new), state
-
-
-def _sum_of_squares(rows: Any, tables: TableRows) -> CompensatedSum:
+def sum_of_squares(rows: Any, tables: TableRows) -> CompensatedSum:
     """Returns the sum of the squares of the elements of each table."""
     rows = rows.astype(jnp.float32)  # Dense parameters may be narrow.
     about = tables.total(row_squares(rows))
     nothing = compensated_sum(jnp.zeros_like(about))
-    return _plus_total(nothing, jnp.square(rows), tables, about)
+    return plus_total(nothing, jnp.square(rows), tables, about)
 
 
-def _plus_total(
+def plus_total(
     total: CompensatedSum, values: Any, tables: TableRows, about: Any
 ) -> CompensatedSum:
     """Adds the values of all rows of each table, `[rows, dim]`.
@@ -219,3 +208,12 @@ def _plus_total(
     parts = [jnp.sum(coarse, axis=1), jnp.sum(values - coarse, axis=1)]
     sums = tables.total(jnp.stack(parts, axis=1))
     return total.plus(sums[:, 0]).plus(sums[:, 1])
+
+
+def _inverse_root(values: jax.Array) -> jax.Array:
+    """Returns `1 / sqrt(values)`; 1 for a value of 0, whose gradients were all 0."""
+    return jax.lax.rsqrt(jnp.where(values > 0, values, 1))
+
+
+def _rms(values: jax.Array) -> jax.Array:
+    return jnp.sqrt(jnp.mean(jnp.square(values)))
