@@ -102,11 +102,11 @@ def make_plan(
     tables = stacking.name_tables(features.tables, optimizer)
     lookups = [config for config in features.configs for _ in config.tables]
     placements = place_tables(tables, lookups, placement, mesh, _row_bytes)
-    tables = [_with_num_rows(table, placements, mesh) for table in tables]
+    tables = [_with_num_rows(table, placements[table.name]) for table in tables]
     groups = stacking.stack_tables(
         tables,
         {name: placed.shard_axes for name, placed in placements.items()},
-        functools.partial(_fits, placements=placements, mesh=mesh, hardware=hardware),
+        functools.partial(_fits, placements=placements, hardware=hardware),
     )
     stacks = tuple(
         _plan_stack(f"stack_{i}", group, placements, mesh, capacity, hardware)
@@ -160,7 +160,7 @@ def _plan_stack(
     first = tables[0]
     placed = _tables_of_stack(tables, placements)
     shard_axes = placements[first.name].shard_axes
-    num_shards = math.prod(mesh.shape[axis] for axis in shard_axes)
+    num_shards = placements[first.name].num_shards
     slots = _slots_of_tables(tables)
     layout = _layout_of_stack(placed, num_shards, hardware)
     facts: dict[str, Any] = dict(
@@ -188,16 +188,14 @@ def _fits(
     table: stacking.NamedTable,
     *,
     placements: dict[str, TablePlacement],
-    mesh: Mesh,
     hardware: HardwareInfo,
 ) -> bool:
     """Returns True if the arrays of so many rows are within the hardware's limit."""
     limit = hardware.max_offloaded_bytes
     if limit is None:
         return True
-    shard_axes = placements[table.name].shard_axes
     layout = RowLayout(
-        num_rows=-(-num_rows // math.prod(mesh.shape[axis] for axis in shard_axes)),
+        num_rows=-(-num_rows // placements[table.name].num_shards),
         row_shape=(table.config.dim,),
         line_lanes=hardware.line_lanes,
         narrow_dtype=_narrow_dtype(table.config),
@@ -206,16 +204,14 @@ def _fits(
 
 
 def _with_num_rows(
-    table: stacking.NamedTable, placements: dict[str, TablePlacement], mesh: Mesh
+    table: stacking.NamedTable, placement: TablePlacement
 ) -> stacking.NamedTable:
     """Returns the table with the number of its rows over all shards."""
     dynamic = table.config.dynamic
     num_rows = table.config.max_rows
     if dynamic is not None:
         refuse_unsuited(table)
-        axes = placements[table.name].shard_axes
-        num_shards = math.prod(mesh.shape[axis] for axis in axes)
-        num_rows = rows_of_dynamic_table(dynamic, num_shards)
+        num_rows = rows_of_dynamic_table(dynamic, placement.num_shards)
     return dataclasses.replace(table, num_rows=num_rows)
 
 

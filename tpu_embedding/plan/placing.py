@@ -37,10 +37,12 @@ class TablePlacement:
 
     Attributes:
       shard_axes: in the order of the mesh; none if every device has all rows.
+      num_shards: devices along these axes.
       reason: the setting that chose them.
     """
 
     shard_axes: tuple[str, ...]
+    num_shards: int
     reason: str
 
 
@@ -111,7 +113,11 @@ def _placement_of(
         axes = placement.axes or mesh.axis_names
     # The order of the mesh, so that equal placements share a stack.
     shard_axes = tuple(axis for axis in mesh.axis_names if axis in axes)
-    return TablePlacement(shard_axes=shard_axes, reason=reason)
+    return TablePlacement(
+        shard_axes=shard_axes,
+        num_shards=math.prod(mesh.shape[axis] for axis in shard_axes),
+        reason=reason,
+    )
 
 
 def _by_size(table: NamedTable, policy: ReplicateSmall) -> tuple[Placement, str]:

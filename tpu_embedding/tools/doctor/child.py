@@ -40,15 +40,17 @@ def check_rows() -> dict[str, Any]:
     """Compares a train step with the same step in NumPy, row by row.
 
     Returns:
-      `problem`, or None if all rows are right, and `milliseconds` of a step. Rows of
-      32 and of 128 values are looked up and updated by Adagrad.
+      `problem`, or None if all rows are right, and `times`: pairs of a dim and the
+      milliseconds of a step. Rows of 32 and of 128 values are looked up and updated by
+      Adagrad.
     """
-    milliseconds = {}
+    times = []
     for dim in (32, 128):
-        problem, milliseconds[str(dim)] = _check_dim(dim)
+        problem, milliseconds = _check_dim(dim)
         if problem is not None:
-            return {"problem": f"dim {dim}: {problem}", "milliseconds": milliseconds}
-    return {"problem": None, "milliseconds": milliseconds}
+            return {"problem": f"dim {dim}: {problem}"}
+        times.append((dim, milliseconds))
+    return {"problem": None, "times": times}
 
 
 def _check_dim(dim: int) -> tuple[str | None, float]:
