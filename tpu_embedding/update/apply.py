@@ -163,31 +163,22 @@ def _apply(
         return _apply_round(all_reduce, step, table, state, gradients, rows)
 
     all_reduce = across_shards(stack, plan)
-    if gradient.fold_later is None:
-        table, new_state = apply_round(all_reduce, table, state, gradient.first, None)
-        return table, _with_finite_values(new_state, state, is_finite)
     totals: list[Any] = []
-    if stack.optimizer.takes_totals:
+    is_one_round = gradient.fold_later is None
+    if stack.optimizer.takes_totals and not is_one_round:
         totals = _totals_over_rounds(apply_round, table, state, gradient, all_reduce)
         # All rows are read for the totals before any is written, or XLA copies them.
         totals, table, state = jax.lax.optimization_barrier((totals, table, state))
-    new_table, new_state = apply_round(
-        known_totals(totals), table, state, gradient.first, gradient.first_rows
-    )
 
-    def apply_later(carry, gradients, rows):
-        table, slots = carry
-        old_state = with_slots(state, slots)
-        table, round_state = apply_round(
-            known_totals(totals), table, old_state, gradients, rows
-        )
-        return table, slots_of(round_state)
+    def apply_next(carry, gradients, rows):
+        table, new_state = carry
+        # Values that belong to no row advance once: every round starts from the old.
+        old_state = with_slots(state, slots_of(new_state))
+        answer = all_reduce if is_one_round else known_totals(totals)
+        return apply_round(answer, table, old_state, gradients, rows)
 
-    new_table, slots = gradient.fold_later(
-        apply_later, (new_table, slots_of(new_state))
-    )
-    new_state = with_slots(new_state, slots)
-    return new_table, _with_finite_values(new_state, state, is_finite)
+    table, new_state = gradient.fold(apply_next, (table, state))
+    return table, _with_finite_values(new_state, state, is_finite)
 
 
 def _with_finite_values(new: Any, old: Any, is_finite: Any) -> Any:
