@@ -273,7 +273,8 @@ class FeatureConfig(NoArray):
         is refused.
       expected_valence: mean number of ids per sample that a ragged feature's buffers
         hold. A shard with more ids gets a larger buffer, which recompiles the step.
-        None: buffers grow with the batches.
+        None: buffers grow with the batches. For a feature of `te.inputs.unique_ids`,
+        the different ids of a device, divided by its samples.
       find_only: True: `insert_ids` gives unknown ids of this feature no row, for
         features whose ids other features bring. To find an id counts as a use. Only
         for a `Dynamic` vocabulary.
