@@ -132,8 +132,7 @@ def make_plan(
     request = requested_backend(kernels, mesh.devices.flat[0], hardware)
     features = flatten_config(feature_config)
     tables = stacking.name_tables(features.tables, optimizer)
-    lookups = [config for config in features.configs for _ in config.tables]
-    placements = place_tables(tables, lookups, placement, mesh, _row_bytes)
+    placements = place_tables(tables, features.configs, placement, mesh, _row_bytes)
     tables = [_with_num_rows(table, placements, mesh) for table in tables]
     groups = stacking.stack_tables(
         tables,
