@@ -189,7 +189,7 @@ def test_calls_compile_once_each_and_leave_the_train_step_alone():
         traces.append("evaluate")
         return layer(features, serving_config=SERVING)
 
-    items = layer.prepare({"item": ITEM_IDS})
+    items = layer.prepare({"item": [ITEM_IDS, ITEM_IDS]})
     for _ in range(3):
         train(layer, optimizer, items)
         call(layer, {"user": {"id": USER_IDS}})
