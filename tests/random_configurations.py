@@ -73,7 +73,7 @@ class RandomFeature:
         """Returns each sample's list of (id, weight)."""
         of_shapes = np.random.default_rng(self.seed)
         of_ids = np.random.default_rng([self.seed, batch_number])
-        num_rows = self.config.tables[0].vocabulary_size
+        num_rows = self.config.table.vocabulary_size
         bad = BAD_IDS + FOREIGN_IDS * self.has_foreign_ids
         bad = [i for i in bad if not 0 <= i < num_rows]
         rows = []
@@ -255,9 +255,6 @@ def features_of(draw, tables, batch_size, is_prepared):
     """Draws a feature of some tables, and its ids in some form."""
     table = draw(st.sampled_from(tables))
     num_rows = table.vocabulary_size
-    if draw(st.sampled_from([False, False, True])):
-        alike = [other for other in tables if other.vocabulary_size == num_rows]
-        table = tuple(draw(st.lists(st.sampled_from(alike), min_size=1, max_size=3)))
     form = draw(st.sampled_from(STEP_FORMS + HOST_FORMS * is_prepared))
     shape = draw(shapes(batch_size, form))
     num_samples = shape.pop("num_samples")

@@ -70,8 +70,7 @@ WRONG = {
     ],
     feature: [
         ("table", None),
-        ("table", ()),
-        ("table", (TABLE, None)),
+        ("table", (TABLE, TABLE)),
         ("max_sequence_length", -1),
         ("max_sequence_length", 2.0),
         ("validate_weights_and_indices", 1),
@@ -151,7 +150,6 @@ RIGHT = [
     (feature, dict(expected_valence=3)),
     (table, dict(vocabulary_size=np.int64(7), dim=np.uint8(3))),
     (table, dict(initializer=te.initializers.RowIdInitializer(2))),
-    (feature, dict(table=(TABLE, dataclasses.replace(TABLE, dim=1, name="u")))),
     (feature, dict(output_shape=(np.int64(2), 3))),
     (feature, dict(output_shape=(-1,))),
     (feature, dict(default_id=np.int64(6))),
@@ -229,14 +227,6 @@ CONTRADICTIONS = {
     "default of a sequence": (
         lambda: feature(max_sequence_length=2, default_id=3),
         ["default_id", "3", "max_sequence_length=2", "'f'"],
-    ),
-    "default outside of one of the tables": (
-        lambda: feature(table=(TABLE, TABLE), default_id=9),
-        ["default_id", "9", "0 to 6", "'f'"],
-    ),
-    "tables of two sizes": (
-        lambda: feature(table=(TABLE, table(vocabulary_size=9))),
-        ["FeatureConfig.table", "vocabulary_size", "[7, 9]", "'f'"],
     ),
     "row ids beyond 32 bits": (
         lambda: te.initializers.RowIdInitializer(2**31 - 2)(None, (3, 1), jnp.float32),

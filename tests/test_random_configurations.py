@@ -62,15 +62,14 @@ def check_step(example, rows, plan, tables, step):
     of_lookups = [
         of_feature
         for feature, of_feature in zip(example.features, rows, strict=True)
-        for _ in feature.config.tables
         if feature.is_given
     ]
     before = te.functional.unstack_tables(tables, plan)
     expected, gradients, counts = reference_step(
-        before, of_lookups, lookups.flatten_activations(cotangents), lookups
+        before, of_lookups, lookups.flatten(cotangents), lookups
     )
     assert {name: int(n) for name, n in stats.out_of_range.items()} == counts
-    found = lookups.flatten_activations(activations)
+    found = lookups.flatten(activations)
     for array, values, feature, of_samples in zip(
         found, expected, lookups.features, of_lookups, strict=True
     ):

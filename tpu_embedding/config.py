@@ -242,12 +242,10 @@ class TableConfig:
 @by_name
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class FeatureConfig(NoArray):
-    """One input column of ids, looked up in one table or several.
+    """One input column of ids, looked up in a table.
 
     Attributes:
-      table: table that the ids index. A tuple of tables of one vocabulary size looks
-        the same ids up in each; the feature's activation is a tuple in that order. The
-        linear and the factor part of a factorisation machine are such a pair.
+      table: table that the ids index.
       max_sequence_length: 0 combines the rows of a sample into one. L > 0 returns a
         sequence instead: activations are `[batch, L, dim]`, and position j holds the
         row of the j-th id. Longer samples are truncated, shorter ones padded with
@@ -273,13 +271,14 @@ class FeatureConfig(NoArray):
         is refused.
       expected_valence: mean number of ids per sample that a ragged feature's buffers
         hold. A shard with more ids gets a larger buffer, which recompiles the step.
-        None: buffers grow with the batches.
+        None: buffers grow with the batches. For a feature of `te.inputs.unique_ids`,
+        the different ids of a device, divided by its samples.
       find_only: True: `insert_ids` gives unknown ids of this feature no row, for
         features whose ids other features bring. To find an id counts as a use. Only
         for a `Dynamic` vocabulary.
     """
 
-    table: TableConfig | tuple[TableConfig, ...]
+    table: TableConfig
     max_sequence_length: int = 0
     validate_weights_and_indices: bool = True
     output_shape: tuple[int, ...] | None = None
@@ -294,35 +293,19 @@ class FeatureConfig(NoArray):
         raise_all(list(self._problems()))
 
     @property
-    def tables(self) -> tuple[TableConfig, ...]:
-        """The tables that the ids are looked up in, one or several."""
-        return self.table if isinstance(self.table, tuple) else (self.table,)
-
-    @property
     def has_own_batch(self) -> bool:
         """True if the feature has as many samples as its ids, whatever the batch."""
         return self.output_shape == (-1,)
 
     def _problems(self):
         owner = f"for feature {self.name!r}"
-        if not self.tables or not all(isinstance(t, TableConfig) for t in self.tables):
+        if not isinstance(self.table, TableConfig):
             yield (
-                "FeatureConfig.table must be a TableConfig or a tuple of them, got "
+                "FeatureConfig.table must be one TableConfig, got "
                 f"{self.table!r} {owner}; give te.TableConfig(vocabulary_size=..., "
-                "dim=...)"
+                "dim=...), and one feature per table to ids of several tables"
             )
-        elif len(self.tables) > 1 and any(table.dynamic for table in self.tables):
-            yield (
-                "FeatureConfig.table must be one table if its vocabulary is a "
-                f"te.Dynamic, got {len(self.tables)} {owner}; an id has a row of its "
-                "own in each, so give each table a feature"
-            )
-        elif len({table.vocabulary_size for table in self.tables}) > 1:
-            sizes = [table.vocabulary_size for table in self.tables]
-            yield (
-                "FeatureConfig.table must hold tables of one vocabulary_size, got "
-                f"{sizes} {owner}; give such tables to features of their own"
-            )
+            return
         if not is_int(self.max_sequence_length) or self.max_sequence_length < 0:
             yield (
                 "FeatureConfig.max_sequence_length must be an int of at least 0, got "
@@ -359,9 +342,7 @@ class FeatureConfig(NoArray):
                 f"{list(get_args(OutOfRangePolicy))}, got {self.out_of_range_ids!r} "
                 f"{owner}"
             )
-        elif self.out_of_range_ids == "clip" and any(
-            isinstance(t, TableConfig) and t.dynamic for t in self.tables
-        ):
+        elif self.out_of_range_ids == "clip" and self.table.dynamic:
             yield (
                 "FeatureConfig.out_of_range_ids must be 'error' or 'drop' for a "
                 f"te.Dynamic vocabulary, got 'clip' {owner}; its ids have no nearest "
@@ -381,7 +362,7 @@ class FeatureConfig(NoArray):
                 f"FeatureConfig.find_only must be a bool, got {self.find_only!r} "
                 f"{owner}"
             )
-        elif self.find_only and not any(t.dynamic for t in self.tables):
+        elif self.find_only and not self.table.dynamic:
             yield (
                 "FeatureConfig.find_only is for a table with a te.Dynamic vocabulary, "
                 f"got True {owner}; leave it out"
@@ -390,14 +371,13 @@ class FeatureConfig(NoArray):
     def _default_id_problems(self, owner: str):
         if self.default_id is None:
             return
-        tables = [t for t in self.tables if isinstance(t, TableConfig)]
-        if any(t.dynamic for t in tables):
+        if self.table.dynamic:
             yield (
                 "FeatureConfig.default_id must be None for a te.Dynamic vocabulary, "
                 f"got {self.default_id!r} {owner}; put the id into empty samples"
             )
             return
-        num_rows = min([t.max_rows for t in tables], default=MAX_VOCABULARY_SIZE)
+        num_rows = self.table.max_rows
         if not is_int(self.default_id) or not 0 <= self.default_id < num_rows:
             yield (
                 f"FeatureConfig.default_id must be a row of the table, 0 to "

@@ -103,9 +103,9 @@ def test_unique_ids_of_a_dynamic_table(tmp_path):
     optimizer = te.Optimizer(model, optax.sgd(0.1))
     optimizer.insert_ids(model, model.embedding.prepare({"item": ids[:5]}))
     batch = {"a": ids, "b": ids[::-1]}
-    unique = te.inputs.unique_ids(batch, model.embedding.plan)
+    unique = te.inputs.unique_ids(batch, model.embedding.plan, "item")
     wanted = model(model.embedding.prepare({"item": unique.ids}), unique.index)
-    unique = te.inputs.unique_ids(batch, None)
+    unique = te.inputs.unique_ids(batch, None, "item")
     arguments = {"item": unique.ids}, unique.index
     te.export.save(model, tmp_path / "served", *arguments)
     outputs = te.export.load(tmp_path / "served")(*arguments)

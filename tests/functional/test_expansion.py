@@ -45,7 +45,9 @@ def ids_of(of_item):
 
 def prepared(plan):
     """Returns a batch and the index of its items."""
-    items = te.inputs.unique_ids(ids_of(np.arange(NUM_ROWS)), plan, length=LENGTH)
+    items = te.inputs.unique_ids(
+        ids_of(np.arange(NUM_ROWS)), plan, "items", length=LENGTH
+    )
     features = {
         "items": items.ids,
         "artists": items.attribute_ids(ids_of(ARTISTS)),
@@ -157,7 +159,7 @@ def test_meshes_of_two_axes_give_equal_numbers(kind, batch_axes):
 def test_events_never_cross_the_network():
     plan = plan_of(two_axes(AxisType.Auto), batch_axes=("data",))
     ids = np.random.default_rng(0).integers(0, 9, (8, LENGTH))
-    unique = te.inputs.unique_ids(ids, plan)
+    unique = te.inputs.unique_ids(ids, plan, "items")
     values = jnp.ones((len(unique.ids), 16))
 
     def total(values):

@@ -26,7 +26,7 @@ def test_each_device_has_its_ids_once(offset):
         "history": te.RaggedIds(values=values, row_splits=HISTORY.row_splits),
         "candidate": CANDIDATES * (1 if offset < 2**30 else 2**31) + offset,
     }
-    found = te.inputs.unique_ids(ids, plan_of(3), length=5)
+    found = te.inputs.unique_ids(ids, plan_of(3), "items", length=5)
     padding = NO_WIDE_ID if offset == 2**40 else PADDING
     of_devices = found.ids.reshape(3, found.size)
     for device, start in enumerate((0, 3, 6)):
@@ -48,7 +48,7 @@ def test_sizes_settle_and_hold_every_batch():
     random = np.random.default_rng(0)
     for largest in (5, 5, 49, 49, 49):
         ids = random.integers(0, largest, (8, 60))
-        unique = te.inputs.unique_ids(ids, plan_of(2), sizes)
+        unique = te.inputs.unique_ids(ids, plan_of(2), "items", sizes)
         of_devices = unique.ids.reshape(2, -1)
         places = unique.index.reshape(2, -1)
         assert np.array_equal(
@@ -61,7 +61,7 @@ def test_sizes_settle_and_hold_every_batch():
 def test_padding_and_the_attributes_of_ids():
     ids = np.array([[1, 1, PADDING], [5, 7, 1]])
     artists = np.array([[6, 6, 3], [PADDING, 3, 6]])
-    unique = te.inputs.unique_ids(ids, plan_of(1))
+    unique = te.inputs.unique_ids(ids, plan_of(1), "items")
     assert unique.index.tolist() == [[0, 0, unique.size], [1, 2, 0]]
     found = unique.attribute_ids(artists).tolist()
     assert found == [6, PADDING, 3] + [PADDING] * (unique.size - 3)
@@ -70,7 +70,7 @@ def test_padding_and_the_attributes_of_ids():
 def test_ids_outside_the_table_are_the_features_to_drop():
     ids = np.array([[1, 60, 2**40], [60, 70, 2]])
     plan = plan_of(1, out_of_range_ids="drop")
-    unique = te.inputs.unique_ids(ids, plan)
+    unique = te.inputs.unique_ids(ids, plan, "items")
     batch = te.inputs.prepare_features({"items": unique.ids}, plan)
     kept = batch["items"][(batch["items"] >= 0) & (batch["items"] < 50)]
     assert kept.tolist() == [1, 2]
@@ -88,11 +88,22 @@ def test_ids_outside_the_table_are_the_features_to_drop():
 )
 def test_wrong_ids_are_refused(ids, message):
     with pytest.raises(ValueError, match=message):
-        te.inputs.unique_ids(ids, plan_of(1))
+        te.inputs.unique_ids(ids, plan_of(1), "items")
+
+
+def test_an_unknown_feature_is_refused():
+    with pytest.raises(ValueError, match=r"got 'songs'; the plan has \['items'\]"):
+        te.inputs.unique_ids(CANDIDATES, plan_of(1), "songs")
+
+
+def test_the_feature_sets_the_first_size():
+    plan = plan_of(1, expected_valence=10)
+    found = te.inputs.unique_ids(np.arange(40).reshape(4, 10) % 9, plan, "items")
+    assert found.size == 40
 
 
 def test_attributes_in_other_places_are_refused():
-    unique = te.inputs.unique_ids(np.array([[1, 2], [3, 4]]), plan_of(1))
+    unique = te.inputs.unique_ids(np.array([[1, 2], [3, 4]]), plan_of(1), "items")
     for wrong in (np.array([3, 4]), {"a": np.ones((2, 2), int)}):
         if isinstance(wrong, dict):
             wrong = {**wrong, "b": wrong["a"]}

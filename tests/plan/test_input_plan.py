@@ -33,7 +33,7 @@ def make_plan():
     config = Columns(
         past=te.FeatureConfig(table=table, expected_valence=3),
         rest=[
-            te.FeatureConfig(table=(table, table), name="twice"),
+            te.FeatureConfig(table=table, name="again"),
             {"other": te.FeatureConfig(table=other)},
         ],
     )

@@ -65,7 +65,7 @@ def train(mesh):
         own = plan.process_samples(BATCH)
         batch = batch_of(generator, longest, own)
         items = te.inputs.unique_ids(
-            batch["item"], plan, sizes, length=LENGTH, samples="process"
+            batch["item"], plan, "item", sizes, length=LENGTH, samples="process"
         )
         artists = items.attribute_ids(batch["artist"])
         batch = {"item": items.ids, "artist": artists}

@@ -206,7 +206,7 @@ def _insert_ids(
     return InsertResult(
         tables=tables,
         slots=slots,
-        features=_unflatten(leaves, batch_plan),
+        features=batch_plan.unflatten(leaves),
         stats=stats,
     )
 
@@ -242,7 +242,7 @@ def _find_ids(tables: dict[str, Any], features: Any, plan: EmbeddingPlan) -> Fin
         for i, leaf in translated.items():
             leaves[i] = leaf
         stats |= found
-    return FindResult(features=_unflatten(leaves, plan), stats=stats)
+    return FindResult(features=plan.unflatten(leaves), stats=stats)
 
 
 def _find_in_stack(
@@ -673,13 +673,3 @@ def _stats_of(totals: Any, stack: StackPlan) -> dict[str, DynamicStats]:
         )
         for i, table in enumerate(stack.tables)
     }
-
-
-def _unflatten(leaves: Sequence[Any], plan: EmbeddingPlan) -> Any:
-    """Returns the nest of a batch; several lookups of a feature have one leaf."""
-    of_inputs = [
-        leaf
-        for leaf, feature in zip(leaves, plan.features, strict=True)
-        if feature.table_index == 0
-    ]
-    return jax.tree.unflatten(plan.feature_tree, of_inputs)

@@ -84,7 +84,7 @@ def serve(
             keys = tables[directory_name(name)]
             ids = _with_rows(ids, feature.table.dynamic, keys)
         activations.append(_serve_feature(tables[name], ids, feature, plan, one_shard))
-    call = ServedCall(ids=plan.flatten_inputs(features), plan=plan)
+    call = ServedCall(ids=plan.flatten(features), plan=plan)
     return plan.unflatten(activations), call
 
 

@@ -123,8 +123,7 @@ class LookupResult:
 
     Attributes:
       activations: nest like the batch's features; `[batch, dim]`, or the feature's
-        sequence or output shape, in the plan's `activation_dtype`. A tuple of them for
-        a feature with a tuple of tables. Global.
+        sequence or output shape, in the plan's `activation_dtype`. Global.
       routing: facts for `compute_gradients`.
       stats: rounds used, ids out of range, and rows requested from each shard.
     """
@@ -315,7 +314,7 @@ def compute_gradients(
     if routing.raw_feature is not None:
         refuse_raw_ids(routing.raw_feature)
     layer_plan, plan = plan, routing.plan
-    cotangents = plan.flatten_activations(cotangents, "cotangents")
+    cotangents = plan.flatten(cotangents, "cotangents")
 
     def compute_shard(routings, by_feature):
         return {

@@ -223,8 +223,7 @@ def _warn_of_growth(
     warnings.warn(
         f"Ragged features outgrew their buffers, growth {num_growths}: "
         f"{'; '.join(changes)}. The step compiles once more. Set "
-        "expected_valence of FeatureConfig (of unique_ids for 'unique ids'), the ids "
-        "per sample with headroom, to "
+        "FeatureConfig.expected_valence, the ids per sample with headroom, to "
         f"{', '.join(ways_out)}.",
         stacklevel=4,
     )

@@ -96,24 +96,24 @@ def prepare_features(
     """
     plan = plan.for_batch(features)
     num_parts = num_parts_of(samples, plan)
-    leaves = plan.flatten_inputs(features)
+    leaves = plan.flatten(features)
     weight_leaves: list[Any] = [None] * len(leaves)
     if weights is not None:
-        weight_leaves = plan.flatten_inputs(weights, "weights")
+        weight_leaves = plan.flatten(weights, "weights")
     read = [
         _read_feature(ids, feature)
-        for ids, feature in zip(leaves, plan.inputs, strict=True)
+        for ids, feature in zip(leaves, plan.features, strict=True)
     ]
     refuse_unequal_batches(
         (feature, host_ids.batch_size)
-        for host_ids, feature in zip(read, plan.inputs, strict=True)
+        for host_ids, feature in zip(read, plan.features, strict=True)
         if host_ids.batch_shape
     )
     _refuse_uneven_parts(read, num_parts, plan)
     checked = [
         _check_feature(host_ids, weight, feature, plan, num_parts)
         for host_ids, weight, feature in zip(
-            read, weight_leaves, plan.inputs, strict=True
+            read, weight_leaves, plan.features, strict=True
         )
     ]
     prepared = _pad_ragged(checked, plan, sizes, num_parts)
@@ -125,7 +125,7 @@ def prepare_features(
     shapes = plan.flatten(global_shapes(nest, num_parts))
     for ids, feature in zip(shapes, plan.features, strict=True):
         feature_shape(ids, feature, plan)
-    for i, feature in enumerate(plan.inputs):
+    for i, feature in enumerate(plan.features):
         if feature.table.dynamic:
             prepared[i] = with_words(prepared[i])
     return jax.tree.unflatten(plan.feature_tree, prepared)
@@ -260,7 +260,7 @@ def _refuse_uneven_parts(read: list[HostIds], num_parts: int, plan: AnyPlan) -> 
     if num_parts == 1:
         return
     num_shards = plan.num_shards // num_parts
-    for host_ids, feature in zip(read, plan.inputs, strict=True):
+    for host_ids, feature in zip(read, plan.features, strict=True):
         if feature.config.output_shape is not None and not feature.config.has_own_batch:
             raise ValueError(
                 f"Feature {feature.name!r} has an output_shape, so processes cannot "
@@ -423,7 +423,7 @@ def _pad_ragged(
     """Pads ragged features, whose sizes are chosen together."""
     demands = {
         i: ids.demand(feature)
-        for i, (ids, feature) in enumerate(zip(checked, plan.inputs, strict=True))
+        for i, (ids, feature) in enumerate(zip(checked, plan.features, strict=True))
         if isinstance(ids, RaggedShards)
     }
     if num_parts > 1 and demands:

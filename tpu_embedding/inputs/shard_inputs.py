@@ -95,9 +95,9 @@ def attach_weights(features: Any, weights: Any, plan: EmbeddingPlan) -> Any:
     """
     joined = []
     plan = plan.for_batch(features)
-    leaves = plan.flatten_inputs(features)
+    leaves = plan.flatten(features)
     for ids, weight, feature in zip(
-        leaves, plan.flatten_inputs(weights, "weights"), plan.inputs, strict=True
+        leaves, plan.flatten(weights, "weights"), plan.features, strict=True
     ):
         if weight is None:
             joined.append(ids)

@@ -48,8 +48,9 @@ class UniqueIds(NamedTuple):
     def attribute_ids(self, attributes: Any) -> np.ndarray:
         """Returns the attribute of each unique id, such as the artist of each item.
 
-        Look the result up as one more feature with `output_shape=(-1,)`. Its rows are
-        aligned with those of the ids.
+        Look the result up as one more feature with `output_shape=(-1,)`, whose rows are
+        aligned with those of the ids. If many ids have one attribute, pass it to
+        `unique_ids` first, and expand the rows of the attributes to those of the ids.
 
         Args:
           attributes: nest like the ids, with the attribute of the id in each place. All
@@ -65,7 +66,7 @@ class UniqueIds(NamedTuple):
           >>> import tpu_embedding as te
           >>> plan = te.make_plan(te.FeatureConfig(table=te.TableConfig(
           ...     vocabulary_size=10, dim=4)))
-          >>> songs = te.inputs.unique_ids(np.array([[7, 2, 7]]), plan)
+          >>> songs = te.inputs.unique_ids(np.array([[7, 2, 7]]), plan, "feature")
           >>> songs.attribute_ids(np.array([[5, 3, 5]]))[:2].tolist()
           [3, 5]
         """
@@ -96,10 +97,10 @@ class UniqueIds(NamedTuple):
 def unique_ids(
     ids: Any,
     plan: AnyPlan | None,
+    feature: str,
     sizes: BufferSizes | None = None,
     *,
     length: int | None = None,
-    expected_valence: float | None = None,
     samples: Samples = "global",
 ) -> UniqueIds:
     """Finds the different ids of the samples of each device. It runs on the host.
@@ -115,11 +116,12 @@ def unique_ids(
         as a history and a candidate, which share the rows.
       plan: plan of the layer, or its part `EmbeddingPlan.for_loaders()`; None: one
         device has all samples, as in a served model.
+      feature: name of the feature that looks the unique ids up. Its `expected_valence`
+        is the mean number of different ids on a device, divided by its samples, and
+        sets the first size.
       sizes: remembers the sizes of earlier batches, as in `prepare_features`; None:
         each batch has a size of its own. No id is left out.
       length: places of a sample of `RaggedIds`; longer samples are cut.
-      expected_valence: mean number of different ids on a device, divided by its
-        samples. It sets the first size; None: the first batch does.
       samples: the samples that this process passes, as in `prepare_features`.
 
     Returns:
@@ -138,7 +140,7 @@ def unique_ids(
       >>> songs = te.FeatureConfig(table=table, output_shape=(-1,))
       >>> plan = te.make_plan({"songs": songs})
       >>> played = te.RaggedIds.from_lists([[7, 7, 2], [2]])
-      >>> unique = te.inputs.unique_ids(played, plan, length=3)
+      >>> unique = te.inputs.unique_ids(played, plan, "songs", length=3)
       >>> batch = te.inputs.prepare_features({"songs": unique.ids}, plan)
       >>> tables = te.functional.init_tables(plan, jax.random.key(0))
       >>> rows = te.functional.lookup(tables, batch, plan).activations["songs"]
@@ -158,7 +160,12 @@ def unique_ids(
     num_devices = plan.num_batch_shards // num_processes if plan else 1
     parts = list(_parts(leaves, num_devices))
     unique, ranks = zip(*map(_rank, parts), strict=True)
-    demand = _demand(unique, len(leaves[0]), expected_valence)
+    expected_valence = _expected_valence(plan, feature) if plan else None
+    demand = RaggedDemand(
+        feature_name=feature,
+        expected_valence=expected_valence,
+        **_counts(unique, len(leaves[0])),
+    )
     if num_processes > 1:
         (demand,) = agree_on_demands([demand], sizes)
     size = size_of_batch(demand) if sizes is None else sizes.choose([demand])[0]
@@ -258,22 +265,33 @@ def _rank(ids: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     return np.flatnonzero(is_used).astype(ids.dtype) + lowest, ranks
 
 
-def _demand(
-    unique: Sequence[np.ndarray], batch_size: int, expected_valence: float | None
-) -> RaggedDemand:
-    """Returns the facts that the size of the buffer depends on.
+def _expected_valence(plan: AnyPlan, name: str) -> float | int | None:
+    """Returns the expected valence of a feature.
+
+    Raises:
+      ValueError: if the plan has no feature of this name.
+    """
+    for feature in plan.features:
+        if feature.name == name:
+            return feature.config.expected_valence
+    raise ValueError(
+        "unique_ids needs the name of the feature that looks the ids up, got "
+        f"{name!r}; the plan has {[feature.name for feature in plan.features]}."
+    )
+
+
+def _counts(unique: Sequence[np.ndarray], batch_size: int) -> dict[str, Any]:
+    """Returns the numbers of a `RaggedDemand`, on which the buffer's size depends.
 
     Their spread is that of ids which come one by one at random, because the number of
     unique ids is no sum over samples.
     """
     counts = [len(ids) for ids in unique]
     mean = sum(counts) / batch_size
-    return RaggedDemand(
-        feature_name="unique ids",
-        expected_valence=expected_valence,
-        samples_per_shard=-(-batch_size // len(unique)),
-        num_ids=max(counts),
-        num_samples=batch_size,
-        valence_sum=float(sum(counts)),
-        valence_square_sum=batch_size * (mean**2 + mean),
-    )
+    return {
+        "samples_per_shard": -(-batch_size // len(unique)),
+        "num_ids": max(counts),
+        "num_samples": batch_size,
+        "valence_sum": float(sum(counts)),
+        "valence_square_sum": batch_size * (mean**2 + mean),
+    }

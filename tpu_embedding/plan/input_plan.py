@@ -10,7 +10,7 @@ from typing import Any
 
 import jax
 
-from tpu_embedding.config import FeatureConfig, TableConfig
+from tpu_embedding.config import FeatureConfig
 from tpu_embedding.plan.features import FeatureNest, FeaturePlan
 
 
@@ -22,7 +22,7 @@ class InputPlan(FeatureNest):
     and starts no device of the process that receives it.
 
     Attributes:
-      features: one per lookup, in the order of the leaves of the user's nest. Their
+      features: in the order of the leaves of the user's nest. Their
         tables lack initializers and optimizers.
       feature_tree: the nest.
       num_shards: devices of the layer.
@@ -36,7 +36,7 @@ class InputPlan(FeatureNest):
 
     def __reduce__(self):
         # JAX pickles trees of its own containers only, so the nest itself is pickled.
-        numbers = jax.tree.unflatten(self.feature_tree, range(len(self.inputs)))
+        numbers = jax.tree.unflatten(self.feature_tree, range(len(self.features)))
         counts = self.num_shards, self.num_batch_shards, self.num_process_parts
         return _restore, (self.features, numbers, *counts)
 
@@ -79,12 +79,5 @@ def _restore(
 
 
 def _without_functions(config: FeatureConfig) -> FeatureConfig:
-    if isinstance(config.table, tuple):
-        return dataclasses.replace(
-            config, table=tuple(_table_without_functions(t) for t in config.table)
-        )
-    return dataclasses.replace(config, table=_table_without_functions(config.table))
-
-
-def _table_without_functions(table: TableConfig) -> TableConfig:
-    return dataclasses.replace(table, initializer=None, optimizer=None)
+    table = dataclasses.replace(config.table, initializer=None, optimizer=None)
+    return dataclasses.replace(config, table=table)

@@ -100,8 +100,7 @@ def make_plan(
     placement = resolve_embedding_feature(embedding_feature, placement, hardware)
     features = flatten_config(feature_config)
     tables = stacking.name_tables(features.tables, optimizer)
-    lookups = [config for config in features.configs for _ in config.tables]
-    placements = place_tables(tables, lookups, placement, mesh, _row_bytes)
+    placements = place_tables(tables, features.configs, placement, mesh, _row_bytes)
     tables = [_with_num_rows(table, placements[table.name]) for table in tables]
     groups = stacking.stack_tables(
         tables,

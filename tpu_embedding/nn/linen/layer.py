@@ -149,8 +149,7 @@ class TPUEmbedding(nn.Module):
 
         Returns:
           Activations, the nest of the features; float32 `[batch, dim]`, or the
-          feature's sequence or output shape; a tuple of them for a feature with a tuple
-          of tables. Global.
+          feature's sequence or output shape. Global.
 
         Raises:
           TypeError, ValueError: if a feature's dtype or shape does not fit its config,

@@ -42,7 +42,7 @@ def train_batches(
     of_process, sizes = plan.process_samples(config.batch_size), BufferSizes()
     has_shapes = any(
         f.config.output_shape is not None and not f.config.has_own_batch
-        for f in plan.inputs
+        for f in plan.features
     )
     is_split = len(of_process) < config.batch_size and not has_shapes
     # A method of the data set that reads a part of a batch without the rest.

@@ -97,9 +97,7 @@ def _with_table_dtype(
     # Unnamed tables are told apart by identity.
     changed: dict[int, TableConfig] = {}
 
-    def change(table: Any) -> Any:
-        if isinstance(table, tuple):
-            return tuple(map(change, table))
+    def change(table: TableConfig) -> TableConfig:
         new = dataclasses.replace(table, dtype=np.dtype(dtype))
         return changed.setdefault(id(table), new)
 

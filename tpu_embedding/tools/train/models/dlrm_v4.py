@@ -85,22 +85,27 @@ class DLRMv4Config:
         *,
         samples: PassedSamples,
     ) -> Batch:
-        """Names each item of a device's samples once, with its artist and its album.
+        """Names each item, artist and album of a device's samples once.
 
         The ids of `EVENT_FEATURES` are dicts with a `history` and a `candidate`. Those
-        two become dense inputs: indices into the items of the device.
+        two become dense inputs: indices into the items of the device. So do the artist
+        and the album of each item.
         """
         assert isinstance(batch.dense, Mapping)
         item, *attributes = EVENT_FEATURES
         length = batch.dense["action_weight"].shape[1]
         items = unique_ids(
-            batch.features[item], plan, sizes, length=length, samples=samples
+            batch.features[item], plan, item, sizes, length=length, samples=samples
         )
-        ids = {name: items.attribute_ids(batch.features[name]) for name in attributes}
+        features, indices = {item: items.ids}, dict(items.index)
+        for name in attributes:
+            ids = items.attribute_ids(batch.features[name])
+            unique = unique_ids(ids, plan, name, sizes, samples=samples)
+            features[name], indices[name] = unique.ids, unique.index
         return dataclasses.replace(
             batch,
-            features={**batch.features, item: items.ids, **ids},
-            dense={**batch.dense, **items.index},
+            features={**batch.features, **features},
+            dense={**batch.dense, **indices},
         )
 
     def build(self, data: Any, plan: EmbeddingPlan, *, rngs: nnx.Rngs) -> "DLRMv4":
@@ -112,9 +117,10 @@ class DLRMv4Config:
 class DLRMv4(nnx.Module):
     """Predicts the click on a candidate by `HSTU` over rows of tables.
 
-    A batch has the unique items of each device, their artists and albums, one id per
-    sample of each contextual feature, and these dense inputs:
+    A batch has the unique items, artists and albums of each device, one id per sample
+    of each contextual feature, and these dense inputs:
 
+    * `artist_id`, `album_id`: `[items]`, unique artist and album of each unique item.
     * `history`: `[batch, events]`, unique item of each event; `candidate`: `[batch]`.
     * `history_length`: `[batch]`, number of events of each history.
     * `action_weight`, `action_timestamp`: `[batch, events]`, bits of the action of each
@@ -122,8 +128,7 @@ class DLRMv4(nnx.Module):
     * `query_time`: `[batch]`, time of the candidate in seconds.
 
     An item has one artist and one album. So HSTU needs the rows of artist and album
-    once per different item. A device requests the row of an artist once, however many
-    items the artist has.
+    once per different item, and gathers them by `artist_id` and `album_id`.
 
     HSTU runs on each device for its own samples, by micro-batches of
     `HSTUSizes.micro_batch_size`. Devices exchange nothing until the gradients of the
@@ -157,14 +162,17 @@ class DLRMv4(nnx.Module):
           dense: dict of integer arrays; see the class.
         """
         rows = self.embedding(features)
-        items, artists, albums = (rows[name] for name in EVENT_FEATURES)
+        item, *attributes = EVENT_FEATURES
+        artists, albums = (
+            self.embedding.expand(rows[name], dense[name]) for name in attributes
+        )
         lengths = dense["history_length"]
         if self.hstu.deterministic:
             normalizer = jnp.asarray(self.longest_sequence, lengths.dtype)
         else:
             normalizer = longest_sequence(lengths, len(self.contextual_features))
         inputs = HSTUInputs(
-            items=items,
+            items=rows[item],
             artists=artists,
             albums=albums,
             samples=Samples(
