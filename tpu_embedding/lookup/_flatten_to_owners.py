@@ -225,7 +225,7 @@ def _resolve_row_ids(
     return jnp.where(is_inside, ids, PADDING_ROW_ID), out_of_range
 
 
-def _value_of_each_id(values: Sequence[int], sizes: Sequence[int]) -> Array:
+def _value_of_each_id(values: Sequence[int], sizes: Sequence[AxisSize]) -> Array:
     """Returns the value of the feature of each id, `[all_ids]`, or a scalar of all."""
     if len(set(values)) == 1:
         return jnp.asarray(values[0])
@@ -237,7 +237,7 @@ def _value_of_each_id(values: Sequence[int], sizes: Sequence[int]) -> Array:
 
 
 def _count_by_feature(
-    is_counted: Bool[Array, " all_ids"], sizes: Sequence[int]
+    is_counted: Bool[Array, " all_ids"], sizes: Sequence[AxisSize]
 ) -> list[Int[Array, ""]]:
     if len(set(sizes)) == 1:
         by_feature = is_counted.reshape(len(sizes), sizes[0])
