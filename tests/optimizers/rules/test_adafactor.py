@@ -122,6 +122,7 @@ def test_untouched_rows_of_lazy_adafactor_keep_their_bits():
     assert moved.tolist() == [3, 17]
 
 
+@pytest.mark.full
 def test_scaled_gradients_with_their_scale_move_rows_alike():
     """The scale is a power of two, so that no number is rounded otherwise.
 

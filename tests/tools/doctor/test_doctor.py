@@ -148,6 +148,7 @@ def test_wrong_rows_are_named(monkeypatch):
     assert "dim 32: an update gives" in child.check_rows()["problem"]
 
 
+@pytest.mark.full
 def test_this_machine(monkeypatch, capsys):
     monkeypatch.setattr(examine, "user_environment", lambda: ENVIRONMENT)
     assert cli.main(["doctor", "--expect", "7"]) == 1
