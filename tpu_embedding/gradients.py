@@ -323,7 +323,7 @@ def _add_tables(parts: list[TableGradients]) -> TableGradients:
 
         def join(sealed, stack=stack):
             parts = [part.open() for part in sealed]
-            return seal_gradient(join_gradients(parts, stack))
+            return seal_gradient(join_gradients(parts, stack, plan))
 
         if len(sealed) > 1:
             stacks[stack.name] = _on_shards(join, sealed, plan)

@@ -9,7 +9,7 @@ import pytest
 
 from tests.lookup.pooled import integers
 from tests.lookup.stages import PADDING
-from tpu_embedding.lookup._gradient_blocks import gradient_blocks
+from tpu_embedding.lookup._gradient_blocks import gradient_blocks, sorted_blocks
 from tpu_embedding.rows.packed_rows import RowLayout, gather_in_bounds
 
 ROWS, NUM_KEYS = 12, 12
@@ -50,7 +50,8 @@ def fold(keys, cotangents, ids_per_block, layout):
         jnp.full((num_ids + 1, 2), -1, jnp.int32),
         0,
     )
-    rounds = gradient_blocks(keys, ids_per_block, read_cotangents, layout)
+    blocks = sorted_blocks(keys, layout.dim, ids_per_block)
+    rounds = gradient_blocks(blocks, read_cotangents, layout)
     return rounds.fold(body, carry)
 
 

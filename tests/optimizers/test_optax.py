@@ -91,6 +91,7 @@ REFUSED = {
     "MultiSteps": IN_TIME,
     "scale_by_factored_rms": MIXES,
     "scale_by_trust_ratio": MIXES,
+    "zero_nans": "belongs to no row.*jnp.nan_to_num",
     "reduce_on_plateau": NO_LOSS,
 }
 

@@ -149,3 +149,40 @@ def test_slots_that_a_difference_moves(name):
 )
 def test_rules_of_elements(rule, expected):
     assert is_elementwise(rule, DIM) is expected
+
+
+def of_rows(operation):
+    return optax.stateless(operation)
+
+
+def late(rule):
+    return optax.conditionally_transform(rule, lambda step: step > 2)
+
+
+MIXED = {
+    "late in training": lambda: optax.chain(
+        late(optax.clip_by_global_norm(1.0)), optax.sgd(0.1)
+    ),
+    "by a large row": lambda: of_rows(
+        lambda g, rows: jnp.where(jnp.max(rows) > 0.7, g / 2, g)
+    ),
+    "by a gradient of zeros": lambda: of_rows(
+        lambda g, rows: jnp.where(jnp.any(g == 0), 2 * g, g)
+    ),
+    "by a value of the state": lambda: optax.chain(optax.zero_nans(), optax.sgd(0.1)),
+}
+
+
+@pytest.mark.parametrize("case", MIXED)
+def test_rows_that_are_mixed_only_sometimes_are_refused(case):
+    with pytest.raises(NotRowLocalError):
+        check_row_local(MIXED[case](), DIM)
+
+
+@pytest.mark.parametrize("bound", [0.1, 10.0, 100.0])
+def test_a_bound_of_the_norm_of_a_row_is_not_elementwise(bound):
+    def project(gradient, rows):
+        norm = jnp.sqrt(jnp.sum(rows**2, axis=-1, keepdims=True))
+        return -gradient + rows * (jnp.minimum(1.0, bound / norm) - 1.0)
+
+    assert not is_elementwise(of_rows(project), DIM)

@@ -1,6 +1,7 @@
 """Slot variables by table and name: read, set, and refused."""
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
@@ -121,7 +122,16 @@ ALL = {
         opt.every_row(opt.rowwise_adagrad(0.1), gradient_steps=2),
         {"step": ()},
     ),
-    "bools": (optax.zero_nans(), {"found_nan": ()}),
+    "bools": (
+        optax.GradientTransformation(
+            lambda rows: {"has_begun": jnp.zeros((), bool)},
+            lambda gradient, state, rows: (
+                -gradient,
+                {"has_begun": ~jnp.zeros((), bool)},
+            ),
+        ),
+        {"has_begun": ()},
+    ),
 }
 
 

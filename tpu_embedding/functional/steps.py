@@ -290,7 +290,10 @@ def _read_routed(tables: dict[str, PackedRows], routed: Routed) -> LookupResult:
 def compute_gradients(
     routing: Routing, cotangents: Any, plan: EmbeddingPlan
 ) -> TableGradients:
-    """Returns the tables' sparse gradients. Nothing crosses the network yet.
+    """Returns the tables' sparse gradients.
+
+    They stay on the devices of the samples. The owners of the touched rows get them
+    here for round 1, and in `apply_gradients` for later rounds, which only skew needs.
 
     Args:
       routing: facts that the lookup handed on.
@@ -322,6 +325,8 @@ def compute_gradients(
                 stack_gradient(
                     routings[stack.name],
                     [by_feature[i] for i in plan.features_of(stack)],
+                    stack,
+                    plan,
                 )
             )
             for stack in plan.trained_stacks

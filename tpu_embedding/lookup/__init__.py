@@ -24,8 +24,8 @@ tables by rows, which `_directory` finds or inserts as `_admission` lets it;
 `_owned_ids` holds the ids that reached their owner. The stages share `_repeats` (sums
 over repeated ids) and `_running_sums`.
 
-A gradient is its samples: the routing of the lookup and the cotangents. It has no size
-of the table, scales with its cotangents, and is added by joining samples. Only an
-update, or a norm, brings it to the owners. Each row gets its whole gradient in one
-round, so a rule that squares gradients stays exact.
+A gradient is its samples, the routing of the lookup and the cotangents, and round 1 at
+the owners. It has no size of the table, and is added by joining samples. An update, or
+a norm, folds over its rounds. Each row gets its whole gradient in one round, so a rule
+that squares gradients stays exact.
 """

@@ -1,9 +1,10 @@
 """The backward pass of one stack: cotangents to gradients at the owners. Per shard.
 
 A gradient stays on the devices of the samples: it is a routing and the cotangents. So
-it scales with its cotangents, and several gradients are added exactly by joining their
-samples to one batch. The owners of rows see it in `gradient_rounds`, which an update
-folds over: spread, exchange, merge, round by round.
+several gradients are added exactly by joining their samples to one batch. The owners
+of rows see it in `gradient_rounds`, which an update folds over: spread, exchange,
+merge, round by round. What the owners receive in round 1 is part of the gradient, so
+that a norm and the update after it share one exchange.
 """
 
 import dataclasses
@@ -16,11 +17,19 @@ from jaxtyping import Array, Float
 
 from tpu_embedding.lookup._exchange import exchange
 from tpu_embedding.lookup._forward import StackRouting
-from tpu_embedding.lookup._gradient_blocks import choose_ids_per_block, gradient_blocks
+from tpu_embedding.lookup._gradient_blocks import (
+    IdBlocks,
+    gradient_blocks,
+    sorted_blocks,
+)
 from tpu_embedding.lookup._merge import merge
 from tpu_embedding.lookup._replicas import add_dense_gradients, gather_from_replicas
 from tpu_embedding.lookup._rounds import Round, SentIds, fold_later_rounds, send_ids
-from tpu_embedding.lookup._spread_cotangents import cotangent_reader, spread
+from tpu_embedding.lookup._spread_cotangents import (
+    ReadCotangents,
+    cotangent_reader,
+    spread,
+)
 from tpu_embedding.plan.plan import EmbeddingPlan
 from tpu_embedding.plan.replicas import choose_reduction
 from tpu_embedding.plan.stack_plan import TrainedStackPlan
@@ -36,47 +45,66 @@ Carry = TypeVar("Carry")
 class StackGradient:
     """The gradient of a stacked table, on the shards of its samples. Per shard.
 
-    The gradient of a row is `factor` times the sum over its ids of gain times
-    cotangent. The factor is apart, so that a norm and the update that follows it share
-    what the owners received.
+    The gradient of a row is the sum over its ids of gain times cotangent.
 
     Attributes:
       routing: the ids of the samples.
       cotangents: `[samples, dim]` per feature of the stack.
-      factor: float32 `[1]`.
+      ids: the unique ids and the first round of requests; or the ids in blocks, where
+        one CPU device owns all rows.
+      first: the first round at the owners; None for blocks.
     """
 
     routing: StackRouting
     cotangents: list[Float[Array, "_ dim"]]
-    factor: Float[Array, "_"]
+    ids: SentIds | IdBlocks
+    first: RowGradients | None
 
     def scaled(self, factor: Any) -> "StackGradient":
         """Returns the gradient times a factor."""
         factor = jnp.asarray(factor, jnp.float32)
-        return dataclasses.replace(self, factor=self.factor * factor)
+        return dataclasses.replace(
+            self,
+            cotangents=[cotangent * factor for cotangent in self.cotangents],
+            first=None if self.first is None else self.first.scaled(factor),
+        )
 
 
 def seal_gradient(gradient: StackGradient) -> Sealed:
     """Seals all of a gradient but the values that scale with it."""
-    return seal(gradient, linear_fields=("cotangents",))
+    return seal(gradient, linear_fields=("cotangents", "values"))
 
 
 def stack_gradient(
-    routing: StackRouting, cotangents: Sequence[Float[Array, "_ dim"]]
+    routing: StackRouting,
+    cotangents: Sequence[Float[Array, "_ dim"]],
+    stack: TrainedStackPlan,
+    plan: EmbeddingPlan,
 ) -> StackGradient:
     """Returns the gradient of a stacked table. Per shard.
 
     Args:
       routing: facts that the lookup handed on.
       cotangents: derivatives of the loss by the activations, per feature.
+      stack: plan of the stack.
+      plan: gives the mesh.
     """
-    return StackGradient(
-        routing=routing, cotangents=list(cotangents), factor=jnp.ones((1,))
-    )
+    cotangents = list(cotangents)
+    if stack.updates == "blocks":
+        ids = sorted_blocks(routing.keys, stack.dim)
+        return StackGradient(
+            routing=routing, cotangents=cotangents, ids=ids, first=None
+        )
+    sent = routing.sent
+    if sent is None:
+        sent = send_ids(routing.keys, routing.max_unique_ids, stack, plan)
+    reader = cotangent_reader(cotangents, routing.poolings)
+    first = _receive(sent.first, sent, reader, stack, plan)
+    return StackGradient(routing=routing, cotangents=cotangents, ids=sent, first=first)
 
 
 def join_gradients(
-    gradients: Sequence[StackGradient], stack: TrainedStackPlan
+    gradients: Sequence[StackGradient], stack: TrainedStackPlan, plan: EmbeddingPlan
 ) -> StackGradient:
     """Returns the sum of several gradients of a stacked table. Per shard.
 
@@ -95,8 +123,8 @@ def join_gradients(
         out_of_range=[count for part in parts for count in part.out_of_range],
         max_unique_ids=max_unique_ids,
     )
-    cotangents = [x * each.factor[0] for each in gradients for x in each.cotangents]
-    return stack_gradient(routing, cotangents)
+    cotangents = [x for gradient in gradients for x in gradient.cotangents]
+    return stack_gradient(routing, cotangents, stack, plan)
 
 
 def gradient_rounds(
@@ -112,45 +140,46 @@ def gradient_rounds(
       stack: plan of the stack.
       plan: gives the mesh.
     """
-    routing, factor = gradient.routing, gradient.factor[0]
-    reader = cotangent_reader(gradient.cotangents, routing.poolings)
-    if stack.updates == "blocks":
-        size = choose_ids_per_block(routing.keys.shape[0], stack.dim)
-        return gradient_blocks(
-            routing.keys, size, lambda ids: reader(ids) * factor, stack.layout
-        )
-    sent = routing.sent
-    if sent is None:
-        sent = send_ids(routing.keys, routing.max_unique_ids, stack, plan)
-
-    def receive(current: Round) -> RowGradients:
-        by_row = spread(
-            reader, sent.unique.order, current.sorted_places, sent.size.buffer_size
-        )
-        received = RowGradients(row_ids=current.row_ids, values=exchange(by_row, stack))
-        return _at_owner(received, sent, stack, plan).scaled(factor)
-
-    first = receive(sent.first)
+    reader = cotangent_reader(gradient.cotangents, gradient.routing.poolings)
+    sent = gradient.ids
+    if isinstance(sent, IdBlocks):
+        return gradient_blocks(sent, reader, stack.layout)
+    assert gradient.first is not None
     if sent.size.holds_all:
-        return GradientRounds(first=first)
+        return GradientRounds(first=gradient.first)
 
     def fold_later(
         body: Callable[[Carry, RowGradients, RowRange], Carry], carry: Carry
     ) -> Carry:
         def run(state: tuple[Carry, Array], current: Round) -> tuple[Carry, Array]:
             carry, first_row = state
+            received = _receive(current, sent, reader, stack, plan)
             rows = RowRange(first_row, current.end_row[0])
-            return body(carry, receive(current), rows), current.end_row[0]
+            return body(carry, received, rows), current.end_row[0]
 
         state = (carry, sent.first.end_row[0])
         (carry, _), _ = fold_later_rounds(run, state, sent, stack, plan)
         return carry
 
     return GradientRounds(
-        first=first,
+        first=gradient.first,
         first_rows=RowRange(jnp.int32(0), sent.first.end_row[0]),
         fold_later=fold_later,
     )
+
+
+def _receive(
+    current: Round,
+    sent: SentIds,
+    cotangents_of: ReadCotangents,
+    stack: TrainedStackPlan,
+    plan: EmbeddingPlan,
+) -> RowGradients:
+    """Sums the cotangents of a round by row, and sends them to the owners."""
+    order, places = sent.unique.order, current.sorted_places
+    by_row = spread(cotangents_of, order, places, sent.size.buffer_size)
+    received = RowGradients(row_ids=current.row_ids, values=exchange(by_row, stack))
+    return _at_owner(received, sent, stack, plan)
 
 
 def _at_owner(

@@ -155,9 +155,9 @@ def _order(
     if sent is None:
         activations, keys = jax.lax.optimization_barrier((activations, routing.keys))
         return activations, dataclasses.replace(routing, keys=keys)
-    activations, order, first = jax.lax.optimization_barrier(
-        (activations, sent.unique.order, sent.first)
+    activations, keys, order, first = jax.lax.optimization_barrier(
+        (activations, routing.keys, sent.unique.order, sent.first)
     )
     unique = dataclasses.replace(sent.unique, order=order)
     sent = dataclasses.replace(sent, unique=unique, first=first)
-    return activations, dataclasses.replace(routing, sent=sent)
+    return activations, dataclasses.replace(routing, keys=keys, sent=sent)

@@ -9,8 +9,9 @@ A block is a round of the gradient: an update finishes its rows before the next 
 begins. A row whose ids continue in the next block is finished there.
 """
 
+import dataclasses
 from collections.abc import Callable
-from typing import Final, NamedTuple, TypeVar
+from typing import Final, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -32,7 +33,9 @@ _BLOCK_ALIGNMENT: Final = 128
 """The ids of a block are a multiple of this."""
 
 
-class IdBlocks(NamedTuple):
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class IdBlocks:
     """The ids of a batch, sorted by row, in blocks of equal size. Per shard.
 
     Attributes:
@@ -46,37 +49,51 @@ class IdBlocks(NamedTuple):
     ranks: Int[Array, "blocks block_size"]
 
 
-def choose_ids_per_block(num_ids: int, dim: int) -> int:
-    """Returns the ids of a block, whose rows fit into a cache.
-
-    Args:
-      num_ids: ids of the batch.
-      dim: columns of the table.
-    """
-    in_cache = _BLOCK_BYTES // (LANE_BYTES * dim)
-    return round_up(max(1, min(in_cache, num_ids)), _BLOCK_ALIGNMENT)
-
-
-def gradient_blocks(
-    keys: Int[Array, " ids"],
-    ids_per_block: int,
-    read_cotangents: ReadCotangents,
-    layout: RowLayout,
-) -> GradientRounds:
-    """Sorts ids, and sums the gradients of one block after the other. Per shard.
+def sorted_blocks(
+    keys: Int[Array, " ids"], dim: int, ids_per_block: int | None = None
+) -> IdBlocks:
+    """Sorts ids by row, and cuts them into blocks. Per shard.
 
     Args:
       keys: row of each id; `PADDING_ROW_ID` for an id without a row.
-      ids_per_block: ids of a block.
+      dim: columns of the table.
+      ids_per_block: ids of a block; None: as many as keep their rows in a cache.
+    """
+    (num_ids,) = keys.shape
+    if ids_per_block is None:
+        in_cache = _BLOCK_BYTES // (LANE_BYTES * dim)
+        ids_per_block = max(1, min(in_cache, num_ids))
+        ids_per_block = round_up(ids_per_block, _BLOCK_ALIGNMENT)
+    keys, order, ranks = rank_unique(keys)
+    missing = -num_ids % ids_per_block
+
+    def cut(values: Int[Array, " ids"], fill: int) -> Int[Array, "blocks block_size"]:
+        padded = jnp.pad(values, (0, missing), constant_values=fill)
+        return padded.reshape(-1, ids_per_block)
+
+    return IdBlocks(
+        row_ids=cut(keys, PADDING_ROW_ID),
+        order=cut(order, 0),
+        ranks=cut(ranks, PADDING_ROW_ID),
+    )
+
+
+def gradient_blocks(
+    blocks: IdBlocks, read_cotangents: ReadCotangents, layout: RowLayout
+) -> GradientRounds:
+    """Sums the gradients of one block after the other. Per shard.
+
+    Args:
+      blocks: from `sorted_blocks`.
       read_cotangents: reads the cotangents of ids.
       layout: packing of the table.
     """
-    blocks = _sorted_blocks(keys, ids_per_block)
+    num_blocks, ids_per_block = blocks.row_ids.shape
     nothing = jnp.zeros((layout.dim,), jnp.float32)
     first, open_sum, end_row = _sum_block(
         jnp.int32(0), blocks, nothing, read_cotangents, layout
     )
-    if keys.shape[0] <= ids_per_block:
+    if num_blocks == 1:
         return GradientRounds(first=first)
     num_used = jnp.sum(blocks.row_ids != PADDING_ROW_ID, dtype=jnp.int32)
 
@@ -98,21 +115,6 @@ def gradient_blocks(
 
     return GradientRounds(
         first=first, first_rows=RowRange(jnp.int32(0), end_row), fold_later=fold_later
-    )
-
-
-def _sorted_blocks(keys: Int[Array, " ids"], ids_per_block: int) -> IdBlocks:
-    keys, order, ranks = rank_unique(keys)
-    missing = -keys.shape[0] % ids_per_block
-
-    def cut(values: Int[Array, " ids"], fill: int) -> Int[Array, "blocks block_size"]:
-        padded = jnp.pad(values, (0, missing), constant_values=fill)
-        return padded.reshape(-1, ids_per_block)
-
-    return IdBlocks(
-        row_ids=cut(keys, PADDING_ROW_ID),
-        order=cut(order, 0),
-        ranks=cut(ranks, PADDING_ROW_ID),
     )
 
 

@@ -54,14 +54,15 @@ class Round:
         pending after this round.
       end_row: int32 `[1]`, end of the range of this shard's own rows that this round
         covers. The range begins where that of the previous round ends.
-      is_last: bool `[1]`, True if no shard has pending ids after this round.
+      is_pending: bool `[1]`, True if some shard has pending ids after this round. In a
+        gradient of zeros it is False: no further round runs.
     """
 
     sorted_places: Int[Array, " ids"]
     row_ids: Int[Array, " buffer"]
     next_ranks: Int[Array, " shards"]
     end_row: Int[Array, "_"]
-    is_last: Bool[Array, "_"]
+    is_pending: Bool[Array, "_"]
 
 
 @jax.tree_util.register_dataclass
@@ -111,7 +112,7 @@ def send_ids(
         row_ids=row_ids,
         next_ranks=end_ranks,
         end_row=jnp.full((1,), stack.rows_per_shard, jnp.int32),
-        is_last=jnp.ones((1,), bool),
+        is_pending=jnp.zeros((1,), bool),
     )
     return SentIds(unique=unique, first=first, size=size)
 
@@ -142,12 +143,12 @@ def fold_later_rounds(
         carry, next_ranks, _, rounds = state
         current = _next_round(ids.unique, next_ranks, ids.size, stack, plan)
         carry = body(carry, current)
-        return carry, current.next_ranks, current.is_last, rounds + 1
+        return carry, current.next_ranks, current.is_pending, rounds + 1
 
     carry, _, _, rounds = jax.lax.while_loop(
-        lambda state: ~state[2][0],
+        lambda state: state[2][0],
         run,
-        (carry, ids.first.next_ranks, ids.first.is_last, jnp.int32(1)),
+        (carry, ids.first.next_ranks, ids.first.is_pending, jnp.int32(1)),
     )
     return carry, rounds
 
@@ -186,7 +187,7 @@ def _next_round(
         row_ids=row_ids,
         next_ranks=next_ranks,
         end_row=end_rows[jax.lax.axis_index(stack.shard_axes)][None],
-        is_last=jnp.all(end_rows == stack.rows_per_shard)[None],
+        is_pending=jnp.any(end_rows != stack.rows_per_shard)[None],
     )
 
 

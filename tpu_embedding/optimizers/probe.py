@@ -6,13 +6,16 @@ what it does to a row depends on that row of gradient, slot variables and table,
 values that belong to no row.
 
 The probe runs two steps on 260 rows, and again on some of these rows alone, in another
-order. Updates that differ mean that rows are mixed. It is evidence and no proof: a rule
-may mix rows where values are of a size that the probe does not have.
+order: early and late in training, with small, large, missing and broken gradients.
+Updates that differ mean that rows are mixed, and so do values that belong to no row. It
+is evidence and no proof: a rule may mix rows where values are of a size that the probe
+does not have.
 """
 
 import contextlib
 import dataclasses
 import functools
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Final, NamedTuple
 
@@ -47,17 +50,23 @@ _NUM_ROWS: Final = 260
 """Above 128 rows `optax.adafactor` factors its moments."""
 
 _BAD_ROW: Final = 1
-"""The row whose gradient is NaN in one step, and large in another."""
+"""The row of large values whose gradient is NaN in one step, and large in another."""
 
-_PARTS: Final = (np.asarray([3, 0]), np.arange(138, 1, -1))
+_PARTS: Final = (np.asarray([3, 0], np.int32), np.arange(138, 1, -1).astype(np.int32))
 """Rows that are given alone: two, and an odd number above 128. None is the bad one."""
 
 _SMALL: Final = 1e-3
 _LARGE: Final = 1e10
 """Sizes of gradients: most bounds lie between them."""
 
-_ROWS: Final = 1e-2
-"""Size of rows. Updates that are small beside it are compared less exactly."""
+_ROW_SIZES: Final = (1e-2, 10.0)
+"""Sizes of rows."""
+
+_EMPTY_ROWS: Final = slice(200, None)
+"""Rows without values and gradient, as padding has them. No part has one."""
+
+_LATE: Final = 1000
+"""Added to the counts of a rule, which may change with the step."""
 
 _SLOT_VALUES: Final = (-6, 15)
 """Powers of ten between which slot variables lie while their changes are probed."""
@@ -122,8 +131,8 @@ def probe_rule(
 def _probe(rule: optax.GradientTransformation, dim: int) -> ProbedRule:
     rows = _slot_rows(rule, dim)
     asked: list[str] = []
-    run = jax.jit(functools.partial(_run_whole_and_parts, rule, asked))
     is_slot = [row is not None for row in rows]
+    run = jax.jit(functools.partial(_run_whole_and_parts, rule, is_slot, asked))
     move = jax.jit(functools.partial(_slot_derivatives, rule, is_slot))
     with on_its_own():
         states = _check_row_local(run, dim)
@@ -149,32 +158,52 @@ def is_elementwise(rule: optax.GradientTransformation, dim: int) -> bool:
     if any(slot.row.shape != (dim,) for slot in _probe(rule, dim).slots):
         return False
     run = jax.jit(lambda gradients, rows: _run(rule, gradients, rows, []).updates)
+    gradients, rows = _random((2, 6, dim)), _random((6, dim), seed=1)
     with on_its_own():
-        gradients, rows = _random((2, 6, dim)), _random((6, dim), seed=1)
-        whole = run(gradients, rows)
-        try:
-            elements = run(gradients.reshape(2, -1), rows.reshape(-1))
-        except Exception:  # The rule may be any function, and raise anything.
-            return False
-        return _are_equal(np.asarray(elements).reshape(whole.shape), np.asarray(whole))
+        for size, row_size in itertools.product(
+            (_SMALL, 1.0, _LARGE), (*_ROW_SIZES, 1e4)
+        ):
+            given = np.float32(size) * gradients, np.float32(row_size) * rows
+            whole = np.asarray(run(*given))
+            try:
+                elements = run(given[0].reshape(2, -1), given[1].reshape(-1))
+            except Exception:  # The rule may be any function, and raise anything.
+                return False
+            if not _are_equal(np.asarray(elements).reshape(whole.shape), whole, given):
+                return False
+    return True
 
 
 class _Run(NamedTuple):
-    """The leaves of the initial state, and the updates of both steps."""
+    """The leaves of the first and of the last state, and the updates of both steps."""
 
     first_state: list[Array]
+    last_state: list[Array]
     updates: Array
 
 
 def _run(
-    rule: optax.GradientTransformation, gradients: Array, rows: Array, asked: list[str]
+    rule: optax.GradientTransformation,
+    gradients: Array,
+    rows: Array,
+    asked: list[str],
+    later: Array | int = 0,
 ) -> _Run:
-    """Takes two steps; notes in `asked` the totals that the rule asks for."""
+    """Takes two steps, after so many others.
+
+    Args:
+      rule: the rule.
+      gradients: `[2, rows, dim]`.
+      rows: `[rows, dim]`.
+      asked: gets an item for each total that the rule asks for.
+      later: is added to each count, an integer scalar of the state.
+    """
     stored: list[Any] = []
     init = _in_layer(rule.init, rows.shape[0], asked)
     update = _in_layer(rule.update, rows.shape[0], asked, stored)
     state = init(rows)
     first_state, all_updates = jax.tree.leaves(state), []
+    state = jax.tree.map(lambda leaf: _advanced(leaf, later), state)
     for gradient in gradients:
         updates, state = update(gradient, state, rows)
         all_updates.append(updates)
@@ -186,7 +215,15 @@ def _run(
             "its updates: it follows the scale of the table by them. Put clipping "
             "before it; learning rate and weight decay are its arguments."
         )
-    return _Run(first_state, jnp.stack(all_updates))
+    return _Run(first_state, jax.tree.leaves(state), jnp.stack(all_updates))
+
+
+def _advanced(leaf: Any, steps: Array | int) -> Any:
+    """Returns a count after so many more steps; other leaves as they are."""
+    is_count = getattr(leaf, "shape", None) == () and jnp.issubdtype(
+        leaf.dtype, jnp.integer
+    )
+    return leaf + jnp.asarray(steps, leaf.dtype) if is_count else leaf
 
 
 def _in_layer(
@@ -225,8 +262,8 @@ def _rows_to_ask(num_rows: int, asked: list[str], stored: list[Any]) -> TableRow
             raise NotRowLocalError(
                 "The optimizer asks for totals over the rows of a table within "
                 "lax.cond or another wrapper that traces it, such as "
-                "optax.apply_if_finite or MultiSteps. Put zero_nans or clipping of "
-                "elements before it, or use every_row(rule, gradient_steps=...) and "
+                "optax.apply_if_finite or MultiSteps. Put clipping of elements before "
+                "it, or use every_row(rule, gradient_steps=...) and "
                 "the rule's own options."
             )
         asked.append(reduction)
@@ -283,33 +320,72 @@ def _slot_rows(
 
 def _run_whole_and_parts(
     rule: optax.GradientTransformation,
+    is_slot: Sequence[bool],
     asked: list[str],
     gradients: Array,
     rows: Array,
+    later: Array,
 ) -> list[_Run]:
-    """Runs a rule on all rows, and on each of the parts."""
+    """Runs a rule on all rows, and on each of the parts.
+
+    The last states are those of no row: slot variables are left out.
+    """
     pieces = [(gradients, rows)]
     pieces += [(gradients[:, part], rows[part]) for part in _PARTS]
-    return [_run(rule, *piece, asked) for piece in pieces]
+    runs = [_run(rule, *piece, asked, later) for piece in pieces]
+    return [
+        run._replace(
+            last_state=[
+                jax.random.key_data(leaf)
+                if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+                else leaf
+                for leaf, of_rows in zip(run.last_state, is_slot, strict=True)
+                if not of_rows
+            ]
+        )
+        for run in runs
+    ]
+
+
+def _cases(dim: int) -> Iterator[tuple[np.ndarray, np.ndarray, int]]:
+    """Yields gradients `[2, rows, dim]`, rows, and the steps before them."""
+    random, (small_rows, large_rows) = _random((2, _NUM_ROWS, dim)), _ROW_SIZES
+    rows = _random((_NUM_ROWS, dim), seed=1)
+    rows[_BAD_ROW] *= 1e6
+    small = np.float32(_SMALL) * random
+    small[0, _BAD_ROW], small[1, _BAD_ROW] = np.nan, _LARGE
+    yield small, np.float32(small_rows) * rows, 0
+    yield np.float32(_LARGE) * random, np.float32(small_rows) * rows[::-1], 0
+    some, large = random.copy(), np.float32(large_rows) * rows
+    some[:, _EMPTY_ROWS], large[_EMPTY_ROWS] = 0, 0
+    yield some, large, 0
+    yield small[::-1], large, _LATE
 
 
 def _check_row_local(run: Any, dim: int) -> list[list[Any]]:
     """Compares the updates of rows; returns the initial states of all runs."""
     states = []
-    small = np.float32(_SMALL) * _random((2, _NUM_ROWS, dim))
-    small[0, _BAD_ROW], small[1, _BAD_ROW] = np.nan, _LARGE
-    large = np.float32(_LARGE) * _random((2, _NUM_ROWS, dim))
-    for seed, gradients in enumerate((small, large)):
-        rows = np.float32(_ROWS) * _random((_NUM_ROWS, dim), seed + 1)
+    for gradients, rows, later in _cases(dim):
         try:
-            whole, *parts = jax.device_get(run(gradients, rows))
+            whole, *parts = jax.device_get(run(gradients, rows, later))
         except (TypeError, ValueError) as error:
             # Shapes of a part that fit those of the state of another one.
             raise _mixes_rows() from error
         states += [x.first_state for x in (whole, *parts)]
         for part, of_part in zip(_PARTS, parts, strict=True):
-            if not _are_equal(of_part.updates, whole.updates[:, part]):
+            given = gradients[:, part], rows[part]
+            if not _are_equal(of_part.updates, whole.updates[:, part], given):
                 raise _mixes_rows()
+            values = zip(of_part.last_state, whole.last_state, strict=True)
+            if not all(np.array_equal(*pair, equal_nan=True) for pair in values):
+                raise NotRowLocalError(
+                    "The optimizer is not row-local: a value of its state that belongs "
+                    "to no row depends on the rows of this step's ids, and each device "
+                    "has others. Norms are such values, and the flags of "
+                    "optax.zero_nans: write optax.stateless(lambda gradient, rows: "
+                    "jnp.nan_to_num(gradient)) in its place. Or apply this optimizer "
+                    "to the dense parameters only."
+                )
     return states
 
 
@@ -326,12 +402,24 @@ def _mixes_rows() -> NotRowLocalError:
     )
 
 
-def _are_equal(first: np.ndarray, second: np.ndarray) -> bool:
-    """Compares updates `[..., dim]` up to the rounding of each row."""
+def _are_equal(
+    first: np.ndarray, second: np.ndarray, given: tuple[np.ndarray, np.ndarray]
+) -> bool:
+    """Compares updates `[2, rows, dim]` up to the rounding of each row.
+
+    Args:
+      first: updates.
+      second: updates of the same rows.
+      given: gradients and rows that they are made from.
+    """
+    updates = np.nan_to_num(np.abs(second), posinf=0).max(-1, keepdims=True)
     # A rule may subtract the old row from a new one, which rounds by 1e-7 of the row.
-    smallest = 0.2 * _ROWS
-    size = np.nan_to_num(np.abs(second)).max(-1, keepdims=True, initial=smallest)
-    return np.allclose(first / size, second / size, rtol=0, atol=1e-5, equal_nan=True)
+    rows = np.abs(given[1]).max(-1, keepdims=True)
+    tolerance = 1e-5 * updates + 5e-7 * rows
+    with np.errstate(invalid="ignore"):
+        is_close = np.abs(first - second) <= tolerance
+    is_same = (first == second) | (np.isnan(first) & np.isnan(second))
+    return bool(np.all(is_close | is_same))
 
 
 def _slot_derivatives(

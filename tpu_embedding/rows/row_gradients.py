@@ -111,5 +111,5 @@ def gradient_of_no_row(dim: int) -> GradientRounds:
       dim: columns of its tables.
     """
     row_ids = jnp.full((1,), PADDING_ROW_ID, jnp.int32)
-    gradients = RowGradients(row_ids=row_ids, values=jnp.zeros((1, dim)))
+    gradients = RowGradients(row_ids=row_ids, values=jnp.zeros((1, dim), jnp.float32))
     return GradientRounds(first=gradients)
