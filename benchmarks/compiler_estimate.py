@@ -1,8 +1,7 @@
 """Compares the compiler's estimate of a step with jax-tpu-embedding's estimate.
 
     pip install jax-tpu-embedding 'tpu-embedding[tpu]'
-    python benchmarks/compiler_estimate.py [--topology v5p:2x2x1 ...]
-        [--kernels xla sparse_core] [--json FILE]
+    python benchmarks/compiler_estimate.py [--topology v5p:2x2x1 ...] [--json FILE]
     python benchmarks/record.py FILE
 
 26 tables of dim 128, one id per sample and table, global batch 16,384, Adagrad. Both
@@ -16,9 +15,6 @@ Limits of the estimate:
 * jax-tpu-embedding does its work on SparseCore in custom calls, which cost nothing in
   the estimate. So its gathers, scatters, sums over duplicates and exchanges are free,
   and only the TensorCore's work around them is charged.
-* Our kernels are charged twice for their operands and five times for their results, but
-  not for the rows that they move. (v5p, `read_rows`: the charge grew by 10^5 rows of
-  the table, or by 32,768 rows of the result.)
 * jax-tpu-embedding receives ids that the host has sorted and deduplicated. That takes
   some 20 ns of a core per id, and three times the bytes to the device. Here raw ids go
   into the step.
@@ -31,7 +27,6 @@ Limits of the estimate:
 
 import argparse
 import dataclasses
-import functools
 import json
 import pathlib
 import time
@@ -58,7 +53,7 @@ VOCABULARY_SIZES = (100_000, 400_000)
 NAMES = [f"t{i:02d}" for i in range(NUM_TABLES)]
 
 
-def compile_ours(vocabulary_size: int, mesh: Any, kernels: str) -> list[Any]:
+def compile_ours(vocabulary_size: int, mesh: Any) -> list[Any]:
     """Compiles lookup and update in one step; activations leave, cotangents enter."""
     plan = make_plan(
         mesh,
@@ -66,7 +61,6 @@ def compile_ours(vocabulary_size: int, mesh: Any, kernels: str) -> list[Any]:
         vocabulary_size=vocabulary_size,
         dim=DIM,
         optimizer=te.optimizers.adagrad(0.1),
-        kernels=kernels,
     )
 
     with_rounds = StackPlan.round_size
@@ -200,23 +194,16 @@ def main() -> None:
     """Compares for each topology; prints a table and writes JSON."""
     parser = argparse.ArgumentParser(description="Compares estimates.")
     parser.add_argument("--topology", nargs="+", action=AllValues, default=TOPOLOGIES)
-    parser.add_argument(
-        "--kernels", nargs="+", action=AllValues, default=["xla", "sparse_core"]
-    )
     parser.add_argument("--json", type=pathlib.Path)
     arguments = parser.parse_args()
-    cases: list[tuple[str, str | None, Any]] = [
-        ("tpu-embedding", kernels, functools.partial(compile_ours, kernels=kernels))
-        for kernels in arguments.kernels
-    ]
-    cases.append(("jax-tpu-embedding", None, compile_theirs))
+    libraries = {"tpu-embedding": compile_ours, "jax-tpu-embedding": compile_theirs}
     results = []
     heads = ("ms", "MiB", "compile s")
-    print(" " * 44 + "".join(f"{head:>10}" for head in heads))
+    print(" " * 32 + "".join(f"{head:>10}" for head in heads))
     for topology in arguments.topology:
         mesh = compile_report.topology_mesh(topology)
-        for name, kernels, compile_programs in cases:
-            label = f"{topology:12}{name:20}{kernels or '':12}"
+        for name, compile_programs in libraries.items():
+            label = f"{topology:12}{name:20}"
             try:
                 result: dict[str, Any] = measure(compile_programs, mesh)
             except Exception as error:
@@ -225,7 +212,7 @@ def main() -> None:
             else:
                 cells = [f"{value:10.3f}" for value in result.values()]
                 print(f"{label}{''.join(cells)}", flush=True)
-            case = {"topology": topology, "library": name, "kernels": kernels}
+            case = {"topology": topology, "library": name}
             results.append(case | result)
     if arguments.json is not None:
         arguments.json.write_text(json.dumps(_report(results), indent=2) + "\n")

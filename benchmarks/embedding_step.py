@@ -20,9 +20,8 @@ def make_plan(
     vocabulary_size: int,
     dim: int,
     optimizer: Any,
-    kernels: Any = "xla",
 ) -> te.EmbeddingPlan:
-    """Plans equal tables with one feature each; `kernels` is `te.make_plan`'s."""
+    """Plans equal tables with one feature each."""
     tables = [
         te.TableConfig(
             vocabulary_size=vocabulary_size,
@@ -33,7 +32,7 @@ def make_plan(
         for i in range(num_tables)
     ]
     features = {table.name: te.FeatureConfig(table=table) for table in tables}
-    return te.make_plan(features, mesh, optimizer=optimizer, kernels=kernels)
+    return te.make_plan(features, mesh, optimizer=optimizer)
 
 
 def abstract_ids(plan: te.EmbeddingPlan, batch_size: int) -> Any:

@@ -11,7 +11,7 @@ from typing import Any, Final
 RESULTS_FILE: Final = pathlib.Path(__file__).with_name("results.json")
 
 KEYS: Final[dict[str, tuple[str, ...]]] = {
-    "compiler_estimate": ("topology", "library", "kernels"),
+    "compiler_estimate": ("topology", "library"),
     "table_size": ("devices", "rows"),
     "peers": ("setting", "peer", "device"),
     "compile_time": ("tables", "features"),

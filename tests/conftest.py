@@ -47,11 +47,6 @@ STRICT_FOLDERS = ("functional", "inputs", "lookup", "metrics", "rows")
 GOLDEN = pathlib.Path(__file__).parent / "golden"
 
 
-needs_kernels = pytest.mark.skipif(
-    jax.__version_info__ < (0, 12), reason="kernels need jax 0.12"
-)
-
-
 def pytest_sessionstart() -> None:
     """Starts JAX, so that no command starts it with another number of devices.
 
@@ -87,7 +82,7 @@ def strict_dtypes(request):
     """
     folder = request.path.relative_to(pathlib.Path(__file__).parent).parts[0]
     # JAX's product of bfloat16 and float32 is what that file tests.
-    promotes = request.path.name == "test_unique_rows.py"
+    promotes = request.path.name == "test_expansion.py"
     is_strict = folder in STRICT_FOLDERS and not promotes
     with jax.numpy_dtype_promotion("strict" if is_strict else "standard"):
         yield

@@ -37,17 +37,6 @@ STEP_FORMS = ("one", "matrix", "matrix")
 HOST_FORMS = ("ragged", "ragged", "sparse", "lists", "masked")
 
 
-def pool_by_distance(valence, rows):
-    """Weights each row by its distance to the mean: it depends on all of them."""
-    is_used = (jnp.arange(len(rows)) < valence)[:, None]
-    mean = jnp.sum(jnp.where(is_used, rows, 0), axis=0) / valence
-    squares = jnp.sum((rows - mean[None]) ** 2, axis=1, keepdims=True)
-    return jnp.sum(jnp.where(is_used, rows / (1 + squares), 0), axis=0)
-
-
-CUSTOM_COMBINER = te.CustomCombiner(function=pool_by_distance, max_valence=MAX_VALENCE)
-
-
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RandomFeature:
     """A feature, and what its ids are like.
@@ -84,7 +73,7 @@ class RandomFeature:
         """Returns each sample's list of (id, weight)."""
         of_shapes = np.random.default_rng(self.seed)
         of_ids = np.random.default_rng([self.seed, batch_number])
-        num_rows = self.config.tables[0].vocabulary_size
+        num_rows = self.config.table.vocabulary_size
         bad = BAD_IDS + FOREIGN_IDS * self.has_foreign_ids
         bad = [i for i in bad if not 0 <= i < num_rows]
         rows = []
@@ -210,7 +199,6 @@ def examples(draw):
     tables = draw(tables_on(st.sampled_from(placements)))
     options = dict(
         capacity=draw(st.sampled_from([None, 1, 2])),
-        exchange=draw(st.sampled_from([None, "padded", "ragged"])),
         placement=draw(st.sampled_from([*placements, te.ReplicateSmall(max_rows=4)])),
         batch_axes=draw(st.sampled_from(batch_axes)),
     )
@@ -237,7 +225,7 @@ def tables_on(draw, placements):
     sizes = draw(st.lists(st.integers(1, 12), min_size=1, max_size=2))
     dims = draw(st.lists(st.sampled_from([1, 2, 3, 8]), min_size=1, max_size=2))
     optimizers = draw(st.lists(st.sampled_from(list(OPTIMIZERS)), min_size=1))
-    combiners = ["sum", "sum", "mean", "mean", "sqrtn", "sqrtn", CUSTOM_COMBINER]
+    combiners = ["sum", "sum", "mean", "mean", "sqrtn", "sqrtn"]
     num_tables = draw(st.integers(1, 3))
     tables = []
     for i in range(num_tables):
@@ -267,17 +255,12 @@ def features_of(draw, tables, batch_size, is_prepared):
     """Draws a feature of some tables, and its ids in some form."""
     table = draw(st.sampled_from(tables))
     num_rows = table.vocabulary_size
-    if draw(st.sampled_from([False, False, True])):
-        alike = [other for other in tables if other.vocabulary_size == num_rows]
-        table = tuple(draw(st.lists(st.sampled_from(alike), min_size=1, max_size=3)))
     form = draw(st.sampled_from(STEP_FORMS + HOST_FORMS * is_prepared))
     shape = draw(shapes(batch_size, form))
     num_samples = shape.pop("num_samples")
     policy = draw(st.sampled_from(["error", "drop", "clip"]))
-    tables = table if isinstance(table, tuple) else (table,)
-    is_custom = any(other.combiner is CUSTOM_COMBINER for other in tables)
     default_id = None
-    if not shape.pop("is_sequence") and not is_custom:
+    if not shape.pop("is_sequence"):
         default_id = draw(st.none() | st.integers(0, num_rows - 1))
     config = te.FeatureConfig(
         table=table,
@@ -287,7 +270,7 @@ def features_of(draw, tables, batch_size, is_prepared):
         expected_valence=draw(st.sampled_from([None, 0.5, 3])),
         **shape,
     )
-    may_be_weighted = not (is_custom or form == "masked" or config.max_sequence_length)
+    may_be_weighted = not (form == "masked" or config.max_sequence_length)
     has_bad_ids = policy != "error" or not is_prepared
     return RandomFeature(
         config=config,

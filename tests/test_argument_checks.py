@@ -169,8 +169,8 @@ OPTIMIZERS = {
     "argument of optax": (
         lambda x: te.optimizers.adam(0.1, b1=0.9),
         "'b1'",
-        "no argument",
-        "it takes learning_rate, beta_1",
+        "unexpected keyword argument",
+        "It takes learning_rate, beta_1",
     ),
 }
 

@@ -33,6 +33,7 @@ def run(script, *options, file):
     return result.stdout, results
 
 
+@pytest.mark.full
 def test_peers_run_in_turns_and_agree(tmp_path):
     output, results = run(
         *("peers.py", "--setting", "T0", "--peer", "jax_dense", "fbgemm"),

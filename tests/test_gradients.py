@@ -203,3 +203,39 @@ def test_gradients_of_another_plan_are_refused():
         te.gradients.add({"tables": gradients}, {"tables": jnp.ones(3)})
     with pytest.raises(TypeError, match="got dtype int32"):
         te.gradients.scale({"kernel": jnp.arange(3)}, 0.5)
+
+
+@pytest.mark.parametrize("num_devices", [1, 3])
+def test_a_gradient_of_zeros_has_no_rows_and_no_rounds(num_devices):
+    plan = make_plan(num_devices, te.optimizers.sgd(1.0), capacity=1)
+    tables = te.functional.init_tables(plan, jax.random.key(0))
+    gradients = gradients_of(plan, tables, batch_of(0), cotangents_of(0))
+    assert te.gradients.global_norm(gradients) > 0
+    zeros = jax.tree.map(jnp.zeros_like, gradients)
+    assert te.gradients.global_norm(zeros) == 0
+    slots = te.functional.init_slots(tables, plan)
+    new, _ = te.functional.apply_gradients(tables, slots, zeros, plan)
+    jax.tree.map(np.testing.assert_array_equal, new, tables)
+
+
+def test_a_norm_and_its_update_share_one_exchange():
+    plan = make_plan(3)
+    tables = te.functional.init_tables(plan, jax.random.key(0))
+    slots = te.functional.init_slots(tables, plan)
+
+    def step(max_norm, tables, slots):
+        result = te.functional.lookup(tables, batch_of(0), plan)
+        gradients = te.functional.compute_gradients(
+            result.routing, cotangents_of(0), plan
+        )
+        if max_norm is not None:
+            gradients = te.gradients.clip_by_global_norm(gradients, max_norm)
+        return te.functional.apply_gradients(tables, slots, gradients, plan)
+
+    counts = []
+    for max_norm in (None, 1.0):
+        jitted = jax.jit(functools.partial(step, max_norm))
+        text = jitted.lower(tables, slots).compile().as_text()
+        assert text is not None
+        counts.append((text.count(" all-to-all("), text.count(" sort(")))
+    assert counts[0] == counts[1]

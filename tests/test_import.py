@@ -18,8 +18,8 @@ NOT_LOADED = (
     "grain",
     "tensorstore",
     "tensorflow",
+    "tpu_embedding.strings",
     "tpu_embedding.tools",
-    "jax.experimental.pallas",
 )
 
 USES = {

@@ -7,8 +7,6 @@ The full tier runs a few examples. Any number runs outside
 pytest: `python -m tests.many_random_configurations --examples 2000 --seed 1`.
 """
 
-import functools
-
 import hypothesis
 import jax
 import jax.numpy as jnp
@@ -31,8 +29,6 @@ BATCHES = 10  # per example; compiling takes much longer than running
 # Tables, weights and cotangents are multiples of 1/8, so sums are exact in float32. A
 # mean or sqrtn divides once, and adds up some ten quotients.
 TOLERANCE = dict(rtol=2e-6, atol=2e-6)
-# A custom combiner squares and divides, and so does its derivative.
-CUSTOM_TOLERANCE = dict(rtol=2e-5, atol=2e-5)
 
 
 def check_example(example):
@@ -66,15 +62,14 @@ def check_step(example, rows, plan, tables, step):
     of_lookups = [
         of_feature
         for feature, of_feature in zip(example.features, rows, strict=True)
-        for _ in feature.config.tables
         if feature.is_given
     ]
     before = te.functional.unstack_tables(tables, plan)
     expected, gradients, counts = reference_step(
-        before, of_lookups, lookups.flatten_activations(cotangents), lookups
+        before, of_lookups, lookups.flatten(cotangents), lookups
     )
     assert {name: int(n) for name, n in stats.out_of_range.items()} == counts
-    found = lookups.flatten_activations(activations)
+    found = lookups.flatten(activations)
     for array, values, feature, of_samples in zip(
         found, expected, lookups.features, of_lookups, strict=True
     ):
@@ -169,31 +164,9 @@ def reference_step(tables, rows, cotangents, plan):
 
 def pool(table, bag, combiner, feature, cotangent):
     """Returns the activation of a sample, and a (row, gradient) pair for each id."""
-    if isinstance(combiner, te.CustomCombiner):
-        ids = [row for row, _ in gains_of(bag, "sum", feature)]
-        pooled, by_id = pool_by_function(table, ids, combiner, cotangent)
-        return pooled, list(zip(ids, by_id, strict=True))
     pairs = gains_of(bag, combiner, feature)
     pooled = sum((gain * table[row] for row, gain in pairs), np.zeros(len(cotangent)))
     return pooled, [(row, gain * cotangent) for row, gain in pairs]
-
-
-def pool_by_function(table, ids, combiner, cotangent):
-    """Returns the pooled row of some ids, and the derivative by the row of each id."""
-    if not ids:
-        return np.zeros(len(cotangent)), []
-    rows = np.zeros((combiner.max_valence, len(cotangent)), np.float32)
-    rows[: len(ids)] = table[ids]
-    pooled, derivative = pool_and_differentiate(
-        combiner.function, len(ids), rows, cotangent.astype(np.float32)
-    )
-    return pooled, np.asarray(derivative)[: len(ids)]
-
-
-@functools.partial(jax.jit, static_argnums=0)
-def pool_and_differentiate(function, valence, rows, cotangent):
-    pooled, pull_back = jax.vjp(lambda rows: function(valence, rows), rows)
-    return pooled, pull_back(cotangent)[0]
 
 
 def quantized(rows, table):
@@ -215,8 +188,6 @@ def shape_of(feature, num_samples):
 
 
 def tolerance_of(table):
-    if isinstance(table.combiner, te.CustomCombiner):
-        return dict(CUSTOM_TOLERANCE)
     is_exact = table.combiner == "sum" and table.dtype_name != "int8"
     return dict(rtol=0, atol=0) if is_exact else TOLERANCE
 

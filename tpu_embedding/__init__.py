@@ -32,7 +32,6 @@ if TYPE_CHECKING:  # For editors and type checkers; `_MODULE_OF` has the same na
     from tpu_embedding import optimizers as optimizers
     from tpu_embedding.checkpoint.saving import restore as restore
     from tpu_embedding.checkpoint.saving import save as save
-    from tpu_embedding.combiners import CustomCombiner as CustomCombiner
     from tpu_embedding.config import FeatureConfig as FeatureConfig
     from tpu_embedding.config import QuantizationConfig as QuantizationConfig
     from tpu_embedding.config import TableConfig as TableConfig
@@ -75,7 +74,6 @@ _MODULES = {
 
 _MODULE_OF = {
     "AutoPlacement": "placement",
-    "CustomCombiner": "combiners",
     "DenseIds": "types",
     "Dynamic": "dynamic",
     "EmbeddingPlan": "plan.plan",

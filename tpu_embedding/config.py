@@ -14,7 +14,6 @@ import jax.numpy as jnp
 import numpy as np
 
 from tpu_embedding.argument_checks import NoArray, by_name, describe_value
-from tpu_embedding.combiners import Combiner, CustomCombiner
 from tpu_embedding.dynamic import Dynamic
 from tpu_embedding.field_checks import convert_ints, is_finite, is_int, raise_all
 from tpu_embedding.initializers import (
@@ -28,6 +27,8 @@ from tpu_embedding.optimizers.row_optimizer import TableOptimizer
 from tpu_embedding.placement import Placement
 from tpu_embedding.rows.narrow_rows import NARROW_DTYPES
 from tpu_embedding.types import PADDING_ROW_ID
+
+Combiner = Literal["sum", "mean", "sqrtn"]
 
 OutOfRangePolicy = Literal["error", "drop", "clip"]
 
@@ -100,13 +101,13 @@ class TableConfig:
         None means the optimizer given to the layer.
       combiner: method that pools the rows of a sample's ids: `"sum"`, `"mean"` (sum
         divided by the sum of the weights) or `"sqrtn"` (sum divided by the square root
-        of the sum of squared weights). A denominator of 0 gives 0. Or a
-        `CustomCombiner`.
+        of the sum of squared weights). A denominator of 0 gives 0. To pool in another
+        way, look the feature up as a sequence, and pool it in the model.
       name: unique name. It is part of checkpoint keys and seeds the initial values.
       quantization_config: simulated quantization of looked-up rows, or None.
       dtype: storage type of the rows. Arithmetic, slot variables and activations are
-        float32 with each. `bfloat16` and `float16` take half the memory; updates are
-        rounded stochastically. `int8` takes about a quarter, for tables that are looked
+        float32 with each. `bfloat16` takes half the memory; updates are rounded
+        stochastically. `int8` takes about a quarter, for tables that are looked
         up but not trained; each row has a scale and a bias.
       placement: `te.Sharded` or `te.Replicated`, where the rows live on the mesh; it
         never changes results. None means the placement given to the layer.
@@ -121,7 +122,7 @@ class TableConfig:
     dim: int
     initializer: Initializer | None = None
     optimizer: TableOptimizer | None = None
-    combiner: Combiner | CustomCombiner = "mean"
+    combiner: Combiner = "mean"
     name: str | None = None
     quantization_config: QuantizationConfig | None = None
     dtype: Any = jnp.float32
@@ -169,7 +170,12 @@ class TableConfig:
         )
         if problem is not None:
             yield problem
-        yield from self._combiner_problems(owner)
+        if self.combiner not in get_args(Combiner):
+            yield (
+                f"TableConfig.combiner must be one of {list(get_args(Combiner))}, got "
+                f"{self.combiner!r} {owner}; to pool in another way, set "
+                "FeatureConfig.max_sequence_length and pool in the model"
+            )
         if self.name is not None and not _is_name(self.name):
             yield (
                 "TableConfig.name must be a non-empty string of UTF-8 or None, got "
@@ -181,9 +187,15 @@ class TableConfig:
                 f"None, got {self.quantization_config!r} {owner}"
             )
         if _dtype_name(self.dtype) not in STORAGE_DTYPES:
+            way_out = ""
+            if _dtype_name(self.dtype) == "float16":
+                way_out = (
+                    "; take bfloat16, which has the size of float16 and the range of "
+                    "float32; te.checkpoint.import_tables reads float16 rows into it"
+                )
             yield (
                 f"TableConfig.dtype must be one of {list(STORAGE_DTYPES)}, got "
-                f"{self.dtype!r} {owner}"
+                f"{self.dtype!r} {owner}{way_out}"
             )
         if not isinstance(self.placement, Placement | None):
             yield (
@@ -209,26 +221,6 @@ class TableConfig:
                 "te.initializers, or te.initializers.rowwise(initializer)"
             )
 
-    def _combiner_problems(self, owner: str):
-        if not isinstance(self.combiner, CustomCombiner):
-            if self.combiner not in get_args(Combiner):
-                yield (
-                    f"TableConfig.combiner must be one of {list(get_args(Combiner))} "
-                    f"or a CustomCombiner, got {self.combiner!r} {owner}"
-                )
-            return
-        # A wrong dim has an error of its own.
-        problem = None
-        if is_int(self.dim) and self.dim >= 1:
-            problem = self.combiner.problem_with(self.dim)
-        if problem is not None:
-            yield (
-                "TableConfig.combiner must have a function that turns an int32 scalar "
-                f"and float32 rows [{self.combiner.max_valence}, {self.dim}] into one "
-                f"float32 row [{self.dim}], got {self.combiner.function!r} {owner}, "
-                f"but {problem}"
-            )
-
     @property
     def dynamic(self) -> Dynamic | None:
         """The vocabulary of a dynamic table; None: ids are row numbers."""
@@ -250,12 +242,10 @@ class TableConfig:
 @by_name
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class FeatureConfig(NoArray):
-    """One input column of ids, looked up in one table or several.
+    """One input column of ids, looked up in a table.
 
     Attributes:
-      table: table that the ids index. A tuple of tables of one vocabulary size looks
-        the same ids up in each; the feature's activation is a tuple in that order. The
-        linear and the factor part of a factorisation machine are such a pair.
+      table: table that the ids index.
       max_sequence_length: 0 combines the rows of a sample into one. L > 0 returns a
         sequence instead: activations are `[batch, L, dim]`, and position j holds the
         row of the j-th id. Longer samples are truncated, shorter ones padded with
@@ -265,7 +255,9 @@ class FeatureConfig(NoArray):
         activation NaN; `prepare_features` refuses it.
       output_shape: shape of the activations without their last axis, `dim`. If its
         product is the batch size, samples are combined and reshaped. If its product is
-        `batch * L`, samples are sequences of length L. None means `(batch,)`.
+        `batch * L`, samples are sequences of length L. None means `(batch,)`. `(-1,)`
+        means that the feature has samples of its own, as many as its ids have, such as
+        those of `te.inputs.unique_ids`.
       default_id: row that a sample without ids reads, with weight 1. Ids that are
         dropped, for their range or their weight, do not count. The row gets the
         sample's gradient. None: such a sample is zero, and no row is touched.
@@ -279,20 +271,14 @@ class FeatureConfig(NoArray):
         is refused.
       expected_valence: mean number of ids per sample that a ragged feature's buffers
         hold. A shard with more ids gets a larger buffer, which recompiles the step.
-        None: buffers grow with the batches. With `unique_rows`, the mean number of
-        different ids of a device's samples, divided by the number of these samples.
-      unique_rows: True returns each row that a device's samples need once, uncombined,
-        with an index of the samples into these rows: a `te.functional.UniqueRows`. The
-        ids of a sample may then be a dict of arrays or `RaggedIds`, such as a history
-        and a candidate, which share the rows. Ragged ones become sequences of
-        `max_sequence_length`. The combiner has no effect, and weights are refused. The
-        batch must come from `prepare`.
+        None: buffers grow with the batches. For a feature of `te.inputs.unique_ids`,
+        the different ids of a device, divided by its samples.
       find_only: True: `insert_ids` gives unknown ids of this feature no row, for
         features whose ids other features bring. To find an id counts as a use. Only
         for a `Dynamic` vocabulary.
     """
 
-    table: TableConfig | tuple[TableConfig, ...]
+    table: TableConfig
     max_sequence_length: int = 0
     validate_weights_and_indices: bool = True
     output_shape: tuple[int, ...] | None = None
@@ -300,7 +286,6 @@ class FeatureConfig(NoArray):
     name: str | None = None
     out_of_range_ids: OutOfRangePolicy = "error"
     expected_valence: float | None = None
-    unique_rows: bool = False
     find_only: bool = False
 
     def __post_init__(self):
@@ -308,30 +293,19 @@ class FeatureConfig(NoArray):
         raise_all(list(self._problems()))
 
     @property
-    def tables(self) -> tuple[TableConfig, ...]:
-        """The tables that the ids are looked up in, one or several."""
-        return self.table if isinstance(self.table, tuple) else (self.table,)
+    def has_own_batch(self) -> bool:
+        """True if the feature has as many samples as its ids, whatever the batch."""
+        return self.output_shape == (-1,)
 
     def _problems(self):
         owner = f"for feature {self.name!r}"
-        if not self.tables or not all(isinstance(t, TableConfig) for t in self.tables):
+        if not isinstance(self.table, TableConfig):
             yield (
-                "FeatureConfig.table must be a TableConfig or a tuple of them, got "
+                "FeatureConfig.table must be one TableConfig, got "
                 f"{self.table!r} {owner}; give te.TableConfig(vocabulary_size=..., "
-                "dim=...)"
+                "dim=...), and one feature per table to ids of several tables"
             )
-        elif len(self.tables) > 1 and any(table.dynamic for table in self.tables):
-            yield (
-                "FeatureConfig.table must be one table if its vocabulary is a "
-                f"te.Dynamic, got {len(self.tables)} {owner}; an id has a row of its "
-                "own in each, so give each table a feature"
-            )
-        elif len({table.vocabulary_size for table in self.tables}) > 1:
-            sizes = [table.vocabulary_size for table in self.tables]
-            yield (
-                "FeatureConfig.table must hold tables of one vocabulary_size, got "
-                f"{sizes} {owner}; give such tables to features of their own"
-            )
+            return
         if not is_int(self.max_sequence_length) or self.max_sequence_length < 0:
             yield (
                 "FeatureConfig.max_sequence_length must be an int of at least 0, got "
@@ -342,13 +316,13 @@ class FeatureConfig(NoArray):
                 "FeatureConfig.validate_weights_and_indices must be a bool, got "
                 f"{self.validate_weights_and_indices!r} {owner}"
             )
-        if self.output_shape is not None and not (
-            isinstance(self.output_shape, tuple)
-            and all(is_int(size) and size >= 1 for size in self.output_shape)
+        shape = self.output_shape
+        if not (shape is None or self.has_own_batch) and not (
+            isinstance(shape, tuple) and all(is_int(n) and n >= 1 for n in shape)
         ):
             yield (
-                "FeatureConfig.output_shape must be a tuple of positive ints or None, "
-                f"got {self.output_shape!r} {owner}; None means (batch,)"
+                "FeatureConfig.output_shape must be a tuple of positive ints, (-1,) or "
+                f"None, got {shape!r} {owner}; None means (batch,)"
             )
         if self.output_shape is not None and self.max_sequence_length:
             yield (
@@ -368,9 +342,7 @@ class FeatureConfig(NoArray):
                 f"{list(get_args(OutOfRangePolicy))}, got {self.out_of_range_ids!r} "
                 f"{owner}"
             )
-        elif self.out_of_range_ids == "clip" and any(
-            isinstance(t, TableConfig) and t.dynamic for t in self.tables
-        ):
+        elif self.out_of_range_ids == "clip" and self.table.dynamic:
             yield (
                 "FeatureConfig.out_of_range_ids must be 'error' or 'drop' for a "
                 f"te.Dynamic vocabulary, got 'clip' {owner}; its ids have no nearest "
@@ -390,34 +362,22 @@ class FeatureConfig(NoArray):
                 f"FeatureConfig.find_only must be a bool, got {self.find_only!r} "
                 f"{owner}"
             )
-        elif self.find_only and not any(t.dynamic for t in self.tables):
+        elif self.find_only and not self.table.dynamic:
             yield (
                 "FeatureConfig.find_only is for a table with a te.Dynamic vocabulary, "
                 f"got True {owner}; leave it out"
-            )
-        if not isinstance(self.unique_rows, bool):
-            yield (
-                "FeatureConfig.unique_rows must be a bool, got "
-                f"{self.unique_rows!r} {owner}"
-            )
-        elif self.unique_rows and (self.output_shape, self.default_id) != (None, None):
-            yield (
-                "FeatureConfig.unique_rows combines no ids and keeps the shape of its "
-                f"index, got output_shape={self.output_shape!r} and default_id="
-                f"{self.default_id!r} beside it {owner}; leave these out"
             )
 
     def _default_id_problems(self, owner: str):
         if self.default_id is None:
             return
-        tables = [t for t in self.tables if isinstance(t, TableConfig)]
-        if any(t.dynamic for t in tables):
+        if self.table.dynamic:
             yield (
                 "FeatureConfig.default_id must be None for a te.Dynamic vocabulary, "
                 f"got {self.default_id!r} {owner}; put the id into empty samples"
             )
             return
-        num_rows = min([t.max_rows for t in tables], default=MAX_VOCABULARY_SIZE)
+        num_rows = self.table.max_rows
         if not is_int(self.default_id) or not 0 <= self.default_id < num_rows:
             yield (
                 f"FeatureConfig.default_id must be a row of the table, 0 to "
@@ -428,12 +388,6 @@ class FeatureConfig(NoArray):
                 "FeatureConfig.default_id is for samples that are combined, got "
                 f"{self.default_id!r} with max_sequence_length="
                 f"{self.max_sequence_length!r} {owner}; leave out one of the two"
-            )
-        if any(isinstance(t.combiner, CustomCombiner) for t in tables):
-            yield (
-                "FeatureConfig.default_id must be None for a table with a "
-                f"CustomCombiner, got {self.default_id!r} {owner}; put the id into "
-                "empty samples instead"
             )
 
 

@@ -26,9 +26,9 @@ from tpu_embedding.lookup._merge import merge
 from tpu_embedding.optimizers.checks import check_hyperparameters, positive_bound
 from tpu_embedding.plan.plan import EmbeddingPlan
 from tpu_embedding.plan.shard_map import on_shards
-from tpu_embedding.plan.stack_plan import StackPlan, TrainedStackPlan
+from tpu_embedding.plan.stack_plan import TrainedStackPlan
 from tpu_embedding.rows.opaque_row_ids import Sealed
-from tpu_embedding.rows.row_gradients import PackedRowGradients
+from tpu_embedding.rows.row_gradients import RowGradients
 from tpu_embedding.types import RowUpdates
 
 __all__ = [
@@ -48,7 +48,7 @@ T = TypeVar("T")
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class TableGradients:
-    """The sparse gradients of the tables of one plan, at the owners of their rows.
+    """The sparse gradients of the tables of one plan, on the devices of the samples.
 
     Its leaves refuse arithmetic, because row ids are among them. Use `add`, `scale`,
     `global_norm` and `clip_by_global_norm` of this module.
@@ -66,7 +66,7 @@ class TableGradients:
 
         A rule that takes the occurrences of an id one by one has an entry for each.
         """
-        (stack,) = (s for s in self.plan.stacks if s.name == stack_name)
+        (stack,) = (s for s in self.plan.trained_stacks if s.name == stack_name)
         return _first_round(self.stacks[stack_name], stack, self.plan)
 
 
@@ -180,7 +180,7 @@ def scale(gradients: T, factor: Any) -> T:
                 )
             return (leaf * factor).astype(leaf.dtype)
         stacks = {
-            name: seal_gradient(_scale_stack(sealed.open(), factor))
+            name: seal_gradient(sealed.open().scaled(factor))
             for name, sealed in leaf.stacks.items()
         }
         return dataclasses.replace(leaf, stacks=stacks)
@@ -333,29 +333,14 @@ def _add_tables(parts: list[TableGradients]) -> TableGradients:
 
 
 @functools.partial(jax.jit, static_argnames=("stack", "plan"))
-def _first_round(sealed: Sealed, stack: StackPlan, plan: EmbeddingPlan) -> RowUpdates:
+def _first_round(
+    sealed: Sealed, stack: TrainedStackPlan, plan: EmbeddingPlan
+) -> RowUpdates:
     def read(sealed: Sealed) -> RowUpdates:
-        return sealed.open().first_round.as_row_updates()
+        rounds = gradient_rounds(sealed.open(), stack, plan)
+        return rounds.first.as_row_updates()
 
     return _on_shards(read, sealed, plan, stack.rows_spec)
-
-
-def _scale_stack(gradient: StackGradient, factor: Any) -> StackGradient:
-    factor = jnp.asarray(factor, jnp.float32)
-    first, samples = gradient.first_round, gradient.samples
-    occurrences = first.occurrences
-    if occurrences is not None:
-        occurrences = dataclasses.replace(
-            occurrences, values=occurrences.values * factor
-        )
-    values = dataclasses.replace(first.values, lines=first.values.lines * factor)
-    return dataclasses.replace(
-        gradient,
-        first_round=dataclasses.replace(first, values=values, occurrences=occurrences),
-        samples=dataclasses.replace(
-            samples, cotangents=[x * factor for x in samples.cotangents]
-        ),
-    )
 
 
 def _sum_of_squares(values: Array) -> Array:
@@ -389,7 +374,7 @@ def _total_of_stack(
     def measure_shard(sealed: Sealed) -> Array:
         rounds = gradient_rounds(sealed.open(), stack, plan)
 
-        def body(total: Array, part: PackedRowGradients, rows: Any) -> Array:
+        def body(total: Array, part: RowGradients, rows: Any) -> Array:
             del rows
             return total + measure(_sum_by_row(part, stack).as_row_updates().values)
 
@@ -400,9 +385,7 @@ def _total_of_stack(
     return _on_shards(measure_shard, gradients.stacks[name], plan, PartitionSpec())
 
 
-def _sum_by_row(
-    gradients: PackedRowGradients, stack: TrainedStackPlan
-) -> PackedRowGradients:
+def _sum_by_row(gradients: RowGradients, stack: TrainedStackPlan) -> RowGradients:
     """Sums the occurrences of each row, for a rule that takes them one by one."""
     if stack.optimizer.duplicates != "sequence":
         return gradients

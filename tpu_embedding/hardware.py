@@ -23,22 +23,13 @@ EmbeddingFeature = Literal["UNSUPPORTED", "V1", "V2"]
 EMBEDDING_FEATURES: Final[tuple[EmbeddingFeature, ...]] = get_args(EmbeddingFeature)
 """Names of TensorFlow's `HardwareFeature.EmbeddingFeature`, none to newest."""
 
-DMA_GRANULE_BYTES: Final = 64
-"""Minimum size of a SparseCore memory access, as the traffic model counts it.
-
-JAX's own table, `jax/_src/tpu_info.py`, has 32 for v5p, v6e and tpu7x
-(`dma_granule_size_bytes`) and 64 for later generations. The model takes the larger.
-"""
-
-
 _MAX_OFFLOADED_BYTES: Final = 16 * GIBIBYTE
 """Bytes per array that a SparseCore is said to take.
 
 A note in the source code of TorchRec (`torchrec/experimental/torch_tpu`) says so of
 XLA, of each tensor. Libtpu 0.0.50.1 compiles gathers and scatters of larger arrays for
 SparseCores: it did so for v5p and v6e, up to 24 GiB. What a chip does with them was not
-tried. Our own kernels cannot address larger arrays. So plans stay below the limit as a
-precaution.
+tried. So plans stay below the limit as a precaution.
 """
 
 

@@ -96,9 +96,7 @@ class AutoPlacement:
     variables fit in `max_bytes`.
 
     `N` counts `FeatureConfig.expected_valence` ids per sample, else
-    `max_sequence_length`, else 1. A feature with `unique_rows` counts 1 without
-    `expected_valence`, because most of its ids repeat. Devices exchange a row of such a
-    feature once at most, never more rows than the table has.
+    `max_sequence_length`, else 1.
 
     The choice depends on the batch size and the number of devices, and with it the
     stacks. A layer on another mesh may place tables differently; a table of its own

@@ -200,8 +200,6 @@ class ShardedRaggedIds:
       batch_size: number of samples in the batch, without the empty ones.
       min_valence: minimum number of places of a sample. It is 1 if samples without ids
         hold padding, which `FeatureConfig.default_id` needs.
-      max_valence: maximum number of places of a sample, which a `CustomCombiner` needs;
-        None: no maximum is known.
     """
 
     values: IdArray
@@ -209,29 +207,6 @@ class ShardedRaggedIds:
     weights: IdArray | None = None
     batch_size: AxisSize = dataclasses.field(metadata={"static": True})
     min_valence: int = dataclasses.field(default=0, metadata={"static": True})
-    max_valence: int | None = dataclasses.field(default=None, metadata={"static": True})
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class UniqueIds:
-    """Ids of a feature with `FeatureConfig.unique_rows`, once per device.
-
-    Each shard has `ceil(batch / num_shards)` consecutive samples.
-
-    Attributes:
-      ids: int32 `[num_shards, unique_per_shard]`, global; the different ids of each
-        shard's samples, rising, padded with `PADDING_ROW_ID`.
-      index: int32 `[batch]` or `[batch, places]`, or a dict of such arrays, global. The
-        position of each id among the unique ids of its shard; `unique_per_shard` where
-        there is no id.
-      out_of_range: int32 `[num_shards]`, the number of ids outside the table that
-        `FeatureConfig.out_of_range_ids` dropped or clipped.
-    """
-
-    ids: IdArray
-    index: Any
-    out_of_range: IdArray
 
 
 @jax.tree_util.register_dataclass
@@ -298,22 +273,15 @@ class RowIds:
     steps, keep ids, never `RowIds`.
 
     Attributes:
-      ids: int32, in the form of the feature: an array, `DenseIds`, `ShardedRaggedIds`
-        or `UniqueIds`. An id without a row is `PADDING_ROW_ID`.
+      ids: int32, in the form of the feature: an array, `DenseIds` or
+        `ShardedRaggedIds`. An id without a row is `PADDING_ROW_ID`.
     """
 
     ids: Any
 
 
 FeatureIds = (
-    IdArray
-    | Ids64
-    | DenseIds
-    | RaggedIds
-    | SparseIds
-    | ShardedRaggedIds
-    | UniqueIds
-    | RowIds
+    IdArray | Ids64 | DenseIds | RaggedIds | SparseIds | ShardedRaggedIds | RowIds
 )
 
 
@@ -371,8 +339,7 @@ class DynamicStats:
     """Counts of one call for a dynamic table. int32 scalars, over all devices.
 
     Attributes:
-      ids: ids of the batch, repeats included; for a feature with `unique_rows`, the
-        different ids of each device.
+      ids: ids of the batch, repeats included.
       hits: those that had a row before the call.
       inserts: different new ids that got a row.
       evictions: ids that lost their row to a new one.

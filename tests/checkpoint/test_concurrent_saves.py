@@ -6,6 +6,7 @@ import os
 import shutil
 
 import numpy as np
+import pytest
 
 import tpu_embedding as te
 from tests.checkpoint.overwriting_worker import restored_numbers, save
@@ -15,6 +16,7 @@ from tpu_embedding.checkpoint import CheckpointError
 WORKER = "tests.checkpoint.overwriting_worker"
 
 
+@pytest.mark.full
 def test_a_restore_beside_a_writer_sees_one_save(tmp_path):
     directory, wanted = tmp_path / "a", 20
     assert not save(directory, 0)

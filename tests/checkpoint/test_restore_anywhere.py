@@ -16,7 +16,7 @@ SIZES = {"a": 101, "b": 37, "c": 5}
 DIM, BATCH, STEPS = 8, 24, 20
 
 
-def plan_of(optimizer, num_devices, hardware, *, reverse=False, apart=(), kernels=None):
+def plan_of(optimizer, num_devices, hardware, *, reverse=False, apart=()):
     """A plan of all tables; those in `apart` have a stack of their own."""
     names = reversed(SIZES) if reverse else SIZES
     features = {
@@ -36,7 +36,6 @@ def plan_of(optimizer, num_devices, hardware, *, reverse=False, apart=(), kernel
         mesh_of(num_devices),
         optimizer=optimizer,
         hardware=te.hardware.hardware_by_name(hardware),
-        kernels=kernels,
     )
 
 
@@ -116,5 +115,5 @@ def test_training_moves_to_other_devices(name, tmp_path):
     optimizer = OPTIMIZERS[name]
     check_that_training_moves(
         *(optimizer, tmp_path, plan_of(optimizer, 8, "cpu")),
-        plan_of(optimizer, 3, "v5p", reverse=True, apart=("b",), kernels="xla"),
+        plan_of(optimizer, 3, "v5p", reverse=True, apart=("b",)),
     )

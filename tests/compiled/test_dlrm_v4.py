@@ -9,7 +9,7 @@ import dataclasses
 import pytest
 
 from tests.compiled.test_train_step import TOPOLOGIES, WITH_SPARSE_CORE
-from tests.compiled.test_unique_rows import check, shapes_in_memory
+from tests.compiled.test_unique_ids import check, shapes_in_memory
 from tpu_embedding.tools import compile_report
 from tpu_embedding.tools.train import apply_overrides, load_config, make_run_plan
 from tpu_embedding.tools.train.steps import abstract_step

@@ -8,7 +8,6 @@ import jax.numpy as jnp
 import pytest
 
 import tpu_embedding as te
-from tests.tiers import quick_cases
 from tpu_embedding.tools import compile_report
 
 BATCH_PER_DEVICE = 2048
@@ -59,12 +58,13 @@ def compile_step(plan, dim, is_dynamic):
 
 
 def exchanges(compiled):
-    kinds = r"= \S+ (all-to-all|ragged-all-to-all|all-gather)\("
+    kinds = r"= \S+ (all-to-all|all-gather)\("
     return collections.Counter(re.findall(kinds, compiled.as_text()))
 
 
+@pytest.mark.full(every_case=True)
 @pytest.mark.tpu_compiler
-@pytest.mark.parametrize("case", quick_cases(CASES, "v5p"))
+@pytest.mark.parametrize("case", CASES)
 def test_a_step_inserts_in_place(case):
     topology, capacity, dim = CASES[case]
     plan = plan_of(topology, te.Dynamic(capacity=capacity), dim)

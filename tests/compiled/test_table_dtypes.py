@@ -47,7 +47,6 @@ STEPS = [
     *[("bfloat16", dim, "v6e") for dim in (8, 64)],
     ("bfloat16", 32, "tpu7x"),
     *[("int8", 32, "v5p"), ("int8", 64, "v6e"), ("int8", 128, "tpu7x")],
-    ("float16", 64, "v5p"),
 ]
 """Dtype, dim and generation. A dim of 1 is a flat array."""
 

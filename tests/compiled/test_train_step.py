@@ -14,7 +14,7 @@ import pytest
 from flax import nnx
 
 import tpu_embedding as te
-from tests.conftest import mesh_of, needs_kernels
+from tests.conftest import mesh_of
 from tests.tiers import full_cases, matrix, quick_cases, with_ids
 from tpu_embedding.tools import compile_report
 
@@ -40,7 +40,7 @@ REPRESENTATIVE = {
     "every_row": te.optimizers.every_row(te.optimizers.adam(0.1)),
     "adafactor": te.optimizers.adafactor(0.1),
 }
-# Of what runs in kernels, one with slots of each kind: tests/optimizers has the others.
+# One with slots of each kind: tests/optimizers has the others.
 OTHERS = {
     "rowwise_every_row": te.optimizers.every_row(te.optimizers.rowwise_adagrad(0.1)),
     "adafactor_of_four_steps": te.optimizers.adafactor(
@@ -142,31 +142,23 @@ def check(plan, compiled):
     return report
 
 
-def steps_of_backends():
+def steps():
     """Each dim on one generation; narrow and whole rows on the others."""
     for dim in DIMS:
-        yield dim, "v5p", "xla", () if dim in (16, 128) else pytest.mark.full
+        yield dim, "v5p"
     for dim in (16, 128):
         for generation in ("v5e", "v6e", "tpu7x"):
-            yield dim, generation, "xla", pytest.mark.full
-    for dim in (16, 128, 256):
-        marks = (needs_kernels,) if dim == 16 else (needs_kernels, pytest.mark.full)
-        yield dim, "v5p", "sparse_core", marks
-    for dim, generation in ((128, "v6e"), (16, "tpu7x")):
-        yield dim, generation, "sparse_core", (needs_kernels, pytest.mark.full)
+            yield dim, generation
 
 
 @pytest.mark.tpu_compiler
 @pytest.mark.parametrize(
-    ("dim", "generation", "kernels"),
-    quick_cases(
-        [pytest.param(*case, marks=marks) for *case, marks in steps_of_backends()],
-        "16-v5p-sparse_core",
-    ),
+    ("dim", "generation"),
+    quick_cases([pytest.param(*case) for case in steps()], "16-v5p"),
 )
-def test_tpu_step_is_in_place(dim, generation, kernels):
+def test_tpu_step_is_in_place(dim, generation):
     mesh = compile_report.topology_mesh(TOPOLOGIES[generation])
-    plan = make_plan(mesh, dim, ADAGRAD, max(1, 128 // dim), kernels=kernels)
+    plan = make_plan(mesh, dim, ADAGRAD, max(1, 128 // dim))
     compiled = compile_step(plan, dim)
     report, text = check(plan, compiled), compiled.as_text()
     # Ids and rows, gradients back; and the same in the loops of further rounds.
@@ -175,103 +167,61 @@ def test_tpu_step_is_in_place(dim, generation, kernels):
     assert len(re.findall(r"= \(?s32.* all-reduce\(", text)) == 3 + 1
     if generation in WITH_SPARSE_CORE:
         assert report.sparse_core_scatters > 0
-    if kernels == "sparse_core":
-        # Rows, those of ids, those of cotangents; table and slots updated.
-        assert report.kernels >= 4
-    else:
-        assert report.kernels == 0
-        assert (report.sparse_core_gathers > 0) == (generation in WITH_SPARSE_CORE)
+    assert (report.sparse_core_gathers > 0) == (generation in WITH_SPARSE_CORE)
     if 128 % dim == 0:
         rows = plan.stacks[0].num_rows / plan.num_shards
         logical_bytes = 2 * 4 * dim * rows
         assert report.argument_bytes < 1.02 * logical_bytes
 
 
-BOTH_BACKENDS = pytest.mark.parametrize(
-    "kernels", ["xla", pytest.param("sparse_core", marks=needs_kernels)]
-)
-
-
-@pytest.mark.full
-@pytest.mark.tpu_compiler
-@pytest.mark.parametrize(
-    ("dim", "generation"),
-    [(128, "v6e"), pytest.param(16, "v5p", marks=pytest.mark.full)],
-)
-@pytest.mark.parametrize(
-    "kernels",
-    ["xla", pytest.param("sparse_core", marks=(needs_kernels, pytest.mark.full))],
-)
-def test_tpu_step_with_ragged_exchange_is_in_place(dim, generation, kernels):
-    mesh = compile_report.topology_mesh(TOPOLOGIES[generation])
-    rows_per_line = max(1, 128 // dim)
-    options = dict(exchange="ragged", kernels=kernels)
-    plan = make_plan(mesh, dim, ADAGRAD, rows_per_line, **options)
-    compiled = compile_step(plan, dim, batch_size=1024)
-    check(plan, compiled)
-    assert "ragged-all-to-all" in compiled.as_text()
-
-
 @pytest.mark.tpu_compiler
 @pytest.mark.full
-@BOTH_BACKENDS
-def test_step_of_three_chips_is_in_place(kernels):
+def test_step_of_three_chips_is_in_place():
     four = compile_report.topology_mesh(TOPOLOGIES["v5p"])
     mesh = jax.sharding.Mesh(four.devices.reshape(-1)[:3], four.axis_names)
-    plan = make_plan(mesh, 128, REPRESENTATIVE["rowwise_adagrad"], 1, kernels=kernels)
+    plan = make_plan(mesh, 128, REPRESENTATIVE["rowwise_adagrad"], 1)
     check(plan, compile_step(plan, 128))
 
 
-def ways_to_update():
-    """Adafactor and the others differ in the loop of further rounds: on one device."""
-    kernels = (needs_kernels,)
-    full = (pytest.mark.full,)
-    for name in ("rowwise_adagrad", "every_row"):
-        for generation in ("v5p", "tpu7x"):
-            is_quick = generation == "v5p"
-            yield name, generation, 1, "sparse_core", kernels + full * (not is_quick)
-        yield name, "v5p", 1, "xla", full
+WAYS_TO_UPDATE = [
+    ("rowwise_adagrad", "v5p", 1),
     # So many rows that a slot of one value per row is larger than VMEM, too.
-    yield "rowwise_adagrad", "tpu7x", 128, "sparse_core", kernels + full
-    yield "rowwise_adagrad", "tpu7x", 128, "xla", full
-    yield "adam", "v5p", 1, "sparse_core", kernels + full
-    yield "adafactor", "v5p", 1, "sparse_core", kernels + full
-    yield "adafactor", "v5p", 1, "xla", ()
-    yield "adafactor_of_four_steps", "tpu7x", 1, "sparse_core", kernels + full
-    yield "clippy_adagrad", "v5p", 1, "sparse_core", kernels + full
+    ("rowwise_adagrad", "tpu7x", 128),
+    ("every_row", "v5p", 1),
+    ("every_row", "tpu7x", 1),
+    # Adafactor and the others differ in the loop of further rounds: on one device.
+    ("adam", "v5p", 1),
+    ("adafactor", "v5p", 1),
+    ("adafactor_of_four_steps", "tpu7x", 1),
+    ("clippy_adagrad", "v5p", 1),
+]
 
 
 @pytest.mark.full
 @pytest.mark.tpu_compiler
 @pytest.mark.parametrize(
-    ("name", "generation", "rows_per_line", "kernels"),
-    quick_cases(
-        [pytest.param(*case, marks=marks) for *case, marks in ways_to_update()],
-        "rowwise_adagrad-v5p-1-sparse_core",
-    ),
+    ("name", "generation", "rows_per_line"),
+    quick_cases(WAYS_TO_UPDATE, "rowwise_adagrad-v5p-1"),
 )
-def test_every_way_to_update_is_in_place_on_tpu(
-    name, generation, rows_per_line, kernels
-):
+def test_every_way_to_update_is_in_place_on_tpu(name, generation, rows_per_line):
     mesh = compile_report.topology_mesh(TOPOLOGIES[generation])
     optimizer = (REPRESENTATIVE | OTHERS)[name]
-    plan = make_plan(mesh, 128, optimizer, rows_per_line, kernels=kernels)
+    plan = make_plan(mesh, 128, optimizer, rows_per_line)
     report = check(plan, compile_step(plan, 128))
     if name == "rowwise_adagrad":
-        full = make_plan(mesh, 128, ADAGRAD, rows_per_line, kernels=kernels)
+        full = make_plan(mesh, 128, ADAGRAD, rows_per_line)
         full_bytes = full.table_bytes_per_device + full.slot_bytes_per_device
         assert report.argument_bytes < 0.51 * full_bytes
 
 
 @pytest.mark.tpu_compiler
 @pytest.mark.full
-@BOTH_BACKENDS
 @pytest.mark.parametrize("name", OTHERS)
-def test_every_optimizer_is_in_place_on_tpu(name, kernels):
+def test_every_optimizer_is_in_place_on_tpu(name):
     """On one device and few ids, compiled in seconds: no exchange, one round."""
     devices = compile_report.topology_mesh(TOPOLOGIES["v5p"])
     mesh = jax.sharding.Mesh(devices.devices.reshape(-1)[:1], devices.axis_names)
-    plan = make_plan(mesh, 128, OTHERS[name], 1, kernels=kernels)
+    plan = make_plan(mesh, 128, OTHERS[name], 1)
     check(plan, compile_step(plan, 128, batch_size=256))
 
 
@@ -315,13 +265,11 @@ def test_a_step_that_may_be_skipped_is_in_place(name):
 
 @pytest.mark.tpu_compiler
 @pytest.mark.full
-@BOTH_BACKENDS
-def test_a_step_that_may_be_skipped_is_in_place_on_tpu(kernels):
+def test_a_step_that_may_be_skipped_is_in_place_on_tpu():
     mesh = compile_report.topology_mesh(TOPOLOGIES["v5p"])
-    plan = make_plan(mesh, 128, ADAGRAD, 1, kernels=kernels)
+    plan = make_plan(mesh, 128, ADAGRAD, 1)
     report = check(plan, compile_step(plan, 128, skips=True))
     assert report.sparse_core_scatters > 0
-    assert (report.kernels > 0) == (kernels == "sparse_core")
 
 
 def check_step_without_the_big_table(mesh, name):

@@ -66,7 +66,9 @@ def test_single_rows_are_equal_bit_for_bit_and_unknown_ids_read_the_default_row(
 
 def test_strings_are_served_and_a_model_without_an_id(tmp_path):
     te.export.save(DynamicModel(), tmp_path / "served", dynamic_batch(8))
-    batch = dynamic_batch(4) | {"user": np.array(["ann", "bob", "ann", "eve é"])}
+    batch = dynamic_batch(4) | {
+        "user": te.inputs.fingerprint_ids(["ann", "bob", "ann", "eve é"])
+    }
     assert not np.any(te.export.load(tmp_path / "served")(batch)["user"])
 
 
@@ -80,29 +82,33 @@ def test_narrow_rows_are_served(trained, tmp_path):
 
 
 class UniqueItems(nnx.Module):
-    """Reads unique rows of a dynamic table."""
+    """Reads unique ids of a dynamic table."""
 
     def __init__(self):
         table = te.TableConfig(
             vocabulary_size=te.Dynamic(capacity=64), dim=8, name="item"
         )
-        config = te.FeatureConfig(table=table, unique_rows=True)
+        config = te.FeatureConfig(
+            table=table, output_shape=(-1,), out_of_range_ids="drop"
+        )
         self.embedding = te.TPUEmbedding({"item": config}, "adagrad", rngs=nnx.Rngs(0))
 
-    def __call__(self, features):
-        unique = self.embedding(features)["item"]
-        return unique.expand(unique.rows)
+    def __call__(self, features, index):
+        return self.embedding.expand(self.embedding(features)["item"], index)
 
 
 @pytest.mark.full
-def test_unique_rows_of_a_dynamic_table(tmp_path):
+def test_unique_ids_of_a_dynamic_table(tmp_path):
     model, ids = UniqueItems(), np.arange(8) * STEP
     optimizer = te.Optimizer(model, optax.sgd(0.1))
     optimizer.insert_ids(model, model.embedding.prepare({"item": ids[:5]}))
-    batch = {"item": {"a": ids, "b": ids[::-1]}}
-    te.export.save(model, tmp_path / "served", batch)
-    outputs = te.export.load(tmp_path / "served")(batch)
-    wanted = model(model.embedding.prepare(batch))
+    batch = {"a": ids, "b": ids[::-1]}
+    unique = te.inputs.unique_ids(batch, model.embedding.plan, "item")
+    wanted = model(model.embedding.prepare({"item": unique.ids}), unique.index)
+    unique = te.inputs.unique_ids(batch, None, "item")
+    arguments = {"item": unique.ids}, unique.index
+    te.export.save(model, tmp_path / "served", *arguments)
+    outputs = te.export.load(tmp_path / "served")(*arguments)
     for name in ("a", "b"):
         np.testing.assert_array_equal(outputs[name], wanted[name])
     assert np.any(outputs["a"][0]) and not np.any(outputs["a"][7])

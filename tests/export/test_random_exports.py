@@ -14,7 +14,7 @@ from flax import nnx
 import tpu_embedding as te
 from tests.lookup.placements import mesh_of_shape
 from tests.random_configurations import ABSENT, examples
-from tests.test_random_configurations import CUSTOM_TOLERANCE, tables_with_values
+from tests.test_random_configurations import TOLERANCE, tables_with_values
 
 
 def check_export(example, directory):
@@ -37,7 +37,7 @@ def check_export(example, directory):
         found = list(found.values()) if isinstance(found, dict) else [found]
         assert len(found) == len(expected)
         for array, values in zip(found, expected, strict=True):
-            np.testing.assert_allclose(array, values, **CUSTOM_TOLERANCE)
+            np.testing.assert_allclose(array, values, **TOLERANCE)
 
 
 def batch_of(example, number):

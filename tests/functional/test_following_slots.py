@@ -17,10 +17,6 @@ EMA = te.optimizers.adafactor(0.1, use_ema=True, relative_step=False)
 RULES = {
     "adafactor": te.optimizers.adafactor(0.1, relative_step=False),
     "averages, exact": te.optimizers.adafactor(0.1, use_ema=True, mode="exact"),
-    "by table": optax.partition(
-        {"ema": EMA, "sums": te.optimizers.adagrad(0.1)},
-        {"movie": "ema", "city": "sums"},
-    ),
     "schedule free": te.optimizers.every_row(optax.contrib.schedule_free_sgd(0.1)),
 }
 
@@ -68,7 +64,7 @@ def import_after(model, optimizer, values):
     [
         ("adafactor", set_after),
         pytest.param("averages, exact", set_after, marks=full),
-        pytest.param("by table", import_after, marks=full),
+        pytest.param("averages, exact", import_after, marks=full),
         pytest.param("schedule free", set_after, marks=full),
     ],
 )

@@ -21,7 +21,7 @@ def plan_of(num_devices=1, vocabulary_size=16):
     features = {
         "one": te.FeatureConfig(table=a),
         "other": te.FeatureConfig(table=b),
-        "both": te.FeatureConfig(table=(a, b) if vocabulary_size == 16 else a),
+        "again": te.FeatureConfig(table=b if vocabulary_size == 16 else a),
     }
     mesh = mesh_of(num_devices)
     return te.make_plan(features, mesh, optimizer=te.optimizers.sgd(1.0))
@@ -35,14 +35,14 @@ def state_of(plan):
 def batch_of(plan):
     """Returns a batch on the devices of the plan."""
     ids = np.arange(BATCH, dtype=np.int32)
-    features = dict.fromkeys(("one", "other", "both"), ids)
+    features = dict.fromkeys(("one", "other", "again"), ids)
     features = te.inputs.prepare_features(features, plan)
     return jax.device_put(features, NamedSharding(plan.mesh, plan.sample_spec))
 
 
 @pytest.mark.parametrize(
     "missing",
-    [{"both": None}, {"one": None, "other": None, "both": None}],
+    [{"again": None}, {"one": None, "other": None, "again": None}],
     ids=str,
 )
 def test_a_missing_cotangent_is_zero(missing):
@@ -73,7 +73,7 @@ def test_one_table_of_a_feature_may_miss_its_cotangent():
     tables, _ = state_of(plan)
     routing = te.functional.lookup(tables, batch_of(plan), plan).routing
     ones = jnp.ones((BATCH, DIM))
-    cotangents = {"one": None, "other": None, "both": (None, ones)}
+    cotangents = {"one": None, "other": None, "again": ones}
     gradients = te.functional.compute_gradients(routing, cotangents, plan)
     norm = te.gradients.global_norm(gradients)
     np.testing.assert_allclose(norm, np.sqrt(BATCH * DIM), rtol=1e-6)

@@ -59,24 +59,11 @@ def test_ragged_and_sparse_ids_are_padded_with_no_id():
         assert values[values != NONE].tolist() == expected
 
 
-def test_unique_rows_tell_ids_with_equal_lower_words_apart():
-    ids = np.array([[1, 2**32 + 1, 1], [7, 7, 2**63 - 1]])
-    prepared = prepare(ids, unique_rows=True)
-    unique = prepared.ids.to_numpy()
-    for shard in range(2):
-        assert unique[shard][prepared.index[shard]].tolist() == ids[shard].tolist()
-        assert (unique[shard] != NONE).sum() == 2
-
-
-@pytest.mark.parametrize("options", [{}, {"unique_rows": True}])
-def test_the_reserved_id_is_refused_or_dropped(options):
+def test_the_reserved_id_is_refused_or_dropped():
     ids = np.array([-1, 4])
     with pytest.raises(ValueError, match=r"'user' must not be 2\*\*64 - 1"):
-        prepare(ids, **options)
-    prepared = prepare(ids, out_of_range_ids="drop", **options)
-    if options:
-        assert prepared.index.tolist() == [prepared.ids.shape[1], 0]
-        prepared = prepared.ids
+        prepare(ids)
+    prepared = prepare(ids, out_of_range_ids="drop")
     assert prepared.to_numpy().ravel().tolist() == [NONE, 4]
 
 
@@ -110,8 +97,6 @@ def test_ids_that_jax_has_cut_are_refused_at_every_door(ids):
     for weights in (None, [[1.0]]):
         with pytest.raises(TypeError, match=r"'user' .* must hold Ids64.*np.asarray"):
             prepare(ids, weights)
-    with pytest.raises(TypeError, match="must hold Ids64"):
-        prepare({"a": ids}, unique_rows=True)
 
 
 def test_words_pass_and_known_rows_are_refused():
@@ -124,12 +109,16 @@ def test_words_pass_and_known_rows_are_refused():
         prepare(te.functional.RowIds(np.array([1], np.int32)))
 
 
-def test_strings_become_fingerprints_of_64_bits():
+def test_fingerprints_of_strings_are_ids():
     strings = np.array([["a", "b"], ["a", "c" * 100]])
-    words = prepare(strings).to_numpy()
+    words = prepare(te.inputs.fingerprint_ids(strings)).to_numpy()
     assert words[0, 0] == words[1, 0]
     assert len(set(words.ravel().tolist())) == 3
-    ragged = prepare([["b"], ["a", "b"]])
+    ragged = prepare(te.inputs.fingerprint_ids([["b"], ["a", "b"]]))
     assert words[0, 1] in ragged.values.to_numpy()
-    with pytest.raises(TypeError):
-        prepare(np.array(["a", 3], object))
+
+
+def test_strings_are_refused():
+    for strings in (np.array(["a", "b"]), np.array(["a", 3], object)):
+        with pytest.raises(TypeError, match="te.inputs.fingerprint_ids"):
+            prepare(strings)

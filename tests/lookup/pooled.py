@@ -4,20 +4,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from tpu_embedding.lookup._flatten_to_owners import PoolingSpec
-from tpu_embedding.lookup._route import IdsByRow
-from tpu_embedding.plan.backend_request import BackendChoice
-from tpu_embedding.plan.backends import (
-    BatchBackends,
-    StackBackends,
-    choose_for_batch,
-)
 
 # Multiples of 1/2, so that all sums are exact in float32.
 GAINS = np.array([1, -1, 2, 0, -3, 0.5], np.float32)
 SCALES = np.array([0.5, 1, 0, 2, -1], np.float32)
-
-XLA = BatchBackends(None, BackendChoice("xla", ""), BackendChoice("xla", ""))
-FUSED = XLA._replace(pool=BackendChoice("xla", "", "fused"))
 
 
 def pooling_of(form, num_samples=8):
@@ -63,12 +53,16 @@ def places_of(poolings, num_rows, seed=0):
 
 
 def sort_by_row(places, num_rows):
-    """Returns the ids by row; those without a row lie between the others, too."""
+    """Sorts ids by row; those without a row lie between the others, too.
+
+    Returns:
+      The position of each sorted id before sorting, and its place.
+    """
     is_used = places < num_rows
     # Rows of other rounds come before, between and behind those of this round.
     keys = np.where(is_used, 2 * places + 1, np.arange(len(places)) % 8 * 8)
     order = np.argsort(keys, kind="stable").astype(np.int32)
-    return IdsByRow(order=jnp.array(order), places=jnp.array(places[order]))
+    return jnp.array(order), jnp.array(places[order])
 
 
 def matrix_of(poolings, places, num_rows):
@@ -90,15 +84,6 @@ def matrix_of(poolings, places, num_rows):
     return matrix
 
 
-def kernel_backends(layout, poolings):
-    """Returns what a stack of kernels chooses for a batch."""
-    choice = BackendChoice("interpreter", "")
-    stack = StackBackends(*[choice] * 5)
-    return choose_for_batch(
-        layout, stack, [pooling.batch_facts for pooling in poolings]
-    )
-
-
 def integers(*shape, seed=1):
     values = np.random.default_rng(seed).integers(-9, 10, shape)
     return values.astype(np.float32)
@@ -114,10 +99,3 @@ NATURAL = {
         "ragged+gains+scales", "long+gains", "one",
     ],
 }  # fmt: skip
-"""Features of stacks that XLA pools and spreads."""
-
-KERNELS = {
-    "weighted lines": (32, 64, 32, ["many+gains", "many"], "kernel", "xla"),
-    "one row a line": (128, 24, 8, ["many", "one+scales"], "kernel", "kernel"),
-}
-"""Per case: dim, rows of the buffer, samples, features, and what pools and spreads."""

@@ -8,7 +8,6 @@ import optax
 
 import tpu_embedding as te
 from tests.conftest import mesh_of
-from tpu_embedding.plan.capacity import RoundSize
 
 PADDING = te.inputs.PADDING_ROW_ID
 
@@ -73,19 +72,3 @@ def as_namespaces(results):
     if isinstance(results, tuple):
         return tuple(as_namespaces(result) for result in results)
     return results
-
-
-def round_size_of(kind, capacity, rows_per_line=1, received_rows=0, num_shards=1):
-    """Returns a `RoundSize` whose buckets have one unused entry or more."""
-    bucket_size = -(-(capacity + 1) // rows_per_line) * rows_per_line
-    rows = num_shards * bucket_size
-    return RoundSize(
-        kind=kind,
-        capacity=capacity,
-        bucket_size=bucket_size,
-        rows_per_line=rows_per_line,
-        sent_rows=rows if kind == "padded" else rows + 2 * rows_per_line,
-        received_rows=rows if kind == "padded" else received_rows,
-        unique_rows=rows,
-        holds_all=False,
-    )

@@ -1,26 +1,12 @@
-"""The all-to-all of ids, rows and gradients, padded and ragged."""
+"""The all-to-all of ids, rows and gradients."""
 
-import dataclasses
-import types
-
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 import tpu_embedding as te
-from tests.lookup.stages import (
-    PADDING,
-    on_shards,
-    plan_of,
-    round_size_of,
-)
-from tpu_embedding.lookup import _exchange
-from tpu_embedding.lookup._exchange import (
-    Buckets,
-    exchange,
-    quantize,
-)
+from tests.lookup.stages import on_shards, plan_of
+from tpu_embedding.lookup._exchange import exchange, quantize
 
 ROWS_PER_SHARD = 9
 
@@ -62,59 +48,3 @@ def test_quantize():
     shifted = te.QuantizationConfig(num_buckets=3, lower=2.0, upper=6.0)
     result = quantize(jnp.array([0.0, 2.9, 3.0, 4.9, 5.0, 7.0]), shifted)
     np.testing.assert_array_equal(result, [2, 2, 4, 4, 6, 6])
-
-
-P = PADDING
-
-
-@pytest.mark.parametrize(
-    ("rows_per_line", "received_rows", "row_ids", "expected"),
-    [
-        (1, 5, [P, 3, P, 1, 3], [3, 1, 3, P, P]),
-        (1, 2, [P, 3, P, 1, P], [3, 1]),
-        (1, 7, [P, 3, P, 1, P], [3, 1, P, P, P, P, P]),
-        (1, 3, [P, P, P, P], [P, P, P]),
-        (2, 6, [P, P, 7, P, 4, 5, P, P], [7, P, 4, 5, P, P]),
-        (3, 9, [P, P, P, 7, P, P, 4, 5, 6], [7, P, P, 4, 5, 6, P, P, P]),
-        (
-            4,
-            12,
-            [1, 2, P, P, P, P, P, P, 0, P, P, P],
-            [1, 2, P, P, 0, P, P, P] + [P] * 4,
-        ),
-        (4, 4, [P, P, P, P, 9, 8, 7, 6], [9, 8, 7, 6]),
-    ],
-)
-def test_padding_moves_to_the_end(rows_per_line, received_rows, row_ids, expected):
-    size = round_size_of("ragged", 3, rows_per_line, received_rows)
-    compacted = _exchange._compact(jnp.array(row_ids, jnp.int32), size)
-    assert compacted.tolist() == expected
-
-
-def test_a_tpu_moves_buckets_by_its_own_collective(monkeypatch):
-    tpu = types.SimpleNamespace(platform="tpu")
-    mesh = types.SimpleNamespace(devices=np.array([tpu]), axis_names=("shard",))
-    plan = dataclasses.replace(plan_of(1, 8), mesh=mesh)
-    calls = []
-
-    def ragged_all_to_all(*arguments, **options):
-        calls.append((*arguments, options))
-        return arguments[1]
-
-    monkeypatch.setattr(jax.lax, "ragged_all_to_all", ragged_all_to_all)
-    sent, received = (
-        Buckets(
-            starts=jnp.array([start]),
-            sizes=jnp.array([start + 1]),
-            remote_starts=jnp.array([start + 2]),
-        )
-        for start in (10, 20)
-    )
-    lines = jnp.ones((4, 3))
-    result = _exchange._move_ragged(lines, sent, received, 7, plan.stacks[0], plan)
-    assert result.shape == (7, 3)
-    ((operand, output, *bounds, options),) = calls
-    assert operand is lines
-    assert output.dtype == lines.dtype
-    assert [int(x[0]) for x in bounds] == [10, 11, 12, 21]
-    assert options == {"axis_name": ("shard",)}

@@ -52,7 +52,7 @@ def test_ids_travel_only_where_rows_do():
     for num_devices, is_sent in ((1, False), (8, True)):
         routed = te.functional.route(ids_of(), plan_on(num_devices))
         (stack,) = routed.stacks.values()
-        assert (stack.routing.sent is not None) == is_sent
+        assert (stack.sent is not None) == is_sent
 
 
 @pytest.mark.parametrize("name", PLANS)

@@ -9,8 +9,8 @@ import pytest
 
 from tests.lookup.pooled import integers
 from tests.lookup.stages import PADDING
-from tpu_embedding.lookup._gradient_blocks import first_block, fold_blocks
-from tpu_embedding.rows.packed_rows import RowLayout, gather_in_bounds, pack_rows
+from tpu_embedding.lookup._gradient_blocks import gradient_blocks, sorted_blocks
+from tpu_embedding.rows.packed_rows import RowLayout, gather_in_bounds
 
 ROWS, NUM_KEYS = 12, 12
 
@@ -31,32 +31,28 @@ def fold(keys, cotangents, ids_per_block, layout):
     (num_ids,) = keys.shape
 
     def read_cotangents(ids):
-        rows = gather_in_bounds(cotangents, ids)
-        return pack_rows(rows, layout.resized(ids.shape[0]))
+        return gather_in_bounds(cotangents, ids)
 
     def body(carry, gradients, row_range):
         sums, visits, ends, turn = carry
         updates = gradients.as_row_updates()
         sums = sums.at[updates.row_ids].add(updates.values, mode="drop")
         visits = visits.at[updates.row_ids].add(1, mode="drop")
-        first, end = row_range
+        first, end = row_range or (jnp.int32(0), jnp.int32(ROWS))
         is_row = updates.row_ids != PADDING
         is_outside = is_row & ((updates.row_ids < first) | (updates.row_ids >= end))
         visits += jnp.sum(is_outside)
         return sums, visits, ends.at[turn].set(jnp.stack([first, end])), turn + 1
 
-    first, blocks = first_block(keys, ids_per_block, read_cotangents, layout)
     carry = (
         jnp.zeros((ROWS, layout.dim)),
         jnp.zeros((ROWS,), jnp.int32),
         jnp.full((num_ids + 1, 2), -1, jnp.int32),
         0,
     )
-    end_row = jnp.int32(ROWS) if blocks is None else blocks.end_row[0]
-    carry = body(carry, first, (jnp.int32(0), end_row))
-    if blocks is None:
-        return carry
-    return fold_blocks(blocks, first, read_cotangents, layout, body, carry)
+    blocks = sorted_blocks(keys, layout.dim, ids_per_block)
+    rounds = gradient_blocks(blocks, read_cotangents, layout)
+    return rounds.fold(body, carry)
 
 
 @pytest.mark.parametrize(("ids_per_block", "dim"), [(1, 1), (4, 3)])
@@ -81,6 +77,3 @@ def test_blocks_sum_by_row(ids_per_block, dim):
         np.testing.assert_array_equal(ranges[1:, 0], ranges[:-1, 1], err_msg=name)
         assert ranges[0, 0] == 0
         assert ranges[-1, 1] == ROWS or not used.any()
-
-
-"""A dim whose rows fill a block of 128 ids."""

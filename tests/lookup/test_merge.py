@@ -8,10 +8,7 @@ import jax
 import numpy as np
 import pytest
 
-from tests.conftest import needs_kernels
 from tpu_embedding.lookup._merge import merge
-from tpu_embedding.rows.kernels.kernel_access import KernelAccess
-from tpu_embedding.rows.packed_rows import RowLayout, pack_rows
 from tpu_embedding.types import PADDING_ROW_ID
 
 CASES = {
@@ -24,24 +21,19 @@ CASES = {
 }
 
 
-KERNELS = KernelAccess(backend="interpreter")
-
-
-@functools.partial(jax.jit, static_argnames=("bound", "layout", "kernels"))
-def jitted_merge(row_ids, gradients, bound, layout, kernels):
-    gradients = pack_rows(gradients, layout, kernels)
+@functools.partial(jax.jit, static_argnames="bound")
+def jitted_merge(row_ids, gradients, bound):
     return merge(row_ids, gradients, bound).as_row_updates()
 
 
-def check(row_ids, num_rows, bound, dim=3, kernels=None, **layout):
+def check(row_ids, num_rows, bound, dim=3):
     """Merges integers, whose sums are exact in any order."""
     row_ids = np.asarray(row_ids, np.int32)
     gradients = np.random.default_rng(0).integers(-9, 9, (len(row_ids), dim))
     gradients = gradients.astype(np.float32)
     is_used = row_ids != PADDING_ROW_ID
     gradients[~is_used] = np.nan
-    layout = RowLayout(num_rows=len(row_ids), row_shape=(dim,), **layout)
-    merged = jitted_merge(row_ids, gradients, bound, layout, kernels)
+    merged = jitted_merge(row_ids, gradients, bound)
     result = np.zeros((num_rows, dim))
     is_row = np.asarray(merged.row_ids) != PADDING_ROW_ID
     assert (np.asarray(merged.values)[~is_row] == 0).all()
@@ -57,13 +49,6 @@ def check(row_ids, num_rows, bound, dim=3, kernels=None, **layout):
 @pytest.mark.parametrize("case", CASES)
 def test_equals_numpy(case, bound):
     check(CASES[case] * (2 if bound == 8 else 1), 8, bound)
-
-
-@pytest.mark.full(every_case=True)
-@needs_kernels
-def test_rows_that_share_lines():
-    for case in CASES.values():
-        check(case * 5, 8, 1000, 32, KERNELS, line_lanes=128)
 
 
 @pytest.mark.parametrize("num_repeats", [0, 1025])

@@ -1,4 +1,4 @@
-"""Calls of the layer with some features, with others, and with several tables each."""
+"""Calls of the layer with some features, and with others."""
 
 import jax
 import jax.numpy as jnp
@@ -17,7 +17,7 @@ SIZE = 13
 ITEM = te.TableConfig(vocabulary_size=SIZE, dim=4, combiner="sum", name="item")
 LINEAR = te.TableConfig(vocabulary_size=SIZE, dim=1, combiner="sum", name="linear")
 CONFIG = {
-    "item": te.FeatureConfig(table=(LINEAR, ITEM)),
+    "item": [te.FeatureConfig(table=LINEAR), te.FeatureConfig(table=ITEM)],
     "user": {
         "id": te.FeatureConfig(table=ITEM),
         "bias": te.FeatureConfig(table=LINEAR),
@@ -33,7 +33,7 @@ def ragged(samples):
 
 ITEM_IDS = ragged([[1, 2], [3], [3, 3, 4], [5], [6, 7]])
 USER_IDS = np.array([8, 9, 9, 10, 1])
-BATCH = {"item": ITEM_IDS, "user": {"id": USER_IDS, "bias": USER_IDS}}
+BATCH = {"item": [ITEM_IDS, ITEM_IDS], "user": {"id": USER_IDS, "bias": USER_IDS}}
 
 
 def layer_on(num_devices, optimizer=None, config=None):
@@ -54,21 +54,11 @@ def trained_by(loss_fn, layer):
     return before, {name: before[name] - after[name] for name in before}
 
 
-def test_ids_of_one_feature_in_two_tables():
-    """Equals two features with the same ids, each in one table."""
+def test_the_same_ids_in_two_tables():
     layer = layer_on(1)
     features = layer.prepare(BATCH)
-    assert isinstance(features["item"], te.inputs.ShardedRaggedIds)  # converted once
     linear, factors = layer(features)["item"]
     assert (linear.shape, factors.shape) == ((5, 1), (5, 4))
-    twice = {
-        "a": te.FeatureConfig(table=LINEAR),
-        "b": te.FeatureConfig(table=ITEM),
-    }
-    ids = dict.fromkeys("ab", features["item"])
-    split = layer(ids, serving_config=twice)
-    np.testing.assert_array_equal(linear, split["a"])
-    np.testing.assert_array_equal(factors, split["b"])
 
     def loss_fn(layer):
         linear, factors = layer({"item": features["item"]})["item"]
@@ -82,7 +72,7 @@ def test_ids_of_one_feature_in_two_tables():
 
 SUBSETS = {
     "one stack": {"user": {"bias": USER_IDS}},
-    "two tables": {"item": ITEM_IDS},
+    "two tables": {"item": [ITEM_IDS, ITEM_IDS]},
 }
 
 
@@ -96,7 +86,7 @@ def test_a_subset_of_the_features(case):
         [
             activation
             for activation, feature in zip(
-                layer.plan.flatten_activations(everything),
+                layer.plan.flatten(everything),
                 layer.plan.features,
                 strict=True,
             )
@@ -140,14 +130,19 @@ def test_slots_of_stacks_without_a_gradient_are_kept():
 
 SERVING = {
     "candidates": te.FeatureConfig(table=ITEM, max_sequence_length=3),
-    "both": te.FeatureConfig(table=(ITEM, LINEAR), output_shape=(2, 2)),
+    "both": [
+        te.FeatureConfig(table=table, output_shape=(2, 2)) for table in (ITEM, LINEAR)
+    ],
 }
 
 
 def test_other_features_on_the_same_tables():
     layer = layer_on(1)
     tables = layer.embedding_tables()
-    ids = {"candidates": ragged([[1, 2, 3, 4], [5]]), "both": np.array([1, 2, 3, 4])}
+    ids = {
+        "candidates": ragged([[1, 2, 3, 4], [5]]),
+        "both": [np.array([1, 2, 3, 4])] * 2,
+    }
     prepared = layer.prepare(ids, serving_config=SERVING)
     found = layer(prepared, serving_config=SERVING)
     np.testing.assert_array_equal(found["candidates"][0], tables["item"][1:4])
@@ -194,11 +189,11 @@ def test_calls_compile_once_each_and_leave_the_train_step_alone():
         traces.append("evaluate")
         return layer(features, serving_config=SERVING)
 
-    items = layer.prepare({"item": ITEM_IDS})
+    items = layer.prepare({"item": [ITEM_IDS, ITEM_IDS]})
     for _ in range(3):
         train(layer, optimizer, items)
         call(layer, {"user": {"id": USER_IDS}})
-        evaluate(layer, {"both": np.array([1, 2, 3, 4])})
+        evaluate(layer, {"both": [np.array([1, 2, 3, 4])] * 2})
     assert sorted(traces) == ["call", "evaluate", "train"]
 
 

@@ -323,7 +323,7 @@ MISUSE = {
     "tables of another plan": (
         lambda m, v, b: apply_with_tables_of(trained_plan(2), v),
         ValueError,
-        "num_shards: 2, not 1|num_shards: 1, not 2",
+        "the array has 2 shards|the array has 1 shards",
     ),
     "gradients of jax.grad": (
         lambda m, v, b: apply_gradients_with(m, v, b, grads=v["params"]),

@@ -134,6 +134,7 @@ def test_a_dense_model_over_its_own_axis_gives_equal_numbers(on_one_device):
     check_equal(train(plan), on_one_device)
 
 
+@pytest.mark.full
 def test_explicit_axes_give_equal_numbers(on_one_device):
     mesh = jax.make_mesh((4, 2), ("data", "model"))
     assert set(mesh.axis_types) == {AxisType.Explicit}

@@ -75,7 +75,6 @@ OPTIMIZERS = {
         0.3, variable_relative_threshold=0.5, absolute_threshold=0.1
     ),
     "adafactor": te.optimizers.adafactor(0.3, epsilon_2=0.1),
-    "norm": optax.chain(optax.clip_by_global_norm(10.0), te.optimizers.adagrad(0.3)),
     "options": te.optimizers.with_options(
         te.optimizers.adagrad(0.3),
         clipvalue=(-1.0, None),

@@ -11,34 +11,6 @@ from tests.conftest import mesh_of
 from tests.optimizers.rule_cases import initial_state, one_table_plan, update
 
 
-def plan_of(names, optimizer, num_devices=1, **options):
-    features = {
-        name: te.FeatureConfig(
-            table=te.TableConfig(vocabulary_size=5, dim=2, combiner="sum", name=name)
-        )
-        for name in names
-    }
-    return te.make_plan(features, mesh_of(num_devices), optimizer=optimizer, **options)
-
-
-def test_a_mode_is_that_of_its_branch_only():
-    optimizer = optax.multi_transform(
-        {
-            "every": te.optimizers.every_row(optax.adam(0.1), gradient_steps=4),
-            "touched": optax.adam(0.1),
-            "sequence": te.optimizers.in_sequence(optax.adam(0.1)),
-        },
-        {"a": "every", "b": "touched", "c": "sequence"},
-    )
-    found = {
-        stack.tables[0].name: stack.optimizer
-        for stack in plan_of("abc", optimizer).stacks
-    }
-    assert [found[name].rows for name in "abc"] == ["every", "touched", "touched"]
-    assert [found[name].gradient_steps for name in "abc"] == [4, 1, 1]
-    assert [found[name].duplicates for name in "abc"] == ["sum", "sum", "sequence"]
-
-
 def test_sequence_follows_the_samples_not_the_places_of_ids():
     """Dense ids lie place by place within; the rule must see them sample by sample."""
     rule = te.optimizers.in_sequence(te.optimizers.adagrad(0.5))
@@ -57,6 +29,7 @@ def test_sequence_follows_the_samples_not_the_places_of_ids():
     np.testing.assert_allclose(found, expected, rtol=1e-5)
 
 
+EVERY_ROW = te.optimizers.every_row(optax.sgd(0.1))
 REFUSED = {
     "totals_within_cond": (
         optax.apply_if_finite(te.optimizers.adafactor(0.1), 3),
@@ -78,14 +51,41 @@ REFUSED = {
         ),
         "last of a chain",
     ),
-    "two_numbers_of_steps": (
-        optax.chain(
-            te.optimizers.every_row(optax.sgd(0.1), gradient_steps=4),
-            te.optimizers.every_row(optax.sgd(0.1), gradient_steps=2),
-        ),
-        r"\[2, 4\]",
+    "every_row_in_a_chain": (
+        optax.chain(optax.clip(1.0), EVERY_ROW),
+        r"every_row\(optax.chain",
+    ),
+    "in_sequence_in_a_chain": (
+        optax.chain(te.optimizers.in_sequence(optax.sgd(0.1)), optax.scale(2.0)),
+        "must be the outermost",
+    ),
+    "every_row_in_hyperparameters": (
+        optax.inject_hyperparams(te.optimizers.adam)(0.1, lazy_adam=False),
+        "must be the outermost",
+    ),
+    "norm_in_a_chain": (
+        optax.chain(optax.clip(1.0), te.optimizers.adafactor(global_clipnorm=1.0)),
+        "must be the outermost",
     ),
 }
+
+
+def test_two_numbers_of_steps_are_refused():
+    rule = te.optimizers.every_row(optax.sgd(0.1), gradient_steps=4)
+    with pytest.raises(ValueError, match="2 around 4"):
+        te.optimizers.every_row(rule, gradient_steps=2)
+
+
+def test_options_keep_the_mode():
+    rule = te.optimizers.adam(0.1, lazy_adam=False, clip_weight_max=1.0)
+    for wrapped in (
+        rule,
+        te.optimizers.with_slot_storage(EVERY_ROW),
+        te.optimizers.decay_rows(EVERY_ROW, 0.1),
+        te.optimizers.with_options(EVERY_ROW, clipvalue=1.0),
+    ):
+        plan = one_table_plan(wrapped, 5, 2, mesh_of(1))
+        assert plan.stacks[0].optimizer.rows == "every"
 
 
 @pytest.mark.parametrize("name", REFUSED)

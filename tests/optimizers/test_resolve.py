@@ -1,6 +1,5 @@
 """What may be given as an optimizer: names, wrappers, and dicts of tables."""
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
@@ -9,35 +8,30 @@ import pytest
 import tpu_embedding as te
 from tests.conftest import mesh_of
 from tests.optimizers.rule_cases import initial_state, one_table_plan, update
-from tests.tiers import quick_cases
 from tpu_embedding.optimizers.resolve import resolve_optimizer
 
 adagrad = te.optimizers.adagrad
 
 
-def resolve(optimizer, name="movie", names=("movie", "user")):
-    return resolve_optimizer(optimizer, name, names)
-
-
-def mean_rule(divisor):
-    """A rule whose code depends on the dim, or not."""
-    return optax.stateless(lambda g, _: -g / (divisor or g.shape[1]))
+def resolve(optimizer, name="movie"):
+    return resolve_optimizer(optimizer, name, 3)
 
 
 EQUAL_CALLS = {
     "adagrad": lambda: te.optimizers.adagrad(0.1),
-    "optax": lambda: optax.chain(optax.clip(1.0), optax.adam(0.1)),
-    "schedule": lambda: te.optimizers.sgd(optax.linear_schedule(0.1, 0.2, 10)),
-    "every_row": lambda: te.optimizers.every_row(optax.sgd(0.1, momentum=0.9)),
-    "injected": lambda: optax.inject_hyperparams(te.optimizers.sgd)(learning_rate=0.1),
+    "by_name": lambda: te.optimizers.sgd(learning_rate=0.1, clip_weight_max=1.0),
+    "schedule": lambda: te.optimizers.sgd(SCHEDULE),
+    "every_row": lambda: te.optimizers.every_row(te.optimizers.sgd(0.1)),
+    "slots": lambda: adagrad(0.1, slot_initializers={"accumulators": 0.5}),
     "keras": lambda: te.optimizers.from_keras_config({"name": "adam"} | RATE),
     "adafactor": lambda: te.optimizers.adafactor(0.1, clipnorm_of="occurrences"),
 }
 RATE = {"learning_rate": 0.1}
+SCHEDULE = optax.linear_schedule(0.1, 0.2, 10)
 DIFFERENT = {
     "rate": (adagrad(0.1), adagrad(0.2)),
     "schedule": (
-        adagrad(optax.linear_schedule(0.1, 0.2, 10)),
+        adagrad(SCHEDULE),
         adagrad(optax.linear_schedule(0.1, 0.2, 11)),
     ),
     "slot_dtype": (adagrad(0.1), adagrad(0.1, slot_dtype=jnp.bfloat16)),
@@ -46,8 +40,6 @@ DIFFERENT = {
         te.optimizers.adafactor(0.1, clipnorm=1.0, clipnorm_of=of)
         for of in ("sum", "occurrences")
     ],
-    # 3 is the dim for which rules are compared.
-    "code": (mean_rule(3), mean_rule(None)),
 }
 
 
@@ -125,57 +117,13 @@ def test_totals_in_sequence_are_refused():
         resolve(rule)
 
 
-LABELS = {"movie": "fast", "user": "slow", "city": "fixed"}
-BY_TABLE = {
-    "labels_by_path": optax.multi_transform(
-        {"fast": optax.sgd(1.0), "slow": optax.sgd(0.1), "fixed": optax.sgd(0.0)},
-        lambda tables: jax.tree_util.tree_map_with_path(
-            lambda path, _: LABELS[path[0].key], tables
-        ),
-    ),
-    "multi_transform": optax.multi_transform(
-        {
-            "fast": te.optimizers.adagrad(0.5),
-            "slow": optax.adam(0.01),
-            "fixed": optax.set_to_zero(),
-        },
-        LABELS,
-    ),
-}
-
-
-@pytest.mark.parametrize("name", quick_cases(BY_TABLE, "multi_transform"))
-def test_optimizer_of_a_dict_of_tables_equals_optax(name):
-    optimizer = BY_TABLE[name]
-    features = {
-        table: te.FeatureConfig(
-            table=te.TableConfig(vocabulary_size=6, dim=2, combiner="sum", name=table)
-        )
-        for table in LABELS
-    }
-    plan = te.make_plan(features, mesh_of(2), optimizer=optimizer)
-    tables = te.functional.init_tables(plan, jax.random.key(0))
-    slots = te.functional.init_slots(tables, plan)
-    dense = {
-        k: jnp.asarray(v) for k, v in te.functional.unstack_tables(tables, plan).items()
-    }
-    state = optimizer.init(dense)
-    generator = np.random.default_rng(0)
-    ids = {table: np.arange(6, dtype=np.int32) for table in LABELS}
-    for _ in range(3):
-        gradient = {
-            table: generator.normal(size=(6, 2)).astype(np.float32) for table in LABELS
-        }
-        tables, slots = update(tables, slots, ids, gradient, plan)
-        updates, state = optimizer.update(gradient, state, dense)
-        dense = optax.apply_updates(dense, updates)
-    for table, values in te.functional.unstack_tables(tables, plan).items():
-        np.testing.assert_allclose(values, dense[table], rtol=1e-5, atol=1e-6)
-
-
-def test_what_fits_neither_an_array_nor_a_dict_is_refused():
-    optimizer = optax.masked(optax.sgd(0.1), {"other": True})
-    with pytest.raises(te.optimizers.NotRowLocalError, match=r"\['table'\]"):
+def test_an_optimizer_of_several_tables_is_refused():
+    optimizer = optax.multi_transform(
+        {"fast": optax.sgd(1.0), "slow": optax.sgd(0.1)}, {"table": "fast"}
+    )
+    with pytest.raises(
+        te.optimizers.NotRowLocalError, match=r"(?s)\[rows, 2\].*'table'"
+    ):
         one_table_plan(optimizer, 5, 2, mesh_of(1))
 
 

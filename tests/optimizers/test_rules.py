@@ -20,8 +20,7 @@ from tests.optimizers.rule_cases import (
     update,
 )
 from tests.tiers import quick_cases
-from tpu_embedding.optimizers.analysis.row_local import runs_on_lines
-from tpu_embedding.optimizers.analysis.slots import slot_row_shapes
+from tpu_embedding.optimizers.slots import slot_row_shapes
 from tpu_embedding.optimizers.table_rows import table_rows, table_rows_context
 
 VOCABULARY_SIZE, DIM = 40, 8
@@ -242,71 +241,7 @@ def test_step_gated_rules_need_every_row(name):
 
 
 # What looks at a row, at its size, or at all of them, cannot see several in a line.
-ON_LINES = {
-    **{name: True for name in ("sgd", "adagrad", "adam", "ftrl", "chain", "schedule")},
-    **{name: True for name in ("inject", "options", "optax.adamw", "optax.lion")},
-    **{name: False for name in ("rowwise_adagrad", "lamb", "norm", "adafactor")},
-    "centralize": False,
-    "factored": False,
-    "by_dim": False,
-}
-LOOK_AT_ROWS = {
-    "centralize": optax.chain(optax.centralize(), optax.sgd(0.1)),
-    "factored": optax.chain(optax.scale_by_factored_rms(), optax.scale(-0.1)),
-    "by_dim": optax.stateless(lambda u, p: u / p.shape[1]),
-}
-
-
-@pytest.mark.parametrize(("name", "expected"), ON_LINES.items())
-def test_which_rules_run_on_lines(name, expected):
-    plan = one_table_plan((OPTIMIZERS | LOOK_AT_ROWS)[name], 9, 32, mesh_of(1))
-    assert runs_on_lines(plan.stacks[0].optimizer, 32, 128) is expected
-
-
 def test_every_row_excludes_sequence():
     optimizer = te.optimizers.every_row(te.optimizers.in_sequence(OPTIMIZERS["sgd"]))
     with pytest.raises(ValueError, match="at once"):
         one_table_plan(optimizer, VOCABULARY_SIZE, DIM, mesh_of(1))
-
-
-SUMS_OVER_ROWS = {
-    "global norm": optax.clip_by_global_norm(1.0),
-    "count of finite": optax.apply_if_finite(optax.sgd(0.1), 5),
-    "custom reduction": optax.stateless(
-        lambda u, p: u + jax.lax.reduce(u, 0.0, jax.lax.add, (0,))[None, :]
-    ),
-    "norm of the layer": optax.novograd(0.1),
-    "a norm in a chain": optax.chain(optax.clip_by_global_norm(1.0), optax.adam(0.1)),
-    "every row": te.optimizers.every_row(optax.lamb(0.1)),
-    "a name": "adam",
-}
-
-
-@pytest.mark.parametrize("case", SUMS_OVER_ROWS)
-def test_check_row_local_accepts_what_a_plan_does(case):
-    one_table_plan(SUMS_OVER_ROWS[case], VOCABULARY_SIZE, DIM, mesh_of(1))
-    te.optimizers.check_row_local(SUMS_OVER_ROWS[case], DIM)
-
-
-LOOPS_OVER_ROWS = {
-    "map": lambda body, u: jax.lax.map(body, u),
-    "scan": lambda body, u: jax.lax.scan(lambda c, x: (c, body(x)), 0.0, u)[1],
-}
-
-
-@pytest.mark.parametrize("case", quick_cases(LOOPS_OVER_ROWS, "scan"))
-def test_loops_over_rows_are_refused_in_bounded_time(case):
-    """The bound counts traced rows; tables of 65,536 rows exceed it."""
-    traced = []
-
-    def body(row):
-        traced.append(row.shape)
-        if len(traced) > 4_000:
-            pytest.fail("unrolls too many rows")  # No Exception, so no rule's error.
-        return row / (1 + jnp.sum(row * row))
-
-    rule = optax.stateless(lambda u, p: LOOPS_OVER_ROWS[case](body, u))
-    with pytest.raises(te.optimizers.NotRowLocalError, match=r"jax\.vmap"):
-        te.optimizers.check_row_local(rule, DIM)
-    with pytest.raises(te.optimizers.NotRowLocalError, match=r"jax\.vmap"):
-        one_table_plan(rule, VOCABULARY_SIZE, DIM, mesh_of(1))

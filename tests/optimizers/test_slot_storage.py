@@ -77,6 +77,7 @@ def test_bfloat16_slots():
 WRONG = {
     "no_such_slot": (dict(slot_initializers={"velocity": 1.0}), "'velocity'"),
     "integers": (dict(slot_dtype=jnp.int8), "floating"),
+    "no_type": (dict(slot_dtype="brain"), "floating"),
     "creation_fn": (dict(slot_variable_creation_fn=print), "slot_initializers"),
     "clips_in_sequence": (
         dict(use_gradient_accumulation=False, clipvalue=1.0),

@@ -35,13 +35,20 @@ IDS = {"feature_0": np.arange(4), "feature_1": np.arange(4)}
 OTHER_PLANS = {
     "renamed, so the order changes": (
         dict(names=("items", "a_users")),
-        ["table 'a_users': missing", "table 'items': rows 0 to 12, not 12 to 24"],
+        [
+            "the array has table 'items' in rows 0 to 12",
+            "the plan has table 'a_users' in rows 0 to 12",
+            "the plan has table 'items' in rows 12 to 24",
+        ],
     ),
     "other sizes of the same sum": (
         dict(sizes=(8, 16)),
-        ["table 'items': rows 0 to 12, not 0 to 8", "table 'users'"],
+        ["the array has table 'items' in rows 0 to 12", "table 'users'"],
     ),
-    "other devices": (dict(num_devices=4), ["num_shards: 2, not 4"]),
+    "other devices": (
+        dict(num_devices=4),
+        ["the array has 2 shards of 12 rows", "the plan has 4 shards of 6"],
+    ),
 }
 
 

@@ -1,4 +1,4 @@
-"""Other features on the same tables, subsets of a nest, several tables per feature."""
+"""Other features on the same tables, and subsets of a nest."""
 
 import dataclasses
 
@@ -21,7 +21,7 @@ def feature(table, **options):
 
 CONFIG = {
     "user": {"id": feature(USER), "history": [feature(ITEM), feature(USER)]},
-    "item": feature((ITEM, WIDE)),
+    "item": [feature(ITEM), feature(WIDE)],
     "other": feature(NAMELESS),
 }
 
@@ -46,17 +46,10 @@ def names(plan):
     return [f.name for f in plan.features]
 
 
-@pytest.mark.parametrize("leaf", ["a", ("a",), ["a", "b"], ("a", "b", "c")], ids=repr)
-def test_activations_of_two_tables_are_a_tuple(leaf):
-    plan = te.make_plan(feature((ITEM, WIDE)), mesh_of(1))
-    with pytest.raises(ValueError, match="'feature' must be a tuple .* here 2"):
-        plan.flatten_activations(leaf, "cotangents")
-
-
 def test_with_features_keeps_all_but_the_features():
     plan = plan_of(optimizer=optax.sgd(0.1))
     other = plan.with_features(
-        [feature(ITEM, max_sequence_length=3), feature((NAMELESS,), name="n")]
+        [feature(ITEM, max_sequence_length=3), feature(NAMELESS, name="n")]
     )
     assert places(other) == ["item", "table_0"]
     assert names(other) == ["0", "n"]
@@ -67,7 +60,7 @@ def test_with_features_keeps_all_but_the_features():
         == plan
     )
     assert other.stacks is plan.stacks
-    again = plan.with_features([f.config for f in other.inputs])
+    again = plan.with_features([f.config for f in other.features])
     assert again == other and hash(again) == hash(other)
 
 
@@ -89,10 +82,10 @@ def test_with_features_lists_every_table_that_is_missing():
 
 SUBSETS = {
     "all": (
-        {"user": {"id": 1, "history": [2, 3]}, "item": 4, "other": 5},
-        ["item", "item", "other", "user/history/0", "user/history/1", "user/id"],
+        {"user": {"id": 1, "history": [2, 3]}, "item": [4, 6], "other": 5},
+        ["item/0", "item/1", "other", "user/history/0", "user/history/1", "user/id"],
     ),
-    "one key": ({"item": 4}, ["item", "item"]),
+    "one key": ({"item": [4, 6]}, ["item/0", "item/1"]),
     "nested": ({"user": {"id": 1}, "other": 5}, ["other", "user/id"]),
     "list": ({"user": {"history": [2, 3]}}, ["user/history/0", "user/history/1"]),
     "empty part": ({"user": {}, "other": 5}, ["other"]),

@@ -29,15 +29,12 @@ def make_plan():
         initializer=lambda key, shape, dtype: jnp.zeros(shape, dtype),
         optimizer=te.optimizers.adagrad(0.1),
     )
-    largest = te.CustomCombiner(
-        function=lambda valence, rows: jnp.max(rows, axis=0), max_valence=3
-    )
-    custom = te.TableConfig(vocabulary_size=9, dim=2, name="custom", combiner=largest)
+    other = te.TableConfig(vocabulary_size=9, dim=2, name="other", combiner="sum")
     config = Columns(
         past=te.FeatureConfig(table=table, expected_valence=3),
         rest=[
-            te.FeatureConfig(table=(table, table), name="twice"),
-            {"custom": te.FeatureConfig(table=custom)},
+            te.FeatureConfig(table=table, name="again"),
+            {"other": te.FeatureConfig(table=other)},
         ],
     )
     return te.make_plan(config, mesh_of(3))
@@ -46,7 +43,7 @@ def make_plan():
 def make_batch():
     return Columns(
         past=[[1, 2], [], [3, 49, 5]],
-        rest=[np.array([7, 8, 9]), {"custom": np.array([[1, 2], [3, 3], [0, 8]])}],
+        rest=[np.array([7, 8, 9]), {"other": np.array([[1, 2], [3, 3], [0, 8]])}],
     )
 
 

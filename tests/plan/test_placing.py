@@ -125,8 +125,8 @@ def test_automatic_placement_compares_rows_with_lookups():
         {"name": "first"},
         {"name": "second"},
         {"output_shape": (64, 4)},
-        {"unique_rows": True, "max_sequence_length": 3},
-        {"unique_rows": True, "max_sequence_length": 3, "expected_valence": 2.5},
+        {"output_shape": (-1,)},
+        {"output_shape": (-1,), "expected_valence": 2.5},
     ]
     plan = plan_of(
         *tables,

@@ -9,9 +9,8 @@ import pytest
 from jax.sharding import Mesh
 
 import tpu_embedding as te
-from tests.conftest import mesh_of, needs_kernels
+from tests.conftest import mesh_of
 from tpu_embedding.config import MAX_VOCABULARY_SIZE
-from tpu_embedding.tools import compile_report
 
 SGD = optax.sgd(0.1)
 TABLE = te.TableConfig(vocabulary_size=10, dim=4, name="movie")
@@ -49,55 +48,6 @@ def features_of_dims(*dims, num_rows=1000):
         )
         for dim in dims
     ]
-
-
-@needs_kernels
-def test_kernels_reach_rows_that_fill_lines():
-    plan = te.make_plan(
-        features_of_dims(4, 8, 24, 64, 100, 128, 384),
-        mesh_of(3),
-        optimizer=te.optimizers.rowwise_adagrad(0.1),
-        hardware=te.hardware.hardware_by_name("v6e"),
-        kernels="interpreter",
-    )
-    reached = {stack.dim for stack in plan.stacks if stack.kernels is not None}
-    assert reached == {8, 64, 128, 384}
-    # 334 rows per shard, and one for ids that stand for none; 2 in a line of 64, and
-    # wide lines fill tiles of 8.
-    shapes = {stack.dim: stack.layout.lines_shape for stack in plan.stacks}
-    assert [shapes[dim] for dim in (64, 128, 384)] == [
-        (168, 128),
-        (335, 128),
-        (336, 384),
-    ]
-    slots = [plan.slot_layout(stack, stack.slots[0]) for stack in plan.stacks]
-    assert {slot.lines_shape for slot in slots} == {(334,)}
-
-
-@pytest.mark.tpu_compiler
-@pytest.mark.parametrize("topology", ["v5p:2x2x1", "v6e:2x2", "v5e:2x2"])
-def test_kernels_of_tpus(topology):
-    mesh = compile_report.topology_mesh(topology)
-    plan = te.make_plan(features_of_dims(8), mesh)
-    assert plan.stacks[0].kernels is None
-    if topology == "v5e:2x2" or jax.__version_info__ < (0, 12):
-        with pytest.raises(ValueError, match="got 'sparse_core'"):
-            te.make_plan(features_of_dims(8), mesh, kernels="sparse_core")
-        return
-    plan = te.make_plan(features_of_dims(8), mesh, kernels="sparse_core")
-    assert plan.stacks[0].kernels.backend == "sparse_core"
-    large = features_of_dims(64, num_rows=4 * 2**26)
-    plan = te.make_plan(large, mesh, kernels="sparse_core")
-    assert plan.stacks[0].kernels is None
-    assert "16 GiB" in plan.stacks[0].backends.read.reason
-
-
-@pytest.mark.tpu_compiler
-def test_exchange_across_slices_is_padded():
-    mesh = compile_report.topology_mesh("v5p:2x2x1", num_slices=2)
-    assert make_plan(mesh=mesh).stacks[0].exchange == "padded"
-    with pytest.raises(ValueError, match="'ragged' on 2"):
-        make_plan(mesh=mesh, exchange="ragged")
 
 
 @pytest.mark.parametrize("owner", ["layer", "table"])
@@ -192,3 +142,39 @@ def test_flatten_refuses_another_nest_and_shows_both(nest):
     assert message.startswith("cotangents must")
     assert f"feature_config: {plan.feature_tree}" in message
     assert f"cotangents: {jax.tree.structure(nest)}" in message
+
+
+@pytest.mark.parametrize(
+    ("num_rows", "dtype", "warns"),
+    [
+        (2**25, "float32", False),
+        (2**25 + 1, "float32", True),
+        (2**26, "bfloat16", True),
+    ],
+)
+def test_a_warning_of_arrays_above_the_limit_of_a_sparse_core(num_rows, dtype, warns):
+    # 16 GiB of dim 128. The slots of a bfloat16 table are float32.
+    table = te.TableConfig(vocabulary_size=num_rows, dim=128, name="t", dtype=dtype)
+    v5p = te.hardware.hardware_by_name("v5p")
+    plan = te.make_plan(
+        te.FeatureConfig(table=table),
+        mesh_of(1),
+        optimizer=te.optimizers.adagrad(0.1),
+        hardware=v5p,
+    )
+    assert ("warning: the largest array of stack_0 takes" in str(plan)) == warns
+
+
+@pytest.mark.parametrize(
+    ("rule", "num_stacks"),
+    [(te.optimizers.adagrad(0.1), 2), (te.optimizers.rowwise_adagrad(0.1), 1)],
+)
+def test_the_largest_slot_splits_a_stack(rule, num_stacks):
+    tables = [
+        te.TableConfig(vocabulary_size=6_000_000, dim=512, name=name, dtype="bfloat16")
+        for name in "ab"
+    ]
+    features = {x.name: te.FeatureConfig(table=x) for x in tables}
+    v5p = te.hardware.hardware_by_name("v5p")
+    plan = te.make_plan(features, mesh_of(1), optimizer=rule, hardware=v5p)
+    assert len(plan.stacks) == num_stacks

@@ -78,10 +78,10 @@ def test_two_processes_equal_one_on_any_placement(tmp_path):
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("module", ["dynamic_worker", "unique_rows_worker"])
+@pytest.mark.parametrize("module", ["dynamic_worker", "unique_ids_worker"])
 def test_two_processes_of_own_samples_equal_one(module, tmp_path):
     two, other, one = run_together(module, tmp_path)
-    if module == "unique_rows_worker":
+    if module == "unique_ids_worker":
         # Processes agree on the size of buffers, which grow with the ids of one.
         widths = [job.pop("widths").tolist() for job in (two, other, one)]
         assert widths[0] == widths[1]

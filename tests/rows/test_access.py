@@ -1,23 +1,17 @@
-"""Reads and changes of rows by XLA and by kernels, against NumPy."""
+"""Reads and changes of rows, against NumPy."""
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from tests.conftest import needs_kernels
 from tests.tiers import with_ids
 from tpu_embedding.rows.access import (
-    add_repeatedly,
-    gather_packed,
     gather_rows,
     replace_rows,
     replace_stored_rows,
     set_rows,
-    update_packed,
-    with_room_for_kernels,
 )
-from tpu_embedding.rows.kernels.kernel_access import KernelAccess, KernelBody
 from tpu_embedding.rows.packed_rows import (
     PackedRows,
     RowLayout,
@@ -37,33 +31,21 @@ LAYOUTS = {
     for lanes, dims in {None: (3,), 128: (1, 3, 16, 200)}.items()
     for dim in dims
 } | {"scalar": RowLayout(num_rows=NUM_ROWS, row_shape=(), line_lanes=128)}
-KERNELS = KernelAccess(backend="interpreter")
-KERNEL_LAYOUTS = {
-    f"dim{dim}-kernels": with_room_for_kernels(
-        RowLayout(num_rows=NUM_ROWS, row_shape=(dim,), line_lanes=128)
-    )
-    for dim in (16, 128)
-}
 NARROW_LAYOUTS = {
     f"{dtype}-dim{dim}-{lanes or 'natural'}": RowLayout(
         num_rows=NUM_ROWS, row_shape=(dim,), line_lanes=lanes, narrow_dtype=dtype
     )
     for dtype, lanes, dims in [
         ("bfloat16", None, (3,)),
-        ("bfloat16", 128, (16,)),
-        ("float16", 128, (3,)),
+        ("bfloat16", 128, (3, 16)),
         ("int8", 128, (300,)),
     ]
     for dim in dims
 }
 narrow_layouts = pytest.mark.parametrize("layout", with_ids(NARROW_LAYOUTS))
 every_layout = pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
-kernel_layouts = pytest.mark.parametrize(
-    "layout", KERNEL_LAYOUTS.values(), ids=KERNEL_LAYOUTS
-)
 
-jitted_gather = jax.jit(gather_packed)
-jitted_add_repeatedly = jax.jit(add_repeatedly)
+jitted_gather = jax.jit(gather_rows)
 jitted_replace = jax.jit(replace_rows)
 
 
@@ -72,29 +54,15 @@ def integers(layout, num_rows=None, seed=0):
     return np.random.default_rng(seed).integers(-99, 99, shape).astype(np.float32)
 
 
-def check_gather(layout, kernels=None):
-    rows = integers(layout)
-    ids = np.array([36, 0, 0, 7, 8, 36, 35, 37, 41, 1000, PADDING_ROW_ID], np.int32)
-    packed = pack_rows(jnp.array(rows), layout, kernels)
-    expected = rows[np.minimum(ids, NUM_ROWS - 1)]
-    gathered = jitted_gather(packed, jnp.array(ids))
-    assert gathered.layout == packed.buffer_layout(len(ids))
-    assert gathered.kernels == kernels
-    assert gathered.lines.shape == gathered.layout.lines_shape
-    np.testing.assert_array_equal(unpack_rows(gathered), expected)
-    none = gather_packed(packed, jnp.zeros(0, jnp.int32))
-    assert none.lines.shape == packed.buffer_layout(0).lines_shape
-
-
 @every_layout
 def test_gather(layout):
-    check_gather(layout)
-
-
-@needs_kernels
-@kernel_layouts
-def test_gather_by_kernel(layout):
-    check_gather(layout, KERNELS)
+    rows = integers(layout)
+    ids = np.array([36, 0, 0, 7, 8, 36, 35, 37, 41, 1000, PADDING_ROW_ID], np.int32)
+    packed = pack_rows(jnp.array(rows), layout)
+    gathered = jitted_gather(packed, jnp.array(ids))
+    np.testing.assert_array_equal(gathered, rows[np.minimum(ids, NUM_ROWS - 1)])
+    none = gather_rows(packed, jnp.zeros(0, jnp.int32))
+    assert none.shape == (0, *layout.row_shape)
 
 
 @pytest.mark.parametrize("dim", [32, 64])
@@ -121,21 +89,6 @@ def test_only_cpus_read_rows_with_arithmetic(platform, adds):
     assert ("stablehlo.bitcast_convert" in text) == adds
 
 
-@every_layout
-def test_add_repeatedly(layout):
-    rows = integers(layout)
-    ids = np.array([0, 0, 0, 7, 8, 35, 36, 36, 37, 37, 41, PADDING_ROW_ID], np.int32)
-    values = integers(layout, len(ids), seed=1)
-    values[ids >= NUM_ROWS] = np.nan
-    packed = pack_rows(jnp.array(rows), layout)
-    added = jitted_add_repeatedly(packed, jnp.array(ids), jnp.array(values))
-    assert added.layout == layout
-    np.add.at(rows, ids[:8], values[:8])
-    np.testing.assert_array_equal(unpack_rows(added), rows)
-    # The unused ends of lines stay zero.
-    np.testing.assert_array_equal(added.lines, pack_rows(jnp.array(rows), layout).lines)
-
-
 @narrow_layouts
 def test_gather_of_narrow_rows(layout):
     rows = integers(layout)
@@ -147,9 +100,7 @@ def test_gather_of_narrow_rows(layout):
     assert packed.lines.dtype == jnp.int32
     assert packed.lines.shape == layout.lines_shape
     np.testing.assert_array_equal(unpack_rows(packed), rows)
-    gathered = jitted_gather(packed, jnp.array(ids))
-    assert gathered.layout == packed.buffer_layout(len(ids))
-    found = unpack_rows(gathered)
+    found = jitted_gather(packed, jnp.array(ids))
     assert found.dtype == jnp.float32
     np.testing.assert_array_equal(found, rows[np.minimum(ids, NUM_ROWS - 1)])
 
@@ -286,45 +237,3 @@ def test_padding_starts_no_second_addition():
     ids = jnp.array([0, PADDING_ROW_ID], jnp.int32)
     after = unpack_rows(replace_rows(packed, ids, old, new))
     assert after[:, 0].tolist() == [1.0, 4.0]
-
-
-def count_and_add(sums, gradient, row, slot, count, rate):
-    """A rule: steps along the gradient, sums gradients, and counts updates."""
-    del sums
-    return [row - rate * gradient, slot + gradient, count + 1.0]
-
-
-@needs_kernels
-@pytest.mark.parametrize(
-    ("num_ids", "layout"),
-    [(0, KERNEL_LAYOUTS["dim16-kernels"]), (130, KERNEL_LAYOUTS["dim128-kernels"])],
-    ids=["none", "many"],
-)
-def test_update_packed(layout, num_ids):
-    table, slot = integers(layout), integers(layout, seed=1)
-    generator = np.random.default_rng(3)
-    ids = np.full(num_ids, PADDING_ROW_ID, np.int32)
-    num_used = min(num_ids, 20)
-    used = generator.permutation(NUM_ROWS)[:num_used]
-    if num_ids:
-        used[0] = NUM_ROWS - 1 if NUM_ROWS - 1 not in used else used[0]
-    where = generator.permutation(num_ids)[:num_used]
-    ids[where] = used
-    gradients = integers(layout, num_ids or 1, seed=4)[:num_ids]
-    counts = np.arange(num_ids, dtype=np.float32)
-    arrays, row_scalars = update_packed(
-        KernelBody(run=count_and_add),
-        [pack_rows(jnp.array(x), layout, KERNELS) for x in (table, slot)],
-        jnp.array(ids),
-        pack_rows(jnp.array(gradients), layout.resized(num_ids)),
-        [jnp.float32(2.0)],
-        [jnp.array(counts)],
-    )
-    table[used] -= 2 * gradients[where]
-    slot[used] += gradients[where]
-    assert [packed.layout for packed in arrays] == [layout, layout]
-    np.testing.assert_array_equal(unpack_rows(arrays[0]), table)
-    np.testing.assert_array_equal(unpack_rows(arrays[1]), slot)
-    (new_counts,) = row_scalars
-    assert new_counts.shape == (num_ids,)
-    np.testing.assert_array_equal(new_counts[where], counts[where] + 1)

@@ -1,7 +1,6 @@
 """Packing of rows: exact bits in and out, and nothing but the named rows changes."""
 
 import dataclasses
-import functools
 import re
 
 import jax
@@ -10,13 +9,10 @@ import numpy as np
 import pytest
 
 import tpu_embedding as te
-from tpu_embedding.rows.access import add_to_rows, gather_rows, with_room_for_kernels
-from tpu_embedding.rows.kernels.kernel_access import KernelAccess
+from tpu_embedding.rows.access import add_to_rows, gather_rows
 from tpu_embedding.rows.packed_rows import (
     PackedRows,
     RowLayout,
-    clear_last_row,
-    concatenate_rows,
     pack_rows,
     unpack_rows,
 )
@@ -38,27 +34,10 @@ LAYOUTS |= {
     )
     for lanes in (None, 128)
 }
-KERNELS = KernelAccess(backend="interpreter")
-KERNEL_LAYOUTS = {
-    f"dim{dim}-kernels": with_room_for_kernels(
-        RowLayout(num_rows=num_rows, row_shape=(dim,), line_lanes=128)
-    )
-    for dim, num_rows in {16: 40, 128: 37}.items()
-}
-if jax.__version_info__ >= (0, 12):
-    LAYOUTS |= KERNEL_LAYOUTS
 every_layout = pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
 
 
-def kernels_of(layout):
-    return KERNELS if layout in KERNEL_LAYOUTS.values() else None
-
-
-@functools.partial(jax.jit, static_argnames="layout")
-def pack(rows, layout):
-    return pack_rows(rows, layout, kernels_of(layout))
-
-
+pack = jax.jit(pack_rows, static_argnames="layout")
 unpack = jax.jit(unpack_rows)
 gather = jax.jit(gather_rows)
 add = jax.jit(add_to_rows)
@@ -154,9 +133,7 @@ def test_gather_reads_exact_bits_whatever_the_neighbours_hold(layout):
         lines[-1, end - unused * layout.dim : end] = np.nan
     ids = ids_of(layout)
     lines = lines.reshape(layout.lines_shape)
-    packed = PackedRows(
-        lines=jnp.asarray(lines), layout=layout, kernels=kernels_of(layout)
-    )
+    packed = PackedRows(lines=jnp.asarray(lines), layout=layout)
     result = gather(packed, ids)
     assert result.shape == (len(ids), *layout.row_shape)
     assert result.dtype == jnp.float32
@@ -214,32 +191,3 @@ def test_add_works_in_place_when_donated(name):
     table_bytes = 4 * layout.num_lines * layout.lanes
     assert memory.alias_size_in_bytes == table_bytes
     assert memory.temp_size_in_bytes < table_bytes / 2
-
-
-few_layouts = pytest.mark.parametrize(
-    "layout",
-    [LAYOUTS[name] for name in ("dim3-128", "dim16-natural", "scalar-natural")],
-    ids=lambda layout: f"{layout.row_shape}-{layout.line_lanes}",
-)
-
-
-@few_layouts
-@pytest.mark.parametrize("num_rows", [1, 37, 40])
-def test_the_last_row_is_cleared(layout, num_rows):
-    layout = dataclasses.replace(layout, num_rows=num_rows)
-    rows = nasty_rows(layout)
-    cleared = jax.jit(lambda x: clear_last_row(pack_rows(x, layout)))(rows.copy())
-    rows[-1] = 0
-    np.testing.assert_array_equal(bits(unpack(cleared)), bits(rows))
-    assert cleared.layout == layout
-
-
-@pytest.mark.parametrize("sizes", [[16, 8, 32], [3, 1, 9]], ids=str)
-@pytest.mark.parametrize(("dim", "lanes"), [(16, 128), (24, None)])
-def test_rows_of_several_arrays_follow_each_other(dim, lanes, sizes):
-    rows = random_rows(RowLayout(num_rows=sum(sizes), row_shape=(dim,)))
-    parts = np.split(rows, np.cumsum(sizes)[:-1])
-    layout = RowLayout(num_rows=sum(sizes), row_shape=(dim,), line_lanes=lanes)
-    packed = concatenate_rows([jnp.asarray(part) for part in parts], layout)
-    assert packed.layout == layout
-    np.testing.assert_array_equal(packed.lines, pack(rows, layout).lines)

@@ -1,6 +1,7 @@
 """Slot variables by table and name: read, set, and refused."""
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
@@ -89,13 +90,6 @@ NAMES = {
         optax.chain(optax.trace(0.9), optax.trace(0.5), optax.scale(-0.1)),
         {"0/trace": 2, "1/trace": 2},
     ),
-    "by table": (
-        optax.multi_transform(
-            {"x": optax.adam(0.1), "y": opt.ftrl(0.1)},
-            {"a": "x", "b": "y", "c": "x"},
-        ),
-        {},
-    ),
 }
 
 
@@ -107,9 +101,6 @@ def test_names_and_shapes(name):
     found = shapes(te.functional.slot_values(slots, plan))
     assert list(found) == list(SIZES)
     for table, size in SIZES.items():
-        if name == "by table":
-            expected = {"accumulators": 2, "linears": 2} if table == "b" else None
-            expected = expected or {"mu": 2, "nu": 2}
         assert found[table] == {
             slot: (size, DIM)[:rank] for slot, rank in expected.items()
         }
@@ -132,8 +123,14 @@ ALL = {
         {"step": ()},
     ),
     "bools": (
-        optax.apply_if_finite(optax.trace(0.9), max_consecutive_errors=3),
-        {"notfinite_count": (), "last_finite": (), "total_notfinite": ()},
+        optax.GradientTransformation(
+            lambda rows: {"has_begun": jnp.zeros((), bool)},
+            lambda gradient, state, rows: (
+                -gradient,
+                {"has_begun": ~jnp.zeros((), bool)},
+            ),
+        ),
+        {"has_begun": ()},
     ),
 }
 

@@ -147,17 +147,15 @@ def test_values_of_another_shape_are_refused_by_table(shape):
     assert str(shape) in str(error.value)
 
 
-@pytest.mark.parametrize(
-    ("dtype", "hardware"), [("bfloat16", "v5p"), ("float16", "cpu")]
-)
-def test_values_of_narrow_tables_are_rounded_to_nearest(dtype, hardware):
-    plan = make_plan(3, hardware, 5, dtype)
+@pytest.mark.parametrize("hardware", ["v5p", "cpu"])
+def test_values_of_narrow_tables_are_rounded_to_nearest(hardware):
+    plan = make_plan(3, hardware, 5, "bfloat16")
     values = random_values(plan)
     stacked = te.functional.with_table_values(zeros(plan), values, plan)
     assert stacked["stack_0"].lines.dtype == jnp.int32
     found = te.functional.unstack_tables(stacked, plan)
     rounded = {
-        name: np.asarray(jnp.asarray(rows, dtype).astype(jnp.float32))
+        name: np.asarray(jnp.asarray(rows, jnp.bfloat16).astype(jnp.float32))
         for name, rows in values.items()
     }
     assert_equal(found, rounded)
@@ -200,7 +198,6 @@ def test_values_that_are_no_real_numbers_are_refused_by_table(values, text):
 @pytest.mark.parametrize(
     ("dtype", "bad", "text"),
     [
-        ("float16", 7e4, "within 65504 of zero for dtype float16, got 70000.0"),
         ("float32", 1e39, "within 3.40282e+38 of zero for dtype float32, got 1e+39"),
         ("bfloat16", 3.4e38, "for dtype bfloat16"),
         ("bfloat16", -1e39, "for dtype bfloat16, got -1e+39"),

@@ -1,5 +1,6 @@
 """A gradient in several rounds updates like one with all rows, by any kind of rule."""
 
+import dataclasses
 from typing import Any
 
 import jax
@@ -52,13 +53,9 @@ def stepper(plan, stack, rounds, ranges=None):
         parts = []
         for ids, of_round in zip(rounds, values, strict=True):
             part = gradients_of(ids, np.zeros(of_round.shape))
-            lines = jnp.where((part.row_ids == PADDING)[:, None], jnp.nan, of_round)
-            parts.append(
-                type(part)(
-                    row_ids=part.row_ids,
-                    values=packed(lines, part.values.layout),
-                )
-            )
+            is_padding = part.row_ids == PADDING
+            values = jnp.where(is_padding[:, None], jnp.nan, of_round)
+            parts.append(dataclasses.replace(part, values=values))
         pairs = zip(parts, ranges or [None] * len(parts), strict=True)
         return apply_gradient(table, state, rounds_of(list(pairs)), stack, plan)
 

@@ -182,26 +182,17 @@ def test_occurrences_of_a_row_are_rounded_one_by_one():
     assert len(np.unique(moved)) > 3
 
 
-def train(num_steps, gradient, *, dtype=jnp.bfloat16, dim=256, start=1.0):
-    plan, stack = plan_of([4], dim, te.optimizers.sgd(1.0), dtype=dtype)
-    table = Table(plan, stack, np.full((4, dim), start, np.float32))
-    for _ in range(num_steps):
-        table.apply((np.arange(4), np.full((4, dim), gradient, np.float32)))
-    return table.rows
-
-
 def test_small_gradients_move_a_row_at_the_right_mean_rate():
     """1/64 of a step in each of 128 updates: 2 steps of 2**-7 on average."""
-    moved = (train(128, -(2.0**-13)) - 1) * 2**7
+    plan, stack = plan_of([4], 256, te.optimizers.sgd(1.0), dtype=jnp.bfloat16)
+    table = Table(plan, stack, np.ones((4, 256), np.float32))
+    for _ in range(128):
+        table.apply((np.arange(4), np.full((4, 256), -(2.0**-13), np.float32)))
+    moved = (table.rows - 1) * 2**7
     # Variance of 128 draws with probability 1/64: 1.97. The mean of 1,024 elements has
     # the deviation 0.044; five of them.
     assert moved.mean() == pytest.approx(2, abs=0.22)
     assert 1.6 < moved.var() < 2.4
-
-
-def test_values_beyond_float16_stay_finite():
-    rows = train(3, -40000.0, dtype=jnp.float16)
-    np.testing.assert_array_equal(rows, np.full(rows.shape, 65504))
 
 
 def test_what_is_not_finite_stays_in_its_element():

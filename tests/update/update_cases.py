@@ -13,12 +13,12 @@ import optax
 
 import tpu_embedding as te
 from tests.conftest import mesh_of
-from tpu_embedding.optimizers.modes import OccurrenceNorm, request_mode
+from tpu_embedding.optimizers.row_optimizer import declare
 from tpu_embedding.optimizers.table_rows import table_rows
 from tpu_embedding.rows.packed_rows import PackedRows, RowLayout, pack_rows, unpack_rows
 from tpu_embedding.rows.row_gradients import (
     GradientRounds,
-    PackedRowGradients,
+    RowGradients,
 )
 from tpu_embedding.types import PADDING_ROW_ID, RowRange, RowUpdates
 
@@ -139,8 +139,6 @@ def balanced(*, asks_for_occurrences=False):
         )
 
     def update(updates, state, params: Any = None):
-        if asks_for_occurrences:
-            request_mode(OccurrenceNorm())
         known = table_rows(updates)
         total = known.total(updates)
         is_touched = known.is_touched[:, None]
@@ -158,7 +156,8 @@ def balanced(*, asks_for_occurrences=False):
         )
         return -steps, new_state
 
-    return optax.GradientTransformation(init, update)
+    rule = optax.GradientTransformation(init, update)
+    return declare(rule, duplicates="norm") if asks_for_occurrences else rule
 
 
 class Balanced:
@@ -206,27 +205,24 @@ def bits(array):
     return array.view(np.uint32)
 
 
-def gradients_of(row_ids, values, *, table_layout=None, occurrences=None):
+def gradients_of(row_ids, values, occurrences=None):
     """Returns the gradients of one round, whose unused places hold NaN.
 
     Args:
       row_ids: local rows of a shard.
       values: `[rows, dim]`.
-      table_layout: layout of the table, if kernels take the gradients; else None.
       occurrences: row and squared norm of each occurrence, or None.
     """
     row_ids = np.asarray(row_ids, np.int32)
     values = np.where((row_ids == PADDING_ROW_ID)[:, None], np.nan, values)
-    layout = table_layout or RowLayout(num_rows=1, row_shape=values.shape[1:])
-    layout = layout.buffer_layout(len(row_ids), is_packed=table_layout is not None)
     if occurrences is not None:
         ids, squares = occurrences
         # As many ones as the squared norm.
         ones = np.arange(64) < np.asarray(squares)[:, None]
         occurrences = RowUpdates(row_ids=jnp.int32(ids), values=jnp.float32(ones))
-    return PackedRowGradients(
+    return RowGradients(
         row_ids=jnp.asarray(row_ids),
-        values=pack_rows(jnp.float32(values), layout),
+        values=jnp.float32(values),
         occurrences=occurrences,
     )
 
@@ -235,7 +231,7 @@ def rounds_of(rounds):
     """Returns the gradient of a step from the list of its rounds.
 
     Args:
-      rounds: pairs of `PackedRowGradients` and the pair (first row, end row), or None.
+      rounds: pairs of `RowGradients` and the pair (first row, end row), or None.
     """
     (first, first_rows), *later = [
         (gradients, None if rows is None else RowRange(*map(jnp.int32, rows)))
@@ -261,7 +257,6 @@ def plan_of(
     *,
     num_devices=1,
     hardware="cpu",
-    kernels=None,
     dtype=jnp.float32,
 ):
     """Returns a plan of one stack with a table of each size, and that stack."""
@@ -282,7 +277,6 @@ def plan_of(
         mesh_of(num_devices),
         optimizer=optimizer,
         hardware=te.hardware.hardware_by_name(hardware),
-        kernels=kernels,
     )
     (stack,) = plan.trained_stacks
     return plan, stack
@@ -356,6 +350,6 @@ def gradients_of_shards(row_ids, values, num_shards, num_places=6):
     return result
 
 
-def packed(rows, layout, kernels=None) -> PackedRows:
+def packed(rows, layout) -> PackedRows:
     """Packs NumPy rows."""
-    return pack_rows(jnp.asarray(rows), layout, kernels)
+    return pack_rows(jnp.asarray(rows), layout)

@@ -1,4 +1,7 @@
-"""Finds all differences between a checkpoint and the state to restore."""
+"""Compares parts of a checkpoint with the state: a table, its optimizer, a leaf.
+
+`restoring.py` walks over the parts, and collects the differences.
+"""
 
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Final, Literal, NamedTuple

@@ -78,7 +78,7 @@ class TableRecord:
     Attributes:
       vocabulary_size: rows.
       dim: columns.
-      dtype: storage type of the table: float32, bfloat16, float16 or int8.
+      dtype: storage type of the table: float32, bfloat16 or int8.
       values: the table's array. Rows of int8 are `dim` codes, scale and bias, as bytes.
       slots: slot variables, counts and hyper-parameters, by name.
       optimizer: types of the optimizer's state, and the way it is applied; None if the

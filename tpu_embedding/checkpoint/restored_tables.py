@@ -169,11 +169,11 @@ class _StackReader:
 
     def with_rows(self, packed: PackedRows, slot: str | None) -> PackedRows:
         """Returns the rows of a table or slot variable; shapes become zeros first."""
-        if isinstance(packed.arrays[0], jax.ShapeDtypeStruct):
+        shape = packed.lines
+        if isinstance(shape, jax.ShapeDtypeStruct):
             sharding = self.plan.rows_sharding(self.stack)
-            packed = packed.with_arrays(
-                [jnp.zeros(x.shape, x.dtype, device=sharding) for x in packed.arrays]
-            )
+            zeros = jnp.zeros(shape.shape, shape.dtype, device=sharding)
+            packed = dataclasses.replace(packed, lines=zeros)
         arrays = self.saved.of_stack(self.stack, slot)
         dtype = None if slot is not None else file_row(packed).dtype
 

@@ -155,7 +155,7 @@ def restore(
 ) -> Any:
     """Restores a state that was saved under any plan.
 
-    Number of devices, mesh, stacking, packing, placement and backends may all differ.
+    Number of devices, mesh, stacking, packing and placement may all differ.
     Rows are written in place, so the arrays of `state` are donated. Rows and tables
     that the checkpoint lacks keep the values of `state`: the initial ones if the model
     is new. All differences are found before anything changes.

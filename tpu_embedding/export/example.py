@@ -22,7 +22,7 @@ from tpu_embedding.export.signature import (
     keys_of,
     quoted_path,
 )
-from tpu_embedding.types import DenseIds, Ids64, ShardedRaggedIds, UniqueIds
+from tpu_embedding.types import DenseIds, Ids64, ShardedRaggedIds
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -187,7 +187,7 @@ def _all_ids_of(leaf: Any) -> Any:
 
 
 def _is_container(leaf: Any) -> bool:
-    return isinstance(leaf, DenseIds | UniqueIds | Ids64) or _is_ragged(leaf)
+    return isinstance(leaf, DenseIds | Ids64) or _is_ragged(leaf)
 
 
 def _is_ragged(leaf: Any) -> bool:

@@ -178,16 +178,11 @@ class _ServedMethod:
     def _keep(self, call: ServedCall, prefix: str, owners: Mapping[int, str]) -> None:
         """Remembers the tables of a call, and the inputs that its ids came from."""
         plan = call.plan
-        all_ids, parts = iter(call.ids), []
-        for feature in plan.features:
-            if feature.table_index == 0:
-                ids = next(all_ids)
-                parts = list(ids.values()) if isinstance(ids, Mapping) else [ids]
+        for feature, ids in zip(plan.features, call.ids, strict=True):
             self.used_tables.add(prefix + table_of(feature, plan))
-            for part in parts:
-                name = owners.get(id(ids_of(part)))
-                if name is not None:
-                    self.lookups[name].append(feature)
+            name = owners.get(id(ids_of(ids)))
+            if name is not None:
+                self.lookups[name].append(feature)
 
 
 def _named_outputs(outputs: Any) -> Any:

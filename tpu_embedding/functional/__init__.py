@@ -3,7 +3,7 @@
 `steps` has the calls of a training step. `following_slots` and `final_table_values`
 have those around training, and `serving_lookup` that of an exported model.
 `finite_rates` tells if the next step's learning rates are finite.
-`unique_rows` expands rows that a lookup returned once each. `dynamic_ids` replaces ids
+`expansion` gathers the rows of unique ids into the samples. `dynamic_ids` replaces ids
 of 64 bits by rows. The arrays are the stacked
 tables and slot variables of a plan; `flax_states` lets Flax save them.
 """
@@ -15,6 +15,7 @@ from tpu_embedding.functional.dynamic_ids import InsertResult as InsertResult
 from tpu_embedding.functional.dynamic_ids import dynamic_rows as dynamic_rows
 from tpu_embedding.functional.dynamic_ids import find_ids as find_ids
 from tpu_embedding.functional.dynamic_ids import insert_ids as insert_ids
+from tpu_embedding.functional.expansion import expand as expand
 from tpu_embedding.functional.final_table_values import (
     finalize_variable_values as finalize_variable_values,
 )
@@ -31,8 +32,6 @@ from tpu_embedding.functional.steps import init_slots as init_slots
 from tpu_embedding.functional.steps import lookup as lookup
 from tpu_embedding.functional.steps import read_rows as read_rows
 from tpu_embedding.functional.steps import route as route
-from tpu_embedding.functional.unique_rows import UniqueRows as UniqueRows
-from tpu_embedding.functional.unique_rows import expand as expand
 from tpu_embedding.tables.initial_values import init_tables as init_tables
 from tpu_embedding.tables.slot_values import slot_values as slot_values
 from tpu_embedding.tables.slot_values import with_slot_values as with_slot_values

@@ -41,7 +41,6 @@ from tpu_embedding.types import (
     RowIds,
     ShardedRaggedIds,
     SparseIds,
-    UniqueIds,
 )
 from tpu_embedding.update.partition_specs import slot_specs
 from tpu_embedding.update.start_rows import start_rows
@@ -207,7 +206,7 @@ def _insert_ids(
     return InsertResult(
         tables=tables,
         slots=slots,
-        features=_unflatten(leaves, batch_plan),
+        features=batch_plan.unflatten(leaves),
         stats=stats,
     )
 
@@ -243,7 +242,7 @@ def _find_ids(tables: dict[str, Any], features: Any, plan: EmbeddingPlan) -> Fin
         for i, leaf in translated.items():
             leaves[i] = leaf
         stats |= found
-    return FindResult(features=_unflatten(leaves, plan), stats=stats)
+    return FindResult(features=plan.unflatten(leaves), stats=stats)
 
 
 def _find_in_stack(
@@ -483,7 +482,7 @@ class _Leaf:
 def _ids_in(leaf: _Leaf) -> Any:
     """Returns the array of ids of a feature."""
     match leaf.value:
-        case DenseIds() | UniqueIds():
+        case DenseIds():
             return leaf.value.ids
         case ShardedRaggedIds():
             return leaf.value.values
@@ -542,8 +541,6 @@ def _words_of(leaf: _Leaf, plan: EmbeddingPlan) -> tuple[Array, Array, Array]:
 def _is_looked_up(leaf: _Leaf, plan: EmbeddingPlan) -> Any:
     """Returns False for ids that add nothing to a lookup, which need no row. Global."""
     ids, feature = leaf.value, leaf.feature
-    if isinstance(ids, UniqueIds):
-        return True
     result: Any = True
     weights = getattr(ids, "weights", None)
     if weights is not None:
@@ -586,7 +583,7 @@ def _row_specs(of_stack: dict[int, Any], plan: EmbeddingPlan) -> list[PartitionS
     """Returns the partition of the rows of each feature, on explicit axes."""
     specs = []
     for leaf in of_stack.values():
-        if isinstance(leaf.value, ShardedRaggedIds | UniqueIds):
+        if isinstance(leaf.value, ShardedRaggedIds):
             specs.append(plan.sample_spec)
             continue
         divides = _ids_in(leaf).shape[0] % plan.num_batch_shards == 0
@@ -597,7 +594,7 @@ def _row_specs(of_stack: dict[int, Any], plan: EmbeddingPlan) -> list[PartitionS
 def _with_rows(leaf: _Leaf, rows: Int[Array, "..."]) -> RowIds:
     """Returns the feature with row numbers in place of its ids."""
     match leaf.value:
-        case DenseIds() | UniqueIds():
+        case DenseIds():
             return RowIds(dataclasses.replace(leaf.value, ids=rows))
         case ShardedRaggedIds():
             return RowIds(dataclasses.replace(leaf.value, values=rows))
@@ -676,13 +673,3 @@ def _stats_of(totals: Any, stack: StackPlan) -> dict[str, DynamicStats]:
         )
         for i, table in enumerate(stack.tables)
     }
-
-
-def _unflatten(leaves: Sequence[Any], plan: EmbeddingPlan) -> Any:
-    """Returns the nest of a batch; several lookups of a feature have one leaf."""
-    of_inputs = [
-        leaf
-        for leaf, feature in zip(leaves, plan.features, strict=True)
-        if feature.table_index == 0
-    ]
-    return jax.tree.unflatten(plan.feature_tree, of_inputs)

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool
 
 from tpu_embedding.argument_checks import takes
-from tpu_embedding.optimizers.analysis.finite_rates import rates_are_finite
+from tpu_embedding.optimizers.finite_rates import rates_are_finite
 from tpu_embedding.plan.plan import PLAN, EmbeddingPlan
 from tpu_embedding.update.every_row import KeptGradientState
 from tpu_embedding.update.lazy_update import is_slot

@@ -12,10 +12,10 @@ from typing import Any, Final, overload
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.interpreters import partial_eval
 from jax.sharding import PartitionSpec
 
 from tpu_embedding.functional.steps import init_slots
+from tpu_embedding.optimizers.probe import probe_rule
 from tpu_embedding.optimizers.rules._sums import CompensatedSum, is_sum
 from tpu_embedding.plan.plan import EmbeddingPlan
 from tpu_embedding.plan.shard_map import on_shards
@@ -23,7 +23,6 @@ from tpu_embedding.plan.stack_plan import TrainedStackPlan
 from tpu_embedding.rows.consecutive_rows import blocks_of, read_block, write_block
 from tpu_embedding.rows.packed_rows import PackedRows, store_rows
 from tpu_embedding.tables import table_values
-from tpu_embedding.tables.initial_values import init_tables
 from tpu_embedding.update.lazy_update import is_slot
 from tpu_embedding.update.partition_specs import slot_specs, table_specs
 from tpu_embedding.update.shard_rows import rows_of_stack
@@ -221,38 +220,30 @@ def _with_parts(
     return result
 
 
-@functools.lru_cache(maxsize=64)
 def _is_made_from_values(plan: EmbeddingPlan) -> dict[str, tuple[bool, ...]]:
-    """Returns which parts of each stack's state depend on the table's values.
+    """Returns which parts of each stack's state are made from the table's values."""
+    return {stack.name: _follows(stack) for stack in plan.trained_stacks}
 
-    It traces how the state is made, and follows each part back to the rows.
-    """
-    tables = jax.eval_shape(lambda: init_tables(plan, jax.random.key(0)))
-    tables = {stack.name: tables[stack.name] for stack in plan.trained_stacks}
-    closed, states = jax.make_jaxpr(
-        lambda tables: init_slots(tables, plan), return_shape=True
-    )(tables)
-    sizes = {name: len(jax.tree.leaves(state)) for name, state in states.items()}
-    is_made: dict[str, list[bool]] = {name: [] for name in sizes}
-    # A state depends on its own table only, so all stacks are asked at once.
-    for i in range(max(sizes.values(), default=0)):
-        wanted = [i == j for size in sizes.values() for j in range(size)]
-        _, is_used = partial_eval.dce_jaxpr(closed.jaxpr, wanted)
-        used = jax.tree.unflatten(jax.tree.structure(tables), is_used)
-        for name in sizes:
-            is_made[name].append(any(jax.tree.leaves(used[name])))
-    return {
-        name: tuple(
-            any(jax.tree.leaves(atom))
-            for atom in jax.tree.leaves(
-                jax.tree.unflatten(
-                    jax.tree.structure(state), is_made[name][: sizes[name]]
-                ),
-                is_leaf=_is_atom,
-            )
-        )
-        for name, state in states.items()
-    }
+
+@functools.lru_cache(maxsize=256)
+def _follows(stack: TrainedStackPlan) -> tuple[bool, ...]:
+    """Returns True for slots that start from rows, and for sums of each table."""
+    rows = jax.ShapeDtypeStruct((1, stack.dim), jnp.float32)
+    state = jax.eval_shape(stack.optimizer.init, rows)
+    probed = iter(probe_rule(stack.optimizer, stack.dim).leaves)
+    # A kept gradient, its touches and its step come first, and a step of rounding.
+    num_before = 3 * stack.optimizer.keeps_gradient
+    num_before += stack.layout.narrow_dtype is not None
+    flags = [False] * num_before
+    for part in jax.tree.leaves(state, is_leaf=is_sum):
+        slots = [next(probed) for _ in jax.tree.leaves(part)]
+        if is_sum(part):
+            # The other sum of Adafactor, its clock, is a scalar.
+            flags.append(part.value.ndim == 1)
+        else:
+            (slot,) = slots
+            flags.append(slot is not None and slot.starts_from_rows)
+    return tuple(flags)
 
 
 def _is_atom(node: Any) -> bool:
@@ -317,20 +308,11 @@ def _merge(
     if is_slot(old):
         return _merge_rows(old, fresh, limits, tables, stack)
 
-    def merge_total(old: jax.Array, fresh: jax.Array, is_same: Any) -> jax.Array:
-        if not (stack.optimizer.takes_totals and old.shape[:1] == limits.shape):
-            return fresh
-        is_set = (limits > 0).reshape(-1, *[1] * (old.ndim - 1))
-        return jnp.where(is_set & ~is_same, fresh, old)
-
-    if not is_sum(old):
-        return jax.tree.map(lambda x, y: merge_total(x, y, False), old, fresh)
-    is_same = jax.tree.map(
-        lambda x, y: jnp.abs(x - y) <= _SAME * jnp.abs(y), old.value, fresh.value
-    )
+    is_same = jnp.abs(old.value - fresh.value) <= _SAME * jnp.abs(fresh.value)
+    is_kept = is_same | (limits == 0)
     return CompensatedSum(
-        jax.tree.map(merge_total, old.value, fresh.value, is_same),
-        jax.tree.map(merge_total, old.rest, fresh.rest, is_same),
+        jnp.where(is_kept, old.value, fresh.value),
+        jnp.where(is_kept, old.rest, fresh.rest),
     )
 
 

@@ -8,7 +8,6 @@ of a batch may be symbolic: `jax.export` then makes one program for all batch si
 
 import dataclasses
 import functools
-import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -16,24 +15,17 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Shaped, UInt8, UInt32
 
-from tpu_embedding.combiners import CustomCombiner
 from tpu_embedding.dynamic import SLOTS_PER_BUCKET, Dynamic
-from tpu_embedding.functional.unique_rows import UniqueRows
 from tpu_embedding.inputs.shard_inputs import (
-    FeatureShape,
-    as_dense_ids,
     feature_shape,
-    refuse_weighted_unique_rows,
     sample_ids_of,
     to_feature_input,
     to_shardable,
 )
-from tpu_embedding.inputs.unique_shards import ONLY, length_of_ragged, named
 from tpu_embedding.lookup._combine import gather_and_pool, scale_samples
-from tpu_embedding.lookup._custom_combiner import apply_custom_combiners
 from tpu_embedding.lookup._directory import find_lane
 from tpu_embedding.lookup._exchange import quantize
-from tpu_embedding.lookup._flatten_to_owners import FeatureInput, resolve
+from tpu_embedding.lookup._flatten_to_owners import resolve
 from tpu_embedding.plan.features import FeaturePlan
 from tpu_embedding.plan.input_plan import InputPlan
 from tpu_embedding.plan.plan import EmbeddingPlan
@@ -45,7 +37,6 @@ from tpu_embedding.types import (
     DenseIds,
     Ids64,
     ShardedRaggedIds,
-    UniqueIds,
 )
 
 
@@ -92,11 +83,8 @@ def serve(
         if feature.table.dynamic is not None:
             keys = tables[directory_name(name)]
             ids = _with_rows(ids, feature.table.dynamic, keys)
-        serve_feature = _serve_feature
-        if feature.config.unique_rows:
-            serve_feature = _serve_unique_rows
-        activations.append(serve_feature(tables[name], ids, feature, plan, one_shard))
-    call = ServedCall(ids=plan.flatten_inputs(features), plan=plan)
+        activations.append(_serve_feature(tables[name], ids, feature, plan, one_shard))
+    call = ServedCall(ids=plan.flatten(features), plan=plan)
     return plan.unflatten(activations), call
 
 
@@ -121,8 +109,6 @@ def read_rows(
 
 def _with_rows(ids: Any, dynamic: Dynamic, keys: UInt32[Array, "buckets _"]) -> Any:
     """Replaces the ids of a feature of a dynamic table by their rows."""
-    if isinstance(ids, Mapping):
-        return {name: _with_rows(part, dynamic, keys) for name, part in ids.items()}
     if isinstance(ids, DenseIds):
         return dataclasses.replace(ids, ids=_find(ids.ids, dynamic, keys))
     if isinstance(ids, ShardedRaggedIds):
@@ -173,60 +159,11 @@ def _serve_feature(
         ids = _with_places(ids, feature)
     shape = feature_shape(ids, feature, shard)
     feature_input = to_feature_input(to_shardable(ids, shape, shard), shape)
-    row_ids, pooling, _ = resolve(feature_input, feature)
+    row_ids, (pooling,), _ = resolve([feature_input], [feature])
     read = _row_reader(table, feature, plan)
-    pooled = scale_samples([gather_and_pool(pooling, read, row_ids)], [pooling])
-    (activations,), _ = apply_custom_combiners(pooled, [pooling])
+    pooled = [gather_and_pool(pooling, read, row_ids)]
+    (activations,) = scale_samples(pooled, [pooling])
     return activations.astype(plan.activation_dtype).reshape(shape.output_shape)
-
-
-def _serve_unique_rows(
-    table: Array, ids: Any, feature: FeaturePlan, plan: EmbeddingPlan, shard: InputPlan
-) -> UniqueRows:
-    """Reads one row per place of the ids.
-
-    The unique ids would save little: a program has room for as many as there are
-    places.
-    """
-    parts = dict(ids) if isinstance(ids, Mapping) else {ONLY: ids}
-    places = {k: _in_places(x, named(feature, k), shard) for k, x in parts.items()}
-    all_ids = jnp.concatenate([x.reshape(-1) for x in places.values()])
-    num_rows = all_ids.shape[0]
-    one_per_sample = FeatureInput(
-        ids=all_ids, weights=None, sample_ids=None, num_samples=num_rows, valence=1
-    )
-    row_ids, _, out_of_range = resolve(one_per_sample, feature)
-    rows = _row_reader(table, feature, plan)(row_ids).astype(plan.activation_dtype)
-    own_places = jnp.arange(num_rows, dtype=jnp.int32)
-    all_places = jnp.where(row_ids == PADDING_ROW_ID, num_rows, own_places)
-    index, start = {}, 0
-    for name, x in places.items():
-        end = start + math.prod(x.shape)
-        index[name] = all_places[start:end].reshape(x.shape)
-        start = end
-    unique = UniqueIds(
-        ids=row_ids[None],
-        index=index[ONLY] if ONLY in index else index,
-        out_of_range=out_of_range[None],
-    )
-    return UniqueRows(rows=rows, ids=unique, plan=None)
-
-
-def _in_places(ids: Any, feature: FeaturePlan, shard: InputPlan) -> Array:
-    """Returns int32 ids, `[batch]` or `[batch, places]`."""
-    if isinstance(ids, DenseIds | ShardedRaggedIds):
-        refuse_weighted_unique_rows(ids.weights, feature)
-    if not isinstance(ids, ShardedRaggedIds):
-        return jnp.asarray(as_dense_ids(ids).ids, jnp.int32)
-    length = length_of_ragged(feature)
-    shape = FeatureShape(
-        batch_size=ids.batch_size,
-        samples_per_shard=ids.batch_size,
-        sequence_length=length,
-        output_shape=(ids.batch_size, length, feature.table.dim),
-    )
-    sequences = to_feature_input(to_shardable(ids, shape, shard), shape)
-    return sequences.ids.reshape(-1, length)
 
 
 def _row_reader(
@@ -247,14 +184,10 @@ def _row_reader(
 
 
 def _with_places(ids: ShardedRaggedIds, feature: FeaturePlan) -> ShardedRaggedIds:
-    """Gives ragged ids the places that `prepare_features` checks or makes on the host.
+    """Gives ragged ids the places that `prepare_features` makes on the host.
 
-    A default id needs a place in each sample; one with padding is added behind it. A
-    custom combiner takes the first `max_valence` ids.
+    A default id needs a place in each sample; one with padding is added behind it.
     """
-    combiner = feature.table.combiner
-    if isinstance(combiner, CustomCombiner):
-        ids = dataclasses.replace(ids, max_valence=combiner.max_valence)
     if feature.config.default_id is None:
         return ids
     row_splits, values = jnp.asarray(ids.row_splits), jnp.asarray(ids.values)

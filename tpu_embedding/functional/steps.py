@@ -45,7 +45,6 @@ from tpu_embedding.lookup._backward import (
     stack_gradient,
 )
 from tpu_embedding.lookup._forward import (
-    RoutedStack,
     StackLookup,
     StackRouting,
     read_stack,
@@ -101,7 +100,7 @@ class Routed:
       plan: plan of the batch's features.
     """
 
-    stacks: dict[str, RoutedStack]
+    stacks: dict[str, StackRouting]
     shapes: tuple[FeatureShape, ...] = dataclasses.field(metadata={"static": True})
     plan: EmbeddingPlan = dataclasses.field(metadata={"static": True})
 
@@ -124,8 +123,7 @@ class LookupResult:
 
     Attributes:
       activations: nest like the batch's features; `[batch, dim]`, or the feature's
-        sequence or output shape, in the plan's `activation_dtype`. A tuple of them for
-        a feature with a tuple of tables. Global.
+        sequence or output shape, in the plan's `activation_dtype`. Global.
       routing: facts for `compute_gradients`.
       stats: rounds used, ids out of range, and rows requested from each shard.
     """
@@ -292,7 +290,10 @@ def _read_routed(tables: dict[str, PackedRows], routed: Routed) -> LookupResult:
 def compute_gradients(
     routing: Routing, cotangents: Any, plan: EmbeddingPlan
 ) -> TableGradients:
-    """Returns the tables' sparse gradients, at the owners of the touched rows.
+    """Returns the tables' sparse gradients.
+
+    They stay on the devices of the samples. The owners of the touched rows get them
+    here for round 1, and in `apply_gradients` for later rounds, which only skew needs.
 
     Args:
       routing: facts that the lookup handed on.
@@ -316,7 +317,7 @@ def compute_gradients(
     if routing.raw_feature is not None:
         refuse_raw_ids(routing.raw_feature)
     layer_plan, plan = plan, routing.plan
-    cotangents = plan.flatten_activations(cotangents, "cotangents")
+    cotangents = plan.flatten(cotangents, "cotangents")
 
     def compute_shard(routings, by_feature):
         return {
@@ -461,7 +462,7 @@ def _move_rows(
 
     def rounds_of(gradients, stack):
         if stack.name not in gradients.stacks:
-            return gradient_of_no_row(stack.buffer_layout(1))
+            return gradient_of_no_row(stack.dim)
         return gradient_rounds(gradient_of_stack(gradients, stack), stack, plan)
 
     def apply_shard(tables, slots, used_rows, gradients, norm):
@@ -560,7 +561,7 @@ def _route(
     shardables: list[ShardableInput],
     shapes: tuple[FeatureShape, ...],
     plan: EmbeddingPlan,
-) -> dict[str, RoutedStack]:
+) -> dict[str, StackRouting]:
     """Routes all stacks, compiled even if the caller does not use `jit`."""
 
     def route_shard(shardables):
@@ -582,7 +583,7 @@ def _route(
 
 @functools.partial(jax.jit, static_argnames="plan")
 def _read_rows(
-    tables: dict[str, PackedRows], routed: dict[str, RoutedStack], plan: EmbeddingPlan
+    tables: dict[str, PackedRows], routed: dict[str, StackRouting], plan: EmbeddingPlan
 ) -> dict[str, StackLookup]:
     """Reads the rows of all stacks, compiled even if the caller does not use `jit`."""
 
@@ -608,7 +609,6 @@ def _feature_shapes(leaves: list[Any], plan: EmbeddingPlan) -> list[FeatureShape
     refuse_unequal_batches(
         (feature, shape.batch_size)
         for shape, feature in zip(shapes, plan.features, strict=True)
-        if not shape.has_unique_rows
     )
     return shapes
 
@@ -624,8 +624,7 @@ def _collect_activations(
             plan.features_of(stack), results[stack.name].activations, strict=True
         ):
             per_sample = max(1, shapes[i].sequence_length)
-            is_copied = len(plan.batch_axes) < len(plan.sample_axes)
-            if is_copied and not shapes[i].has_unique_rows:
+            if len(plan.batch_axes) < len(plan.sample_axes):
                 of_feature = constrain(of_feature, plan, plan.batch_sharding.spec)
             used = of_feature[: shapes[i].batch_size * per_sample]
             activations[i] = used.reshape(shapes[i].output_shape)
@@ -633,12 +632,7 @@ def _collect_activations(
 
 
 def _activation_spec(shape: FeatureShape, plan: EmbeddingPlan) -> PartitionSpec:
-    """Returns the partition of activations; whole if the batch axes do not divide.
-
-    Unique rows stay on the devices that asked for them.
-    """
-    if shape.has_unique_rows:
-        return plan.sample_spec
+    """Returns the partition of activations; whole if the batch axes do not divide."""
     divides = shape.output_shape[0] % plan.num_batch_shards == 0
     return plan.batch_sharding.spec if divides else PartitionSpec()
 
@@ -660,19 +654,19 @@ def _fill_up(ids: Any, shape: FeatureShape, plan: EmbeddingPlan) -> ShardableInp
 def _collect_stats(results: dict[str, StackLookup], plan: EmbeddingPlan) -> LookupStats:
     out_of_range = {}
     for stack in plan.used_stacks:
-        counts = results[stack.name].out_of_range
+        counts = results[stack.name].routing.out_of_range
         for i, count in zip(plan.features_of(stack), counts, strict=True):
             out_of_range[plan.features[i].name] = jnp.sum(count)
-    sent = {name: result.routing.sent for name, result in results.items()}
+    num_ids, requested_rows = {}, {}
+    for name, result in results.items():
+        if result.num_ids is not None and result.requested_rows is not None:
+            num_ids[name] = jnp.sum(result.num_ids)
+            requested_rows[name] = jnp.sum(result.requested_rows, axis=0)
     return LookupStats(
         rounds={name: result.rounds[0] for name, result in results.items()},
         out_of_range=out_of_range,
-        num_ids={name: jnp.sum(ids.num_ids) for name, ids in sent.items() if ids},
-        requested_rows={
-            name: jnp.sum(ids.requested_rows, axis=0)
-            for name, ids in sent.items()
-            if ids
-        },
+        num_ids=num_ids,
+        requested_rows=requested_rows,
     )
 
 

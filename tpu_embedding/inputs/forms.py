@@ -2,7 +2,7 @@
 
 Each container becomes `DenseIds`, `RaggedIds` or `SparseIds` of NumPy arrays. One with
 several meanings is refused, and the error says how to choose. `lookup.prepare` reads
-integer ids by this module, `string_ids` reads strings.
+integer ids by this module, `tpu_embedding.strings` reads strings.
 """
 
 import collections.abc

@@ -6,7 +6,6 @@ id, read 64-bit ids, and split ragged features by shard.
 """
 
 import dataclasses
-from collections.abc import Mapping
 from typing import Any, Final, Literal, get_args
 
 import jax
@@ -20,22 +19,11 @@ from tpu_embedding.inputs.ragged_shards import RaggedShards
 from tpu_embedding.inputs.shard_inputs import (
     check_dtypes,
     feature_shape,
-    max_custom_valence,
     refuse_unequal_batches,
-    refuse_weighted_unique_rows,
 )
 from tpu_embedding.inputs.sparse_ids import from_sparse
-from tpu_embedding.inputs.unique_shards import (
-    ONLY,
-    HostNest,
-    UniqueShards,
-    as_ragged,
-    in_places,
-    named,
-)
 from tpu_embedding.inputs.wide_ids import (
     check_wide,
-    fingerprints_of,
     join_words,
     refuse_unreadable,
     with_words,
@@ -49,7 +37,6 @@ from tpu_embedding.types import (
     RaggedIds,
     ShardedRaggedIds,
     SparseIds,
-    UniqueIds,
 )
 
 Samples = Literal["global", "process"]
@@ -81,9 +68,7 @@ def prepare_features(
         leaves are integer arrays `[batch]` or `[batch, valence]` (unused places hold
         `PADDING_ROW_ID`), nested lists, `DenseIds`, `RaggedIds`, `SparseIds`, or
         objects with the fields of `tf.RaggedTensor` or `tf.SparseTensor`. Global; any
-        integer dtype. A feature with `unique_rows` takes a dict of these, too. Those of
-        dynamic tables may also be strings, which become fingerprints of 64 bits, or
-        `Ids64`.
+        integer dtype. Those of dynamic tables may also be `Ids64`.
       plan: plan of the layer, or its part `EmbeddingPlan.for_loaders()`.
       weights: None, or the same nest with weights, or None, per feature: in the form of
         the ids, or an array; for ragged and sparse features `[num_values]`.
@@ -111,28 +96,24 @@ def prepare_features(
     """
     plan = plan.for_batch(features)
     num_parts = num_parts_of(samples, plan)
-    leaves = plan.flatten_inputs(features)
+    leaves = plan.flatten(features)
     weight_leaves: list[Any] = [None] * len(leaves)
     if weights is not None:
-        weight_leaves = plan.flatten_inputs(weights, "weights")
+        weight_leaves = plan.flatten(weights, "weights")
     read = [
-        _read_nest(ids, feature)
-        if feature.config.unique_rows
-        else _read_feature(ids, feature)
-        for ids, feature in zip(leaves, plan.inputs, strict=True)
+        _read_feature(ids, feature)
+        for ids, feature in zip(leaves, plan.features, strict=True)
     ]
     refuse_unequal_batches(
         (feature, host_ids.batch_size)
-        for host_ids, feature in zip(read, plan.inputs, strict=True)
+        for host_ids, feature in zip(read, plan.features, strict=True)
         if host_ids.batch_shape
     )
     _refuse_uneven_parts(read, num_parts, plan)
     checked = [
-        _check_nest(host_ids, weight, feature, plan, num_parts)
-        if isinstance(host_ids, HostNest)
-        else _check_feature(host_ids, weight, feature, plan, num_parts)
+        _check_feature(host_ids, weight, feature, plan, num_parts)
         for host_ids, weight, feature in zip(
-            read, weight_leaves, plan.inputs, strict=True
+            read, weight_leaves, plan.features, strict=True
         )
     ]
     prepared = _pad_ragged(checked, plan, sizes, num_parts)
@@ -144,7 +125,7 @@ def prepare_features(
     shapes = plan.flatten(global_shapes(nest, num_parts))
     for ids, feature in zip(shapes, plan.features, strict=True):
         feature_shape(ids, feature, plan)
-    for i, feature in enumerate(plan.inputs):
+    for i, feature in enumerate(plan.features):
         if feature.table.dynamic:
             prepared[i] = with_words(prepared[i])
     return jax.tree.unflatten(plan.feature_tree, prepared)
@@ -247,34 +228,6 @@ def _check_fits_int32(array: np.ndarray) -> np.ndarray:
     return array
 
 
-def _read_nest(ids: Any, feature: FeaturePlan) -> HostNest:
-    """Reads the ids of a feature with unique rows: a container, or a dict of some."""
-    if isinstance(ids, UniqueIds):
-        raise TypeError(f"Feature {feature.name!r} has been prepared already.")
-    parts = ids if isinstance(ids, Mapping) and ids else {ONLY: ids}
-    leaves = {}
-    for name, part in parts.items():
-        leaves[name] = _read_feature(part, named(feature, name))
-        if isinstance(part, list | tuple) or getattr(part, "dtype", None) == np.object_:
-            leaves[name] = as_ragged(leaves[name])
-    nest = HostNest(leaves)
-    nest.refuse_uneven(feature.name)
-    return nest
-
-
-def _check_nest(
-    nest: HostNest, weights: Any, feature: FeaturePlan, plan: AnyPlan, num_parts: int
-) -> UniqueShards:
-    """Returns the unique ids of each shard, checked."""
-    places = {}
-    for name, host_ids in nest.leaves.items():
-        part = named(feature, name)
-        for each in jax.tree.leaves((weights, host_ids.ids.weights)):
-            refuse_weighted_unique_rows(each, part)
-        places[name] = in_places(_check_ids(host_ids, None, part), part)
-    return UniqueShards.of(places, feature, plan.num_shards // num_parts)
-
-
 def _read_feature(ids: Any, feature: FeaturePlan) -> HostIds:
     if ids is None:
         raise ValueError(
@@ -290,12 +243,9 @@ def _read_feature(ids: Any, feature: FeaturePlan) -> HostIds:
     shape = host_ids.batch_shape
     if not isinstance(host_ids.ids, DenseIds):
         if len(shape) > 1 and feature.config.output_shape is None:
-            way_out = f"set FeatureConfig.output_shape to {shape}"
-            if feature.config.unique_rows:
-                way_out = "give unique_rows ids [batch, places]"
             raise ValueError(
                 f"Ids of feature {feature.name!r} have {len(shape)} axes of samples, "
-                f"{shape}; {way_out}."
+                f"{shape}; set FeatureConfig.output_shape to {shape}."
             )
     if host_ids.batch_size == 0:
         raise ValueError(
@@ -305,15 +255,13 @@ def _read_feature(ids: Any, feature: FeaturePlan) -> HostIds:
     return host_ids
 
 
-def _refuse_uneven_parts(
-    read: list[HostIds | HostNest], num_parts: int, plan: AnyPlan
-) -> None:
+def _refuse_uneven_parts(read: list[HostIds], num_parts: int, plan: AnyPlan) -> None:
     """Refuses parts of processes that their devices cannot share equally."""
     if num_parts == 1:
         return
     num_shards = plan.num_shards // num_parts
-    for host_ids, feature in zip(read, plan.inputs, strict=True):
-        if feature.config.output_shape is not None:
+    for host_ids, feature in zip(read, plan.features, strict=True):
+        if feature.config.output_shape is not None and not feature.config.has_own_batch:
             raise ValueError(
                 f"Feature {feature.name!r} has an output_shape, so processes cannot "
                 "pass parts of it; pass the global batch with samples='global'."
@@ -337,7 +285,6 @@ def _check_feature(
     array = _read_weights(weights, host_ids, feature)
     ids = _check_ids(host_ids, array, feature)
     if isinstance(ids, RaggedIds):
-        max_valence = _check_valence(np.asarray(ids.row_splits), feature)
         min_valence = 0
         if feature.config.default_id is not None:
             ids, min_valence = _fill_empty_samples(ids), 1
@@ -346,7 +293,6 @@ def _check_feature(
             plan.num_shards // num_parts,
             num_parts=num_parts,
             min_valence=min_valence,
-            max_valence=max_valence,
         )
     return ids
 
@@ -358,8 +304,6 @@ def _check_ids(
     ids, values = host_ids.ids, host_ids.values
     if not values.size and not isinstance(ids, DenseIds):
         values = values.astype(np.int32)  # NumPy takes empty lists for floats.
-    if feature.table.dynamic and values.dtype.kind in "OSU":
-        values = fingerprints_of(values)
     check_dtypes(values, weights, feature)
     where = "position" if isinstance(ids, DenseIds) else "value"
     check = check_wide if feature.table.dynamic else _check_range
@@ -471,16 +415,16 @@ def _check_range(
 
 
 def _pad_ragged(
-    checked: list[DenseIds | RaggedShards | UniqueShards],
+    checked: list[DenseIds | RaggedShards],
     plan: AnyPlan,
     sizes: BufferSizes | None,
     num_parts: int,
 ) -> list[FeatureIds]:
-    """Pads ragged features and unique ids, whose sizes are chosen together."""
+    """Pads ragged features, whose sizes are chosen together."""
     demands = {
         i: ids.demand(feature)
-        for i, (ids, feature) in enumerate(zip(checked, plan.inputs, strict=True))
-        if isinstance(ids, RaggedShards | UniqueShards)
+        for i, (ids, feature) in enumerate(zip(checked, plan.features, strict=True))
+        if isinstance(ids, RaggedShards)
     }
     if num_parts > 1 and demands:
         agreed = agree_on_demands(list(demands.values()), sizes)
@@ -494,25 +438,6 @@ def _pad_ragged(
         ids if isinstance(ids, DenseIds) else ids.padded(size_of[i])
         for i, ids in enumerate(checked)
     ]
-
-
-def _check_valence(row_splits: np.ndarray, feature: FeaturePlan) -> int | None:
-    """Refuses samples with more ids than a custom combiner takes; returns that limit.
-
-    It is None without a custom combiner.
-    """
-    max_valence = max_custom_valence(feature.config, row_splits.shape[0] - 1)
-    if max_valence is None:
-        return None
-    valences = np.diff(row_splits)
-    if valences.max() > max_valence:
-        sample = int(np.argmax(valences > max_valence))
-        raise ValueError(
-            f"Feature {feature.name!r} must have at most max_valence={max_valence} ids "
-            f"per sample, got {valences[sample]} in sample {sample}; raise "
-            "CustomCombiner.max_valence, or cut the samples."
-        )
-    return max_valence
 
 
 def _fill_empty_samples(ids: RaggedIds) -> RaggedIds:

@@ -21,7 +21,6 @@ class RaggedShards(NamedTuple):
         `first_samples[s]` to `first_samples[s + 1]`.
       samples_per_shard: the same for all shards; the last ones are filled up.
       min_valence: see `ShardedRaggedIds`.
-      max_valence: see `ShardedRaggedIds`.
       num_parts: parts of the global batch, of which this is one.
     """
 
@@ -31,7 +30,6 @@ class RaggedShards(NamedTuple):
     first_samples: np.ndarray
     samples_per_shard: int
     min_valence: int = 0
-    max_valence: int | None = None
     num_parts: int = 1
 
     @classmethod
@@ -42,9 +40,8 @@ class RaggedShards(NamedTuple):
         *,
         num_parts: int = 1,
         min_valence: int = 0,
-        max_valence: int | None = None,
     ) -> "RaggedShards":
-        """Deals consecutive samples, which have so many places, to the shards."""
+        """Deals consecutive samples to the shards."""
         row_splits = np.asarray(ids.row_splits).astype(np.int64, copy=False)
         batch_size = row_splits.shape[0] - 1
         samples_per_shard = -(-batch_size // num_shards)
@@ -56,7 +53,6 @@ class RaggedShards(NamedTuple):
             first_samples=np.minimum(first_samples, batch_size),
             samples_per_shard=samples_per_shard,
             min_valence=min_valence,
-            max_valence=max_valence,
             num_parts=num_parts,
         )
 
@@ -99,5 +95,4 @@ class RaggedShards(NamedTuple):
             weights=weights,
             batch_size=(self.row_splits.shape[0] - 1) * self.num_parts,
             min_valence=self.min_valence,
-            max_valence=self.max_valence,
         )

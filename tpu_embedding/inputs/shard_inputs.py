@@ -14,8 +14,6 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array
 
-from tpu_embedding.combiners import CustomCombiner
-from tpu_embedding.config import FeatureConfig
 from tpu_embedding.inputs.forms import is_integer, is_real
 from tpu_embedding.lookup._flatten_to_owners import FeatureInput
 from tpu_embedding.lookup._running_sums import running_sum
@@ -32,7 +30,6 @@ from tpu_embedding.types import (
     RowIds,
     ShardedRaggedIds,
     SparseIds,
-    UniqueIds,
 )
 
 PREPARE_AGAIN: Final = (
@@ -51,19 +48,14 @@ class FeatureShape:
       sequence_length: ids of a sample that are looked up one by one; 0: the ids of a
         sample are combined.
       output_shape: shape of the activations, `dim` included.
-      custom_combiner: combines the ids of a sample; None: the table's combiner does, or
-        the ids are a sequence.
       default_id: row of samples without ids, or None.
-      has_unique_rows: True if the samples are the unique ids of each shard.
     """
 
     batch_size: AxisSize
     samples_per_shard: AxisSize
     sequence_length: int
     output_shape: tuple[AxisSize, ...]
-    custom_combiner: CustomCombiner | None = None
     default_id: int | None = None
-    has_unique_rows: bool = False
 
 
 @jax.tree_util.register_dataclass
@@ -77,21 +69,19 @@ class ShardableInput:
       weights: float32 like `ids`, or None.
       row_splits: int32 `[num_shards, samples_per_shard + 1]`; None if dense.
       is_sample: bool `[num_shards * samples_per_shard]`, as in `FeatureInput`.
-      out_of_range: int32 `[num_shards]`, as in `FeatureInput`.
     """
 
     ids: Array
     weights: Array | None
     row_splits: Array | None
     is_sample: Array | None = None
-    out_of_range: Array | None = None
 
 
 def as_dense_ids(
     ids: FeatureIds,
 ) -> DenseIds | RaggedIds | SparseIds | ShardedRaggedIds:
     """Wraps a plain array of ids in `DenseIds`; returns other ids as they are."""
-    assert not isinstance(ids, UniqueIds | RowIds)
+    assert not isinstance(ids, RowIds)
     if isinstance(ids, DenseIds | RaggedIds | SparseIds | ShardedRaggedIds):
         return ids
     return DenseIds(ids=cast(IdArray, ids))
@@ -105,14 +95,13 @@ def attach_weights(features: Any, weights: Any, plan: EmbeddingPlan) -> Any:
     """
     joined = []
     plan = plan.for_batch(features)
-    leaves = plan.flatten_inputs(features)
+    leaves = plan.flatten(features)
     for ids, weight, feature in zip(
-        leaves, plan.flatten_inputs(weights, "weights"), plan.inputs, strict=True
+        leaves, plan.flatten(weights, "weights"), plan.features, strict=True
     ):
         if weight is None:
             joined.append(ids)
             continue
-        refuse_weighted_unique_rows(weight, feature)
         if isinstance(ids, RaggedIds | SparseIds | ShardedRaggedIds):
             raise TypeError(
                 f"Weights of the ragged feature {feature.name!r} must be given to "
@@ -130,8 +119,6 @@ def feature_shape(ids: FeatureIds, feature: FeaturePlan, plan: AnyPlan) -> Featu
       TypeError: if the ids are no integers, or ragged ids were not prepared.
       ValueError: if the shape of the ids does not fit the feature's configuration.
     """
-    if isinstance(ids, UniqueIds) or feature.config.unique_rows:
-        return _unique_shape(ids, feature, plan)
     ids = as_dense_ids(_with_one_word(ids))
     if isinstance(ids, RaggedIds | SparseIds):
         raise TypeError(
@@ -155,47 +142,19 @@ def feature_shape(ids: FeatureIds, feature: FeaturePlan, plan: AnyPlan) -> Featu
     refuse_weighted_sequence(ids.weights, feature)
     is_ragged = isinstance(ids, ShardedRaggedIds)
     length = _sequence_length(values, batch_size, is_ragged, feature)
-    custom_combiner = None
     if length:
         _refuse_default_id(feature)
     else:
         _refuse_missing_places(ids, feature)
-        if isinstance(feature.table.combiner, CustomCombiner):
-            custom_combiner = feature.table.combiner
-            _check_custom_combiner(ids, custom_combiner, feature)
     leading = feature.config.output_shape
-    if leading is None:
+    if leading is None or feature.config.has_own_batch:
         leading = (batch_size, length) if length else (batch_size,)
     return FeatureShape(
         batch_size=batch_size,
         samples_per_shard=-(-batch_size // plan.num_shards),
         sequence_length=length,
         output_shape=(*leading, feature.table.dim),
-        custom_combiner=custom_combiner,
         default_id=feature.config.default_id,
-    )
-
-
-def _unique_shape(ids: Any, feature: FeaturePlan, plan: AnyPlan) -> FeatureShape:
-    """Returns the sizes of unique ids: each is a sequence of one id."""
-    if not isinstance(ids, UniqueIds) or not feature.config.unique_rows:
-        raise TypeError(
-            f"Feature {feature.name!r} must hold UniqueIds if and only if it has "
-            f"unique_rows, got {type(ids).__name__} with unique_rows="
-            f"{feature.config.unique_rows}; {PREPARE_AGAIN}."
-        )
-    num_shards, per_shard = ids.ids.shape
-    if num_shards != plan.num_shards:
-        raise ValueError(
-            f"Feature {feature.name!r} was prepared for {num_shards} shards, but its "
-            f"layer has {plan.num_shards}; prepare it with that layer's plan."
-        )
-    return FeatureShape(
-        batch_size=num_shards * per_shard,
-        samples_per_shard=per_shard,
-        sequence_length=1,
-        output_shape=(num_shards * per_shard, feature.table.dim),
-        has_unique_rows=True,
     )
 
 
@@ -241,15 +200,6 @@ def refuse_weighted_sequence(weights: Any, feature: FeaturePlan) -> None:
         )
 
 
-def refuse_weighted_unique_rows(weights: Any, feature: FeaturePlan) -> None:
-    """Raises a ValueError for weights of unique rows, which would have no effect."""
-    if weights is not None and feature.config.unique_rows:
-        raise ValueError(
-            f"Feature {feature.name!r} has weights and unique_rows: its rows are not "
-            "combined, so weights have no effect. Multiply the expanded rows by them."
-        )
-
-
 def _refuse_default_id(feature: FeaturePlan) -> None:
     if feature.config.default_id is not None:
         raise ValueError(
@@ -273,32 +223,6 @@ def _refuse_missing_places(
     )
 
 
-def _check_custom_combiner(
-    ids: DenseIds | ShardedRaggedIds, combiner: CustomCombiner, feature: FeaturePlan
-) -> None:
-    """Refuses weights, and more ids per sample than `CustomCombiner.max_valence`."""
-    if ids.weights is not None:
-        raise ValueError(
-            f"Feature {feature.name!r} must have no weights, got some: the "
-            "CustomCombiner of its table takes rows only. Use a feature with "
-            "max_sequence_length, and pool it in your model."
-        )
-    if isinstance(ids, DenseIds):
-        valence = _matrix_shape(ids.ids)[1]
-        if valence > combiner.max_valence:
-            raise ValueError(
-                f"Feature {feature.name!r} must have at most max_valence="
-                f"{combiner.max_valence} ids per sample, got ids of shape "
-                f"{ids.ids.shape}; raise CustomCombiner.max_valence."
-            )
-    elif ids.max_valence is None or ids.max_valence > combiner.max_valence:
-        raise ValueError(
-            f"Feature {feature.name!r} must have at most max_valence="
-            f"{combiner.max_valence} ids per sample, but its ragged ids were prepared "
-            f"for max_valence={ids.max_valence}; {PREPARE_AGAIN}."
-        )
-
-
 def _with_one_word(ids: FeatureIds) -> FeatureIds:
     """Returns the ids with one word for each, which has their shape."""
     return jax.tree.map(
@@ -306,16 +230,6 @@ def _with_one_word(ids: FeatureIds) -> FeatureIds:
         ids,
         is_leaf=lambda x: isinstance(x, Ids64),
     )
-
-
-def max_custom_valence(config: FeatureConfig, batch_size: int) -> int | None:
-    """Returns the maximum number of ids of a sample; None without a custom combiner."""
-    is_sequence = config.max_sequence_length or (
-        config.output_shape is not None and math.prod(config.output_shape) != batch_size
-    )
-    combiners = [table.combiner for table in config.tables]
-    limits = [c.max_valence for c in combiners if isinstance(c, CustomCombiner)]
-    return None if is_sequence or not limits else min(limits)
 
 
 def _matrix_shape(ids: Any) -> tuple[AxisSize, int]:
@@ -347,7 +261,7 @@ def check_dtypes(ids, weights, feature: FeaturePlan) -> None:
     if not is_integer(ids.dtype):
         raise TypeError(
             f"Ids of feature {feature.name!r} must be integers, got dtype {ids.dtype}; "
-            f"{_way_to_integers(ids)}."
+            f"{_way_to_integers(ids, feature)}."
         )
     if ids.ndim == 0:
         raise ValueError(
@@ -372,30 +286,23 @@ def check_dtypes(ids, weights, feature: FeaturePlan) -> None:
         )
 
 
-def _way_to_integers(ids: Any) -> str:
+def _way_to_integers(ids: Any, feature: FeaturePlan) -> str:
     """Returns the way from ids of another dtype to integers, for errors."""
     kind = getattr(ids.dtype, "kind", "")
+    way = "te.inputs.hash_ids or te.inputs.Vocabulary"
+    if feature.table.dynamic:
+        way = "te.inputs.fingerprint_ids"
     if kind in ("S", "U", "T"):
-        return "turn strings into ids with te.inputs.hash_ids or te.inputs.Vocabulary"
+        return f"turn strings into ids with {way}"
     if kind == "O":
         values = ids.ravel().tolist()
         example = next((x for x in values if not isinstance(x, int)), values[:1])
-        return (
-            f"they hold {example!r}; strings need te.inputs.hash_ids or "
-            "te.inputs.Vocabulary"
-        )
+        return f"they hold {example!r}; strings need {way}"
     return "convert them with .astype(int) if they are whole numbers"
 
 
 def to_shardable(ids: FeatureIds, shape: FeatureShape, plan: AnyPlan) -> ShardableInput:
     """Fills up the batch to a multiple of the number of shards. Global."""
-    if isinstance(ids, UniqueIds):
-        return ShardableInput(
-            ids=jnp.asarray(ids.ids).reshape(-1, 1),
-            weights=None,
-            row_splits=None,
-            out_of_range=jnp.asarray(ids.out_of_range),
-        )
     ids = as_dense_ids(ids)
     assert not isinstance(ids, RaggedIds | SparseIds)
     weights = None
@@ -434,8 +341,6 @@ def to_feature_input(shardable: ShardableInput, shape: FeatureShape) -> FeatureI
     """Converts a feature into the input of the stages. Per shard."""
     num_samples = shape.samples_per_shard
     length = shape.sequence_length
-    if shape.custom_combiner is not None:
-        length = shape.custom_combiner.max_valence
     ids, weights = shardable.ids, shardable.weights
     if shardable.row_splits is None:
         if not length:
@@ -457,8 +362,6 @@ def to_feature_input(shardable: ShardableInput, shape: FeatureShape) -> FeatureI
             sample_ids=None,
             num_samples=num_samples * length,
             valence=1,
-            custom_combiner=shape.custom_combiner,
-            out_of_range=shardable.out_of_range,
         )
     ids = ids.reshape(-1)
     sample_ids = sample_ids_of(shardable.row_splits[0], ids.shape[0])
@@ -481,7 +384,6 @@ def to_feature_input(shardable: ShardableInput, shape: FeatureShape) -> FeatureI
         sample_ids=None,
         num_samples=num_samples * length,
         valence=1,
-        custom_combiner=shape.custom_combiner,
     )
 
 
@@ -494,7 +396,7 @@ def _sequence_length(
       ValueError: if the shape of the ids does not fit the feature's configuration.
     """
     config = feature.config
-    if config.output_shape is None:
+    if config.output_shape is None or config.has_own_batch:
         if config.max_sequence_length and ids.ndim == 1:
             raise ValueError(
                 f"Feature {feature.name!r} has max_sequence_length="

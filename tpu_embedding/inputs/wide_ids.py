@@ -10,7 +10,6 @@ from typing import Any, Final
 import jax
 import numpy as np
 
-from tpu_embedding.inputs.fingerprints import encode, farmhash64
 from tpu_embedding.inputs.forms import is_integer
 from tpu_embedding.plan.features import FeaturePlan
 from tpu_embedding.types import (
@@ -19,7 +18,6 @@ from tpu_embedding.types import (
     Ids64,
     RowIds,
     ShardedRaggedIds,
-    UniqueIds,
 )
 
 NO_WIDE_ID: Final = np.uint64(2**64 - 1)
@@ -49,19 +47,6 @@ def join_words(ids: Any, feature: FeaturePlan) -> Any:
     if isinstance(ids, DenseIds) and isinstance(ids.ids, Ids64):
         return dataclasses.replace(ids, ids=ids.ids.to_numpy())
     return ids
-
-
-def fingerprints_of(strings: np.ndarray) -> np.ndarray:
-    """Returns FarmHash64 of strings, uint64 of the same shape.
-
-    Two strings of 2**32 have equal ones with a probability near 1/2.
-
-    Raises:
-      TypeError: if an element is neither str nor bytes.
-    """
-    words = farmhash64(encode(strings.ravel())).reshape(strings.shape)
-    # One string in 2**64 would be no id.
-    return np.where(words == NO_WIDE_ID, NO_WIDE_ID - np.uint64(1), words)
 
 
 def refuse_unreadable(ids: Any, feature: FeaturePlan) -> None:
@@ -147,7 +132,7 @@ def check_wide(
 
 def with_words(ids: Any) -> Any:
     """Returns a prepared feature with `Ids64` in place of its uint64 array."""
-    if isinstance(ids, DenseIds | UniqueIds):
+    if isinstance(ids, DenseIds):
         return dataclasses.replace(ids, ids=Ids64.of_array(ids.ids))
     if isinstance(ids, ShardedRaggedIds):
         return dataclasses.replace(ids, values=Ids64.of_array(ids.values))

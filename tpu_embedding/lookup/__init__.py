@@ -3,32 +3,29 @@
 All modules are private. `functional/steps.py` calls them inside `shard_map`, and
 `inputs/` has prepared their arguments. Each stage is one module:
 
-    ids ─ flatten ─ dedup ─ route ═ exchange of ids ═ gather ═ exchange of rows ═
-        combine ─ activations
+    ids ─ flatten ─ dedup ═ exchange of ids ═ gather ═ exchange of rows ═ combine ─
+        activations
     cotangents ─ spread ═ exchange of gradients ═ merge ─ gradient of each row
 
 1. `_flatten_to_owners`: ids of all features of a stack become keys, which name the
    owner of each row.
 2. `_dedup`: equal keys become one request; requests are grouped by owner.
-3. `_route`: each request gets a round and a place in its buffer.
+3. `_rounds`: each request gets a round and a place in its buffer, and travels.
 4. `_exchange`: all-to-all of ids, of rows, and of gradients. Owners gather rows.
-5. `_combine`: rows are summed into samples. `_custom_combiner` runs the user's own.
+5. `_combine`: rows are summed into samples.
 6. `_spread_cotangents`: cotangents are summed into the rows of their samples.
 7. `_merge`: the owner sums the gradients that several devices send for one row.
 
-`_forward` runs stages 1 to 5, and `_backward` stages 4, 6 and 7. `_send` runs stages 2
-to 4 for ids. `_rounds` loops over the rounds after the first. `_replicas` follows
-`_merge` where several devices hold copies of a shard. `_gradient_blocks` replaces
-stages 3, 4, 6 and 7 where one CPU device owns all rows. Before a lookup, `_translate`
-replaces 64-bit ids of dynamic tables by rows, which `_directory` finds or inserts as
-`_admission` lets it; `_owned_ids` holds the ids that reached their owner. The
-stages share `_repeats` (sums over repeated ids), `_sample_lines` (samples that share a
-line) and `_running_sums`.
+`_forward` runs stages 1 to 5, and `_backward` stages 6, 4 and 7, round by round: an
+update folds over `gradient_rounds`. `_replicas` follows `_merge` where several devices
+hold copies of a shard. `_gradient_blocks` replaces stages 3, 4, 6 and 7 where one CPU
+device owns all rows. Before a lookup, `_translate` replaces 64-bit ids of dynamic
+tables by rows, which `_directory` finds or inserts as `_admission` lets it;
+`_owned_ids` holds the ids that reached their owner. The stages share `_repeats` (sums
+over repeated ids) and `_running_sums`.
 
-A gradient enters this folder twice, because no id may be dropped. `stack_gradient`
-sends the gradients of round 1 to the owners of their rows. Gradients of later rounds
-stay on the device of their samples: a buffer for all of them would cost every step the
-memory that only a skewed batch needs. An update then calls back through
-`gradient_rounds`, which sends and applies one later round after another. Each row gets
-its whole gradient in one round, so a rule that squares gradients stays exact.
+A gradient is its samples, the routing of the lookup and the cotangents, and round 1 at
+the owners. It has no size of the table, and is added by joining samples. An update, or
+a norm, folds over its rounds. Each row gets its whole gradient in one round, so a rule
+that squares gradients stays exact.
 """

@@ -1,49 +1,40 @@
 """The backward pass of one stack: cotangents to gradients at the owners. Per shard.
 
-It reads as the second half of the design's diagram: spread, exchange, merge. The first
-round runs when the gradient is computed. Cotangents of later rounds stay on their shard
-until an update folds over the rounds (`gradient_rounds`), because room for all of them
-would cost every step what only skewed batches need.
-
-A gradient keeps its keys and cotangents, so several gradients can be joined exactly:
-their samples become one batch, which is routed anew.
+A gradient stays on the devices of the samples: it is a routing and the cotangents. So
+several gradients are added exactly by joining their samples to one batch. The owners
+of rows see it in `gradient_rounds`, which an update folds over: spread, exchange,
+merge, round by round. What the owners receive in round 1 is part of the gradient, so
+that a norm and the update after it share one exchange.
 """
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float
 
-from tpu_embedding.lookup._custom_combiner import row_cotangents
-from tpu_embedding.lookup._exchange import Requests, send_gradients, send_requests
-from tpu_embedding.lookup._flatten_to_owners import PoolingSpec
+from tpu_embedding.lookup._exchange import exchange
 from tpu_embedding.lookup._forward import StackRouting
 from tpu_embedding.lookup._gradient_blocks import (
     IdBlocks,
-    ReadCotangents,
-    first_block,
-    fold_blocks,
+    gradient_blocks,
+    sorted_blocks,
 )
 from tpu_embedding.lookup._merge import merge
 from tpu_embedding.lookup._replicas import add_dense_gradients, gather_from_replicas
-from tpu_embedding.lookup._rounds import PendingRounds, for_each_round
-from tpu_embedding.lookup._route import IdsByRow, Round
-from tpu_embedding.lookup._send import SentIds, send_ids
-from tpu_embedding.lookup._spread_cotangents import cotangent_reader, spread
-from tpu_embedding.plan.backends import BatchBackends, choose_for_batch
-from tpu_embedding.plan.capacity import RoundSize
+from tpu_embedding.lookup._rounds import Round, SentIds, fold_later_rounds, send_ids
+from tpu_embedding.lookup._spread_cotangents import (
+    ReadCotangents,
+    cotangent_reader,
+    spread,
+)
 from tpu_embedding.plan.plan import EmbeddingPlan
 from tpu_embedding.plan.replicas import choose_reduction
 from tpu_embedding.plan.stack_plan import TrainedStackPlan
 from tpu_embedding.rows.opaque_row_ids import Sealed, seal
-from tpu_embedding.rows.packed_rows import PackedRows
-from tpu_embedding.rows.row_gradients import (
-    GradientRounds,
-    PackedRowGradients,
-)
+from tpu_embedding.rows.row_gradients import GradientRounds, RowGradients
 from tpu_embedding.types import RowRange
 
 Carry = TypeVar("Carry")
@@ -51,44 +42,37 @@ Carry = TypeVar("Carry")
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class SampleGradients:
-    """The cotangents of a stack on the shards of their samples. Per shard.
-
-    Attributes:
-      keys: int32 `[ids]`, of all features; see `_flatten_to_owners.py`.
-      cotangents: per feature, `[samples, dim]`.
-      poolings: per feature.
-      max_unique_ids: upper bound on the unique ids of a shard.
-      backends: backends of this batch, which spread the cotangents.
-    """
-
-    keys: Int[Array, " ids"]
-    cotangents: list[Float[Array, "_ dim"]]
-    poolings: list[PoolingSpec]
-    max_unique_ids: int = dataclasses.field(metadata={"static": True})
-    backends: BatchBackends = dataclasses.field(metadata={"static": True})
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True, kw_only=True)
 class StackGradient:
-    """The gradient of a stacked table, to be applied by `apply_gradients`. Per shard.
+    """The gradient of a stacked table, on the shards of its samples. Per shard.
+
+    The gradient of a row is the sum over its ids of gain times cotangent.
 
     Attributes:
-      first_round: gradients at the owners of the rows of the first round.
-      pending: ids of later rounds, whose gradients are still in `samples`; None if no
-        batch of this shape can have a second round.
-      samples: the whole gradient, before it was sent to the owners.
+      routing: the ids of the samples.
+      cotangents: `[samples, dim]` per feature of the stack.
+      ids: the unique ids and the first round of requests; or the ids in blocks, where
+        one CPU device owns all rows.
+      first: the first round at the owners; None for blocks.
     """
 
-    first_round: PackedRowGradients
-    pending: PendingRounds | IdBlocks | None
-    samples: SampleGradients
+    routing: StackRouting
+    cotangents: list[Float[Array, "_ dim"]]
+    ids: SentIds | IdBlocks
+    first: RowGradients | None
+
+    def scaled(self, factor: Any) -> "StackGradient":
+        """Returns the gradient times a factor."""
+        factor = jnp.asarray(factor, jnp.float32)
+        return dataclasses.replace(
+            self,
+            cotangents=[cotangent * factor for cotangent in self.cotangents],
+            first=None if self.first is None else self.first.scaled(factor),
+        )
 
 
 def seal_gradient(gradient: StackGradient) -> Sealed:
     """Seals all of a gradient but the values that scale with it."""
-    return seal(gradient, linear_fields=("values", "cotangents"))
+    return seal(gradient, linear_fields=("cotangents", "values"))
 
 
 def stack_gradient(
@@ -105,14 +89,18 @@ def stack_gradient(
       stack: plan of the stack.
       plan: gives the mesh.
     """
-    samples = SampleGradients(
-        keys=routing.keys,
-        cotangents=row_cotangents(cotangents, routing.sequences),
-        poolings=routing.poolings,
-        max_unique_ids=routing.max_unique_ids,
-        backends=routing.backends,
-    )
-    return _gradient_of(samples, routing.sent, stack, plan)
+    cotangents = list(cotangents)
+    if stack.updates == "blocks":
+        ids = sorted_blocks(routing.keys, stack.dim)
+        return StackGradient(
+            routing=routing, cotangents=cotangents, ids=ids, first=None
+        )
+    sent = routing.sent
+    if sent is None:
+        sent = send_ids(routing.keys, routing.max_unique_ids, stack, plan)
+    reader = cotangent_reader(cotangents, routing.poolings)
+    first = _receive(sent.first, sent, reader, stack, plan)
+    return StackGradient(routing=routing, cotangents=cotangents, ids=sent, first=first)
 
 
 def join_gradients(
@@ -124,145 +112,81 @@ def join_gradients(
     row once, and equals the gradient of one lookup of all ids. The ids cross the
     network a second time.
     """
-    parts = [gradient.samples for gradient in gradients]
-    poolings = [pooling for part in parts for pooling in part.poolings]
+    parts = [gradient.routing for gradient in gradients]
     max_unique_ids = sum(part.max_unique_ids for part in parts)
     if not stack.keeps_duplicates:
         max_unique_ids = min(max_unique_ids, stack.num_rows)
-    samples = SampleGradients(
+    routing = StackRouting(
         keys=jnp.concatenate([part.keys for part in parts]),
-        cotangents=[cotangent for part in parts for cotangent in part.cotangents],
-        poolings=poolings,
+        sent=None,
+        poolings=[pooling for part in parts for pooling in part.poolings],
+        out_of_range=[count for part in parts for count in part.out_of_range],
         max_unique_ids=max_unique_ids,
-        backends=choose_for_batch(
-            stack.layout, stack.backends, [pooling.batch_facts for pooling in poolings]
-        ),
     )
-    return _gradient_of(samples, None, stack, plan)
+    cotangents = [x for gradient in gradients for x in gradient.cotangents]
+    return stack_gradient(routing, cotangents, stack, plan)
 
 
 def gradient_rounds(
     gradient: StackGradient, stack: TrainedStackPlan, plan: EmbeddingPlan
 ) -> GradientRounds:
-    """Returns all rounds of a gradient, for an update to fold over. Per shard."""
-    pending = gradient.pending
-    if pending is None:
-        return GradientRounds(first=gradient.first_round)
+    """Brings a gradient to the owners of its rows, round by round. Per shard.
+
+    The first round is straight-line code. The ids of later rounds cross the network a
+    second time: keeping them would cost room in every step.
+
+    Args:
+      gradient: from `stack_gradient`, or a sum.
+      stack: plan of the stack.
+      plan: gives the mesh.
+    """
+    reader = cotangent_reader(gradient.cotangents, gradient.routing.poolings)
+    sent = gradient.ids
+    if isinstance(sent, IdBlocks):
+        return gradient_blocks(sent, reader, stack.layout)
+    assert gradient.first is not None
+    if sent.size.holds_all:
+        return GradientRounds(first=gradient.first)
 
     def fold_later(
-        body: Callable[[Carry, PackedRowGradients, RowRange], Carry], carry: Carry
+        body: Callable[[Carry, RowGradients, RowRange], Carry], carry: Carry
     ) -> Carry:
-        if isinstance(pending, PendingRounds):
-            return _fold_pending(pending, gradient.samples, body, carry, stack, plan)
-        reader = _cotangent_reader(gradient.samples, stack)
-        first, layout = gradient.first_round, stack.layout
-        return fold_blocks(pending, first, reader, layout, body, carry)
+        def run(state: tuple[Carry, Array], current: Round) -> tuple[Carry, Array]:
+            carry, first_row = state
+            received = _receive(current, sent, reader, stack, plan)
+            rows = RowRange(first_row, current.end_row[0])
+            return body(carry, received, rows), current.end_row[0]
+
+        state = (carry, sent.first.end_row[0])
+        (carry, _), _ = fold_later_rounds(run, state, sent, stack, plan)
+        return carry
 
     return GradientRounds(
-        first=gradient.first_round,
-        first_rows=RowRange(jnp.int32(0), pending.end_row[0]),
+        first=gradient.first,
+        first_rows=RowRange(jnp.int32(0), sent.first.end_row[0]),
         fold_later=fold_later,
     )
 
 
-def _gradient_of(
-    samples: SampleGradients,
-    sent: SentIds | None,
+def _receive(
+    current: Round,
+    sent: SentIds,
+    cotangents_of: ReadCotangents,
     stack: TrainedStackPlan,
     plan: EmbeddingPlan,
-) -> StackGradient:
-    """Sends the gradients of samples to the owners of their rows. Per shard.
-
-    Args:
-      samples: the gradients.
-      sent: their ids; None: they are sent now.
-      stack: plan of the stack.
-      plan: gives the mesh.
-    """
-    ids_per_block = samples.backends.ids_per_block
-    if ids_per_block is not None:
-        reader = _cotangent_reader(samples, stack)
-        first, blocks = first_block(samples.keys, ids_per_block, reader, stack.layout)
-        return StackGradient(first_round=first, pending=blocks, samples=samples)
-    if sent is None:
-        sent, _ = send_ids(samples.keys, samples.max_unique_ids, stack, plan)
-    first = _spread_and_send(
-        samples, sent.ids_by_row, sent.requests, sent.size, stack, plan
-    )
-    return StackGradient(first_round=first, pending=sent.pending, samples=samples)
+) -> RowGradients:
+    """Sums the cotangents of a round by row, and sends them to the owners."""
+    order, places = sent.unique.order, current.sorted_places
+    by_row = spread(cotangents_of, order, places, sent.size.buffer_size)
+    received = RowGradients(row_ids=current.row_ids, values=exchange(by_row, stack))
+    return _at_owner(received, sent, stack, plan)
 
 
-def _fold_pending(
-    pending: PendingRounds,
-    samples: SampleGradients,
-    body: Callable[[Carry, PackedRowGradients, RowRange], Carry],
-    carry: Carry,
-    stack: TrainedStackPlan,
-    plan: EmbeddingPlan,
-) -> Carry:
-    """Folds over the later rounds. Per shard.
-
-    The ids of these rounds cross the network a second time. Keeping them would cost
-    room in every step.
-    """
-
-    def run_round(state: tuple[Carry, Array], current: Round) -> tuple[Carry, Array]:
-        carry, first_row = state
-        requests = send_requests(current, pending.size, stack)
-        received = _spread_and_send(
-            samples, current.ids_by_row, requests, pending.size, stack, plan
-        )
-        carry = body(carry, received, RowRange(first_row, current.end_row))
-        return carry, current.end_row
-
-    state = (carry, pending.end_row[0])
-    (carry, _), _ = for_each_round(pending, run_round, state, stack, plan)
-    return carry
-
-
-def _cotangent_reader(
-    samples: SampleGradients, stack: TrainedStackPlan
-) -> ReadCotangents:
-    return cotangent_reader(
-        samples.cotangents,
-        samples.poolings,
-        stack.buffer_layout(samples.max_unique_ids),
-        samples.backends,
-    )
-
-
-def _spread_and_send(
-    samples: SampleGradients,
-    ids_by_row: IdsByRow,
-    requests: Requests,
-    size: RoundSize,
-    stack: TrainedStackPlan,
-    plan: EmbeddingPlan,
-) -> PackedRowGradients:
-    """Sums the cotangents of one round by row, and sends them to the owners."""
-    gradients = spread(
-        samples.cotangents,
-        ids_by_row,
-        samples.poolings,
-        stack.buffer_layout(size.sent_rows),
-        samples.backends,
-    )
-    return _send_to_owners(gradients, requests, size, stack, plan)
-
-
-def _send_to_owners(
-    gradients: PackedRows,
-    requests: Requests,
-    size: RoundSize,
-    stack: TrainedStackPlan,
-    plan: EmbeddingPlan,
-) -> PackedRowGradients:
-    """Sends gradients to the owners of their rows, which sum those of equal rows."""
-    row_ids = requests.row_ids
-    received = PackedRowGradients(
-        row_ids=row_ids, values=send_gradients(gradients, requests, stack, plan)
-    )
-    if choose_reduction(stack, row_ids.shape[0]) == "table":
+def _at_owner(
+    received: RowGradients, sent: SentIds, stack: TrainedStackPlan, plan: EmbeddingPlan
+) -> RowGradients:
+    """Sums the gradients that an owner received for one row."""
+    if choose_reduction(stack, received.row_ids.shape[0]) == "table":
         return add_dense_gradients(received, stack)
     received = gather_from_replicas(received, stack, plan)
     row_ids = received.row_ids
@@ -278,5 +202,5 @@ def _send_to_owners(
             )
     if plan.num_shards == 1:
         return received
-    max_rows = min(stack.num_replicas * size.unique_rows, stack.rows_per_shard)
+    max_rows = min(stack.num_replicas * sent.size.unique_rows, stack.rows_per_shard)
     return merge(row_ids, received.values, max_rows)

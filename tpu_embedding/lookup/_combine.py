@@ -1,11 +1,10 @@
 """Stage 5, combine: rows are summed into the samples that use them.
 
-`combine` multiplies the rows by a sparse matrix `[samples, places]`: the gains of the
-ids, scaled per sample by the combiner. `_spread_cotangents.py` multiplies by its
-transpose.
+The rows are multiplied by a sparse matrix `[samples, places]`: the gains of the ids,
+scaled per sample by the combiner. `pool_buffer` applies the gains, round by round, and
+`samples_of` the scales, once. `_spread_cotangents.py` multiplies by the transpose.
 """
 
-import dataclasses
 import functools
 import itertools
 from collections.abc import Callable, Sequence
@@ -16,10 +15,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from tpu_embedding.lookup._flatten_to_owners import PoolingSpec
-from tpu_embedding.lookup._sample_lines import sample_lines
-from tpu_embedding.plan.backends import BatchBackends
-from tpu_embedding.rows.access import gather_rows, gather_sums
-from tpu_embedding.rows.packed_rows import PackedRows, clear_last_row
+from tpu_embedding.plan.forms import Gathers
+from tpu_embedding.rows.access import gather_lines
 
 _MAX_UNROLLED_VALENCE: Final = 128
 """Valence up to which each id of a sample is an addition of its own in the program."""
@@ -29,11 +26,11 @@ ReadPlaces = Callable[[Int[Array, " n"]], Float[Array, "n dim"]]
 
 
 @jax.named_scope("combine")
-def combine(
-    rows: PackedRows,
+def pool_buffer(
+    rows: Float[Array, "buffer dim"],
     places: Int[Array, " all_ids"],
     poolings: Sequence[PoolingSpec],
-    backends: BatchBackends,
+    gathers: Gathers,
 ) -> list[Float[Array, "_ dim"]]:
     """Sums gain-weighted rows into their samples. Per shard; no communication.
 
@@ -42,47 +39,58 @@ def combine(
       places: place of each id's row in it. An id without a row has a place beyond the
         end, and reads the last place of the buffer, which is no id's.
       poolings: the features of the stack.
-      backends: the choice for this batch.
+      gathers: form of the gathers.
 
     Returns:
-      Float32 activations per feature. Samples without ids are zero.
+      Sums of float32 for `samples_of`; those of several rounds are added. Samples
+      without ids are zero.
     """
     # A row of zeros in the last place makes a mask on the gathered rows unnecessary.
-    rows = clear_last_row(rows)
-    if backends.pool.backend == "xla":
-        read_rows = functools.partial(gather_rows, rows)
-        return combine_by_xla(read_rows, places, poolings, backends)
-    return scale_samples(_pool_by_kernel(rows, places, poolings, backends), poolings)
+    last = rows.shape[0] - 1
+    zeros = jnp.zeros((1, rows.shape[1]), rows.dtype)
+    rows = jax.lax.dynamic_update_slice(rows, zeros, (last, 0))
+
+    def read_rows(places):
+        return gather_lines(rows, jnp.minimum(places, last))
+
+    return pool(read_rows, places, poolings, gathers)
 
 
 @jax.named_scope("combine")
-def combine_by_xla(
+def pool(
     read_rows: ReadPlaces,
     places: Int[Array, " all_ids"],
     poolings: Sequence[PoolingSpec],
-    backends: BatchBackends,
+    gathers: Gathers,
 ) -> list[Float[Array, "_ dim"]]:
-    """Sums gain-weighted rows into their samples, as `combine` does.
+    """Sums gain-weighted rows into their samples, as `pool_buffer` does.
 
     Args:
       read_rows: reads the rows of some places.
       places: the argument of `read_rows` for each id.
       poolings: the features of the stack.
-      backends: the choice for this batch.
+      gathers: form of the gathers.
     """
+    if all(pooling.is_copy for pooling in poolings):
+        # One array for all features: compile time grows with the number of arrays.
+        return [read_rows(places)]
     sizes = [pooling.num_ids for pooling in poolings]
-    if backends.pool.form == "fused":
-        pooled = [
+    if gathers == "fused":
+        return [
             gather_and_pool(pooling, read_rows, of_feature)
             for pooling, of_feature in zip(poolings, _split(places, sizes), strict=True)
         ]
-    else:
-        gathered = _split(read_rows(places), sizes)
-        pooled = [
-            _pool(pooling, x, _column(pooling.gains))
-            for pooling, x in zip(poolings, gathered, strict=True)
-        ]
-    return scale_samples(pooled, poolings)
+    gathered = _split(read_rows(places), sizes)
+    return [_pool(pooling, x) for pooling, x in zip(poolings, gathered, strict=True)]
+
+
+def samples_of(
+    sums: Sequence[Float[Array, "_ dim"]], poolings: Sequence[PoolingSpec]
+) -> list[Float[Array, "_ dim"]]:
+    """Returns the activations of each feature, from the sums of all rounds."""
+    if len(sums) < len(poolings):
+        sums = _split(sums[0], [pooling.num_samples for pooling in poolings])
+    return scale_samples(sums, poolings)
 
 
 def scale_samples(
@@ -107,7 +115,7 @@ def gather_and_pool(
     """
     is_ragged, valence = pooling.sample_ids is not None, pooling.valence
     if is_ragged or not 1 < valence <= _MAX_UNROLLED_VALENCE:
-        return _pool(pooling, read_rows(places), _column(pooling.gains))
+        return _pool(pooling, read_rows(places))
     terms = [read_rows(of_samples) for of_samples in jnp.split(places, valence)]
     if pooling.gains is not None:
         gains = jnp.split(pooling.gains, valence)
@@ -115,48 +123,12 @@ def gather_and_pool(
     return functools.reduce(jnp.add, terms)
 
 
-def _pool_by_kernel(
-    rows: PackedRows,
-    places: Int[Array, " all_ids"],
-    poolings: Sequence[PoolingSpec],
-    backends: BatchBackends,
-) -> list[Float[Array, "_ dim"]]:
-    """Sums rows within the kernel that reads them; XLA pools features with gains."""
-    valences = [pooling.batch_facts.kernel_valence for pooling in poolings]
-    remaining = [
-        dataclasses.replace(pooling, valence=pooling.valence // valence)
-        for pooling, valence in zip(poolings, valences, strict=True)
-    ]
-    sizes = [pooling.num_ids for pooling in remaining]
-    backend = backends.pool.kernel_backend
-    lines = sample_lines(backends, rows.layout)
-    if lines is None:
-        sums = gather_sums(rows, places, sizes, valences, backend)
-        return [
-            _pool(pooling, x, _column(pooling.gains))
-            for pooling, x in zip(remaining, sums, strict=True)
-        ]
-    sums = lines.gather(rows, places, sizes, valences, backend)
-    return [
-        lines.unpack(
-            _pool(
-                pooling,
-                x,
-                None if pooling.gains is None else lines.gains(pooling.gains),
-            )
-        )
-        for pooling, x in zip(remaining, sums, strict=True)
-    ]
-
-
 def _pool(
-    pooling: PoolingSpec,
-    rows: Float[Array, "ids _"],
-    gains: Float[Array, "ids _"] | None,
-) -> Float[Array, "samples _"]:
-    """Sums the rows of each sample, times their gains. Works on lines of rows too."""
-    if gains is not None:
-        rows = rows * gains
+    pooling: PoolingSpec, rows: Float[Array, "ids dim"]
+) -> Float[Array, "samples dim"]:
+    """Sums the rows of each sample, times their gains."""
+    if pooling.gains is not None:
+        rows = rows * pooling.gains[:, None]
     if pooling.sample_ids is not None:
         return jax.ops.segment_sum(
             rows, pooling.sample_ids, pooling.num_samples, indices_are_sorted=True
@@ -167,10 +139,6 @@ def _pool(
         return rows.reshape(pooling.valence, -1, rows.shape[1]).sum(axis=0)
     # Additions of slices read the rows in place; a reduction copies them first.
     return functools.reduce(jnp.add, jnp.split(rows, pooling.valence))
-
-
-def _column(gains: Float[Array, " ids"] | None) -> Float[Array, "ids 1"] | None:
-    return None if gains is None else gains[:, None]
 
 
 def _split(values: Array, sizes: list[int]) -> list[Array]:

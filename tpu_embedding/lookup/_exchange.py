@@ -1,131 +1,45 @@
 """Stage 4, exchange: the all-to-all between shards and the owners of their rows.
 
-Ids travel in buckets of equal size, one per destination. Rows and gradients do the same
-in a padded exchange. In a ragged exchange their buckets follow each other without
-padding between them.
+Ids, rows and gradients travel in buckets of equal size, one per destination.
 """
-
-import dataclasses
-from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int, Shaped
+from jaxtyping import Array, Float, Int
 
 from tpu_embedding.config import QuantizationConfig
-from tpu_embedding.lookup._route import Round, bucket_starts, count_lines
-from tpu_embedding.plan.capacity import LANES, RoundSize
+from tpu_embedding.plan.capacity import LANES
 from tpu_embedding.plan.plan import EmbeddingPlan
 from tpu_embedding.plan.stack_plan import StackPlan
-from tpu_embedding.rows.access import gather_packed
-from tpu_embedding.rows.packed_rows import PackedRows, unpack_rows
-from tpu_embedding.types import PADDING_ROW_ID
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Buckets:
-    """The buckets of a ragged buffer, one per other shard. All in lines. Per shard.
-
-    Attributes:
-      starts: int32 `[num_shards]`, first line of each bucket.
-      sizes: int32 `[num_shards]`, lines of each bucket.
-      remote_starts: int32 `[num_shards]`, first line of the same bucket in the buffer
-        of the other shard.
-    """
-
-    starts: Int[Array, " shards"]
-    sizes: Int[Array, " shards"]
-    remote_starts: Int[Array, " shards"]
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class RaggedBuckets:
-    """The buckets of both row buffers of a shard in a ragged exchange. Per shard.
-
-    Attributes:
-      as_source: rows that this shard requests, one bucket per owner.
-      as_owner: rows that are requested from this shard, one bucket per source.
-      sent_rows: length, in rows, of the buffer of `as_source`.
-    """
-
-    as_source: Buckets
-    as_owner: Buckets
-    sent_rows: int = dataclasses.field(metadata={"static": True})
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Requests:
-    """Rows that all shards request from this one in a round. Per shard.
-
-    Attributes:
-      row_ids: int32 `[received_rows]`, local rows; `PADDING_ROW_ID` in unused places.
-      buckets: the buckets of a ragged exchange; None: all buckets have one size.
-    """
-
-    row_ids: Int[Array, " received"]
-    buckets: RaggedBuckets | None
-
-
-def send_requests(current: Round, size: RoundSize, stack: StackPlan) -> Requests:
-    """Sends requests to owners, and returns those that this shard receives. Per shard.
-
-    Args:
-      current: the requests of this shard.
-      size: buffer sizes of the round.
-      stack: gives the mesh axes.
-    """
-    row_ids = exchange(current.row_ids, stack)
-    if size.kind == "padded":
-        return Requests(row_ids=row_ids, buckets=None)
-    source_sizes = count_lines(current.num_ids, size)
-    source_starts = bucket_starts(source_sizes)
-    received = exchange(jnp.stack([source_sizes, source_starts], axis=1), stack)
-    owner_sizes, starts_at_source = received[:, 0], received[:, 1]
-    owner_starts = bucket_starts(owner_sizes)
-    return Requests(
-        row_ids=_compact(row_ids, size),
-        buckets=RaggedBuckets(
-            as_source=Buckets(
-                starts=source_starts,
-                sizes=source_sizes,
-                remote_starts=exchange(owner_starts, stack),
-            ),
-            as_owner=Buckets(
-                starts=owner_starts,
-                sizes=owner_sizes,
-                remote_starts=starts_at_source,
-            ),
-            sent_rows=size.sent_rows,
-        ),
-    )
+from tpu_embedding.rows.access import gather_rows
+from tpu_embedding.rows.packed_rows import PackedRows
 
 
 def fetch_rows(
-    table: PackedRows, requests: Requests, stack: StackPlan, plan: EmbeddingPlan
-) -> PackedRows:
-    """Gathers the rows requested from this shard and sends them back. Per shard.
+    table: PackedRows,
+    row_ids: Int[Array, " buffer"],
+    stack: StackPlan,
+    plan: EmbeddingPlan,
+) -> Float[Array, "buffer dim"]:
+    """Gathers the rows asked of this shard, and sends them back. Per shard.
+
+    Args:
+      table: this shard's rows.
+      row_ids: see `Round`.
+      stack: plan of the stack.
+      plan: gives the platform.
 
     Returns:
-      The rows that this shard requested, float32, in the places of its requests.
-      Places without a request are undefined.
+      The rows that this shard asked for, float32, in the places of its requests. Places
+      without a request are undefined.
     """
     with jax.named_scope("gather"):
-        rows = gather_packed(table, requests.row_ids)
+        rows = gather_rows(table, row_ids)
         rows = _gathered_as_a_whole(rows, plan)
     # Rows of bfloat16 cross the network as such. The conversion is exact.
     is_short = table.layout.narrow_dtype == "bfloat16" and stack.num_shards > 1
-    rows = _cast(rows, jnp.bfloat16 if is_short else jnp.float32)
-    buckets = requests.buckets
-    if buckets is None:
-        rows = _exchange_padded(rows, stack)
-    else:
-        rows = _exchange_ragged(
-            rows, buckets.as_owner, buckets.as_source, buckets.sent_rows, stack, plan
-        )
-    return _quantized(_cast(rows, jnp.float32), stack)
+    rows = rows.astype(jnp.bfloat16 if is_short else jnp.float32)
+    return _quantized(exchange(rows, stack).astype(jnp.float32), stack)
 
 
 def read_local_rows(
@@ -136,27 +50,9 @@ def read_local_rows(
     Returns:
       The rows, float32; zeros for ids beyond the last row.
     """
-    rows = _quantized(_cast(gather_packed(table, row_ids), jnp.float32), stack)
+    rows = _quantized(gather_rows(table, row_ids).astype(jnp.float32), stack)
     is_row = row_ids < table.layout.num_rows
-    return jnp.where(is_row[:, None], unpack_rows(rows), 0.0)
-
-
-def send_gradients(
-    gradients: PackedRows, requests: Requests, stack: StackPlan, plan: EmbeddingPlan
-) -> PackedRows:
-    """Sends the gradient of each fetched row to its owner. Per shard.
-
-    Returns:
-      The gradients in the places of `requests.row_ids`. Gradients of padding are
-      undefined.
-    """
-    buckets = requests.buckets
-    if buckets is None:
-        return _exchange_padded(gradients, stack)
-    num_rows = requests.row_ids.shape[0]
-    return _exchange_ragged(
-        gradients, buckets.as_source, buckets.as_owner, num_rows, stack, plan
-    )
+    return jnp.where(is_row[:, None], rows, 0.0)
 
 
 @jax.named_scope("exchange")
@@ -192,14 +88,13 @@ def quantize(
     return jnp.floor((clipped - config.lower) / step + 0.5) * step + config.lower
 
 
-def _quantized(rows: PackedRows, stack: StackPlan) -> PackedRows:
-    if stack.quantization is None:
-        return rows
-    lines = quantize(rows.lines, stack.quantization)
-    return dataclasses.replace(rows, lines=lines)
+def _quantized(
+    rows: Float[Array, "rows dim"], stack: StackPlan
+) -> Float[Array, "rows dim"]:
+    return rows if stack.quantization is None else quantize(rows, stack.quantization)
 
 
-def _gathered_as_a_whole(rows: PackedRows, plan: EmbeddingPlan) -> PackedRows:
+def _gathered_as_a_whole(rows: Array, plan: EmbeddingPlan) -> Array:
     """Keeps XLA:CPU from moving arithmetic on gathered rows into the exchange's slices.
 
     Without it, the copy of a row is no vector operation; see `rows/access.py`.
@@ -207,92 +102,3 @@ def _gathered_as_a_whole(rows: PackedRows, plan: EmbeddingPlan) -> PackedRows:
     if plan.mesh.devices.flat[0].platform != "cpu":
         return rows
     return jax.lax.optimization_barrier(rows)
-
-
-def _cast(rows: PackedRows, dtype: Any) -> PackedRows:
-    return dataclasses.replace(rows, lines=rows.lines.astype(dtype))
-
-
-def _exchange_padded(rows: PackedRows, stack: StackPlan) -> PackedRows:
-    """Sends buckets of equal size, which fill lines. Per shard."""
-    return dataclasses.replace(rows, lines=exchange(rows.lines, stack))
-
-
-@jax.named_scope("exchange")
-def _exchange_ragged(
-    rows: PackedRows,
-    sent: Buckets,
-    received: Buckets,
-    num_rows: int,
-    stack: StackPlan,
-    plan: EmbeddingPlan,
-) -> PackedRows:
-    """Sends the buckets of this shard's buffer to the other shards. Per shard.
-
-    Args:
-      rows: the buffer.
-      sent: buckets of the buffer.
-      received: the buckets of the result.
-      num_rows: length of the result, in rows.
-      stack: gives the mesh axes.
-      plan: gives the platform.
-    """
-    layout = rows.layout.resized(num_rows)
-    lines = rows.lines[:, None] if layout.is_flat else rows.lines
-    lines = _move_ragged(lines, sent, received, layout.num_lines, stack, plan)
-    lines = lines[:, 0] if layout.is_flat else lines
-    return dataclasses.replace(rows, lines=lines, layout=layout)
-
-
-def _move_ragged(
-    lines: Shaped[Array, "from lanes"],
-    sent: Buckets,
-    received: Buckets,
-    num_lines: int,
-    stack: StackPlan,
-    plan: EmbeddingPlan,
-) -> Shaped[Array, "to lanes"]:
-    if plan.mesh.devices.flat[0].platform == "tpu":
-        return jax.lax.ragged_all_to_all(
-            lines,
-            jax.lax.empty((num_lines, lines.shape[1]), lines.dtype),
-            sent.starts,
-            sent.sizes,
-            sent.remote_starts,
-            received.sizes,
-            axis_name=stack.shard_axes,
-        )
-    # XLA has no ragged all-to-all for CPU. This emulation gives the same result from
-    # the senders' buckets. It is made for tests, not for speed.
-    all_lines = jax.lax.all_gather(lines, stack.shard_axes)
-    buckets = jnp.stack([sent.starts, sent.sizes, sent.remote_starts], axis=1)
-    starts, sizes, targets = exchange(buckets, stack).T
-    offsets = jnp.arange(num_lines, dtype=jnp.int32)[:, None] - targets[None, :]
-    is_from = (offsets >= 0) & (offsets < sizes[None, :])
-    source = jnp.argmax(is_from, axis=1)
-    line = starts[source] + jnp.take_along_axis(offsets, source[:, None], axis=1)[:, 0]
-    received_lines = all_lines[source, jnp.clip(line, 0, lines.shape[0] - 1)]
-    # Lines that no shard sends are undefined. A NaN shows if one is used.
-    undefined = jnp.asarray(jnp.nan, lines.dtype)
-    return jnp.where(jnp.any(is_from, axis=1)[:, None], received_lines, undefined)
-
-
-def _compact(
-    row_ids: Int[Array, " padded"], size: RoundSize
-) -> Int[Array, " received"]:
-    """Moves padding to the end, except the padding that fills up a line. Per shard.
-
-    Row ids keep their order. The result has `received_rows` entries. It is found by a
-    sort, because a TPU scatters single integers slowly.
-    """
-    places = jnp.arange(row_ids.shape[0], dtype=jnp.int32)
-    is_kept = row_ids != PADDING_ROW_ID
-    for place in range(1, size.rows_per_line):
-        # A line is kept if its first place is used.
-        is_line_used = jnp.roll(row_ids, place) != PADDING_ROW_ID
-        is_kept |= is_line_used & (places % size.rows_per_line == place)
-    keys = jnp.where(is_kept, places, row_ids.shape[0])
-    _, row_ids = jax.lax.sort((keys, row_ids), num_keys=1, is_stable=False)
-    missing = max(0, size.received_rows - row_ids.shape[0])
-    filled = jnp.pad(row_ids, (0, missing), constant_values=PADDING_ROW_ID)
-    return filled[: size.received_rows]

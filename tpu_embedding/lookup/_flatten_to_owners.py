@@ -8,14 +8,14 @@ excludes.
 """
 
 import dataclasses
+import itertools
 from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from tpu_embedding.combiners import Combiner, CustomCombiner
-from tpu_embedding.plan.backends import FeatureBatch
+from tpu_embedding.config import Combiner
 from tpu_embedding.plan.features import FeaturePlan
 from tpu_embedding.plan.stack_plan import StackPlan
 from tpu_embedding.types import PADDING_ROW_ID, AxisSize
@@ -36,11 +36,6 @@ class FeatureInput:
       valence: ids per sample, if `sample_ids` is None.
       is_sample: bool `[num_samples]`, False for samples that only fill up the batch;
         None: all are real, or it makes no difference.
-      custom_combiner: pools the ids, which lie sample by sample, in `max_valence`
-        places each; `num_samples` counts these places. None: the combiner of the
-        table, or nothing in a sequence.
-      out_of_range: int32 `[1]`, ids outside the table that the host has dropped or
-        clipped; None: none.
     """
 
     ids: Int[Array, " ids"]
@@ -49,10 +44,6 @@ class FeatureInput:
     num_samples: AxisSize = dataclasses.field(metadata={"static": True})
     valence: int = dataclasses.field(metadata={"static": True})
     is_sample: Bool[Array, "_"] | None = None
-    custom_combiner: CustomCombiner | None = dataclasses.field(
-        default=None, metadata={"static": True}
-    )
-    out_of_range: Int[Array, "_"] | None = None
 
 
 @jax.tree_util.register_dataclass
@@ -67,9 +58,6 @@ class PoolingSpec:
       sample_ids: see `FeatureInput`.
       num_samples: see `FeatureInput`.
       valence: see `FeatureInput`.
-      valences: int32 `[samples]`, the rows of each sample that a custom combiner pools,
-        or None.
-      custom_combiner: see `FeatureInput`.
     """
 
     gains: Float[Array, " ids"] | None
@@ -77,10 +65,6 @@ class PoolingSpec:
     sample_ids: Int[Array, " ids"] | None
     num_samples: AxisSize = dataclasses.field(metadata={"static": True})
     valence: int = dataclasses.field(metadata={"static": True})
-    valences: Int[Array, "_"] | None = None
-    custom_combiner: CustomCombiner | None = dataclasses.field(
-        default=None, metadata={"static": True}
-    )
 
     @property
     def num_ids(self) -> AxisSize:
@@ -90,15 +74,9 @@ class PoolingSpec:
         return self.sample_ids.shape[0]
 
     @property
-    def batch_facts(self) -> FeatureBatch:
-        """The static facts on which the choice of backends depends."""
-        return FeatureBatch(
-            num_ids=self.num_ids,
-            num_samples=self.num_samples,
-            valence=self.valence,
-            is_ragged=self.sample_ids is not None,
-            is_weighted=self.gains is not None,
-        )
+    def is_copy(self) -> bool:
+        """True if each sample is the row of one id, up to its scale."""
+        return self.gains is None and self.sample_ids is None and self.valence == 1
 
 
 @jax.named_scope("flatten")
@@ -118,51 +96,55 @@ def flatten(
       The keys of all features, one feature after the other. A `PoolingSpec` per
       feature. The number of ids outside the table, per feature.
     """
-    keys, poolings, out_of_range = [], [], []
-    for feature_input, feature in zip(inputs, features, strict=True):
-        if stack.keeps_duplicates:
-            feature_input = _in_order_of_samples(feature_input)
-        row_ids, pooling, num_out_of_range = resolve(feature_input, feature)
-        keys.append(_keys_of(row_ids, feature.row_offset, stack))
-        poolings.append(pooling)
-        out_of_range.append(num_out_of_range)
-    return jnp.concatenate(keys), poolings, out_of_range
+    if stack.keeps_duplicates:
+        inputs = [_in_order_of_samples(feature_input) for feature_input in inputs]
+    row_ids, poolings, out_of_range = resolve(inputs, features)
+    sizes = [feature_input.ids.shape[0] for feature_input in inputs]
+    offsets = _value_of_each_id([feature.row_offset for feature in features], sizes)
+    is_padding = row_ids == PADDING_ROW_ID
+    stack_rows = jnp.where(is_padding, PADDING_ROW_ID, row_ids + offsets)
+    return _keys_of(stack_rows, stack), poolings, out_of_range
 
 
 def resolve(
-    feature_input: FeatureInput, feature: FeaturePlan
-) -> tuple[Int[Array, " ids"], PoolingSpec, Int[Array, ""]]:
-    """Applies the policies and the combiner of one feature. Per shard.
+    inputs: Sequence[FeatureInput], features: Sequence[FeaturePlan]
+) -> tuple[Int[Array, " all_ids"], list[PoolingSpec], list[Int[Array, ""]]]:
+    """Applies the policies and the combiners of features. Per shard.
 
     Args:
-      feature_input: ids of the feature.
-      feature: plan of the feature.
+      inputs: ids of each feature.
+      features: their plans.
 
     Returns:
-      The row of the table that each place reads; `PADDING_ROW_ID` where it reads none.
-      The weights of the rows. The number of ids outside the table.
+      The row of its table that each place reads, one feature after the other;
+      `PADDING_ROW_ID` where it reads none. The weights of the rows, and the number of
+      ids outside the table, per feature.
     """
-    row_ids, num_out_of_range = _resolve_row_ids(feature_input, feature)
-    if feature.config.default_id is not None:
-        feature_input, row_ids = _fill_empty_samples(
-            feature_input, row_ids, feature.config.default_id
+    row_ids, out_of_range = _resolve_row_ids(inputs, features)
+    ends = itertools.accumulate(feature_input.ids.shape[0] for feature_input in inputs)
+    rows_of_feature = jnp.split(row_ids, list(ends)[:-1])
+    poolings = []
+    for i, (feature_input, feature) in enumerate(zip(inputs, features, strict=True)):
+        default_id = feature.config.default_id
+        if default_id is not None:
+            feature_input, rows_of_feature[i] = _fill_empty_samples(
+                feature_input, rows_of_feature[i], default_id
+            )
+        gains, scales = _gains_and_scales(
+            feature_input, rows_of_feature[i], feature.table.combiner
         )
-    valences = None
-    if feature_input.custom_combiner is not None:
-        row_ids, valences = _move_ids_to_front(
-            row_ids, feature_input.custom_combiner.max_valence
+        poolings.append(
+            PoolingSpec(
+                gains=gains,
+                scales=scales,
+                sample_ids=feature_input.sample_ids,
+                num_samples=feature_input.num_samples,
+                valence=feature_input.valence,
+            )
         )
-    gains, scales = _gains_and_scales(feature_input, row_ids, feature.table.combiner)
-    pooling = PoolingSpec(
-        gains=gains,
-        scales=scales,
-        sample_ids=feature_input.sample_ids,
-        num_samples=feature_input.num_samples,
-        valence=feature_input.valence,
-        valences=valences,
-        custom_combiner=feature_input.custom_combiner,
-    )
-    return row_ids, pooling, num_out_of_range
+    if any(feature.config.default_id is not None for feature in features):
+        row_ids = jnp.concatenate(rows_of_feature)
+    return row_ids, poolings, out_of_range
 
 
 def max_unique_ids(
@@ -205,27 +187,63 @@ def _in_order_of_samples(feature_input: FeatureInput) -> FeatureInput:
 
 
 def _resolve_row_ids(
-    feature_input: FeatureInput, feature: FeaturePlan
-) -> tuple[Int[Array, " ids"], Int[Array, ""]]:
-    """Applies the feature's policies. Ids that look up nothing become padding.
+    inputs: Sequence[FeatureInput], features: Sequence[FeaturePlan]
+) -> tuple[Int[Array, " all_ids"], list[Int[Array, ""]]]:
+    """Applies the features' policies. Ids that look up nothing become padding.
+
+    All features are treated as one array, since compile time grows with the number of
+    arrays.
 
     Returns:
-      Row ids within the table, and the number of ids outside the table.
+      Row ids within the tables, and the number of ids outside the table per feature.
     """
-    ids = feature_input.ids
-    num_rows = feature.num_rows
+    sizes = [feature_input.ids.shape[0] for feature_input in inputs]
+    ids = jnp.concatenate([feature_input.ids for feature_input in inputs])
+    num_rows = _value_of_each_id([feature.num_rows for feature in features], sizes)
     is_padding = ids == PADDING_ROW_ID
     is_inside = (ids >= 0) & (ids < num_rows)
-    num_out_of_range = jnp.sum(~is_padding & ~is_inside, dtype=jnp.int32)
-    if feature_input.out_of_range is not None:
-        num_out_of_range += feature_input.out_of_range[0]
-    if feature.config.out_of_range_ids == "clip":
-        ids = jnp.clip(ids, 0, num_rows - 1)
-        is_inside = ~is_padding
-    if feature_input.weights is not None and leaves_out_weights(feature):
+    out_of_range = _count_by_feature(~is_padding & ~is_inside, sizes)
+    clips = [feature.config.out_of_range_ids == "clip" for feature in features]
+    if any(clips):
+        is_clipped = _value_of_each_id(clips, sizes)
+        ids = jnp.where(is_clipped, jnp.clip(ids, 0, num_rows - 1), ids)
+        is_inside = jnp.where(is_clipped, ~is_padding, is_inside)
+    left_out = [
         # A weight of NaN counts, so that it reaches the loss.
-        is_inside &= ~(feature_input.weights <= 0)
-    return jnp.where(is_inside, ids, PADDING_ROW_ID), num_out_of_range
+        feature_input.weights <= 0
+        if feature_input.weights is not None and leaves_out_weights(feature)
+        else None
+        for feature_input, feature in zip(inputs, features, strict=True)
+    ]
+    if any(each is not None for each in left_out):
+        is_inside &= ~jnp.concatenate(
+            [
+                jnp.zeros(size, bool) if each is None else each
+                for each, size in zip(left_out, sizes, strict=True)
+            ]
+        )
+    return jnp.where(is_inside, ids, PADDING_ROW_ID), out_of_range
+
+
+def _value_of_each_id(values: Sequence[int], sizes: Sequence[AxisSize]) -> Array:
+    """Returns the value of the feature of each id, `[all_ids]`, or a scalar of all."""
+    if len(set(values)) == 1:
+        return jnp.asarray(values[0])
+    if len(set(sizes)) == 1:
+        by_feature = jnp.asarray(values)[:, None]
+        return jnp.broadcast_to(by_feature, (len(values), sizes[0])).reshape(-1)
+    pairs = zip(values, sizes, strict=True)
+    return jnp.concatenate([jnp.full(size, value) for value, size in pairs])
+
+
+def _count_by_feature(
+    is_counted: Bool[Array, " all_ids"], sizes: Sequence[AxisSize]
+) -> list[Int[Array, ""]]:
+    if len(set(sizes)) == 1:
+        by_feature = is_counted.reshape(len(sizes), sizes[0])
+        return list(jnp.sum(by_feature, axis=1, dtype=jnp.int32))
+    parts = jnp.split(is_counted, list(itertools.accumulate(sizes))[:-1])
+    return [jnp.sum(part, dtype=jnp.int32) for part in parts]
 
 
 def leaves_out_weights(feature: FeaturePlan) -> bool:
@@ -269,32 +287,18 @@ def _fill_empty_samples(
     )
 
 
-def _move_ids_to_front(
-    row_ids: Int[Array, " ids"], max_valence: int
-) -> tuple[Int[Array, " ids"], Int[Array, " samples"]]:
-    """Moves the padding of each sample behind its rows, and counts these."""
-    by_sample = row_ids.reshape(-1, max_valence)
-    is_padding = by_sample == PADDING_ROW_ID
-    order = jnp.argsort(is_padding, axis=1, stable=True)
-    valences = jnp.sum(~is_padding, axis=1, dtype=jnp.int32)
-    return jnp.take_along_axis(by_sample, order, axis=1).reshape(-1), valences
-
-
-def _keys_of(
-    row_ids: Int[Array, " ids"], row_offset: int, stack: StackPlan
-) -> Int[Array, " ids"]:
-    """Returns the key of each row of a table; padding stays padding."""
-    is_padding = row_ids == PADDING_ROW_ID
-    stack_rows = jnp.where(is_padding, 0, row_ids) + row_offset
-    owner = stack_rows % stack.num_shards
-    keys = owner * stack.rows_per_shard + stack_rows // stack.num_shards
-    return jnp.where(is_padding, PADDING_ROW_ID, keys)
+def _keys_of(stack_rows: Int[Array, " ids"], stack: StackPlan) -> Int[Array, " ids"]:
+    """Returns the key of each row of a stack; padding stays padding."""
+    local_row = jax.lax.div(stack_rows, jnp.int32(stack.num_shards))
+    owner = stack_rows - local_row * stack.num_shards
+    keys = owner * stack.rows_per_shard + local_row
+    return jnp.where(stack_rows == PADDING_ROW_ID, PADDING_ROW_ID, keys)
 
 
 def _gains_and_scales(
     feature_input: FeatureInput,
     row_ids: Int[Array, " ids"],
-    combiner: Combiner | CustomCombiner,
+    combiner: Combiner,
 ) -> tuple[Float[Array, " ids"] | None, Float[Array, " samples"] | None]:
     """Returns the gain of each id and the scale of each sample.
 
@@ -308,7 +312,6 @@ def _gains_and_scales(
         gains = jnp.where(is_used, gains, 0.0)
     if combiner == "sum" or (gains is None and is_single):
         return gains, None
-    assert not isinstance(combiner, CustomCombiner), "pooled as a sequence"
     weights = is_used.astype(jnp.float32) if gains is None else gains
     match combiner:
         case "mean":

@@ -1,11 +1,10 @@
 """The forward pass of one stack: ids to activations. Per shard.
 
-It reads as the diagram of the package's design: flatten, dedup, route, exchange,
+It reads as the diagram of the package's design: flatten, dedup, rounds, exchange,
 gather, exchange, combine. `route_stack` runs the stages up to the first exchange, which
-need no table; `read_stack` runs the others. The first round is straight-line code.
-Where a batch of this shape can need more, a loop runs them (`_rounds.py`).
+need no table; `read_stack` folds the others over the rounds.
 
-A device that owns all rows of a stack skips dedup, route and both exchanges: it pools
+A device that owns all rows of a stack skips dedup, rounds and both exchanges: it pools
 rows straight from its table. Only a gradient then needs these stages, and runs them.
 """
 
@@ -16,26 +15,15 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from tpu_embedding.lookup._combine import combine, combine_by_xla
-from tpu_embedding.lookup._custom_combiner import (
-    PooledSequence,
-    apply_custom_combiners,
-)
-from tpu_embedding.lookup._exchange import (
-    Requests,
-    fetch_rows,
-    read_local_rows,
-    send_requests,
-)
+from tpu_embedding.lookup._combine import pool, pool_buffer, samples_of
+from tpu_embedding.lookup._exchange import fetch_rows, read_local_rows
 from tpu_embedding.lookup._flatten_to_owners import (
     FeatureInput,
     PoolingSpec,
     flatten,
     max_unique_ids,
 )
-from tpu_embedding.lookup._rounds import for_each_round
-from tpu_embedding.lookup._send import SentIds, send_ids
-from tpu_embedding.plan.backends import BatchBackends, choose_for_batch
+from tpu_embedding.lookup._rounds import Round, SentIds, fold_later_rounds, send_ids
 from tpu_embedding.plan.plan import EmbeddingPlan
 from tpu_embedding.plan.stack_plan import StackPlan
 from tpu_embedding.rows.packed_rows import PackedRows
@@ -44,40 +32,21 @@ from tpu_embedding.rows.packed_rows import PackedRows
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class StackRouting:
-    """Facts that the forward pass hands to the backward pass. Per shard.
+    """The ids of a stack on their way to their rows, for both passes. Per shard.
 
     Attributes:
       keys: int32 `[ids]`, of all features; see `_flatten_to_owners.py`.
-      sent: the ids at the owners of their rows; None if this device read its own rows.
+      sent: the ids at the owners of their rows; None if this device reads its own rows.
       poolings: per feature of the stack.
-      sequences: per feature of the stack; None without a custom combiner.
+      out_of_range: int32 `[1]` per feature of the stack.
       max_unique_ids: upper bound on the unique ids of a shard.
-      backends: choices for this batch.
     """
 
     keys: Int[Array, " ids"]
     sent: SentIds | None
     poolings: list[PoolingSpec]
-    sequences: list[PooledSequence | None]
-    max_unique_ids: int = dataclasses.field(metadata={"static": True})
-    backends: BatchBackends = dataclasses.field(metadata={"static": True})
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class RoutedStack:
-    """The ids of a stack at the owners of their rows, not yet read. Per shard.
-
-    Attributes:
-      routing: facts for the backward pass.
-      places: int32 `[ids]`, place of each id's row in the first round's buffer, or in
-        the table if this device reads its own rows.
-      out_of_range: int32 `[1]` per feature of the stack.
-    """
-
-    routing: StackRouting
-    places: Int[Array, " ids"]
     out_of_range: list[Int[Array, "_"]]
+    max_unique_ids: int = dataclasses.field(metadata={"static": True})
 
 
 @jax.tree_util.register_dataclass
@@ -90,35 +59,22 @@ class StackLookup:
         `activation_dtype`.
       routing: facts for the backward pass.
       rounds: int32 `[1]`.
-      out_of_range: int32 `[1]` per feature of the stack.
+      num_ids: int32 `[1]`, ids of the shard without padding; None if this device reads
+        its own rows, which are then not counted.
+      requested_rows: int32 `[1, num_shards]`, rows that the shard asks of each owner,
+        in all rounds together; or None.
     """
 
     activations: list[Float[Array, "_ dim"]]
     routing: StackRouting
     rounds: Int[Array, "_"]
-    out_of_range: list[Int[Array, "_"]]
-
-
-def lookup_stack(
-    table: PackedRows,
-    inputs: Sequence[FeatureInput],
-    stack: StackPlan,
-    plan: EmbeddingPlan,
-) -> StackLookup:
-    """Looks up all features of one stack. Per shard.
-
-    Args:
-      table: this shard's rows.
-      inputs: per feature of the stack.
-      stack: plan of the stack.
-      plan: gives the mesh.
-    """
-    return read_stack(table, route_stack(inputs, stack, plan), stack, plan)
+    num_ids: Int[Array, "_"] | None = None
+    requested_rows: Int[Array, "_ shards"] | None = None
 
 
 def route_stack(
     inputs: Sequence[FeatureInput], stack: StackPlan, plan: EmbeddingPlan
-) -> RoutedStack:
+) -> StackRouting:
     """Sends the ids of one stack to the owners of their rows. Per shard.
 
     It reads no table, so it may run before an update of the table.
@@ -130,90 +86,61 @@ def route_stack(
     """
     features = [plan.features[i] for i in plan.features_of(stack)]
     keys, poolings, out_of_range = flatten(inputs, features, stack)
-    backends = choose_for_batch(
-        stack.layout, stack.backends, [pooling.batch_facts for pooling in poolings]
-    )
     max_unique = max_unique_ids(inputs, features, stack)
-    sent, places = None, keys
-    if stack.sends_ids:
-        sent, places = send_ids(keys, max_unique, stack, plan)
-    routing = StackRouting(
+    sent = send_ids(keys, max_unique, stack, plan) if stack.sends_ids else None
+    return StackRouting(
         keys=keys,
         sent=sent,
         poolings=poolings,
-        sequences=[None] * len(poolings),  # known when the rows are
-        max_unique_ids=max_unique,
-        backends=backends,
-    )
-    return RoutedStack(
-        routing=routing,
-        places=places,
         out_of_range=[count[None] for count in out_of_range],
+        max_unique_ids=max_unique,
     )
 
 
 def read_stack(
-    table: PackedRows, routed: RoutedStack, stack: StackPlan, plan: EmbeddingPlan
+    table: PackedRows, routing: StackRouting, stack: StackPlan, plan: EmbeddingPlan
 ) -> StackLookup:
     """Reads the rows of routed ids, and combines them. Per shard.
 
     Args:
       table: this shard's rows.
-      routed: routed ids of the stack.
+      routing: routed ids of the stack.
       stack: plan of the stack.
       plan: gives the mesh.
     """
-    routing = routed.routing
-    rounds = jnp.int32(1)
-    if routing.sent is None:
-        activations = combine_by_xla(
+    sent, poolings = routing.sent, routing.poolings
+    if sent is None:
+        sums = pool(
             lambda row_ids: read_local_rows(table, row_ids, stack),
-            routed.places,
-            routing.poolings,
-            routing.backends,
+            routing.keys,
+            poolings,
+            stack.gathers,
         )
-    else:
-        activations, further_rounds = _read_rounds(
-            table, routing, routing.sent, routed.places, stack, plan
+        activations, routing = _order(samples_of(sums, poolings), routing)
+        return StackLookup(
+            activations=[x.astype(plan.activation_dtype) for x in activations],
+            routing=routing,
+            rounds=jnp.ones((1,), jnp.int32),
         )
-        rounds += further_rounds
-    activations, routing = _order(activations, routing)
-    activations, sequences = apply_custom_combiners(activations, routing.poolings)
+
+    def read_round(current: Round) -> list[Array]:
+        rows = fetch_rows(table, current.row_ids, stack, plan)
+        return pool_buffer(rows, sent.places(current), poolings, stack.gathers)
+
+    def add_round(sums: list[Array], current: Round) -> list[Array]:
+        return jax.tree.map(jnp.add, sums, read_round(current))
+
+    sums, rounds = fold_later_rounds(
+        add_round, read_round(sent.first), sent, stack, plan
+    )
+    activations, routing = _order(samples_of(sums, poolings), routing)
     return StackLookup(
         activations=[x.astype(plan.activation_dtype) for x in activations],
-        routing=dataclasses.replace(routing, sequences=sequences),
+        routing=routing,
         rounds=rounds[None],
-        out_of_range=routed.out_of_range,
+        num_ids=sent.unique.first_places[-1:],
+        requested_rows=jnp.diff(sent.unique.first_ranks)[None],
     )
-
-
-def _read_rounds(
-    table: PackedRows,
-    routing: StackRouting,
-    sent: SentIds,
-    places: Int[Array, " ids"],
-    stack: StackPlan,
-    plan: EmbeddingPlan,
-) -> tuple[list[Float[Array, "_ dim"]], Int[Array, ""]]:
-    """Fetches the rows of all rounds from their owners, and combines them. Per shard.
-
-    Returns:
-      The activations before custom combiners, and the number of rounds after the first.
-    """
-
-    def read(requests: Requests, places: Int[Array, " ids"]) -> list[Array]:
-        rows = fetch_rows(table, requests, stack, plan)
-        return combine(rows, places, routing.poolings, routing.backends)
-
-    activations = read(sent.requests, places)
-    if sent.pending is None:
-        return activations, jnp.int32(0)
-
-    def add_round(sums, current):
-        requests = send_requests(current, sent.size, stack)
-        return jax.tree.map(jnp.add, sums, read(requests, current.places))
-
-    return for_each_round(sent.pending, add_round, activations, stack, plan)
 
 
 def _order(
@@ -228,8 +155,9 @@ def _order(
     if sent is None:
         activations, keys = jax.lax.optimization_barrier((activations, routing.keys))
         return activations, dataclasses.replace(routing, keys=keys)
-    activations, ids_by_row, requests = jax.lax.optimization_barrier(
-        (activations, sent.ids_by_row, sent.requests)
+    activations, keys, order, first = jax.lax.optimization_barrier(
+        (activations, routing.keys, sent.unique.order, sent.first)
     )
-    sent = dataclasses.replace(sent, ids_by_row=ids_by_row, requests=requests)
-    return activations, dataclasses.replace(routing, sent=sent)
+    unique = dataclasses.replace(sent.unique, order=order)
+    sent = dataclasses.replace(sent, unique=unique, first=first)
+    return activations, dataclasses.replace(routing, keys=keys, sent=sent)

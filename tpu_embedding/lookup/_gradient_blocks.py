@@ -1,7 +1,7 @@
 """Sums the gradients of rows in blocks of ids that stay in a CPU's cache.
 
-It replaces route, spread, exchange and merge where one CPU device owns all rows. Sorted
-by row, the ids of a batch are cut into blocks of equal size. A block gathers the
+It replaces rounds, spread, exchange and merge where one CPU device owns all rows.
+Sorted by row, the ids of a batch are cut into blocks of equal size. A block gathers the
 cotangents of its ids and adds them up by row, without a buffer for all ids. XLA:CPU
 gathers on all cores. It adds on one core, which is fast only within the cache.
 
@@ -11,26 +11,26 @@ begins. A row whose ids continue in the next block is finished there.
 
 import dataclasses
 from collections.abc import Callable
-from typing import TypeVar
+from typing import Final, TypeVar
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from tpu_embedding.hardware import MEBIBYTE
 from tpu_embedding.lookup._dedup import rank_unique
-from tpu_embedding.rows.packed_rows import (
-    PackedRows,
-    RowLayout,
-    pack_rows,
-    unpack_rows,
-)
-from tpu_embedding.rows.row_gradients import PackedRowGradients
+from tpu_embedding.lookup._spread_cotangents import ReadCotangents
+from tpu_embedding.rows.packed_rows import LANE_BYTES, RowLayout, round_up
+from tpu_embedding.rows.row_gradients import GradientRounds, RowGradients
 from tpu_embedding.types import PADDING_ROW_ID, RowRange
 
 Carry = TypeVar("Carry")
 
-ReadCotangents = Callable[[Int[Array, " n"]], PackedRows]
-"""Returns the cotangent of each id, times its gain."""
+_BLOCK_BYTES: Final = MEBIBYTE
+"""Bytes of the rows of a block, so that a block and its gradients fit into a cache."""
+
+_BLOCK_ALIGNMENT: Final = 128
+"""The ids of a block are a multiple of this."""
 
 
 @jax.tree_util.register_dataclass
@@ -42,33 +42,28 @@ class IdBlocks:
       row_ids: int32 `[blocks, block_size]`, rising; padding last.
       order: int32 `[blocks, block_size]`, position of each id before sorting.
       ranks: int32 `[blocks, block_size]`, number of distinct rows before each id's.
-      end_row: int32 `[1]`, the first row that the first block does not finish.
     """
 
     row_ids: Int[Array, "blocks block_size"]
     order: Int[Array, "blocks block_size"]
     ranks: Int[Array, "blocks block_size"]
-    end_row: Int[Array, "_"]
 
 
-def first_block(
-    keys: Int[Array, " ids"],
-    ids_per_block: int,
-    read_cotangents: ReadCotangents,
-    layout: RowLayout,
-) -> tuple[PackedRowGradients, IdBlocks | None]:
-    """Sorts ids, and sums the gradients of the first block. Per shard.
+def sorted_blocks(
+    keys: Int[Array, " ids"], dim: int, ids_per_block: int | None = None
+) -> IdBlocks:
+    """Sorts ids by row, and cuts them into blocks. Per shard.
 
     Args:
       keys: row of each id; `PADDING_ROW_ID` for an id without a row.
-      ids_per_block: ids of a block.
-      read_cotangents: reads the cotangents of ids.
-      layout: packing of the table.
-
-    Returns:
-      The gradients, and the blocks for `fold_blocks`; None if there is only one.
+      dim: columns of the table.
+      ids_per_block: ids of a block; None: as many as keep their rows in a cache.
     """
     (num_ids,) = keys.shape
+    if ids_per_block is None:
+        in_cache = _BLOCK_BYTES // (LANE_BYTES * dim)
+        ids_per_block = max(1, min(in_cache, num_ids))
+        ids_per_block = round_up(ids_per_block, _BLOCK_ALIGNMENT)
     keys, order, ranks = rank_unique(keys)
     missing = -num_ids % ids_per_block
 
@@ -76,60 +71,51 @@ def first_block(
         padded = jnp.pad(values, (0, missing), constant_values=fill)
         return padded.reshape(-1, ids_per_block)
 
-    blocks = IdBlocks(
+    return IdBlocks(
         row_ids=cut(keys, PADDING_ROW_ID),
         order=cut(order, 0),
         ranks=cut(ranks, PADDING_ROW_ID),
-        end_row=jnp.zeros(1, jnp.int32),
     )
-    nothing = jnp.zeros((layout.dim,), jnp.float32)
-    first, _, end_row = _sum_block(
-        jnp.int32(0), blocks, nothing, read_cotangents, layout
-    )
-    if num_ids <= ids_per_block:
-        return first, None
-    return first, dataclasses.replace(blocks, end_row=end_row[None])
 
 
-def fold_blocks(
-    blocks: IdBlocks,
-    first: PackedRowGradients,
-    read_cotangents: ReadCotangents,
-    layout: RowLayout,
-    body: Callable[[Carry, PackedRowGradients, RowRange], Carry],
-    carry: Carry,
-) -> Carry:
-    """Calls `carry = body(carry, gradients, rows)` for the later blocks. Per shard.
+def gradient_blocks(
+    blocks: IdBlocks, read_cotangents: ReadCotangents, layout: RowLayout
+) -> GradientRounds:
+    """Sums the gradients of one block after the other. Per shard.
 
     Args:
-      blocks: from `first_block`.
-      first: the gradients of the first block.
+      blocks: from `sorted_blocks`.
       read_cotangents: reads the cotangents of ids.
       layout: packing of the table.
-      body: what is done with the gradients of a block, and the range of their rows.
-      carry: first value of the carry.
     """
-    num_used = jnp.sum(blocks.row_ids != PADDING_ROW_ID, dtype=jnp.int32)
-    ids_per_block = blocks.row_ids.shape[1]
-    # The place of a row that continues holds its sum so far, under a padding id.
-    last = blocks.ranks[0, -1] - blocks.ranks[0, 0]
-    continues = blocks.row_ids[0, -1] == blocks.row_ids[1, 0]
-    open_sum = jnp.where(continues, unpack_rows(first.values)[last], 0.0)
-
-    def run(state):
-        index, open_sum, first_row, carry = state
-        gradients, open_sum, end_row = _sum_block(
-            index, blocks, open_sum, read_cotangents, layout
-        )
-        carry = body(carry, gradients, RowRange(first_row, end_row))
-        return index + 1, open_sum, end_row, carry
-
-    _, _, _, carry = jax.lax.while_loop(
-        lambda state: state[0] * ids_per_block < num_used,
-        run,
-        (jnp.int32(1), open_sum, blocks.end_row[0], carry),
+    num_blocks, ids_per_block = blocks.row_ids.shape
+    nothing = jnp.zeros((layout.dim,), jnp.float32)
+    first, open_sum, end_row = _sum_block(
+        jnp.int32(0), blocks, nothing, read_cotangents, layout
     )
-    return carry
+    if num_blocks == 1:
+        return GradientRounds(first=first)
+    num_used = jnp.sum(blocks.row_ids != PADDING_ROW_ID, dtype=jnp.int32)
+
+    def fold_later(
+        body: Callable[[Carry, RowGradients, RowRange], Carry], carry: Carry
+    ) -> Carry:
+        def run(state):
+            index, open_sum, first_row, carry = state
+            gradients, open_sum, end_row = _sum_block(
+                index, blocks, open_sum, read_cotangents, layout
+            )
+            carry = body(carry, gradients, RowRange(first_row, end_row))
+            return index + 1, open_sum, end_row, carry
+
+        state = (jnp.int32(1), open_sum, end_row, carry)
+        return jax.lax.while_loop(
+            lambda state: state[0] * ids_per_block < num_used, run, state
+        )[-1]
+
+    return GradientRounds(
+        first=first, first_rows=RowRange(jnp.int32(0), end_row), fold_later=fold_later
+    )
 
 
 def _sum_block(
@@ -138,7 +124,7 @@ def _sum_block(
     open_sum: Float[Array, " dim"],
     read_cotangents: ReadCotangents,
     layout: RowLayout,
-) -> tuple[PackedRowGradients, Float[Array, " dim"], Int[Array, ""]]:
+) -> tuple[RowGradients, Float[Array, " dim"], Int[Array, ""]]:
     """Sums the gradients of one block.
 
     Args:
@@ -157,7 +143,7 @@ def _sum_block(
     places = ranks - ranks[0]
     sums = jnp.zeros((ids_per_block, layout.dim), jnp.float32).at[0].set(open_sum)
     sums = sums.at[places].add(
-        unpack_rows(read_cotangents(blocks.order[index])),
+        read_cotangents(blocks.order[index]),
         mode="drop",
         indices_are_sorted=True,
         wrap_negative_indices=False,
@@ -169,9 +155,9 @@ def _sum_block(
     continues = (next_id == ids[-1]) & (next_id != PADDING_ROW_ID)
     last = places[-1]
     is_open = continues & (jnp.arange(ids_per_block, dtype=jnp.int32) == last)
-    gradients = PackedRowGradients(
+    gradients = RowGradients(
         row_ids=jnp.where(is_open, PADDING_ROW_ID, row_ids),
-        values=pack_rows(sums, layout.buffer_layout(ids_per_block, is_packed=False)),
+        values=sums,
     )
     # If padding ends the block, its place is beyond all rows; the sum is not used.
     open_sum = jnp.where(continues, sums[jnp.minimum(last, ids_per_block - 1)], 0.0)

@@ -2,28 +2,22 @@
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Int
+from jaxtyping import Array, Float, Int
 
 from tpu_embedding.lookup._dedup import rank_unique, unsort
 from tpu_embedding.lookup._repeats import add_repeats
 from tpu_embedding.lookup._running_sums import forward_fill
-from tpu_embedding.rows.access import gather_rows
-from tpu_embedding.rows.packed_rows import (
-    PackedRows,
-    pack_rows,
-    round_up,
-    unpack_rows,
-)
-from tpu_embedding.rows.row_gradients import PackedRowGradients
+from tpu_embedding.rows.access import gather_lines
+from tpu_embedding.rows.row_gradients import RowGradients
 from tpu_embedding.types import PADDING_ROW_ID
 
 
 @jax.named_scope("merge")
 def merge(
     row_ids: Int[Array, " buffer"],
-    gradients: PackedRows,
+    gradients: Float[Array, "buffer dim"],
     num_rows: int,
-) -> PackedRowGradients:
+) -> RowGradients:
     """Sums the gradients of equal rows. Per shard; no communication.
 
     Args:
@@ -46,30 +40,28 @@ def merge(
         value_ids=order,
         # Sums change in places of first occurrences only. The places of repeats still
         # hold the gradients that were received.
-        read_values=gather_rows,
+        read_values=gather_lines,
     )
     unique_ids = unsort(jnp.where(is_repeat, PADDING_ROW_ID, sorted_ids), order)
-    return PackedRowGradients(row_ids=unique_ids, values=sums)
+    return RowGradients(row_ids=unique_ids, values=sums)
 
 
 def _merge_few_rows(
     row_ids: Int[Array, " buffer"],
-    gradients: PackedRows,
+    gradients: Float[Array, "buffer dim"],
     num_rows: int,
-) -> PackedRowGradients:
+) -> RowGradients:
     """Sums in a buffer of `num_rows`, which is shorter than the received buffer."""
-    num_rows = round_up(num_rows, gradients.layout.rows_per_line)
-    rows = unpack_rows(gradients)
     sorted_ids, order, ranks = rank_unique(row_ids)
     ranks = jnp.where(sorted_ids == PADDING_ROW_ID, num_rows, ranks)
     unique_ids = jnp.full((num_rows,), PADDING_ROW_ID, jnp.int32)
-    sums = jnp.zeros((num_rows, rows.shape[1]), rows.dtype)
+    sums = jnp.zeros((num_rows, gradients.shape[1]), gradients.dtype)
     sums = sums.at[unsort(ranks, order)].add(
-        rows, mode="drop", wrap_negative_indices=False
+        gradients, mode="drop", wrap_negative_indices=False
     )
-    return PackedRowGradients(
+    return RowGradients(
         row_ids=unique_ids.at[ranks].set(
             sorted_ids, mode="drop", wrap_negative_indices=False
         ),
-        values=pack_rows(sums, gradients.layout.resized(num_rows), gradients.kernels),
+        values=sums,
     )

@@ -14,8 +14,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from tpu_embedding.plan.capacity import LANES
-from tpu_embedding.rows.access import add_repeatedly
-from tpu_embedding.rows.packed_rows import PackedRows, round_up
+from tpu_embedding.rows.packed_rows import round_up
 
 _MAX_CHUNKS: Final = 8
 """Maximum iterations of the loop, reached if almost all occurrences are repeats."""
@@ -25,14 +24,12 @@ _MIN_CHUNK_SIZE: Final = 8 * LANES
 
 
 def add_repeats(
-    sums: PackedRows,
+    sums: Float[Array, "rows dim"],
     is_repeat: Bool[Array, " n"],
     places: Int[Array, " n"],
     value_ids: Int[Array, " n"],
-    read_values: Callable[
-        [PackedRows, Int[Array, " chunk"]], Float[Array, "chunk dim"]
-    ],
-) -> PackedRows:
+    read_values: Callable[[Array, Int[Array, " chunk"]], Float[Array, "chunk dim"]],
+) -> Float[Array, "rows dim"]:
     """Adds the values of repeats to the sums of their rows. Per shard; in place.
 
     Args:
@@ -43,7 +40,7 @@ def add_repeats(
       read_values: called as `read_values(sums, value_ids)` with the sums so far and
         the ids of a chunk; returns the values of that chunk.
     """
-    num_places = sums.layout.num_rows
+    num_places = sums.shape[0]
     num_occurrences = is_repeat.shape[0]
     num_repeats = jnp.sum(is_repeat, dtype=jnp.int32)
     chunk_size = round_up(-(-num_occurrences // _MAX_CHUNKS), LANES)
@@ -62,7 +59,10 @@ def add_repeats(
         chunk_ids = jax.lax.dynamic_slice_in_dim(value_ids, start, chunk_size)
         rows = jax.lax.dynamic_slice_in_dim(places, start, chunk_size)
         values = read_values(sums, chunk_ids)
-        return start + chunk_size, add_repeatedly(sums, rows, values)
+        sums = sums.at[rows].add(
+            values, mode="drop", indices_are_sorted=True, wrap_negative_indices=False
+        )
+        return start + chunk_size, sums
 
     _, sums = jax.lax.while_loop(
         lambda carry: carry[0] < num_repeats, add_chunk, (jnp.int32(0), sums)

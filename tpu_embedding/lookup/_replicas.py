@@ -8,8 +8,6 @@ A GPU adds repeated rows in no fixed order, unless XLA is told to be determinist
 There, only an all-reduce gives all copies the same bits.
 """
 
-import dataclasses
-
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array
@@ -18,14 +16,19 @@ from tpu_embedding.lookup._merge import merge
 from tpu_embedding.plan.plan import EmbeddingPlan
 from tpu_embedding.plan.stack_plan import TrainedStackPlan
 from tpu_embedding.rows.access import add_to_rows
-from tpu_embedding.rows.packed_rows import PackedRows, RowLayout, round_up
-from tpu_embedding.rows.row_gradients import PackedRowGradients
+from tpu_embedding.rows.packed_rows import (
+    PackedRows,
+    RowLayout,
+    round_up,
+    unpack_rows,
+)
+from tpu_embedding.rows.row_gradients import RowGradients
 from tpu_embedding.types import PADDING_ROW_ID
 
 
 def gather_from_replicas(
-    received: PackedRowGradients, stack: TrainedStackPlan, plan: EmbeddingPlan
-) -> PackedRowGradients:
+    received: RowGradients, stack: TrainedStackPlan, plan: EmbeddingPlan
+) -> RowGradients:
     """Returns the gradients that all copies of the shard received.
 
     Args:
@@ -48,15 +51,13 @@ def gather_from_replicas(
 
     with jax.named_scope("replicas"):
         row_ids = gather(received.row_ids)
-        lines = gather(received.values.lines)
-    layout = received.values.layout.resized(row_ids.shape[0])
-    values = dataclasses.replace(received.values, lines=lines, layout=layout)
-    return PackedRowGradients(row_ids=row_ids, values=values)
+        values = gather(received.values)
+    return RowGradients(row_ids=row_ids, values=values)
 
 
 def add_dense_gradients(
-    received: PackedRowGradients, stack: TrainedStackPlan
-) -> PackedRowGradients:
+    received: RowGradients, stack: TrainedStackPlan
+) -> RowGradients:
     """Adds the gradients of all copies up by an all-reduce of a dense gradient.
 
     Its buffer has the size of the shard. An all-reduce of counts tells which rows were
@@ -74,7 +75,11 @@ def add_dense_gradients(
     updates = received.as_row_updates()
     num_rows = round_up(stack.rows_per_shard, stack.layout.rows_per_line)
     # In lines, as the table: XLA:TPU would pad narrow rows to 128 lanes each.
-    layout = stack.layout.buffer_layout(num_rows, is_packed=True)
+    layout = RowLayout(
+        num_rows=num_rows,
+        row_shape=stack.layout.row_shape,
+        line_lanes=stack.layout.line_lanes,
+    )
     sums = add_to_rows(_zeros(layout, jnp.float32), updates.row_ids, updates.values)
     counts = add_to_rows(
         _zeros(RowLayout(num_rows=num_rows, row_shape=()), jnp.int32),
@@ -84,9 +89,9 @@ def add_dense_gradients(
     with jax.named_scope("replicas"):
         lines, touches = jax.lax.psum((sums.lines, counts.lines), stack.replica_axes)
     rows = jnp.arange(num_rows, dtype=jnp.int32)
-    return PackedRowGradients(
+    return RowGradients(
         row_ids=jnp.where(touches > 0, rows, PADDING_ROW_ID),
-        values=PackedRows(lines=lines, layout=layout, kernels=stack.kernels),
+        values=unpack_rows(PackedRows(lines=lines, layout=layout)),
     )
 
 

@@ -2,13 +2,15 @@
 
 import warnings
 from collections.abc import Iterable, Mapping
-from typing import Any, Final
+from typing import Any, Final, cast
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 import optax
 
-from tpu_embedding.optimizers.analysis.coupling import couples_arrays
-from tpu_embedding.optimizers.analysis.trace import LOOKAHEAD
+from tpu_embedding.optimizers.probe import LOOKAHEAD, on_its_own
+from tpu_embedding.optimizers.table_rows import model_gradient_context
 from tpu_embedding.plan.plan import EmbeddingPlan
 
 _COLLECTING: Final = ("MultiStepsState", "ApplyEvery", "SAMState", "AccumulationState")
@@ -18,7 +20,6 @@ _COLLECTING: Final = ("MultiStepsState", "ApplyEvery", "SAMState", "Accumulation
 def check_dense_optimizer(
     tx: optax.GradientTransformation,
     opt_state: Any,
-    params: Any,
     layers: Iterable[tuple[EmbeddingPlan, Mapping[str, Any]]],
     *,
     stacklevel: int,
@@ -31,7 +32,6 @@ def check_dense_optimizer(
     Args:
       tx: optimizer of the dense parameters.
       opt_state: state of the dense optimizer.
-      params: the dense parameters.
       layers: plan and slots of each layer of the model.
       stacklevel: frames from here to the user's line, for the warning.
 
@@ -70,7 +70,7 @@ def check_dense_optimizer(
             "  optimizer.update(model, gradients)\n"
             "Or let tables wait, too: te.optimizers.every_row(rule, gradient_steps=4)."
         )
-    if couples_arrays(tx, params):
+    if _couples_arrays(tx):
         warnings.warn(
             "The optimizer of the dense parameters looks at all dense gradients at "
             "once, as optax.clip_by_global_norm and optax.apply_if_finite do, and does "
@@ -82,6 +82,29 @@ def check_dense_optimizer(
             "te.gradients.update_if.",
             stacklevel=stacklevel,
         )
+
+
+def _couples_arrays(tx: optax.GradientTransformation) -> bool:
+    """Returns True if the update of an array changes with the gradient of another one.
+
+    It runs one step on two small arrays. An optimizer that takes no such arrays, as one
+    with labels by name, is not found.
+    """
+    ones = jnp.ones((2, 2))
+
+    def first_update(other: Any) -> Any:
+        params = [ones, ones]
+        # The layer knows the norm of the whole model, and tells it to rules that ask.
+        with model_gradient_context(lambda: jnp.ones(())):
+            updates, _ = tx.update([ones, other], tx.init(params), params)
+        return np.asarray(cast(Any, updates)[0])
+
+    try:
+        with on_its_own():
+            usual, *others = [first_update(x * ones) for x in (1.0, 1e10, jnp.nan)]
+    except Exception:  # The optimizer may be any function, and raise anything.
+        return False
+    return any(not np.array_equal(usual, other) for other in others)
 
 
 def _find(state: Any, type_names: tuple[str, ...]) -> str | None:

@@ -20,7 +20,6 @@ from tpu_embedding import functional
 from tpu_embedding.argument_checks import Wanted, check_type
 from tpu_embedding.functional.dynamic_ids import rows_of_batch
 from tpu_embedding.functional.serving_lookup import serve
-from tpu_embedding.functional.unique_rows import with_index
 from tpu_embedding.inputs.buffer_sizes import BufferSizes
 from tpu_embedding.inputs.prepare import Samples, prepare_features
 from tpu_embedding.inputs.shard_inputs import attach_weights
@@ -116,7 +115,7 @@ class TPUEmbedding(nnx.Module):
     """Embedding tables sharded over a mesh, looked up inside any `nnx.Module`.
 
     Attributes:
-      plan: stacking, sharding, packing and backends; `print(layer.plan)` shows it.
+      plan: stacking, sharding and packing; `print(layer.plan)` shows it.
       tables: the stacked tables.
       stats: rounds used, and ids out of range, of the latest lookup.
       dynamic_stats: hits, new ids and evictions by table, of the latest `insert_ids`;
@@ -231,8 +230,7 @@ class TPUEmbedding(nnx.Module):
 
         Returns:
           Activations, the nest of the features; float32 `[batch, dim]`, or the
-          feature's sequence or output shape; a tuple of them for a feature with a tuple
-          of tables. `te.functional.UniqueRows` for one with `unique_rows`. Global.
+          feature's sequence or output shape. Global.
 
         Raises:
           TypeError, ValueError: if a feature's dtype or shape does not fit its config.
@@ -249,7 +247,20 @@ class TPUEmbedding(nnx.Module):
             if self.plan.trained_stacks:
                 guard = self.gradient_guard.get_value()
                 activations = guard_activations(activations, guard, USE_VALUE_AND_GRAD)
-        return with_index(activations, features, plan)
+        return activations
+
+    def expand(self, values: jax.Array, index: Any) -> Any:
+        """Gathers the values of unique ids into the places of the samples.
+
+        It is `te.functional.expand` on the layer's devices, and on one device in an
+        exported model.
+
+        Args:
+          values: `[num_devices * size, ...]`, one per id of `te.inputs.unique_ids`.
+          index: from `te.inputs.unique_ids`.
+        """
+        plan = None if self.recording == "serving" else self.plan
+        return functional.expand(values, index, plan)
 
     def _look_up(self, features: Any, plan: EmbeddingPlan) -> functional.LookupResult:
         tables = without_derivative(self.tables.get_value(), NO_DERIVATIVE)

@@ -252,22 +252,11 @@ def _read(model: nnx.Module, routed: Calls) -> Calls:
         constrained = jax.tree.map(
             lambda x: constrain_first_axis(x, plan, plan.sample_axes), result
         )
-        batch_plan = result.routing.plan
-        activations = [
-            constrain_first_axis(
-                leaf,
-                plan,
-                plan.sample_axes if shape.has_unique_rows else plan.batch_axes,
-            )
-            for leaf, shape in zip(
-                batch_plan.flatten_activations(result.activations),
-                result.routing.shapes,
-                strict=True,
-            )
-        ]
-        return dataclasses.replace(
-            constrained, activations=batch_plan.unflatten(activations)
+        activations = jax.tree.map(
+            lambda x: constrain_first_axis(x, plan, plan.batch_axes),
+            result.activations,
         )
+        return dataclasses.replace(constrained, activations=activations)
 
     return {
         path: tuple(read(layer, call) for call in routed[path])

@@ -253,7 +253,6 @@ class Optimizer(nnx.Module):
         check_dense_optimizer(
             tx,
             self.dense.opt_state,
-            nnx.state(model, self.dense.wrt),
             [(plan, self.slots.get_value()[path]) for path, plan in self.plans],
             stacklevel=6,  # Three frames are Flax's.
         )

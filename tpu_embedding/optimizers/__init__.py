@@ -27,16 +27,15 @@ The files, in the order in which a reader may want them:
 * `learning_rates`, `hyperparameters`: rates, and values that change between steps.
 * `slot_storage`: types and initial values of slot variables.
 * `row_optimizer`: types of optimizers. `names`: optimizers by name.
-* `resolve`: finds out how the layer applies an optimizer, by `analysis/` of its trace.
+* `resolve`: finds out how the layer applies an optimizer. `probe`: runs it on a few
+  rows. `slots`: which parts of its state are slot variables.
+* `finite_rates`: tells whether a learning rate is finite, before a step.
 * `array_rules`: applies a rule to pytrees of arrays. `checks`: checks of arguments.
 * `final_dense_values`: sets variables to their averages, at the end of training.
-* `rule_description`: a rule as JSON values, for checkpoints.
+* `equal_calls`: equal calls make one rule, so that their tables share a stack.
 * `keras/`: translation of Keras' configurations, which `keras_instances` reads.
 """
 
-from tpu_embedding.optimizers.analysis.row_local import (
-    NotRowLocalError as NotRowLocalError,
-)
 from tpu_embedding.optimizers.final_dense_values import (
     finalize_variable_values as finalize_variable_values,
 )
@@ -51,6 +50,7 @@ from tpu_embedding.optimizers.options import clip_rows as clip_rows
 from tpu_embedding.optimizers.options import decay_rows as decay_rows
 from tpu_embedding.optimizers.options import with_options as with_options
 from tpu_embedding.optimizers.resolve import check_row_local as check_row_local
+from tpu_embedding.optimizers.row_optimizer import NotRowLocalError as NotRowLocalError
 from tpu_embedding.optimizers.row_optimizer import RowOptimizer as RowOptimizer
 from tpu_embedding.optimizers.row_optimizer import TableOptimizer as TableOptimizer
 from tpu_embedding.optimizers.rules.adafactor import adafactor as adafactor

@@ -1,7 +1,6 @@
 """Keras optimizers that users pass as they are; Keras itself is not imported."""
 
 import inspect
-from collections.abc import Mapping
 from typing import Any, Final, Protocol, TypeGuard
 
 _PACKAGES: Final = ("keras", "tf_keras", "tensorflow")
@@ -22,16 +21,13 @@ def is_keras_optimizer(value: Any) -> TypeGuard[KerasOptimizer]:
     return is_instance and any(map(_is_of_keras, inspect.getmro(type(value))))
 
 
-def serialized_form(optimizer: KerasOptimizer) -> Mapping[str, Any]:
-    """Returns class, module and fields of an optimizer, as Keras serializes them."""
+def keras_class_name(optimizer: KerasOptimizer) -> str:
+    """Returns the class of an optimizer; with its module, if it is not Keras' own.
+
+    A class of the user may have the name of Keras', and other formulas.
+    """
     cls = type(optimizer)
-    # A class of the user may have the name of Keras', and other formulas.
-    name = cls.__name__ if _is_of_keras(cls) else f"{cls.__module__}.{cls.__qualname__}"
-    return {
-        "class_name": name,
-        "module": cls.__module__,
-        "config": optimizer.get_config(),
-    }
+    return cls.__name__ if _is_of_keras(cls) else f"{cls.__module__}.{cls.__qualname__}"
 
 
 def _is_of_keras(cls: type) -> bool:

@@ -1,7 +1,9 @@
 """Learning rates: their checks, and their values inside a rule's formula."""
 
+import contextlib
+import contextvars
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -13,6 +15,10 @@ from tpu_embedding.optimizers.checks import (
     check_hyperparameters,
     real_scalar,
     step_size,
+)
+
+_RATES: contextvars.ContextVar[list[Any] | None] = contextvars.ContextVar(
+    "learning_rates", default=None
 )
 
 
@@ -58,9 +64,23 @@ def checked_schedule(
         rate = value(count)
         # Checks the type and shape only: under jit, a rate has no value yet.
         check_hyperparameters(owner, **{f"{name}(step)": real_scalar(rate)})
+        rates = _RATES.get()
+        if rates is not None and name == "learning_rate":
+            rates.append(rate)
         return rate
 
     return schedule
+
+
+@contextlib.contextmanager
+def noted_rates() -> Iterator[list[Any]]:
+    """Gives a list of the learning rates that rules compute within this context."""
+    rates: list[Any] = []
+    token = _RATES.set(rates)
+    try:
+        yield rates
+    finally:
+        _RATES.reset(token)
 
 
 def check_takes_a_step(owner: str, schedule: Callable[..., Any], name: str) -> None:
@@ -73,24 +93,23 @@ def check_takes_a_step(owner: str, schedule: Callable[..., Any], name: str) -> N
         signature = inspect.signature(schedule)
     except (ValueError, TypeError):  # A builtin may have none.
         return
-    try:
-        signature.bind(0)
-    except TypeError as error:
-        raise TypeError(
-            f"{owner}: {name} must be a number or a function of the step, counted from "
-            f"0, got {schedule!r} with the arguments {signature}. A compiled step "
-            "cannot call a function without arguments again, as TensorFlow does. "
-            "Write the rate as a function of the step. Or keep it in the state: "
-            f"optax.inject_hyperparams(te.optimizers.{owner})({name}=0.1), and set it "
-            f"before each step: te.nn.set_each_step(train_step, {name}=function)."
-        ) from error
-    first = next(iter(signature.parameters.values()))
-    if first.default is not first.empty:
-        raise TypeError(
-            f"{owner}: {name} must be a number or a function of the step, counted from "
-            f"0, got {schedule!r}, whose argument {first.name!r} has a default, so it "
-            "may be meant to be called without arguments. Take the default away if it "
-            "is the step. Otherwise keep the rate in the state: "
-            f"optax.inject_hyperparams(te.optimizers.{owner})({name}=0.1), and set it "
-            f"before each step: te.nn.set_each_step(train_step, {name}=function)."
+    problem = ""
+    first = next(iter(signature.parameters.values()), None)
+    if first is not None and first.default is not first.empty:
+        problem = (
+            f", whose argument {first.name!r} has a default, so it may be meant to be "
+            "called without arguments. Take the default away if it is the step"
         )
+    else:
+        try:
+            signature.bind(0)
+            return
+        except TypeError:
+            problem = f" with the arguments {signature}"
+    raise TypeError(
+        f"{owner}: {name} must be a number or a function of the step, counted from 0, "
+        f"got {schedule!r}{problem}. A compiled step cannot call a function without "
+        "arguments again, as TensorFlow does. Keep such a rate in the state: "
+        f"optax.inject_hyperparams(te.optimizers.{owner})({name}=0.1), and set it "
+        f"before each step: te.nn.set_each_step(train_step, {name}=function)."
+    )

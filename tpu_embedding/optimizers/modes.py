@@ -1,19 +1,11 @@
 """Modes: the rows that an optimizer rule is applied to, and how often.
 
-A rule requests its mode while it runs, by `request_mode`; the layer records the request
-when it traces the rule for its plan. So a mode survives `optax.chain`,
-`optax.inject_hyperparams` and any other wrapper. Under `optax.multi_transform` it
-applies only to the tables of its branch.
+A mode is a field of the value that `every_row` and `in_sequence` return. It must be the
+outermost wrapper; a plan refuses it inside of one of optax.
 """
 
-import contextlib
-import contextvars
-import dataclasses
 import operator
-from collections.abc import Iterator
-from typing import Any
 
-import jax
 import optax
 
 from tpu_embedding.optimizers.checks import (
@@ -21,62 +13,11 @@ from tpu_embedding.optimizers.checks import (
     check_rule,
     int_from,
 )
+from tpu_embedding.optimizers.equal_calls import equal_calls_are_one
+from tpu_embedding.optimizers.row_optimizer import declare, row_optimizer_of
 
 
-@dataclasses.dataclass(frozen=True)
-class EveryRow:
-    """The rule updates every row, once in `gradient_steps` steps."""
-
-    gradient_steps: int
-
-
-@dataclasses.dataclass(frozen=True)
-class InSequence:
-    """The rule runs once per occurrence of an id."""
-
-
-@dataclasses.dataclass(frozen=True)
-class OccurrenceNorm:
-    """The rule asks for the norm of the gradients of all occurrences."""
-
-
-@dataclasses.dataclass(frozen=True)
-class ModelNorm:
-    """The rule asks for the norm of all gradients of the model."""
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class MustBeLast:
-    """The rule must be the last of a chain: the table must change by these updates."""
-
-    updates: Any
-
-
-RuleMode = EveryRow | InSequence | OccurrenceNorm | ModelNorm | MustBeLast
-
-_NOTES: contextvars.ContextVar[list[RuleMode] | None] = contextvars.ContextVar(
-    "modes", default=None
-)
-
-
-def request_mode(mode: RuleMode) -> None:
-    """Requests a mode from the layer, if it is tracing the rule that calls this."""
-    notes = _NOTES.get()
-    if notes is not None:
-        notes.append(mode)
-
-
-@contextlib.contextmanager
-def requested_modes() -> Iterator[list[RuleMode]]:
-    """Collects the modes that rules request within this context."""
-    notes: list[RuleMode] = []
-    token = _NOTES.set(notes)
-    try:
-        yield notes
-    finally:
-        _NOTES.reset(token)
-
-
+@equal_calls_are_one
 def every_row(
     rule: optax.GradientTransformation, *, gradient_steps: int = 1
 ) -> optax.GradientTransformation:
@@ -99,7 +40,7 @@ def every_row(
 
     Raises:
       TypeError: if `rule` is no transformation, or `gradient_steps` no int.
-      ValueError: if `gradient_steps` is below 1.
+      ValueError: if `gradient_steps` is below 1, or the rule has another one.
 
     Example:
       >>> import tpu_embedding as te
@@ -111,9 +52,16 @@ def every_row(
     """
     check_rule("every_row", rule)
     check_hyperparameters("every_row", gradient_steps=int_from(1, gradient_steps))
-    return _with_mode(rule, EveryRow(operator.index(gradient_steps)))
+    steps, inner = operator.index(gradient_steps), row_optimizer_of(rule)
+    if inner.rows == "every" and inner.gradient_steps != steps:
+        raise ValueError(
+            "every_row must have one gradient_steps within an optimizer, got "
+            f"{steps} around {inner.gradient_steps}."
+        )
+    return declare(rule, rows="every", gradient_steps=steps)
 
 
+@equal_calls_are_one
 def in_sequence(rule: optax.GradientTransformation) -> optax.GradientTransformation:
     """Applies a rule once per occurrence of an id, in the order of the samples.
 
@@ -136,16 +84,4 @@ def in_sequence(rule: optax.GradientTransformation) -> optax.GradientTransformat
       'sequence'
     """
     check_rule("in_sequence", rule)
-    return _with_mode(rule, InSequence())
-
-
-def _with_mode(
-    rule: optax.GradientTransformation, mode: RuleMode
-) -> optax.GradientTransformation:
-    def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
-        # Under `optax.masked`, a rule for other tables is handed no array.
-        if jax.tree.leaves(updates):
-            request_mode(mode)
-        return rule.update(updates, state, params)
-
-    return optax.GradientTransformation(rule.init, update)
+    return declare(rule, duplicates="sequence")

@@ -1,6 +1,5 @@
 """Optimizers by name, with their default hyper-parameters."""
 
-import functools
 from collections.abc import Callable
 from typing import Any, cast
 
@@ -8,7 +7,7 @@ import optax
 
 from tpu_embedding.argument_checks import describe_value
 from tpu_embedding.optimizers.checks import TABLE_EXAMPLE, way_to_rule
-from tpu_embedding.optimizers.keras.config import rule_of_keras
+from tpu_embedding.optimizers.keras.config import from_keras_config
 from tpu_embedding.optimizers.keras_instances import is_keras_optimizer
 from tpu_embedding.optimizers.options import OPTIMIZERS
 from tpu_embedding.optimizers.row_optimizer import TableOptimizer
@@ -36,12 +35,7 @@ def optimizer_by_name(name: str) -> optax.GradientTransformation:
             f"optimizer must be one of {sorted(known_optimizers())}, got {name!r}; or "
             "give an optax transformation."
         )
-    return _default(name.lower())
-
-
-@functools.cache
-def _default(name: str) -> optax.GradientTransformation:
-    return known_optimizers()[name]()
+    return known_optimizers()[name.lower()]()
 
 
 def known_optimizers() -> dict[str, Callable[..., optax.GradientTransformation]]:
@@ -59,7 +53,7 @@ def transformation_of(optimizer: TableOptimizer) -> optax.GradientTransformation
     if isinstance(optimizer, str):
         return optimizer_by_name(optimizer)
     if is_keras_optimizer(optimizer):
-        return rule_of_keras(optimizer)
+        return from_keras_config(optimizer)
     return cast(optax.GradientTransformation, optimizer)
 
 
@@ -77,7 +71,7 @@ def optimizer_problem(field: str, optimizer: Any, owner: str = "") -> str | None
         return None
     if is_keras_optimizer(optimizer):
         try:
-            rule_of_keras(optimizer)
+            from_keras_config(optimizer)
         except (TypeError, ValueError) as error:
             return f"{field}{owner}: {str(error).rstrip('.')}"
         return None

@@ -15,25 +15,26 @@ import jax.numpy as jnp
 import optax
 from jax.core import Tracer
 
-from tpu_embedding.argument_checks import describe_value
 from tpu_embedding.optimizers.checks import (
     Check,
     check_hyperparameters,
     check_rule,
     finite,
     flag,
+    non_negative_bound,
     not_nan,
     or_none,
 )
+from tpu_embedding.optimizers.equal_calls import equal_calls_are_one
 from tpu_embedding.optimizers.learning_rates import (
     checked_schedule,
     learning_rate_at,
 )
 from tpu_embedding.optimizers.modes import in_sequence
+from tpu_embedding.optimizers.row_optimizer import wrap_rule
 from tpu_embedding.optimizers.slot_storage import (
     SlotInitializers,
     check_slot_storage,
-    slot_names,
     with_slot_storage,
 )
 
@@ -73,6 +74,7 @@ class CommonOptions(TypedDict, total=False):
     low_dimensional_packing_status: bool
 
 
+@equal_calls_are_one
 def with_options(
     rule: optax.GradientTransformation,
     *,
@@ -164,49 +166,32 @@ def takes_common_options(make_optimizer: OptimizerFunction) -> OptimizerFunction
     """
     name = make_optimizer.__name__
     signature = inspect.signature(make_optimizer)
-    option_parameters = inspect.signature(with_options).parameters
-    own = [
-        parameter
-        for parameter in signature.parameters.values()
-        if parameter.kind != inspect.Parameter.VAR_KEYWORD
-    ]
-    positional = [x.name for x in own if x.kind != inspect.Parameter.KEYWORD_ONLY]
-    options = [option_parameters[name] for name in CommonOptions.__annotations__]
-    signature = signature.replace(parameters=own + options)
+    options = inspect.signature(with_options).parameters
+    own = [x for x in signature.parameters.values() if x.kind != x.VAR_KEYWORD]
+    positional = [x.name for x in own if x.kind != x.KEYWORD_ONLY]
+    signature = signature.replace(
+        parameters=own + [options[name] for name in CommonOptions.__annotations__]
+    )
 
     @functools.wraps(make_optimizer)
     def make(*args: Any, **arguments: Any) -> optax.GradientTransformation:
-        _check_positions(name, positional, args)
-        unknown = [key for key in arguments if key not in signature.parameters]
-        if unknown:
+        try:
+            given = signature.bind(*args, **arguments).arguments
+        except TypeError as error:
             raise TypeError(
-                f"{name} has no argument {unknown[0]!r}; it takes "
-                f"{', '.join(signature.parameters)}."
-            )
-        given = dict(zip(positional, args, strict=False))
-        rate = {**arguments, **given}.get("learning_rate", own[0].default)
-        chosen = cast(CommonOptions, arguments)
+                f"{name}: {error}. Only {', '.join(positional)} may be given by "
+                "position, because TensorFlow, Keras and optax order the others "
+                f"differently. It takes {', '.join(signature.parameters)}."
+            ) from None
+        chosen = cast(CommonOptions, given)
         _check_options(name, chosen)
-        rate = checked_schedule(name, rate)
-        if args:
-            rule = make_optimizer(rate, *args[1:], **arguments)
-        else:
-            rule = make_optimizer(**{**arguments, "learning_rate": rate})
+        rate = checked_schedule(name, given.get("learning_rate", own[0].default))
+        rule = make_optimizer(**{**given, "learning_rate": rate})
         return _apply_options(name, rule, rate, chosen)
 
     cast(Any, make).__signature__ = signature
-    OPTIMIZERS[name] = make
+    OPTIMIZERS[name] = make = equal_calls_are_one(make)
     return cast(OptimizerFunction, make)
-
-
-def _check_positions(name: str, positional: list[str], args: tuple[Any, ...]) -> None:
-    """Raises TypeError if there are more positional arguments than names for them."""
-    if len(args) > len(positional):
-        raise TypeError(
-            f"{name}: only {', '.join(positional)} may be given by position, because "
-            f"TensorFlow, Keras and optax order the others differently, got "
-            f"{len(args)} positional arguments {args}. Give the others by name."
-        )
 
 
 def _check_options(owner: str, options: CommonOptions) -> None:
@@ -245,12 +230,17 @@ def _apply_options(
     options: CommonOptions,
 ) -> optax.GradientTransformation:
     """Returns a rule with checked options; missing ones have their defaults."""
-    _refuse_creation_function(owner, options.get("slot_variable_creation_fn"), rule)
+    if options.get("slot_variable_creation_fn") is not None:
+        raise ValueError(
+            f"{owner}: slot_variable_creation_fn must be None, because slot variables "
+            "are always sharded and packed like their table. Choose initial values by "
+            "slot_initializers, and the dtype by slot_dtype=jnp.bfloat16."
+        )
     dtype, initializers = options.get("slot_dtype"), options.get("slot_initializers")
     if dtype is not None or initializers is not None:
         rule = with_slot_storage(rule, dtype, initializers)
     factor = options.get("weight_decay_factor")
-    if factor is not None and not _is_zero(factor):
+    if factor is not None and (isinstance(factor, Tracer) or factor != 0):
         multiplies = options.get("multiply_weight_decay_factor_by_learning_rate")
         if multiplies and learning_rate is None:
             raise ValueError(
@@ -258,39 +248,19 @@ def _apply_options(
                 "learning_rate, got None. Pass learning_rate to with_options, too."
             )
         rule = decay_rows(rule, factor, learning_rate if multiplies else None)
-    chained = [rule]
     clipvalue = options.get("clipvalue")
     if clipvalue is not None:
-        chained.insert(0, clip_gradients(clipvalue))
+        clip = clip_gradients(clipvalue)
+        rule = wrap_rule(rule, lambda inner: optax.chain(clip, inner))
     clip_min, clip_max = options.get("clip_weight_min"), options.get("clip_weight_max")
     if clip_min is not None or clip_max is not None:
-        chained.append(clip_rows(clip_min, clip_max))
-    if len(chained) > 1:
-        rule = optax.chain(*chained)
+        clip = clip_rows(clip_min, clip_max)
+        rule = wrap_rule(rule, lambda inner: optax.chain(inner, clip))
     accumulates = options.get("use_gradient_accumulation", True)
     return rule if accumulates else in_sequence(rule)
 
 
-def _refuse_creation_function(
-    owner: str, function: Any, rule: optax.GradientTransformation
-) -> None:
-    """Raises ValueError if TensorFlow's `slot_variable_creation_fn` is given."""
-    if function is None:
-        return
-    names = slot_names(rule)
-    way_out = "Leave it out: the rule has no slot variables."
-    if names:
-        way_out = (
-            f"Choose initial values by slot_initializers={{{names[0]!r}: 0.5}}, for "
-            f"the slots {names}, and the dtype by slot_dtype=jnp.bfloat16."
-        )
-    raise ValueError(
-        f"{owner}: slot_variable_creation_fn must be None, because slot variables are "
-        f"always sharded and packed like their table, got {describe_value(function)}. "
-        f"{way_out}"
-    )
-
-
+@equal_calls_are_one
 def clip_gradients(clipvalue: ClipValue) -> optax.GradientTransformation:
     """Returns a transformation that clips each element of the gradient.
 
@@ -311,6 +281,7 @@ def clip_gradients(clipvalue: ClipValue) -> optax.GradientTransformation:
     return optax.stateless_with_tree_map(clip)
 
 
+@equal_calls_are_one
 def decay_rows(
     rule: optax.GradientTransformation,
     factor: float,
@@ -338,22 +309,26 @@ def decay_rows(
     if learning_rate is not None:
         learning_rate = checked_schedule("decay_rows", learning_rate)
 
-    def init(params):
-        return DecayRowsState(jnp.zeros((), jnp.int32), rule.init(params))
+    def decay(rule: optax.GradientTransformation) -> optax.GradientTransformation:
+        def init(params):
+            return DecayRowsState(jnp.zeros((), jnp.int32), rule.init(params))
 
-    def update(updates: Any, state: Any, params: Any = None):
-        fraction = jnp.asarray(factor, jnp.float32)
-        if learning_rate is not None:
-            fraction *= learning_rate_at(learning_rate, state.count)
-        lost = jax.tree.map(lambda rows: fraction * rows, params)
-        decayed = jax.tree.map(jnp.subtract, params, lost)
-        updates, inner = rule.update(updates, state.inner, decayed)
-        updates = jax.tree.map(jnp.subtract, updates, lost)
-        return updates, DecayRowsState(state.count + 1, inner)
+        def update(updates: Any, state: Any, params: Any = None):
+            fraction = jnp.asarray(factor, jnp.float32)
+            if learning_rate is not None:
+                fraction *= learning_rate_at(learning_rate, state.count)
+            lost = jax.tree.map(lambda rows: fraction * rows, params)
+            decayed = jax.tree.map(jnp.subtract, params, lost)
+            updates, inner = rule.update(updates, state.inner, decayed)
+            updates = jax.tree.map(jnp.subtract, updates, lost)
+            return updates, DecayRowsState(state.count + 1, inner)
 
-    return optax.GradientTransformation(init, update)
+        return optax.GradientTransformation(init, update)
+
+    return wrap_rule(rule, decay)
 
 
+@equal_calls_are_one
 def clip_rows(
     minimum: float | None, maximum: float | None
 ) -> optax.GradientTransformation:
@@ -395,40 +370,18 @@ def _check_bounds(
         )
 
 
-def _is_zero(value: Any) -> bool:
-    """Returns True if a value is 0, and not traced."""
-    return not isinstance(value, Tracer) and value == 0
-
-
 def _check_clipvalue(
     owner: str, clipvalue: ClipValue
 ) -> tuple[float | None, float | None]:
-    """Returns the pair of bounds that a `clipvalue` stands for.
-
-    Raises:
-      TypeError: if it is neither a number nor a pair.
-      ValueError: if a bound is NaN, or the lower one is above the upper one.
-    """
-    if isinstance(clipvalue, tuple):
-        if len(clipvalue) != 2:
-            raise ValueError(
-                f"{owner}: clipvalue must be a number or a pair (min, max), got "
-                f"{len(clipvalue)} values {clipvalue!r}. Either bound may be None."
-            )
-        low, high = clipvalue
-    else:
-        check = not_nan(clipvalue)
-        if check.error is TypeError:
-            raise TypeError(
-                f"{owner}: clipvalue must be a number or a pair (min, max), got "
-                f"{clipvalue!r}. Either bound of the pair may be None."
-            )
-        check_hyperparameters(owner, clipvalue=check)
-        if not isinstance(clipvalue, Tracer) and clipvalue < 0:
-            raise ValueError(
-                f"{owner}: clipvalue must be at least 0, because a number c bounds the "
-                f"gradient to (-c, c), got {clipvalue}. Write clipvalue={-clipvalue}."
-            )
-        low, high = -1.0 * clipvalue, clipvalue
+    """Returns the pair of bounds that a `clipvalue` stands for."""
+    if not isinstance(clipvalue, tuple):
+        check_hyperparameters(owner, clipvalue=non_negative_bound(clipvalue))
+        clipvalue = (-1.0 * clipvalue, clipvalue)
+    if len(clipvalue) != 2:
+        raise ValueError(
+            f"{owner}: clipvalue must be a number or a pair (min, max), got "
+            f"{len(clipvalue)} values {clipvalue!r}. Either bound may be None."
+        )
+    low, high = clipvalue
     _check_bounds(owner, "clipvalue's minimum", low, "maximum", high)
     return low, high

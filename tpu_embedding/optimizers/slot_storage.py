@@ -7,19 +7,22 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from tpu_embedding.optimizers.analysis.slots import slot_row_shapes
 from tpu_embedding.optimizers.array_rules import for_each_array
 from tpu_embedding.optimizers.checks import (
     check_hyperparameters,
     check_rule,
     finite,
 )
+from tpu_embedding.optimizers.equal_calls import equal_calls_are_one
+from tpu_embedding.optimizers.row_optimizer import wrap_rule
+from tpu_embedding.optimizers.slots import slot_row_shapes
 
 SlotInitializer = float | Callable[[tuple[int, ...], Any], jax.Array]
 SlotInitializers = Mapping[str, SlotInitializer]
 """Maps the name of a slot to a number, or to a function of shape and dtype."""
 
 
+@equal_calls_are_one
 def with_slot_storage(
     rule: optax.GradientTransformation,
     dtype: Any = None,
@@ -60,25 +63,29 @@ def with_slot_storage(
     check_slot_storage("with_slot_storage", dtype, initializers)
     values = dict(initializers or {})
 
-    def init(rows: Any) -> Any:
-        state = rule.init(rows)
-        shapes = slot_row_shapes(rule, rows.shape[1:])
-        _check_names(values, shapes)
-        state = jax.tree_util.tree_map_with_path(
-            lambda path, shape, leaf: _initial(path, shape, leaf, values),
-            shapes,
-            state,
-            is_leaf=_is_none,
-        )
-        return _cast(shapes, state, lambda shape: _stored_dtype(shape, dtype))
+    def store(rule: optax.GradientTransformation) -> optax.GradientTransformation:
+        def init(rows: Any) -> Any:
+            state = rule.init(rows)
+            shapes = slot_row_shapes(rule, rows.shape[1:])
+            _check_names(values, shapes)
+            state = jax.tree_util.tree_map_with_path(
+                lambda path, shape, leaf: _initial(path, shape, leaf, values),
+                shapes,
+                state,
+                is_leaf=_is_none,
+            )
+            return _cast(shapes, state, lambda shape: _stored_dtype(shape, dtype))
 
-    def update(updates: Any, state: Any, rows: Any) -> tuple[Any, Any]:
-        shapes = slot_row_shapes(rule, updates.shape[1:])
-        state = _cast(shapes, state, lambda shape: shape.dtype)
-        updates, state = rule.update(updates, state, rows)
-        return updates, _cast(shapes, state, lambda shape: _stored_dtype(shape, dtype))
+        def update(updates: Any, state: Any, rows: Any) -> tuple[Any, Any]:
+            shapes = slot_row_shapes(rule, updates.shape[1:])
+            state = _cast(shapes, state, lambda shape: shape.dtype)
+            updates, state = rule.update(updates, state, rows)
+            stored = _cast(shapes, state, lambda shape: _stored_dtype(shape, dtype))
+            return updates, stored
 
-    return for_each_array(init, update)
+        return for_each_array(init, update)
+
+    return wrap_rule(rule, store)
 
 
 def check_slot_storage(owner: str, dtype: Any, initializers: Any) -> None:
@@ -89,17 +96,11 @@ def check_slot_storage(owner: str, dtype: Any, initializers: Any) -> None:
       dtype: see `with_slot_storage`.
       initializers: see `with_slot_storage`.
     """
-    if dtype is not None:
-        error = (
+    if dtype is not None and not _is_floating(dtype):
+        raise ValueError(
             f"{owner}: slot_dtype must be a floating type such as jnp.bfloat16, got "
             f"{dtype!r}."
         )
-        try:
-            is_floating = jnp.issubdtype(dtype, jnp.floating)
-        except TypeError:
-            raise TypeError(error) from None
-        if not is_floating:
-            raise ValueError(error)
     if initializers is None:
         return
     if not isinstance(initializers, Mapping):
@@ -115,6 +116,13 @@ def check_slot_storage(owner: str, dtype: Any, initializers: Any) -> None:
             if not callable(value)
         },
     )
+
+
+def _is_floating(dtype: Any) -> bool:
+    try:
+        return jnp.issubdtype(dtype, jnp.floating)
+    except TypeError:
+        return False
 
 
 def _initial(path: Any, shape: Any, leaf: Any, values: dict[str, Any]) -> Any:
@@ -141,28 +149,15 @@ def _stored_dtype(shape: jax.ShapeDtypeStruct, dtype: Any) -> Any:
     return dtype if dtype is not None and is_floating else shape.dtype
 
 
-def slot_names(rule: optax.GradientTransformation) -> list[str]:
-    """Returns the names of a rule's slot variables, as `with_slot_storage` takes them.
-
-    Example:
-      >>> slot_names(optax.adam(0.1))
-      ['mu', 'nu']
-    """
-    return _names(slot_row_shapes(rule, (1,)))
-
-
 def _check_names(values: dict[str, Any], shapes: Any) -> None:
-    names = _names(shapes)
+    names = sorted(
+        _name(path) for path, _ in jax.tree_util.tree_leaves_with_path(shapes)
+    )
     for name in values:
         if name not in names:
             raise ValueError(
                 f"slot_initializers must name slots of the rule, {names}, got {name!r}."
             )
-
-
-def _names(shapes: Any) -> list[str]:
-    leaves = jax.tree_util.tree_leaves_with_path(shapes)
-    return sorted(_name(path) for path, _ in leaves)
 
 
 def _name(path: Any) -> str:

@@ -108,9 +108,14 @@ def table_rows(array: Array) -> TableRows:
     current = _CURRENT.get()
     if current is not None:
         return current
-    everything = jnp.ones(array.shape[:1], bool)
+    return some_rows(array.shape[0])
+
+
+def some_rows(num_rows: int) -> TableRows:
+    """Returns rows that are all of one table, and were all looked up."""
+    everything = jnp.ones((num_rows,), bool)
     return TableRows(
-        table_sizes=jnp.full((1,), array.shape[0], jnp.float32),
+        table_sizes=jnp.full((1,), num_rows, jnp.float32),
         tables=None,
         is_used=everything,
         is_touched=everything,
@@ -124,13 +129,20 @@ def is_in_layer() -> bool:
 
 
 @contextlib.contextmanager
-def table_rows_context(rows: TableRows | None) -> Iterator[None]:
-    """Makes `table_rows` return these rows within this context."""
+def table_rows_context(
+    rows: TableRows | None, *, inlines_jit: bool = True
+) -> Iterator[None]:
+    """Makes `table_rows` return these rows within this context.
+
+    Args:
+      rows: the rows; None: those that the rule is given are a whole table.
+      inlines_jit: True takes each `jit` within a rule away, which would cache the
+        answers about other rows.
+    """
     token = _CURRENT.set(rows)
-    # A `jit` within a rule would cache the answers about other rows.
-    inlined = contextlib.nullcontext() if rows is None else jax.disable_jit()
+    inlines_jit = inlines_jit and rows is not None
     try:
-        with inlined:
+        with jax.disable_jit() if inlines_jit else contextlib.nullcontext():
             yield
     finally:
         _CURRENT.reset(token)

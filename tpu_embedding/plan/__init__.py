@@ -7,10 +7,9 @@
 * `features`: plans of its features. `input_plan`: the part that loaders need.
 * `device_mesh`: orders devices in a mesh. `mesh_options`: checks mesh and axes.
 * `placing`: chooses the axes that rows are split over. `stacking`: groups tables.
-* `backend_request`: the backend that the user asks for. `backends`: the one that runs.
+* `forms`: the form of gathers and updates that suits the hardware.
 * `capacity`: ids and rows per round. `replicas`: how copies of a shard add gradients.
 * `dynamic_rows`: places the buckets and rows of dynamic tables on shards.
-* `column_arrays`: cuts the lines of tables that are too large for one array.
 * `memory`: bytes of packed rows. `description`: `print(plan)`.
 * `embedding_feature`: TensorFlow's option of that name.
 * `shard_map`: runs functions on the devices of a plan, on a mesh of any axis type.

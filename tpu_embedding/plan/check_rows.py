@@ -13,7 +13,6 @@ import jax
 from jax.core import Tracer
 
 from tpu_embedding.plan.stack_plan import StackPlan, TrainedStackPlan
-from tpu_embedding.rows.kernels.kernel_access import describe_kernels
 from tpu_embedding.rows.packed_rows import PackedRows, RowLayout
 
 
@@ -35,11 +34,7 @@ def check_tables(tables: Any, stacks: Sequence[StackPlan]) -> None:
                 f"tables[{stack.name!r}] must be PackedRows from init_tables, got "
                 f"{type(rows).__name__}. Set single tables by with_table_values."
             )
-        differences = rows.layout.differences(stack.layout)
-        if rows.kernels != stack.kernels:
-            found, wanted = map(describe_kernels, (rows.kernels, stack.kernels))
-            differences.append(f"accesses: {found}, not {wanted}")
-        _refuse(f"tables[{stack.name!r}]", differences)
+        _check_layout(f"tables[{stack.name!r}]", rows.layout, stack.layout)
 
 
 def check_slots(slots: Any, stacks: Sequence[TrainedStackPlan]) -> None:
@@ -63,7 +58,7 @@ def check_slots(slots: Any, stacks: Sequence[TrainedStackPlan]) -> None:
                 f"got {len(found)}; use the slots that init_slots made for this plan."
             )
         for layout in found:
-            _refuse(f"slots[{stack.name!r}]", _differences_of_rows(layout, stack))
+            _check_rows_of(f"slots[{stack.name!r}]", layout, stack)
 
 
 def check_stack(rows: PackedRows, stack: StackPlan) -> None:
@@ -77,7 +72,7 @@ def check_stack(rows: PackedRows, stack: StackPlan) -> None:
       TypeError: if `jax.jit` traces the rows, which then have no values.
       ValueError: if they lie elsewhere than the plan says.
     """
-    if isinstance(rows.arrays[0], Tracer):
+    if isinstance(rows.lines, Tracer):
         names = [table.name for table in stack.tables]
         raise TypeError(
             "The values of tables are read and set on the host, which a function under "
@@ -85,11 +80,11 @@ def check_stack(rows: PackedRows, stack: StackPlan) -> None:
             "Call the method outside of jit, such as layer.embedding_tables() after "
             "the step. Inside of it, layer(ids) looks rows up."
         )
-    _refuse(f"stacked[{stack.name!r}]", _differences_of_rows(rows.layout, stack))
+    _check_rows_of(f"stacked[{stack.name!r}]", rows.layout, stack)
 
 
-def _differences_of_rows(layout: RowLayout, stack: StackPlan) -> list[str]:
-    """Returns one line per difference of the tables or of the number of their rows.
+def _check_rows_of(owner: str, layout: RowLayout, stack: StackPlan) -> None:
+    """Raises if rows are of other tables, or not as many, as those of a stack.
 
     Rows of a slot variable may be shorter than the table's, and lie in lines of their
     own.
@@ -97,7 +92,7 @@ def _differences_of_rows(layout: RowLayout, stack: StackPlan) -> list[str]:
     found = dataclasses.replace(
         stack.layout, contents=layout.contents, num_rows=layout.num_rows
     )
-    return found.differences(stack.layout)
+    _check_layout(owner, found, stack.layout)
 
 
 def _entry(what: str, arrays: Any, stack: StackPlan, maker: str) -> Any:
@@ -115,12 +110,18 @@ def _entry(what: str, arrays: Any, stack: StackPlan, maker: str) -> Any:
     return arrays[stack.name]
 
 
-def _refuse(owner: str, differences: list[str]) -> None:
-    """Raises if the rows of an array differ from those of the plan."""
-    if differences:
-        listed = "\n  ".join(differences)
-        raise ValueError(
-            f"{owner} was made for another plan, so its rows lie elsewhere:\n  {listed}"
-            "\nUse the plan that the arrays were made with. To move tables to another "
-            "plan, read them by unstack_tables and set them by with_table_values."
-        )
+def _check_layout(owner: str, found: RowLayout, wanted: RowLayout) -> None:
+    """Raises if the rows of an array lie elsewhere than those of the plan."""
+    if found == wanted or found.facts == wanted.facts:
+        return
+    here, plan = dict.fromkeys(found.facts), dict.fromkeys(wanted.facts)
+    differences = [
+        *(f"the array has {fact}" for fact in here if fact not in plan),
+        *(f"the plan has {fact}" for fact in plan if fact not in here),
+    ]
+    listed = "\n  ".join(differences)
+    raise ValueError(
+        f"{owner} was made for another plan, so its rows lie elsewhere:\n  {listed}\n"
+        "Use the plan that the arrays were made with. To move tables to another "
+        "plan, read them by unstack_tables and set them by with_table_values."
+    )

@@ -1,11 +1,9 @@
-"""Prints a plan: memory and placement of its tables, backends of each direction."""
+"""Prints a plan: memory and placement of its tables."""
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from tpu_embedding.hardware import GIBIBYTE
 from tpu_embedding.plan import memory
-from tpu_embedding.plan.backend_request import FORM_MEANINGS
-from tpu_embedding.plan.column_arrays import whole_lines_reason
 from tpu_embedding.plan.dynamic_rows import (
     directory_bytes,
     dynamic_tables,
@@ -20,7 +18,7 @@ if TYPE_CHECKING:
 
 
 def describe(plan: "EmbeddingPlan") -> str:
-    """Returns the text of `print(plan)`: tables of memory, placement and backends."""
+    """Returns the text of `print(plan)`: tables of memory and placement."""
     return "\n".join(
         [
             memory.format_table(_memory_rows(plan), num_left_aligned=2),
@@ -30,41 +28,8 @@ def describe(plan: "EmbeddingPlan") -> str:
             *_dynamic_tables(plan),
             "",
             memory.format_table(_placement_rows(plan), num_left_aligned=5),
-            "",
-            memory.format_table(backend_rows(plan), num_left_aligned=4),
-            *_meanings_of_forms(plan),
         ]
     )
-
-
-def backend_rows(plan: "EmbeddingPlan") -> list[tuple[str, ...]]:
-    """Returns the cells of the table of backends; the first row is the head.
-
-    Directions of a stack that share a choice share a row.
-    """
-    rows: list[tuple[str, ...]] = [("stack", "direction", "backend", "why")]
-    for stack in plan.stacks:
-        directions_of: dict[tuple[str, str], list[str]] = {}
-        for direction, choice in zip(
-            stack.backends._fields, stack.backends, strict=True
-        ):
-            key = (choice.name, choice.explanation)
-            directions_of.setdefault(key, []).append(direction)
-        for (backend, reason), directions in directions_of.items():
-            rows.append((stack.name, ", ".join(directions), backend, reason))
-    return rows
-
-
-def _meanings_of_forms(plan: "EmbeddingPlan") -> list[str]:
-    """Returns a line for each form of XLA's work that the table of backends names."""
-    choices = [choice for stack in plan.stacks for choice in stack.backends]
-    return [
-        f"{name}: {FORM_MEANINGS[form]}"
-        for form, name in dict.fromkeys(
-            (choice.form, choice.name) for choice in choices
-        )
-        if form in FORM_MEANINGS
-    ]
 
 
 def _whole_initial_values(plan: "EmbeddingPlan") -> list[str]:
@@ -85,66 +50,21 @@ def _whole_initial_values(plan: "EmbeddingPlan") -> list[str]:
 
 
 def _array_limit(plan: "EmbeddingPlan") -> list[str]:
-    """Returns lines about stacks with arrays near the limit of a SparseCore."""
+    """Returns a warning for each stack with an array above the hardware's limit."""
     limit = plan.hardware.max_offloaded_bytes
     if limit is None:
         return []
-    of_limit = f"the {memory.format_bytes(limit)} per array that a SparseCore is said"
-    lines: list[str] = []
-    groups: dict[Any, dict[str, int]] = {}
+    lines = []
     for stack in plan.stacks:
-        num_bytes = memory.rows_bytes(stack.layout, plan.hardware, LANE_BYTES)
-        slot_bytes, slot_arrays = max(_slot_sizes(stack, plan), default=(0, 1))
-        alike = (stack.dim, stack.layout.dtype_name, stack.optimizer, stack.shard_axes)
-        sizes = groups.setdefault((*alike, stack.quantization), {})
-        sizes[stack.name] = max(num_bytes, slot_bytes)
-        if stack.kernels is not None:
-            continue  # Kernels have a limit of their own, which is no higher.
-        if num_bytes > limit:
+        size = max(memory.array_sizes(stack.layout, stack.slots, plan.hardware))
+        if size > limit:
             lines.append(
-                f"{stack.name} takes {memory.format_bytes(num_bytes)} per device, more "
-                f"than {of_limit} to take{_beyond_the_limit(stack, plan)}"
+                f"warning: the largest array of {stack.name} takes "
+                f"{memory.format_bytes(size)} per device, more than the "
+                f"{memory.format_bytes(limit)} that a SparseCore is said to take; "
+                "more devices make it smaller"
             )
-        if slot_bytes > limit * slot_arrays:
-            lines.append(
-                f"a slot variable of {stack.name} takes "
-                f"{memory.format_bytes(slot_bytes)} per device, more than {of_limit} "
-                "to take; slot variables are cut only with their table; more devices "
-                "make it smaller"
-            )
-    lines += [
-        f"{', '.join(sizes)}: tables that would share a stack, were it not for "
-        f"{of_limit} to take"
-        for sizes in groups.values()
-        if len(sizes) > 1 and sum(sizes.values()) > limit
-    ]
     return lines
-
-
-def _slot_sizes(stack: "StackPlan", plan: "EmbeddingPlan") -> list[tuple[int, int]]:
-    """Returns bytes per device and number of arrays of each slot variable."""
-    layouts = [(plan.slot_layout(stack, slot), slot) for slot in stack.slots]
-    return [
-        (
-            memory.rows_bytes(layout, plan.hardware, slot.dtype.itemsize),
-            layout.column_arrays,
-        )
-        for layout, slot in layouts
-    ]
-
-
-def _beyond_the_limit(stack: "StackPlan", plan: "EmbeddingPlan") -> str:
-    """Says how a stack that is too large for one array lies."""
-    layout = stack.layout
-    if layout.column_arrays > 1:
-        num_bytes = memory.rows_bytes(layout, plan.hardware, LANE_BYTES)
-        of_array = memory.format_bytes(num_bytes / layout.column_arrays)
-        return (
-            f": it lies in {layout.column_arrays} arrays of {of_array}, each of "
-            f"{layout.lines_shape[1]} columns of every row"
-        )
-    reason = whole_lines_reason(layout, plan.hardware)
-    return f"; it lies in one array, because {reason}; more devices make it smaller"
 
 
 def _dynamic_tables(plan: "EmbeddingPlan") -> list[str]:
@@ -203,8 +123,6 @@ def _stack_cells(stack: "StackPlan", plan: "EmbeddingPlan") -> tuple[str, ...]:
     size += f" + {memory.format_bytes(plan.slot_bytes_of(stack))} slots"
     elements = layout.rows_per_lane * layout.lanes
     packing = f"{layout.rows_per_line} x {layout.row_lanes} of {elements}"
-    if layout.column_arrays > 1:
-        packing += f" in {layout.column_arrays} arrays"
     rows_per_shard = f"{stack.rows_per_shard:,}"
     dtype = layout.dtype_name
     facts = (str(stack.dim), dtype, "", rows_per_shard, packing)

@@ -1,4 +1,4 @@
-"""Maps TensorFlow's `embedding_feature` to a placement and a backend.
+"""Maps TensorFlow's `embedding_feature` to a placement.
 
 TensorFlow names the embedding hardware of a TPU: `"V1"`, that of early generations,
 `"V2"`, the SparseCores, or `"UNSUPPORTED"`, none. It refuses a version that the chip
@@ -17,7 +17,6 @@ _UNSUPPORTED: Final = "UNSUPPORTED"
 def resolve_embedding_feature(
     feature: Any,
     placement: PlacementPolicy | None,
-    kernels: Any,
     hardware: HardwareInfo,
 ) -> PlacementPolicy | None:
     """Returns the placement that a version of embedding hardware asks for.
@@ -26,7 +25,6 @@ def resolve_embedding_feature(
       feature: one of `EMBEDDING_FEATURES`, TensorFlow's enum member of that name, or
         None.
       placement: the user's, or None.
-      kernels: the user's choice of a backend, or None.
       hardware: hardware of the plan.
 
     Returns:
@@ -52,11 +50,10 @@ def resolve_embedding_feature(
         )
     if name != _UNSUPPORTED:
         return _with_hardware(name, placement, hardware)
-    if not isinstance(placement, Replicated | None) or kernels not in (None, "xla"):
+    if not isinstance(placement, Replicated | None):
         raise ValueError(
-            "embedding_feature='UNSUPPORTED' replicates tables and runs XLA, got "
-            f"placement={placement!r} and kernels={kernels!r} beside it; leave out "
-            "embedding_feature or these."
+            f"embedding_feature='UNSUPPORTED' replicates tables, got {placement=} "
+            "beside it; leave out one of them."
         )
     return Replicated()
 

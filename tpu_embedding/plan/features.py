@@ -1,7 +1,6 @@
 """Features of a plan: their tables' places, and the part of a nest that a batch holds.
 
-A plan has one `FeaturePlan` per lookup: one per feature, or one per table of a feature
-whose ids are looked up in several. `make_plan` places features in new stacks, and
+A plan has one `FeaturePlan` per feature. `make_plan` places features in new stacks, and
 `EmbeddingPlan.with_features` in the stacks of an existing plan.
 """
 
@@ -21,7 +20,7 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class FeaturePlan:
-    """A lookup of a feature's ids, and its table's place.
+    """A feature, and the place of its table.
 
     Attributes:
       name: name of the feature, in errors and statistics.
@@ -29,8 +28,6 @@ class FeaturePlan:
       stack_index: stack of the table.
       row_offset: first row of the table in its stack.
       num_rows: rows of the table in its stack.
-      table_index: position of the table in `config.tables`. Lookups of one feature
-        follow each other, so 0 marks the first.
     """
 
     name: str
@@ -38,36 +35,30 @@ class FeaturePlan:
     stack_index: int
     row_offset: int
     num_rows: int
-    table_index: int = 0
 
     @property
     def table(self) -> TableConfig:
-        """The table that this lookup reads."""
-        return self.config.tables[self.table_index]
+        """The table that the feature reads."""
+        return self.config.table
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class FeatureNest(NoArray):
-    """The user's nest of features, and the lookups of each.
+    """The user's nest of features.
 
     Attributes:
-      features: one per lookup, in the order of the leaves of the nest.
+      features: in the order of the leaves of the nest.
       feature_tree: the nest.
     """
 
     features: tuple[FeaturePlan, ...]
     feature_tree: Any
 
-    @property
-    def inputs(self) -> tuple[FeaturePlan, ...]:
-        """The first lookup of each feature, in the order of the leaves of the nest."""
-        return tuple(f for f in self.features if f.table_index == 0)
-
     def is_for(self, feature_config: Any) -> bool:
         """Returns True if the plan was made from this nest of features."""
         leaves, tree = jax.tree.flatten(feature_config)
         return tree == self.feature_tree and leaves == [
-            feature.config for feature in self.inputs
+            feature.config for feature in self.features
         ]
 
     def for_batch(self, batch: Any, what: str = "features") -> Self:
@@ -85,18 +76,17 @@ class FeatureNest(NoArray):
         """
         if self._flatten_up_to(batch) is not None:
             return self
-        numbers = jax.tree.unflatten(self.feature_tree, range(len(self.inputs)))
+        numbers = jax.tree.unflatten(self.feature_tree, range(len(self.features)))
         try:
             kept, tree = jax.tree.flatten(_subset_of(numbers, batch))
         except (KeyError, ValueError, TypeError) as error:
             raise self._structure_error(batch, what, error.args[0]) from None
         if not kept:
             raise self._structure_error(batch, what, "Pass at least one feature.")
-        lookups = _group_by_input(self.features)
-        features = tuple(lookup for number in kept for lookup in lookups[number])
+        features = tuple(self.features[number] for number in kept)
         return dataclasses.replace(self, features=features, feature_tree=tree)
 
-    def flatten_inputs(self, nest: Any, what: str = "features") -> list[Any]:
+    def flatten(self, nest: Any, what: str = "features") -> list[Any]:
         """Returns the leaves of a nest like `feature_config`, one per feature.
 
         Raises:
@@ -107,56 +97,9 @@ class FeatureNest(NoArray):
             raise self._structure_error(nest, what, "")
         return leaves
 
-    def flatten(self, nest: Any, what: str = "features") -> list[Any]:
-        """Returns the leaves of a nest like `feature_config`, one per lookup.
-
-        A feature with several tables repeats its leaf.
-
-        Raises:
-          ValueError: if the nest has another structure.
-        """
-        return [
-            leaf
-            for leaf, feature in zip(
-                self.flatten_inputs(nest, what), self.inputs, strict=True
-            )
-            for _ in feature.config.tables
-        ]
-
-    def flatten_activations(self, nest: Any, what: str = "activations") -> list[Any]:
-        """Returns the leaves of a nest of activations, one per lookup.
-
-        None in the place of a feature is None for each of its tables.
-
-        Raises:
-          ValueError: if the nest has another structure.
-        """
-        leaves = []
-        for leaf, feature in zip(
-            self.flatten_inputs(nest, what), self.inputs, strict=True
-        ):
-            num_tables = len(feature.config.tables)
-            if not isinstance(feature.config.table, tuple):
-                leaf = (leaf,)
-            elif leaf is None:
-                leaf = (None,) * num_tables
-            elif not isinstance(leaf, tuple) or len(leaf) != num_tables:
-                raise ValueError(
-                    f"{what} of feature {feature.name!r} must be a tuple with one "
-                    f"array per table, here {num_tables}, got {leaf!r}."
-                )
-            leaves += leaf
-        return leaves
-
     def unflatten(self, leaves: Sequence[Any]) -> Any:
-        """Returns a nest of activations, the inverse of `flatten_activations`."""
-        remaining = iter(leaves)
-        by_input = []
-        for feature in self.inputs:
-            of_tables = tuple(next(remaining) for _ in feature.config.tables)
-            is_tuple = isinstance(feature.config.table, tuple)
-            by_input.append(of_tables if is_tuple else of_tables[0])
-        return jax.tree.unflatten(self.feature_tree, by_input)
+        """Returns the nest that has these leaves, the inverse of `flatten`."""
+        return jax.tree.unflatten(self.feature_tree, leaves)
 
     def _flatten_up_to(self, nest: Any) -> list[Any] | None:
         """Returns one leaf per feature; None if the nest has another structure."""
@@ -189,8 +132,8 @@ class NamedFeatures:
 
     @property
     def tables(self) -> list[TableConfig]:
-        """The tables of all lookups, feature by feature."""
-        return [table for config in self.configs for table in config.tables]
+        """The table of each feature."""
+        return [config.table for config in self.configs]
 
 
 def flatten_config(feature_config: Any) -> NamedFeatures:
@@ -232,52 +175,33 @@ def _way_to_feature(leaf: Any) -> str:
 def place_features(
     features: NamedFeatures, table_names: Sequence[str], stacks: Sequence["StackPlan"]
 ) -> tuple[FeaturePlan, ...]:
-    """Returns one plan per lookup.
+    """Returns one plan per feature.
 
     Args:
       features: the leaves of the nest.
       table_names: name of each of `features.tables`.
       stacks: hold these tables.
-
-    Raises:
-      ValueError: if a feature has unique rows, and its optimizer sees each occurrence
-        of an id.
     """
     places = {
         table.name: (i, table)
         for i, stack in enumerate(stacks)
         for table in stack.tables
     }
-    names = iter(table_names)
     placed = []
-    for name, config in zip(features.names, features.configs, strict=True):
-        for table_index in range(len(config.tables)):
-            stack_index, table = places[next(names)]
-            if config.unique_rows:
-                _refuse_occurrences(name, stacks[stack_index])
-            placed.append(
-                FeaturePlan(
-                    name=name,
-                    config=config,
-                    stack_index=stack_index,
-                    row_offset=table.row_offset,
-                    num_rows=table.num_rows,
-                    table_index=table_index,
-                )
+    for name, config, table_name in zip(
+        features.names, features.configs, table_names, strict=True
+    ):
+        stack_index, table = places[table_name]
+        placed.append(
+            FeaturePlan(
+                name=name,
+                config=config,
+                stack_index=stack_index,
+                row_offset=table.row_offset,
+                num_rows=table.num_rows,
             )
-    return tuple(placed)
-
-
-def _refuse_occurrences(feature_name: str, stack: "StackPlan") -> None:
-    """Refuses unique rows for a rule whose result depends on repeated ids."""
-    if stack.keeps_duplicates:
-        tables = [table.name for table in stack.tables]
-        raise ValueError(
-            f"FeatureConfig.unique_rows of feature {feature_name!r} sums the gradients "
-            "of equal ids before the optimizer sees them, but the optimizer of tables "
-            f"{tables} asks for each occurrence; leave out unique_rows, or choose an "
-            "optimizer that takes the sum of each row."
         )
+    return tuple(placed)
 
 
 def find_tables(features: NamedFeatures, stacks: Sequence["StackPlan"]) -> list[str]:
@@ -292,12 +216,7 @@ def find_tables(features: NamedFeatures, stacks: Sequence["StackPlan"]) -> list[
     tables = [(table.name, table.config) for s in stacks for table in s.tables]
     by_name = dict(tables)
     names, problems = [], []
-    owners = [
-        name
-        for name, config in zip(features.names, features.configs, strict=True)
-        for _ in config.tables
-    ]
-    for owner, table in zip(owners, features.tables, strict=True):
+    for owner, table in zip(features.names, features.tables, strict=True):
         if table.name is not None:
             found = [table.name] if by_name.get(table.name) == table else []
         else:
@@ -316,16 +235,6 @@ def find_tables(features: NamedFeatures, stacks: Sequence["StackPlan"]) -> list[
             "made from."
         )
     return names
-
-
-def _group_by_input(features: Sequence[FeaturePlan]) -> list[list[FeaturePlan]]:
-    """Returns the lookups of each feature."""
-    groups: list[list[FeaturePlan]] = []
-    for feature in features:
-        if feature.table_index == 0:
-            groups.append([])
-        groups[-1].append(feature)
-    return groups
 
 
 def _subset_of(nest: Any, batch: Any) -> Any:

@@ -9,10 +9,8 @@ import dataclasses
 from typing import Any
 
 import jax
-from jaxtyping import Array
 
-from tpu_embedding.combiners import CustomCombiner
-from tpu_embedding.config import FeatureConfig, TableConfig
+from tpu_embedding.config import FeatureConfig
 from tpu_embedding.plan.features import FeatureNest, FeaturePlan
 
 
@@ -24,20 +22,22 @@ class InputPlan(FeatureNest):
     and starts no device of the process that receives it.
 
     Attributes:
-      features: one per lookup, in the order of the leaves of the user's nest. Their
+      features: in the order of the leaves of the user's nest. Their
         tables lack initializers and optimizers.
       feature_tree: the nest.
       num_shards: devices of the layer.
+      num_batch_shards: see `EmbeddingPlan`.
       num_process_parts: see `EmbeddingPlan`.
     """
 
     num_shards: int
+    num_batch_shards: int = 1
     num_process_parts: int | None = 1
 
     def __reduce__(self):
         # JAX pickles trees of its own containers only, so the nest itself is pickled.
-        numbers = jax.tree.unflatten(self.feature_tree, range(len(self.inputs)))
-        counts = self.num_shards, self.num_process_parts
+        numbers = jax.tree.unflatten(self.feature_tree, range(len(self.features)))
+        counts = self.num_shards, self.num_batch_shards, self.num_process_parts
         return _restore, (self.features, numbers, *counts)
 
 
@@ -46,6 +46,7 @@ def input_plan_of(
     tree: Any,
     *,
     num_shards: int,
+    num_batch_shards: int,
     num_process_parts: int | None,
 ) -> InputPlan:
     """Returns the part of a plan that loaders need, without the user's functions."""
@@ -56,6 +57,7 @@ def input_plan_of(
         ),
         feature_tree=tree,
         num_shards=num_shards,
+        num_batch_shards=num_batch_shards,
         num_process_parts=num_process_parts,
     )
 
@@ -64,34 +66,18 @@ def _restore(
     features: tuple[FeaturePlan, ...],
     numbers: Any,
     num_shards: int,
+    num_batch_shards: int,
     num_process_parts: int | None,
 ) -> InputPlan:
     return InputPlan(
         features=features,
         feature_tree=jax.tree.structure(numbers),
         num_shards=num_shards,
+        num_batch_shards=num_batch_shards,
         num_process_parts=num_process_parts,
     )
 
 
 def _without_functions(config: FeatureConfig) -> FeatureConfig:
-    if isinstance(config.table, tuple):
-        return dataclasses.replace(
-            config, table=tuple(_table_without_functions(t) for t in config.table)
-        )
-    return dataclasses.replace(config, table=_table_without_functions(config.table))
-
-
-def _table_without_functions(table: TableConfig) -> TableConfig:
-    combiner = table.combiner
-    if isinstance(combiner, CustomCombiner):
-        combiner = dataclasses.replace(combiner, function=_first_row)
-    return dataclasses.replace(
-        table, initializer=None, optimizer=None, combiner=combiner
-    )
-
-
-def _first_row(valence: Array, rows: Array) -> Array:
-    """Stands for a combiner that loaders never run."""
-    del valence
-    return rows[0]
+    table = dataclasses.replace(config.table, initializer=None, optimizer=None)
+    return dataclasses.replace(config, table=table)

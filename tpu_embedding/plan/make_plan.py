@@ -13,27 +13,17 @@ from jax.sharding import Mesh
 
 from tpu_embedding.config import TableConfig
 from tpu_embedding.field_checks import is_int
-from tpu_embedding.hardware import HardwareInfo, num_slices_of
-from tpu_embedding.optimizers.analysis.slots import slot_row_shapes
+from tpu_embedding.hardware import HardwareInfo
 from tpu_embedding.optimizers.names import optimizer_problem
-from tpu_embedding.optimizers.resolve import check_row_local
+from tpu_embedding.optimizers.probe import probe_rule
 from tpu_embedding.optimizers.row_optimizer import TableOptimizer
 from tpu_embedding.placement import PlacementPolicy
 from tpu_embedding.plan import stacking
-from tpu_embedding.plan.backend_request import (
-    BackendRequest,
-    requested_backend,
-)
-from tpu_embedding.plan.backends import (
-    StackDevices,
-    choose_backends,
-    kernel_access,
-)
-from tpu_embedding.plan.capacity import EXCHANGE_KINDS, ExchangeKind
-from tpu_embedding.plan.column_arrays import fits_in_one_array, with_column_arrays
 from tpu_embedding.plan.dynamic_rows import refuse_unsuited, rows_of_dynamic_table
 from tpu_embedding.plan.embedding_feature import resolve_embedding_feature
 from tpu_embedding.plan.features import flatten_config, place_features
+from tpu_embedding.plan.forms import choose_gathers, choose_updates
+from tpu_embedding.plan.memory import array_sizes
 from tpu_embedding.plan.mesh_options import (
     resolve_batch_axes,
     resolve_hardware,
@@ -42,8 +32,6 @@ from tpu_embedding.plan.mesh_options import (
 from tpu_embedding.plan.placing import TablePlacement, check_policy, place_tables
 from tpu_embedding.plan.plan import EmbeddingPlan
 from tpu_embedding.plan.stack_plan import StackPlan, TablePlan, TrainedStackPlan
-from tpu_embedding.rows.access import with_room_for_kernels
-from tpu_embedding.rows.kernels.kernel_access import Backend
 from tpu_embedding.rows.narrow_rows import NARROW_DTYPES, NarrowDtype
 from tpu_embedding.rows.packed_rows import (
     RowLayout,
@@ -62,8 +50,6 @@ def make_plan(
     *,
     optimizer: TableOptimizer | None = None,
     capacity: int | None = None,
-    exchange: ExchangeKind | None = None,
-    kernels: Backend | None = None,
     placement: PlacementPolicy | None = None,
     batch_axes: tuple[str, ...] | None = None,
     embedding_feature: Any = None,
@@ -81,20 +67,6 @@ def make_plan(
         those are not trained.
       capacity: ids per destination and round of the exchange, at most; changes speed,
         never results. None: the mean and some standard deviations.
-      exchange: how rows travel between devices; changes speed, never results.
-        `"padded"`: in parts of equal size. `"ragged"`: one after the other, by XLA's
-        ragged all-to-all, within a slice; on CPU and GPU by a slow equivalent. None:
-        on TPUs of one slice, ragged where padded parts would be a quarter longer and no
-        capacity is given; else padded.
-      kernels: backend that reads, pools, spreads, updates and writes rows. It changes
-        speed, and results by rounding only. `"xla"` (also None): XLA's own operations,
-        which move whole lines and write the result of each operation to HBM.
-        `"sparse_core"`: Pallas kernels that address each row of 8, 16, 32, 64 or
-        a multiple of 128 elements, and update it in one pass. They have not run on a
-        TPU yet.
-        `"interpreter"`: the same kernels on any device, with the `hardware` of a TPU;
-        slow, for tests. Kernels need jax 0.12. Where a kernel cannot run, XLA does:
-        `print(plan)` shows each choice and its reason.
       placement: where the rows of tables live that set no `TableConfig.placement`. It
         changes memory and traffic, never results. `te.Sharded()` (also None): over all
         devices. `te.Sharded(axes=...)`: over some mesh axes, copied along the others.
@@ -104,9 +76,9 @@ def make_plan(
         over, copied along the others. Each device looks up an equal share. Use it for a
         dense model that is sharded over its own axes. None: all axes.
       embedding_feature: TensorFlow's `"UNSUPPORTED"`, `"V1"` or `"V2"`, or its enum
-        member. `"UNSUPPORTED"` replicates all tables and runs XLA. The others shard
-        them, and are refused on hardware that TensorFlow knows under another name.
-        None: tables are sharded over any hardware.
+        member. `"UNSUPPORTED"` replicates all tables. The others shard them, and are
+        refused on hardware that TensorFlow knows under another name. None: tables are
+        sharded over any hardware.
       hardware: None means that of the mesh's devices.
       activation_dtype: type of the activations, float32 or bfloat16. Rows are pooled
         in float32, and gradients summed in float32; only the results are rounded. So
@@ -122,30 +94,21 @@ def make_plan(
     mesh = resolve_mesh(mesh)
     batch_axes = resolve_batch_axes(batch_axes, mesh)
     hardware = resolve_hardware(hardware, mesh)
-    _check_options(capacity, exchange, optimizer)
+    _check_options(capacity, optimizer)
     capacity = None if capacity is None else int(capacity)
     check_policy(placement, mesh)
-    placement = resolve_embedding_feature(
-        embedding_feature, placement, kernels, hardware
-    )
-    exchange = _exchange_on(mesh, exchange)
-    request = requested_backend(kernels, mesh.devices.flat[0], hardware)
+    placement = resolve_embedding_feature(embedding_feature, placement, hardware)
     features = flatten_config(feature_config)
     tables = stacking.name_tables(features.tables, optimizer)
-    lookups = [config for config in features.configs for _ in config.tables]
-    placements = place_tables(tables, lookups, placement, mesh, _row_bytes)
-    tables = [_with_num_rows(table, placements, mesh) for table in tables]
+    placements = place_tables(tables, features.configs, placement, mesh, _row_bytes)
+    tables = [_with_num_rows(table, placements[table.name]) for table in tables]
     groups = stacking.stack_tables(
         tables,
         {name: placed.shard_axes for name, placed in placements.items()},
-        functools.partial(
-            _fits_in_one_array, placements=placements, mesh=mesh, hardware=hardware
-        ),
+        functools.partial(_fits, placements=placements, hardware=hardware),
     )
     stacks = tuple(
-        _plan_stack(
-            f"stack_{i}", group, placements, mesh, capacity, exchange, request, hardware
-        )
+        _plan_stack(f"stack_{i}", group, placements, mesh, capacity, hardware)
         for i, group in enumerate(groups)
     )
     table_names = [table.name for table in tables]
@@ -174,33 +137,15 @@ def _activation_dtype(dtype: Any) -> np.dtype:
 
 def _check_options(
     capacity: int | None,
-    exchange: ExchangeKind | None,
     optimizer: TableOptimizer | None,
 ) -> None:
     if capacity is not None and not (is_int(capacity) and capacity >= 1):
         raise ValueError(
             f"capacity must be an int of at least 1 or None, got {capacity!r}."
         )
-    if exchange is not None and exchange not in EXCHANGE_KINDS:
-        raise ValueError(
-            f"exchange must be one of {EXCHANGE_KINDS} or None, got {exchange!r}."
-        )
     problem = optimizer_problem("optimizer", optimizer)
     if problem is not None:
         raise ValueError(f"{problem}.")
-
-
-def _exchange_on(mesh: Mesh, exchange: ExchangeKind | None) -> ExchangeKind | None:
-    """Returns the user's choice, or the only exchange that this mesh can run."""
-    num_slices = num_slices_of(mesh)
-    if exchange == "ragged" and num_slices > 1:
-        raise ValueError(
-            "exchange must be 'padded' or None on a mesh of several slices, got "
-            f"'ragged' on {num_slices}."
-        )
-    if mesh.devices.flat[0].platform != "tpu" or num_slices > 1:
-        exchange = exchange or "padded"
-    return exchange
 
 
 def _plan_stack(
@@ -209,27 +154,14 @@ def _plan_stack(
     placements: dict[str, TablePlacement],
     mesh: Mesh,
     capacity: int | None,
-    exchange: ExchangeKind | None,
-    request: BackendRequest,
     hardware: HardwareInfo,
 ) -> StackPlan:
     first = tables[0]
     placed = _tables_of_stack(tables, placements)
     shard_axes = placements[first.name].shard_axes
-    num_shards = math.prod(mesh.shape[axis] for axis in shard_axes)
+    num_shards = placements[first.name].num_shards
     slots = _slots_of_tables(tables)
     layout = _layout_of_stack(placed, num_shards, hardware)
-    backends = choose_backends(
-        request,
-        layout,
-        first.optimizer,
-        slots,
-        StackDevices(hardware, num_shards, mesh.size // num_shards, capacity),
-    )
-    if kernel_access(backends) is not None:
-        layout = with_room_for_kernels(layout)
-    else:
-        layout = with_column_arrays(layout, hardware)
     facts: dict[str, Any] = dict(
         name=name,
         tables=placed,
@@ -240,49 +172,45 @@ def _plan_stack(
         layout=layout,
         quantization=first.config.quantization_config,
         capacity=capacity,
-        exchange=exchange,
-        backends=backends,
+        gathers=choose_gathers(hardware),
+        updates=choose_updates(
+            hardware, first.optimizer, num_devices=mesh.size, capacity=capacity
+        ),
     )
     if first.optimizer is None:
         return StackPlan(**facts, optimizer=None, slots=())
     return TrainedStackPlan(**facts, optimizer=first.optimizer, slots=slots)
 
 
-def _fits_in_one_array(
+def _fits(
     num_rows: int,
     table: stacking.NamedTable,
     *,
     placements: dict[str, TablePlacement],
-    mesh: Mesh,
     hardware: HardwareInfo,
 ) -> bool:
-    """Returns True if so many rows, and each slot variable, are within the limit."""
-    if hardware.max_offloaded_bytes is None:
+    """Returns True if the arrays of so many rows are within the hardware's limit."""
+    limit = hardware.max_offloaded_bytes
+    if limit is None:
         return True
-    shard_axes = placements[table.name].shard_axes
     layout = RowLayout(
-        num_rows=-(-num_rows // math.prod(mesh.shape[axis] for axis in shard_axes)),
+        num_rows=-(-num_rows // placements[table.name].num_shards),
         row_shape=(table.config.dim,),
         line_lanes=hardware.line_lanes,
         narrow_dtype=_narrow_dtype(table.config),
     )
-    return fits_in_one_array(layout, hardware) and all(
-        fits_in_one_array(layout.slot_layout(slot), hardware, slot.dtype.itemsize)
-        for slot in _slots_of_tables([table])
-    )
+    return max(array_sizes(layout, _slots_of_tables([table]), hardware)) <= limit
 
 
 def _with_num_rows(
-    table: stacking.NamedTable, placements: dict[str, TablePlacement], mesh: Mesh
+    table: stacking.NamedTable, placement: TablePlacement
 ) -> stacking.NamedTable:
     """Returns the table with the number of its rows over all shards."""
     dynamic = table.config.dynamic
     num_rows = table.config.max_rows
     if dynamic is not None:
         refuse_unsuited(table)
-        axes = placements[table.name].shard_axes
-        num_shards = math.prod(mesh.shape[axis] for axis in axes)
-        num_rows = rows_of_dynamic_table(dynamic, num_shards)
+        num_rows = rows_of_dynamic_table(dynamic, placement.num_shards)
     return dataclasses.replace(table, num_rows=num_rows)
 
 
@@ -347,16 +275,11 @@ def _row_bytes(table: stacking.NamedTable) -> int:
 def _slots_of_tables(
     tables: list[stacking.NamedTable],
 ) -> tuple[jax.ShapeDtypeStruct, ...]:
-    """Returns the slots of the tables' optimizer; refuses one that mixes rows."""
+    """Returns the slot variables of the tables' optimizer."""
     optimizer, dim = tables[0].optimizer, tables[0].config.dim
     if optimizer is None:
         return ()
-    try:
-        check_row_local(optimizer, dim)
-        slots = jax.tree.leaves(slot_row_shapes(optimizer, (dim,)))
-    except ValueError as error:
-        names = [table.name for table in tables]
-        raise type(error)(f"{error} (The optimizer of tables {names}.)") from error
+    slots = [slot.row for slot in probe_rule(optimizer, dim).slots]
     if optimizer.keeps_gradient:
         slots.append(jax.ShapeDtypeStruct((dim,), jnp.float32))
         slots.append(jax.ShapeDtypeStruct((), jnp.int32))

@@ -1,6 +1,9 @@
 """Computes the memory of packed rows and of passes over them; formats byte counts."""
 
+from collections.abc import Sequence
 from typing import Final
+
+import jax
 
 from tpu_embedding.hardware import HardwareInfo
 from tpu_embedding.rows.packed_rows import LANE_BYTES, RowLayout, round_up
@@ -20,6 +23,25 @@ def rows_bytes(layout: RowLayout, hardware: HardwareInfo, itemsize: int) -> int:
     if layout.is_flat and layout.line_lanes is not None:
         tile_rows *= layout.line_lanes
     return round_up(layout.num_lines, tile_rows) * layout.lanes * itemsize
+
+
+def array_sizes(
+    layout: RowLayout, slots: Sequence[jax.ShapeDtypeStruct], hardware: HardwareInfo
+) -> tuple[int, ...]:
+    """Returns the memory of one shard's rows and of each slot variable, in bytes.
+
+    Args:
+      layout: packing of the table's rows.
+      slots: row shape and dtype of each slot variable.
+      hardware: kind of device.
+    """
+    return (
+        rows_bytes(layout, hardware, LANE_BYTES),
+        *(
+            rows_bytes(layout.slot_layout(slot), hardware, slot.dtype.itemsize)
+            for slot in slots
+        ),
+    )
 
 
 def rows_per_slab(layout: RowLayout) -> int:

@@ -37,10 +37,12 @@ class TablePlacement:
 
     Attributes:
       shard_axes: in the order of the mesh; none if every device has all rows.
+      num_shards: devices along these axes.
       reason: the setting that chose them.
     """
 
     shard_axes: tuple[str, ...]
+    num_shards: int
     reason: str
 
 
@@ -111,7 +113,11 @@ def _placement_of(
         axes = placement.axes or mesh.axis_names
     # The order of the mesh, so that equal placements share a stack.
     shard_axes = tuple(axis for axis in mesh.axis_names if axis in axes)
-    return TablePlacement(shard_axes=shard_axes, reason=reason)
+    return TablePlacement(
+        shard_axes=shard_axes,
+        num_shards=math.prod(mesh.shape[axis] for axis in shard_axes),
+        reason=reason,
+    )
 
 
 def _by_size(table: NamedTable, policy: ReplicateSmall) -> tuple[Placement, str]:
@@ -164,8 +170,6 @@ def _ids_per_sample(feature: FeatureConfig, batch_size: int) -> float:
         return feature.expected_valence
     if feature.output_shape is not None:
         return max(1.0, float(np.prod(feature.output_shape)) / batch_size)
-    if feature.unique_rows:
-        return 1.0  # Most ids repeat, and devices exchange each row once at most.
     return max(1, feature.max_sequence_length)
 
 

@@ -27,7 +27,7 @@ from tpu_embedding.plan.features import (
 from tpu_embedding.plan.input_plan import InputPlan, input_plan_of
 from tpu_embedding.plan.process_samples import process_shards
 from tpu_embedding.plan.stack_plan import StackPlan, TrainedStackPlan
-from tpu_embedding.rows.packed_rows import LANE_BYTES, RowLayout
+from tpu_embedding.rows.packed_rows import LANE_BYTES
 
 
 @jax.tree_util.register_static
@@ -167,16 +167,8 @@ class EmbeddingPlan(FeatureNest):
 
     def slot_bytes_of(self, stack: StackPlan) -> int:
         """Memory that the slot variables of one stack take on each device."""
-        return sum(
-            memory.rows_bytes(
-                self.slot_layout(stack, slot), self.hardware, slot.dtype.itemsize
-            )
-            for slot in stack.slots
-        )
-
-    def slot_layout(self, stack: StackPlan, slot: jax.ShapeDtypeStruct) -> RowLayout:
-        """Returns the packing of the rows of a slot variable."""
-        return stack.layout.slot_layout(slot)
+        _, *slots = memory.array_sizes(stack.layout, stack.slots, self.hardware)
+        return sum(slots)
 
     @property
     def trained_stacks(self) -> tuple[TrainedStackPlan, ...]:
@@ -246,6 +238,7 @@ class EmbeddingPlan(FeatureNest):
             self.features,
             self.feature_tree,
             num_shards=self.num_shards,
+            num_batch_shards=self.num_batch_shards,
             num_process_parts=self.num_process_parts,
         )
 

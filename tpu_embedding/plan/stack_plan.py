@@ -8,15 +8,8 @@ from jax.sharding import PartitionSpec
 from tpu_embedding.config import QuantizationConfig, TableConfig
 from tpu_embedding.initializers import RowInitializer, row_initializer
 from tpu_embedding.optimizers.row_optimizer import RowOptimizer
-from tpu_embedding.plan.backends import StackBackends, kernel_access
-from tpu_embedding.plan.capacity import (
-    KERNEL_LANE_ALIGNMENT_MIN_IDS,
-    LANE_ALIGNMENT_MIN_IDS,
-    ExchangeKind,
-    RoundSize,
-    round_size,
-)
-from tpu_embedding.rows.kernels.kernel_access import KernelAccess
+from tpu_embedding.plan.capacity import RoundSize, round_size
+from tpu_embedding.plan.forms import Gathers, Updates
 from tpu_embedding.rows.packed_rows import RowLayout
 
 
@@ -67,8 +60,8 @@ class StackPlan:
       layout: packing of the rows of one shard.
       quantization: applied to looked-up rows.
       capacity: the user's maximum of ids per destination and round, or None.
-      exchange: how rows travel between shards; None: by the size of the buffers.
-      backends: which backend reads, pools, spreads, updates and writes rows, and why.
+      gathers: form of the gathers that bring rows to samples.
+      updates: form in which gradients are summed and applied.
       optimizer: None; `TrainedStackPlan` has one.
       slots: row shape and dtype of each slot variable.
     """
@@ -82,8 +75,8 @@ class StackPlan:
     layout: RowLayout
     quantization: QuantizationConfig | None
     capacity: int | None
-    exchange: ExchangeKind | None
-    backends: StackBackends
+    gathers: Gathers
+    updates: Updates
     optimizer: RowOptimizer | None
     slots: tuple[jax.ShapeDtypeStruct, ...]
 
@@ -117,24 +110,12 @@ class StackPlan:
         )
 
     @property
-    def kernels(self) -> KernelAccess | None:
-        """Accesses that kernels make to the rows of its table; None: XLA makes all."""
-        return kernel_access(self.backends)
-
-    def buffer_layout(self, num_rows: int) -> RowLayout:
-        """Returns the layout of an exchange buffer of `num_rows` rows.
-
-        Rows share lines in the buffer where kernels read them.
-        """
-        return self.layout.buffer_layout(num_rows, is_packed=self.kernels is not None)
-
-    @property
     def sends_ids(self) -> bool:
         """True if a lookup sends ids to the owners of their rows, each row once.
 
         False if each device reads its own rows straight from its table.
         """
-        return self.backends.read.form != "direct"
+        return self.num_shards > 1 or self.capacity is not None
 
     @property
     def keeps_duplicates(self) -> bool:
@@ -143,33 +124,17 @@ class StackPlan:
 
     def round_size(self, max_unique_ids: int) -> RoundSize:
         """Returns the buffer sizes of a round, for at most this many ids per shard."""
-        rows_per_line = self.buffer_layout(1).rows_per_line
-        lane_alignment_min_ids = (
-            LANE_ALIGNMENT_MIN_IDS
-            if self.kernels is None
-            else KERNEL_LANE_ALIGNMENT_MIN_IDS
-        )
         if self.keeps_duplicates:
             # Rounds are cut between rows, so one row has to fit with all it has.
             num_ids = max(1, max_unique_ids)
-            size = round_size(
-                num_ids,
-                self.num_shards,
-                num_ids,
-                capacity=num_ids,
-                rows_per_line=rows_per_line,
-                lane_alignment_min_ids=lane_alignment_min_ids,
-            )
-            unique_rows = min(size.received_rows, self.rows_per_shard)
+            size = round_size(num_ids, self.num_shards, num_ids, capacity=num_ids)
+            unique_rows = min(size.buffer_size, self.rows_per_shard)
             return dataclasses.replace(size, unique_rows=unique_rows)
         return round_size(
             max_unique_ids,
             self.num_shards,
             self.rows_per_shard,
             capacity=self.capacity,
-            kind="padded" if self.num_shards == 1 else self.exchange,
-            rows_per_line=rows_per_line,
-            lane_alignment_min_ids=lane_alignment_min_ids,
         )
 
 

@@ -96,17 +96,14 @@ def name_tables(
         NamedTable(
             name=name,
             config=config,
-            optimizer=_optimizer_of(name, config, optimizer, by_name),
+            optimizer=_optimizer_of(name, config, optimizer),
         )
         for name, config in named
     ]
 
 
 def _optimizer_of(
-    name: str,
-    config: TableConfig,
-    optimizer: TableOptimizer | None,
-    tables: dict[str, TableConfig],
+    name: str, config: TableConfig, optimizer: TableOptimizer | None
 ) -> RowOptimizer | None:
     """Returns the table's own optimizer, or else the shared one."""
     own_or_shared = config.optimizer or optimizer
@@ -118,10 +115,7 @@ def _optimizer_of(
             "trained table in bfloat16. To train the other tables only, set "
             "TableConfig.optimizer of each, and give the layer none."
         )
-    if config.optimizer is not None:
-        return resolve_optimizer(config.optimizer, name, (name,), tuple(tables))
-    others = tuple(other for other, c in tables.items() if c.optimizer is None)
-    return resolve_optimizer(optimizer, name, others, tuple(tables))
+    return resolve_optimizer(own_or_shared, name, config.dim)
 
 
 def stack_tables(

@@ -80,12 +80,10 @@ def write_block(
     layout = packed.layout.resized(rows.shape[0])
     new = pack_stored(rows.reshape(rows.shape[0], layout.row_lanes), layout)
     first_line = start // layout.rows_per_line
-    return packed.with_arrays(
-        [
-            jax.lax.dynamic_update_slice_in_dim(lines, part, first_line, axis=0)
-            for lines, part in zip(packed.arrays, new.arrays, strict=True)
-        ]
+    lines = jax.lax.dynamic_update_slice_in_dim(
+        packed.lines, new.lines, first_line, axis=0
     )
+    return PackedRows(lines=lines, layout=packed.layout)
 
 
 def merge_block(
@@ -111,5 +109,5 @@ def merge_block(
 def _lines_from(packed: PackedRows, start: Any, layout: RowLayout) -> PackedRows:
     """Returns the rows of a layout from row `start` on, as they lie in lines."""
     first_line, size = start // layout.rows_per_line, layout.num_lines
-    arrays = [jax.lax.dynamic_slice_in_dim(x, first_line, size) for x in packed.arrays]
-    return PackedRows.of_arrays(arrays, layout)
+    lines = jax.lax.dynamic_slice_in_dim(packed.lines, first_line, size)
+    return PackedRows(lines=lines, layout=layout)

@@ -3,21 +3,27 @@
 A file holds the rows of a table in the table's own type, whatever the packing:
 
     float32 tables, slot variables    the elements of a row
-    bfloat16, float16                 the elements of a row
+    bfloat16                          the elements of a row
     int8                              FBGEMM's row of `dim + 8` bytes: `dim` codes, then
                                       scale and bias, both float32, lowest byte first
 
 No number is rounded on the way, so a row that is written and read keeps its bits.
 """
 
-from typing import Any, Final
+from typing import Final
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from tpu_embedding.rows.narrow_rows import decode_rows
-from tpu_embedding.rows.packed_rows import PackedRows, RowLayout, store_rows
+from tpu_embedding.rows.packed_rows import (
+    PackedRows,
+    RowLayout,
+    lines_of_rows,
+    rows_of_lines,
+    store_rows,
+)
 
 SCALE_AND_BIAS_BYTES: Final = 8
 """Bytes behind the codes of an int8 row: its scale and its bias, both float32."""
@@ -38,11 +44,9 @@ def file_row(packed: PackedRows) -> jax.ShapeDtypeStruct:
     layout = packed.layout
     match layout.narrow_dtype:
         case None:
-            return jax.ShapeDtypeStruct(layout.row_shape, packed.lines_dtype)
+            return jax.ShapeDtypeStruct(layout.row_shape, packed.lines.dtype)
         case "int8":
             return jax.ShapeDtypeStruct((layout.dim + SCALE_AND_BIAS_BYTES,), np.uint8)
-        case "float16":
-            return jax.ShapeDtypeStruct(layout.row_shape, np.float16)
         case "bfloat16":
             return jax.ShapeDtypeStruct(layout.row_shape, jnp.bfloat16)
 
@@ -57,18 +61,13 @@ def to_file_rows(lines: np.ndarray, layout: RowLayout) -> np.ndarray:
     Returns:
       `[lines * rows_per_line, *shape]` of `file_row`; a view of the lines if possible.
     """
-    lines = lines.reshape(-1, layout.lanes)[
-        :, : layout.places_per_line * layout.row_lanes
-    ]
+    stored = rows_of_lines(lines.reshape(-1, layout.lanes), layout)
     match layout.narrow_dtype:
         case None:
-            return lines.reshape(-1, *layout.row_shape)
+            return stored.reshape(-1, *layout.row_shape)
         case "int8":
-            return _int8_bytes(lines.reshape(-1, layout.row_lanes), layout.dim)
-    # The lower half of a lane belongs to one row, the upper half to another.
-    halves = np.ascontiguousarray(lines).view("<u2").reshape(*lines.shape, 2)
-    rows = halves.transpose(0, 2, 1).reshape(-1, *layout.row_shape)
-    return rows.view(_float_type(layout))
+            return _int8_bytes(stored, layout.dim)
+    return stored.astype(np.uint16).view(jnp.bfloat16)
 
 
 def of_file_rows(rows: np.ndarray, layout: RowLayout) -> np.ndarray:
@@ -81,18 +80,14 @@ def of_file_rows(rows: np.ndarray, layout: RowLayout) -> np.ndarray:
     Returns:
       `[lines]` or `[lines, lanes]`. Unused lanes are zero.
     """
-    used_lanes = layout.places_per_line * layout.row_lanes
     match layout.narrow_dtype:
         case None:
-            lines = rows.reshape(-1, used_lanes)
+            stored = rows.reshape(-1, layout.row_lanes)
         case "int8":
-            lines = _int8_words(rows, layout).reshape(-1, used_lanes)
+            stored = _int8_words(rows, layout)
         case _:
-            halves = np.ascontiguousarray(rows).view("<u2")
-            halves = halves.reshape(-1, 2, used_lanes).transpose(0, 2, 1)
-            lines = np.ascontiguousarray(halves).view("<i4")[:, :, 0]
-    if used_lanes < layout.lanes:
-        lines = np.pad(lines, ((0, 0), (0, layout.lanes - used_lanes)))
+            stored = np.ascontiguousarray(rows).view(np.uint16).astype(np.int32)
+    lines = lines_of_rows(stored, layout)
     return lines.reshape(-1) if layout.is_flat else lines
 
 
@@ -114,7 +109,7 @@ def file_rows_of_values(values: np.ndarray, layout: RowLayout) -> np.ndarray:
     if layout.narrow_dtype == "int8":
         words = store_rows(np.asarray(values, np.float32), layout)
         return _int8_bytes(np.asarray(words), layout.dim)
-    return np.asarray(values, _float_type(layout))
+    return np.asarray(values, jnp.bfloat16)
 
 
 def values_of_file_rows(rows: np.ndarray, layout: RowLayout) -> np.ndarray:
@@ -144,10 +139,6 @@ def decode_int8(rows: np.ndarray) -> np.ndarray:
     codes = rows[:, :-SCALE_AND_BIAS_BYTES].astype(np.float32)
     ends = np.ascontiguousarray(rows[:, -SCALE_AND_BIAS_BYTES:]).view("<f4")
     return codes * ends[:, :1] + ends[:, 1:]
-
-
-def _float_type(layout: RowLayout) -> Any:
-    return np.float16 if layout.narrow_dtype == "float16" else jnp.bfloat16
 
 
 def _int8_bytes(words: np.ndarray, dim: int) -> np.ndarray:

@@ -3,10 +3,10 @@
 A TPU moves and adds 32-bit words on SparseCore, and XLA stores arrays of 16-bit
 elements in tiles that a gather of rows would copy. So narrow rows lie in int32 arrays:
 
-    bfloat16, float16    two rows share each lane: the lower bits belong to one row,
-                         the upper bits to another
-    int8                 four elements of a row share a lane; two more lanes hold the
-                         row's scale and bias, both float32
+    bfloat16    two rows share each lane: the lower bits belong to one row, the upper
+                bits to another
+    int8        four elements of a row share a lane; two more lanes hold the row's
+                scale and bias, both float32
 
 Rows that share lanes are read by a shift, without moving lanes of a TPU's vector
 registers. An int8 row is better off in lanes of its own, because of scale and bias.
@@ -18,14 +18,14 @@ The functions take NumPy arrays, too, and then compute on the host.
 """
 
 from types import ModuleType
-from typing import Any, Final, Literal, NamedTuple, get_args
+from typing import Any, Final, Literal, get_args
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, UInt32
 
-NarrowDtype = Literal["bfloat16", "float16", "int8"]
+NarrowDtype = Literal["bfloat16", "int8"]
 """Storage type of narrow rows. An int8 row `q` means `scale * q + bias`, q in 0...255.
 
 As in FBGEMM, whose int8 rows also hold unsigned bytes, a scale and a bias."""
@@ -35,28 +35,10 @@ NARROW_DTYPES: Final[tuple[NarrowDtype, ...]] = get_args(NarrowDtype)
 _SIGN: Final = np.uint32(0x80000000)
 _MAGNITUDE: Final = 0x7FFFFFFF
 _FLOAT32_INFINITY: Final = 0x7F800000
+_BFLOAT16_INFINITY: Final = 0x7F80
+_BFLOAT16_NAN: Final = 0x7FC0
 _MAX_CODE: Final = 255
 """Largest element of an int8 row."""
-
-
-class _Float16Bits(NamedTuple):
-    """A 16-bit float, by the bits of its positive numbers.
-
-    Attributes:
-      dropped: mantissa bits that float32 has beyond it.
-      infinity: infinity of the type; larger numbers are NaN.
-      exponent_shift: float32's exponent minus its own, for equal numbers.
-    """
-
-    dropped: int
-    infinity: int
-    exponent_shift: int
-
-
-_BFLOAT16: Final = _Float16Bits(dropped=16, infinity=0x7F80, exponent_shift=0)
-_FLOAT16: Final = _Float16Bits(dropped=13, infinity=0x7C00, exponent_shift=112)
-_SUBNORMAL_STEP: Final = 2.0**-24
-"""Difference of neighbouring float16 numbers below 2**-14."""
 
 
 def lanes_per_row(dtype: NarrowDtype, dim: int) -> int:
@@ -77,22 +59,22 @@ def rows_per_lane(dtype: NarrowDtype) -> int:
 def encode_rows(rows: Any, dtype: NarrowDtype, bits: Any = None) -> Any:
     """Encodes float32 rows as they are stored, each in lanes of its own.
 
-    Finite numbers beyond the range of a 16-bit type become its largest number. A zero
-    and a number that the type has, infinity and NaN included, stay what they are.
+    Finite numbers beyond the range of bfloat16 become its largest number. A zero and a
+    number that bfloat16 has, infinity and NaN included, stay what they are.
 
     Args:
       rows: float32 `[rows, dim]`, NumPy or JAX.
       dtype: storage type.
-      bits: uint32 `[rows, dim]`, random: a 16-bit type then rounds up or down with
-        the probabilities that make the mean exact. None: to the nearest number.
+      bits: uint32 `[rows, dim]`, random: bfloat16 then rounds up or down with the
+        probabilities that make the mean exact. None: to the nearest number.
 
     Returns:
-      int32 `[rows, lanes]`: the bit patterns of a 16-bit type, or the words of int8.
+      int32 `[rows, lanes]`: the bit patterns of bfloat16, or the words of int8.
     """
     if dtype == "int8":
         return _encode_int8(rows)
-    encode = _to_bfloat16 if dtype == "bfloat16" else _to_float16
-    return encode(rows.view("uint32"), bits, _module_of(rows)).view("int32")
+    patterns = rows.view("uint32")
+    return _to_bfloat16(patterns, bits, _module_of(rows)).view("int32")
 
 
 def decode_rows(stored: Any, dtype: NarrowDtype, dim: int) -> Any:
@@ -108,9 +90,7 @@ def decode_rows(stored: Any, dtype: NarrowDtype, dim: int) -> Any:
         codes = _split(stored[:, :-2].view("uint32"), dim, xp)
         scale, bias = stored[:, -2:-1].view("float32"), stored[:, -1:].view("float32")
         return codes.astype("float32") * scale + bias
-    if dtype == "bfloat16":
-        return (stored << 16).view("float32")
-    return _from_float16(stored.view("uint32"), xp)
+    return (stored << 16).view("float32")
 
 
 def join_rows(stored: Any, dtype: NarrowDtype) -> Any:
@@ -160,69 +140,20 @@ def mix_bits(numbers: UInt32[Array, "*shape"]) -> UInt32[Array, "*shape"]:
 
 
 def _to_bfloat16(patterns: Any, bits: Any, xp: ModuleType) -> Any:
-    """Rounds float32 bit patterns to bfloat16 bit patterns, in uint32."""
-    magnitude = patterns & _MAGNITUDE
-    rounded = _round(magnitude, _BFLOAT16, bits)
-    return _finish(patterns, magnitude, rounded, _BFLOAT16, xp)
+    """Rounds float32 bit patterns to bfloat16 bit patterns, in uint32.
 
-
-def _to_float16(patterns: Any, bits: Any, xp: ModuleType) -> Any:
-    """Rounds float32 bit patterns to float16 bit patterns, in uint32."""
-    magnitude = patterns & _MAGNITUDE
-    smallest_normal = (_FLOAT16.exponent_shift + 1) << 23
-    is_normal = magnitude >= smallest_normal
-    shifted = xp.where(is_normal, magnitude, smallest_normal)
-    rounded = _round(shifted - (_FLOAT16.exponent_shift << 23), _FLOAT16, bits)
-    # Scaling by a power of two, and the remainder of a floor, are exact.
-    steps = xp.where(is_normal, 0, magnitude).astype("uint32").view("float32")
-    steps = steps * np.float32(1 / _SUBNORMAL_STEP)
-    if bits is None:
-        whole = xp.round(steps)
-    else:
-        floor = xp.floor(steps)
-        threshold = (bits >> 8).astype("float32") * np.float32(2.0**-24)
-        whole = floor + (steps - floor > threshold).astype("float32")
-    # Via int32: a TPU has no conversion from floats to unsigned integers.
-    subnormal = whole.astype("int32").view("uint32")
-    rounded = xp.where(is_normal, rounded, subnormal)
-    return _finish(patterns, magnitude, rounded, _FLOAT16, xp)
-
-
-def _round(magnitude: Any, target: _Float16Bits, bits: Any) -> Any:
-    """Rounds float32 magnitudes to the target's bits, to nearest or by random bits."""
-    dropped = target.dropped
-    if bits is None:
-        carry = ((magnitude >> dropped) & 1) + ((1 << (dropped - 1)) - 1)
-    else:
-        carry = bits & ((1 << dropped) - 1)
-    return (magnitude + carry) >> dropped
-
-
-def _finish(
-    patterns: Any, magnitude: Any, rounded: Any, target: _Float16Bits, xp: ModuleType
-) -> Any:
-    """Adds the sign, infinities and NaNs. Finite numbers stay finite."""
-    largest, infinity = target.infinity - 1, target.infinity
-    rounded = xp.where(rounded > largest, largest, rounded)
-    rounded = xp.where(magnitude == _FLOAT32_INFINITY, infinity, rounded)
-    quiet_nan = infinity | 1 << (22 - target.dropped)
-    rounded = xp.where(magnitude > _FLOAT32_INFINITY, quiet_nan, rounded)
-    return rounded.astype("uint32") | ((patterns & _SIGN) >> 16)
-
-
-def _from_float16(patterns: Any, xp: ModuleType) -> Any:
-    """Returns the float32 numbers of float16 bit patterns, by integer operations.
-
-    A TPU flushes subnormal float32 numbers to zero. None occurs here.
+    It keeps the upper half of the magnitude, after a carry into it from the lower half:
+    random, or that of rounding to nearest. Finite numbers stay finite.
     """
-    magnitude = patterns & 0x7FFF
-    shift = _FLOAT16.exponent_shift << 23
-    normal = (magnitude << _FLOAT16.dropped) + shift
-    subnormal = magnitude.view("int32").astype("float32") * np.float32(_SUBNORMAL_STEP)
-    result = xp.where(magnitude < 0x400, subnormal.view("uint32"), normal)
-    # The exponent of infinity and NaN is the largest of either type.
-    result = xp.where(magnitude >= _FLOAT16.infinity, normal + shift, result)
-    return (result.astype("uint32") | ((patterns & 0x8000) << 16)).view("float32")
+    magnitude = patterns & _MAGNITUDE
+    if bits is None:
+        carry = ((magnitude >> 16) & 1) + 0x7FFF  # A tie goes to the even number.
+    else:
+        carry = bits & 0xFFFF
+    rounded = xp.minimum((magnitude + carry) >> 16, _BFLOAT16_INFINITY - 1)
+    rounded = xp.where(magnitude == _FLOAT32_INFINITY, _BFLOAT16_INFINITY, rounded)
+    rounded = xp.where(magnitude > _FLOAT32_INFINITY, _BFLOAT16_NAN, rounded)
+    return rounded.astype("uint32") | ((patterns & _SIGN) >> 16)
 
 
 def _encode_int8(rows: Any) -> Any:

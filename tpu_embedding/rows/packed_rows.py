@@ -1,4 +1,4 @@
-"""Rows of a table, a slot variable or an exchange buffer, packed into lines.
+"""Rows of a table or a slot variable, packed into lines.
 
 A TPU stores a float32 `[rows, dim]` array with `dim` below 128 column by column, and
 then copies the whole table before each gather or scatter. Packing prevents the copy:
@@ -6,27 +6,20 @@ then copies the whole table before each gather or scatter. Packing prevents the 
 lanes. On CPU and GPU a line is one row. Rows of a single value lie in a flat array on
 every device, because a SparseCore reads and adds to single elements of one.
 
-A SparseCore is said to take at most 16 GiB per array (`hardware.py`). The lines of a
-larger table lie in several *column arrays*: each holds the same columns of every row.
-Only this folder and `tables/` see them: whole lines are joined where they are read, and
-split where they are written.
-
-Code above this folder names logical rows. Only exchanges, and rules that treat each
-element on its own, handle lines as they are. `access.py` reads and changes rows.
+Code above this folder names logical rows. Only rules that treat each element on its own
+handle lines as they are. `access.py` reads and changes rows.
 """
 
 import dataclasses
 import functools
 import hashlib
-from collections.abc import Sequence
 from typing import Any, Final, NamedTuple, no_type_check
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Float, Int, Shaped
+from jaxtyping import Array, Int, Shaped
 
-from tpu_embedding.rows.kernels.kernel_access import KernelAccess
 from tpu_embedding.rows.narrow_rows import (
     NarrowDtype,
     decode_rows,
@@ -49,20 +42,6 @@ def round_up(value: int, multiple: int) -> int:
 def gather_in_bounds(values: Array, places: Int[Array, " n"]) -> Array:
     """Returns `values[places]` along the first axis; every place must be in bounds."""
     return values.at[places].get(mode="promise_in_bounds", wrap_negative_indices=False)
-
-
-def join_columns(arrays: Sequence[Any]) -> Any:
-    """Returns whole lines of the parts in column arrays; one array is returned as is.
-
-    Args:
-      arrays: NumPy or JAX, all columns in their order.
-    """
-    if len(arrays) == 1:
-        return arrays[0]
-    concatenate: Any = np.concatenate
-    if isinstance(arrays[0], jax.Array):
-        concatenate = jnp.concatenate
-    return concatenate(arrays, axis=1)
 
 
 class TableRange(NamedTuple):
@@ -91,27 +70,22 @@ class StackContents:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RowLayout:
-    """The packing of the rows of one shard, or of an exchange buffer, into lines.
+    """The packing of the rows of one shard into lines.
 
     Attributes:
       num_rows: logical rows per shard.
       row_shape: shape of one row: `(dim,)`, or `()` for one value per row.
       line_lanes: the width of a line is a multiple of it; None: a line is one row.
-      spare_lines: lines behind the last row; their content is never read as a row.
-      contents: tables that the rows belong to; None: rows of a buffer.
+      contents: tables that the rows belong to; None: not those of whole tables.
       narrow_dtype: storage type of rows of which several elements share a 32-bit lane;
         None: a lane holds one element, of the array's dtype.
-      column_arrays: arrays that share the columns of every row in equal parts; 1: an
-        array holds whole lines.
     """
 
     num_rows: int
     row_shape: tuple[int, ...]
     line_lanes: int | None = None
-    spare_lines: int = 0
     contents: StackContents | None = None
     narrow_dtype: NarrowDtype | None = None
-    column_arrays: int = 1
 
     @property
     def dim(self) -> int:
@@ -164,38 +138,22 @@ class RowLayout:
 
     @property
     def lanes(self) -> int:
-        """Width of a line, in lanes, over all its arrays."""
+        """Width of a line, in lanes."""
         if self.line_lanes is None or self.is_flat:
             return self.row_lanes
         return round_up(self.row_lanes, self.line_lanes)
 
     @property
-    def rows_fill_lines(self) -> bool:
-        """True if the rows of a line leave no lane unused."""
-        return self.places_per_line * self.row_lanes == self.lanes
-
-    @property
     def num_lines(self) -> int:
         """Lines per shard."""
-        return -(-self.num_rows // self.rows_per_line) + self.spare_lines
+        return -(-self.num_rows // self.rows_per_line)
 
     @property
     def lines_shape(self) -> tuple[int, ...]:
-        """Shape of each array of lines, per shard: `(num_lines,)` if rows are flat."""
+        """Shape of the lines, per shard: `(num_lines,)` if rows are flat."""
         if self.is_flat:
             return (self.num_lines,)
-        return self.num_lines, self.lanes // self.column_arrays
-
-    def split_columns(self, lines: Any) -> list[Any]:
-        """Returns the part of whole lines in each array; the inverse of `join_columns`.
-
-        Args:
-          lines: `[lines, lanes]`, NumPy or JAX, or the only array.
-        """
-        if self.column_arrays == 1:
-            return [lines]
-        split: Any = jnp.split if isinstance(lines, jax.Array) else np.split
-        return split(lines, self.column_arrays, axis=1)
+        return self.num_lines, self.lanes
 
     def slot_layout(self, row: jax.ShapeDtypeStruct) -> "RowLayout":
         """Returns the layout of a slot variable of the same rows.
@@ -203,35 +161,29 @@ class RowLayout:
         Args:
           row: shape and dtype of one row of the slot variable.
         """
-        layout = dataclasses.replace(self, row_shape=row.shape, narrow_dtype=None)
-        if row.shape != self.row_shape:
-            return dataclasses.replace(layout, spare_lines=0, column_arrays=1)
-        # Spare lines stay: passes over all lines need as many as the table has.
-        return layout
-
-    def buffer_layout(self, num_rows: int, *, is_packed: bool) -> "RowLayout":
-        """Returns the layout of a buffer of rows that were read from these.
-
-        Narrow rows are decoded in the buffer, and column arrays joined.
-
-        Args:
-          num_rows: rows of the buffer.
-          is_packed: True if rows share lines, as kernels read and write them. False if
-            a line is a row, as XLA's gather writes them.
-        """
-        return dataclasses.replace(
-            self,
-            num_rows=num_rows,
-            line_lanes=self.line_lanes if is_packed else None,
-            spare_lines=0,
-            contents=None,
-            narrow_dtype=None,
-            column_arrays=1,
-        )
+        return dataclasses.replace(self, row_shape=row.shape, narrow_dtype=None)
 
     def resized(self, num_rows: int) -> "RowLayout":
-        """Returns the layout of another number of rows, without spare lines."""
-        return dataclasses.replace(self, num_rows=num_rows, spare_lines=0)
+        """Returns the layout of another number of rows."""
+        return dataclasses.replace(self, num_rows=num_rows)
+
+    @functools.cached_property
+    def facts(self) -> tuple[str, ...]:
+        """All that decides where a row lies, as one text per fact.
+
+        Rows of two layouts lie in the same places if all facts are equal.
+        """
+        contents = self.contents or StackContents((), 1)
+        return (
+            f"{contents.num_shards} shards of {self.num_rows} rows",
+            f"rows of {self.dtype_name} and shape {self.row_shape}",
+            f"lines of shape {self.lines_shape}, {self.rows_per_line} rows in each",
+            *(
+                f"table {table.name!r} in rows {table.row_offset} to "
+                f"{table.row_offset + table.vocabulary_size}"
+                for table in contents.tables
+            ),
+        )
 
     @functools.cached_property
     def leaf_name(self) -> str:
@@ -243,144 +195,43 @@ class RowLayout:
         """
         if self.contents is None:
             return "lines"
-        facts = (
-            self.contents.tables,
-            self.contents.num_shards,
-            self.num_rows,
-            self.row_shape,
-            self.rows_per_line,
-            self.lines_shape,
-            self.narrow_dtype,
-        )
-        digest = hashlib.sha256(repr(facts).encode()).hexdigest()[:8]
+        digest = hashlib.sha256(repr(self.facts).encode()).hexdigest()[:8]
         sizes = "x".join(map(str, (self.contents.num_shards, *self.lines_shape)))
         return f"lines_{sizes}_{digest}"
-
-    def differences(self, other: "RowLayout") -> list[str]:
-        """Returns one line per fact in which rows of the other layout lie elsewhere.
-
-        Each line gives the fact here first, then the other's.
-        """
-        found = []
-        if self.contents != other.contents:
-            found += _content_differences(self.contents, other.contents)
-        for name in ("num_rows", "row_shape", "rows_per_line", "lines_shape"):
-            here, there = getattr(self, name), getattr(other, name)
-            if here != there:
-                found.append(f"{name} per shard: {here}, not {there}")
-        if self.narrow_dtype != other.narrow_dtype:
-            found.append(f"dtype: {self.dtype_name}, not {other.dtype_name}")
-        return found
-
-
-def _content_differences(
-    here: StackContents | None, there: StackContents | None
-) -> list[str]:
-    """Returns one line per difference of the tables, or of the number of shards."""
-    if here is None or there is None:
-        return ["one of them is a buffer, not a table"]
-    found = []
-    if here.num_shards != there.num_shards:
-        found.append(f"num_shards: {here.num_shards}, not {there.num_shards}")
-    tables = {table.name: table for table in here.tables}
-    others = {table.name: table for table in there.tables}
-    for name in sorted(tables.keys() | others.keys()):
-        table, other = tables.get(name), others.get(name)
-        if table is None or other is None:
-            found.append(f"table {name!r}: {'missing' if table is None else 'extra'}")
-        elif table != other:
-            found.append(
-                f"table {name!r}: rows {table.row_offset} to "
-                f"{table.row_offset + table.vocabulary_size}, not {other.row_offset} "
-                f"to {other.row_offset + other.vocabulary_size}"
-            )
-    return found
 
 
 @no_type_check  # It also holds shapes and shardings in place of arrays.
 @jax.tree_util.register_pytree_with_keys_class
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PackedRows:
-    """Rows in lines: those of a table, a slot variable or an exchange buffer.
+    """Rows in lines: those of a table or a slot variable.
 
     Attributes:
       lines: `layout.lines_shape` per shard; the shards' lines one after the other in
-        the global view. A tuple of such arrays if the layout has several column arrays.
+        the global view.
       layout: packing of the rows of one shard.
-      kernels: accesses that kernels make to these rows; None: XLA makes all.
     """
 
     # Any: leaves of a pytree may be arrays, shapes or shardings.
     lines: Any
     layout: RowLayout = dataclasses.field(metadata={"static": True})
-    kernels: KernelAccess | None = dataclasses.field(
-        default=None, metadata={"static": True}
-    )
 
     def tree_flatten_with_keys(self):
-        """Returns the lines under the layout's `leaf_name`, and the static facts."""
+        """Returns the lines under the layout's `leaf_name`, and the layout."""
         key = jax.tree_util.GetAttrKey(self.layout.leaf_name)
-        return ((key, self.lines),), (self.layout, self.kernels)
+        return ((key, self.lines),), self.layout
 
     def tree_flatten(self):
-        """Returns the lines, and the static facts."""
-        return (self.lines,), (self.layout, self.kernels)
+        """Returns the lines, and the layout."""
+        return (self.lines,), self.layout
 
     @classmethod
-    def tree_unflatten(cls, facts, leaves):
+    def tree_unflatten(cls, layout, leaves):
         """Returns the rows with these lines."""
-        layout, kernels = facts
-        return cls(lines=leaves[0], layout=layout, kernels=kernels)
-
-    @classmethod
-    def of_arrays(
-        cls,
-        arrays: Sequence[Any],
-        layout: RowLayout,
-        kernels: KernelAccess | None = None,
-    ) -> "PackedRows":
-        """Returns the rows in some arrays: as many as the layout has column arrays."""
-        assert len(arrays) == layout.column_arrays
-        lines = arrays[0] if len(arrays) == 1 else tuple(arrays)
-        return cls(lines=lines, layout=layout, kernels=kernels)
-
-    def with_arrays(self, arrays: Sequence[Any]) -> "PackedRows":
-        """Returns these rows with other arrays; see `arrays`."""
-        return self.of_arrays(arrays, self.layout, self.kernels)
-
-    @property
-    def arrays(self) -> tuple[Any, ...]:
-        """The lines, or the column arrays that share them."""
-        return self.lines if self.layout.column_arrays > 1 else (self.lines,)
-
-    @property
-    def lines_dtype(self) -> Any:
-        """Dtype of the lanes."""
-        return self.arrays[0].dtype
-
-    def buffer_layout(self, num_rows: int) -> RowLayout:
-        """Returns the layout of a buffer of `num_rows` rows that were read from these.
-
-        Rows share lines in the buffer where kernels read them.
-        """
-        return self.layout.buffer_layout(num_rows, is_packed=self.kernels is not None)
-
-    def slot_kernels(self, row: jax.ShapeDtypeStruct) -> KernelAccess | None:
-        """Returns the kernels that reach a slot variable of these rows.
-
-        Kernels reach float32 slots whose rows are as long as the table's. XLA moves
-        all other slots.
-
-        Args:
-          row: shape and dtype of one row of the slot variable.
-        """
-        is_reached = row.shape == self.layout.row_shape and row.dtype == jnp.float32
-        return self.kernels if is_reached else None
+        return cls(lines=leaves[0], layout=layout)
 
 
-def pack_rows(
-    rows: Array, layout: RowLayout, kernels: KernelAccess | None = None
-) -> PackedRows:
+def pack_rows(rows: Array, layout: RowLayout) -> PackedRows:
     """Packs `[num_rows, *row_shape]`, per shard. Unused lanes are zero.
 
     Narrow rows are rounded to the nearest numbers of their type.
@@ -388,16 +239,12 @@ def pack_rows(
     Args:
       rows: the rows.
       layout: packing of the rows.
-      kernels: accesses that kernels make to the rows.
     """
     rows = rows.reshape(layout.num_rows, layout.dim)
-    packed = pack_stored(store_rows(rows, layout), layout)
-    return dataclasses.replace(packed, kernels=kernels)
+    return pack_stored(store_rows(rows, layout), layout)
 
 
-def full_rows(
-    value: Any, layout: RowLayout, dtype: Any, kernels: KernelAccess | None = None
-) -> PackedRows:
+def full_rows(value: Any, layout: RowLayout, dtype: Any) -> PackedRows:
     """Returns rows with one value in all elements, per shard. Unused lanes are zero.
 
     XLA writes them as they are stored. It would compute rows first, and then pack them.
@@ -406,21 +253,15 @@ def full_rows(
       value: a number.
       layout: packing of the rows, which are not narrow.
       dtype: type of the elements.
-      kernels: accesses that kernels make to the rows.
     """
     shape = layout.lines_shape
-    num_rows = layout.num_lines * layout.rows_per_line
-    if layout.rows_fill_lines and num_rows == layout.num_rows:
-        arrays = [jnp.full(shape, value, dtype) for _ in range(layout.column_arrays)]
-        return PackedRows.of_arrays(arrays, layout, kernels)
-    assert layout.column_arrays == 1
     value = jnp.full(shape, value, dtype)
     row = jax.lax.broadcasted_iota(jnp.int32, shape, 0) * layout.rows_per_line
     if not layout.is_flat:
         place = jax.lax.broadcasted_iota(jnp.int32, shape, 1) // layout.dim
         row = jnp.where(place < layout.places_per_line, row + place, layout.num_rows)
     lines = jnp.where(row < layout.num_rows, value, jnp.zeros((), dtype))
-    return PackedRows(lines=lines, layout=layout, kernels=kernels)
+    return PackedRows(lines=lines, layout=layout)
 
 
 def unpack_rows(packed: PackedRows) -> Array:
@@ -461,15 +302,13 @@ def pack_stored(stored: Shaped[Array, "rows _"], layout: RowLayout) -> PackedRow
     """Packs rows as they are stored, `[num_rows, row_lanes]`, per shard."""
     missing = layout.num_lines * layout.rows_per_line - layout.num_rows
     lines = lines_of_rows(jnp.pad(stored, ((0, missing), (0, 0))), layout)
-    parts = layout.split_columns(lines)
-    arrays = [part.reshape(layout.lines_shape) for part in parts]
-    return PackedRows.of_arrays(arrays, layout)
+    return PackedRows(lines=lines.reshape(layout.lines_shape), layout=layout)
 
 
 def unpack_stored(packed: PackedRows) -> Shaped[Array, "rows _"]:
     """Returns rows as they are stored, per shard; the inverse of `pack_stored`."""
     layout = packed.layout
-    lines = join_columns(packed.arrays).reshape(layout.num_lines, layout.lanes)
+    lines = packed.lines.reshape(layout.num_lines, layout.lanes)
     return rows_of_lines(lines, layout)[: layout.num_rows]
 
 
@@ -489,9 +328,10 @@ def lines_of_rows(stored: Any, layout: RowLayout) -> Any:
     else:
         parts = stored.reshape(-1, layout.rows_per_lane, used_lanes)
         lines = join_rows(parts, layout.narrow_dtype)
-    unused_lanes = layout.lanes - used_lanes
+    if used_lanes == layout.lanes:
+        return lines
     pad = jnp.pad if isinstance(stored, jax.Array) else np.pad
-    return pad(lines, ((0, 0), (0, unused_lanes)))
+    return pad(lines, ((0, 0), (0, layout.lanes - used_lanes)))
 
 
 def rows_of_lines(lines: Any, layout: RowLayout) -> Any:
@@ -500,84 +340,3 @@ def rows_of_lines(lines: Any, layout: RowLayout) -> Any:
     if layout.narrow_dtype is not None:
         lines = split_rows(lines, layout.narrow_dtype)
     return lines.reshape(-1, layout.row_lanes)
-
-
-def concatenate_rows(
-    parts: Sequence[Array], layout: RowLayout, kernels: KernelAccess | None = None
-) -> PackedRows:
-    """Packs several `[rows, dim]` arrays, one behind the other. Per shard.
-
-    Args:
-      parts: the rows.
-      layout: packing of all rows together.
-      kernels: accesses that kernels make to the rows.
-    """
-    fill_lines = layout.rows_fill_lines and all(
-        part.shape[0] % layout.rows_per_line == 0 for part in parts
-    )
-    if layout.rows_per_line == 1 or not fill_lines:
-        return pack_rows(jnp.concatenate(parts), layout, kernels)
-    lines = [part.reshape(-1, layout.lanes) for part in parts]
-    return PackedRows(lines=jnp.concatenate(lines), layout=layout, kernels=kernels)
-
-
-def keep_rows(packed: PackedRows, is_kept: Bool[Array, " rows"]) -> PackedRows:
-    """Sets all other rows to zero. Per shard."""
-    zero = jnp.zeros((), packed.lines.dtype)
-    is_kept = _values_by_lane(is_kept, packed.layout)
-    return dataclasses.replace(packed, lines=jnp.where(is_kept, packed.lines, zero))
-
-
-def scale_rows(packed: PackedRows, gains: Float[Array, " rows"]) -> PackedRows:
-    """Multiplies each row by its gain. Per shard."""
-    lines = packed.lines * _values_by_lane(gains, packed.layout)
-    return dataclasses.replace(packed, lines=lines)
-
-
-def clear_last_row(packed: PackedRows) -> PackedRows:
-    """Sets the last row to zero. Per shard."""
-    layout = packed.layout
-    line, place = divmod(layout.num_rows - 1, layout.rows_per_line)
-    if layout.is_flat:
-        lines = packed.lines.at[line].set(0)
-    else:
-        zeros = jnp.zeros((1, layout.dim), packed.lines.dtype)
-        place_in_lines = (line, place * layout.dim)
-        lines = jax.lax.dynamic_update_slice(packed.lines, zeros, place_in_lines)
-    return dataclasses.replace(packed, lines=lines)
-
-
-def broadcast_to_lanes(columns: Sequence[Array], layout: RowLayout) -> Array:
-    """Repeats one value per row over the lanes of that row.
-
-    Args:
-      columns: `[lines]` for each place of a line: the values of the rows that lie at
-        this place.
-      layout: packing of these rows.
-
-    Returns:
-      `[lines, lanes]`.
-    """
-    place_of_lane = jnp.arange(layout.lanes, dtype=jnp.int32) // layout.dim
-    # Place by place: XLA:TPU would write the result of a reshape of lanes to memory.
-    result = jnp.broadcast_to(columns[-1][:, None], (len(columns[-1]), layout.lanes))
-    for place, column in enumerate(columns[:-1]):
-        result = jnp.where(place_of_lane[None, :] == place, column[:, None], result)
-    return result
-
-
-def _values_by_lane(values: Array, layout: RowLayout) -> Any:
-    """Broadcasts one value per row, `[rows]`, against the lines of these rows."""
-    if layout.rows_per_line == 1:
-        return values if layout.is_flat else values[:, None]
-    # A gather brings the values of one place together: a reshape of single numbers
-    # into short rows costs a TPU two instructions for each number.
-    places, lines = jnp.divmod(
-        jnp.arange(layout.rows_per_line * layout.num_lines, dtype=jnp.int32),
-        layout.num_lines,
-    )
-    rows = jnp.minimum(lines * layout.rows_per_line + places, layout.num_rows - 1)
-    is_mask = values.dtype == bool
-    by_place = gather_in_bounds(values.astype(jnp.int32) if is_mask else values, rows)
-    columns = jnp.split(by_place.astype(values.dtype), layout.rows_per_line)
-    return broadcast_to_lanes(columns, layout)

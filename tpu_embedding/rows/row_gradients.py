@@ -11,15 +11,8 @@ from typing import Any, Protocol, TypeVar, runtime_checkable
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Int
+from jaxtyping import Array, Bool, Float, Int
 
-from tpu_embedding.rows.packed_rows import (
-    PackedRows,
-    RowLayout,
-    full_rows,
-    keep_rows,
-    unpack_rows,
-)
 from tpu_embedding.types import PADDING_ROW_ID, RowRange, RowUpdates
 
 Carry = TypeVar("Carry")
@@ -27,29 +20,38 @@ Carry = TypeVar("Carry")
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class PackedRowGradients:
-    """Gradients of the rows of one round, packed into lines. Per shard.
+class RowGradients:
+    """Gradients of the rows of one round. Per shard.
 
     Attributes:
       row_ids: int32 `[rows]`, local rows, each at most once (or once per occurrence,
         for optimizers that see occurrences); `PADDING_ROW_ID` in unused places.
-      values: their gradients, packed; unused places hold anything.
+      values: `[rows, dim]`, their gradients; unused places hold anything.
       occurrences: the gradient of each occurrence of an id, for optimizers that ask for
         the norm of all occurrences; else None.
     """
 
     row_ids: Int[Array, " rows"]
-    values: PackedRows
+    values: Float[Array, "rows dim"]
     occurrences: RowUpdates | None = None
 
     def as_row_updates(self) -> RowUpdates:
-        """Returns the gradients unpacked, with zeros in unused places."""
-        layout = dataclasses.replace(self.values.layout, num_rows=self.row_ids.shape[0])
-        values = PackedRows(lines=self.values.lines, layout=layout)
-        values = keep_rows(values, self.row_ids != PADDING_ROW_ID)
-        return RowUpdates(row_ids=self.row_ids, values=unpack_rows(values))
+        """Returns the gradients with zeros in unused places."""
+        is_used = self.row_ids != PADDING_ROW_ID
+        values = jnp.where(is_used[:, None], self.values, 0)
+        return RowUpdates(row_ids=self.row_ids, values=values)
 
-    def only_if(self, condition: Bool[Array, ""]) -> "PackedRowGradients":
+    def scaled(self, factor: Float[Array, ""]) -> "RowGradients":
+        """Returns the gradients times a factor."""
+        occurrences = self.occurrences
+        if occurrences is not None:
+            values = occurrences.values * factor
+            occurrences = dataclasses.replace(occurrences, values=values)
+        return dataclasses.replace(
+            self, values=self.values * factor, occurrences=occurrences
+        )
+
+    def only_if(self, condition: Bool[Array, ""]) -> "RowGradients":
         """Returns these gradients; those of no row if a condition does not hold."""
 
         def kept(row_ids: Array) -> Array:
@@ -69,7 +71,7 @@ class FoldRounds(Protocol):
     """Folds a function over the gradients of the rounds after the first."""
 
     def __call__(
-        self, body: Callable[[Carry, PackedRowGradients, RowRange], Carry], carry: Carry
+        self, body: Callable[[Carry, RowGradients, RowRange], Carry], carry: Carry
     ) -> Carry:
         """Calls `carry = body(carry, gradients, rows)` for each of these rounds."""
         ...
@@ -88,13 +90,13 @@ class GradientRounds:
       fold_later: folds over the other rounds; None: no batch of this shape has any.
     """
 
-    first: PackedRowGradients
+    first: RowGradients
     first_rows: RowRange | None = None
     fold_later: FoldRounds | None = None
 
     def fold(
         self,
-        body: Callable[[Any, PackedRowGradients, RowRange | None], Any],
+        body: Callable[[Any, RowGradients, RowRange | None], Any],
         carry: Any,
     ) -> Any:
         """Calls `carry = body(carry, gradients, rows)` for every round."""
@@ -102,12 +104,12 @@ class GradientRounds:
         return carry if self.fold_later is None else self.fold_later(body, carry)
 
 
-def gradient_of_no_row(layout: RowLayout) -> GradientRounds:
+def gradient_of_no_row(dim: int) -> GradientRounds:
     """Returns the gradient of a step that touched no row of a stack. Per shard.
 
     Args:
-      layout: packing of a buffer of one row.
+      dim: columns of its tables.
     """
-    values = full_rows(0, layout, jnp.float32)
     row_ids = jnp.full((1,), PADDING_ROW_ID, jnp.int32)
-    return GradientRounds(first=PackedRowGradients(row_ids=row_ids, values=values))
+    gradients = RowGradients(row_ids=row_ids, values=jnp.zeros((1, dim), jnp.float32))
+    return GradientRounds(first=gradients)

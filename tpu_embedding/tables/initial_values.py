@@ -133,11 +133,8 @@ def _init_stack(stack: StackPlan, plan: EmbeddingPlan, key: jax.Array) -> Packed
 
     def fill(groups: list[_Tables]) -> PackedRows:
         layout = stack.layout
-        zeros = [
-            jnp.zeros(layout.lines_shape, layout.stored_dtype)
-            for _ in range(layout.column_arrays)
-        ]
-        rows = PackedRows.of_arrays(zeros, layout, stack.kernels)
+        zeros = jnp.zeros(layout.lines_shape, layout.stored_dtype)
+        rows = PackedRows(lines=zeros, layout=layout)
         for function, tables in zip(by_function, groups, strict=True):
             rows = _fill_tables(rows, function, tables, stack, by_function[function])
         return rows

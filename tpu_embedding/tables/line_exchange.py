@@ -128,7 +128,7 @@ def read_lines(
     """Sends the lines of one window to each device. Global.
 
     Args:
-      lines: lines of all shards, or one of their column arrays.
+      lines: lines of all shards.
       starts: first row of the window of each device.
       exchange: static facts.
 
@@ -180,7 +180,7 @@ def write_lines(
     """Writes the rows of one window per shard, or of a single one, in place. Global.
 
     Args:
-      lines: lines of all shards, or one of their column arrays.
+      lines: lines of all shards.
       parts: new lines, by shard and owner, of the window of each shard. Those of a
         single window are dealt already: a part for each owner.
       starts: first row of each window.

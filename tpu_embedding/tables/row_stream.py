@@ -31,7 +31,7 @@ from tpu_embedding.plan.check_rows import check_stack
 from tpu_embedding.plan.plan import EmbeddingPlan
 from tpu_embedding.plan.stack_plan import StackPlan
 from tpu_embedding.rows.file_rows import file_row, of_file_rows, to_file_rows
-from tpu_embedding.rows.packed_rows import PackedRows, join_columns
+from tpu_embedding.rows.packed_rows import PackedRows
 from tpu_embedding.tables.line_exchange import (
     LineExchange,
     Receivers,
@@ -120,7 +120,7 @@ def read_blocks(
     pending = None
     for turn in _batched(windows, exchange.num_windows):
         starts, _ = _bounds(turn, exchange.num_windows)
-        received = [read_lines(x, starts, exchange=exchange) for x in packed.arrays]
+        received = read_lines(packed.lines, starts, exchange=exchange)
         if pending is not None:
             yield list(_blocks_of_turn(*pending, exchange, packed))
         pending = turn, received
@@ -168,27 +168,24 @@ def write_blocks(
         if index is not None
     }
 
-    def parts_of(turn: Sequence[Window]) -> dict[int, list[np.ndarray]]:
+    def parts_of(turn: Sequence[Window]) -> dict[int, np.ndarray]:
         return {
-            shard: exchange.layout.split_columns(
-                _parts_of_window(
-                    turn[shard] if shard < len(turn) else NO_WINDOW,
-                    *(exchange, packed, read),
-                )
+            shard: _parts_of_window(
+                turn[shard] if shard < len(turn) else NO_WINDOW,
+                *(exchange, packed, read),
             )
             for shard in sorted(set(shard_of.values()))
         }
 
-    lines = list(packed.arrays)
+    lines = packed.lines
     for turn, parts in zip(turns, _read_ahead(parts_of, turns), strict=True):
         bounds = _bounds(turn, exchange.num_shards)
-        for j in range(len(lines)):
-            arrays = [jax.device_put(parts[s][j], d) for d, s in shard_of.items()]
-            sent = jax.make_array_from_single_device_arrays(shape, sharding, arrays)
-            lines[j] = write_lines(lines[j], sent, *bounds, exchange=exchange)
+        arrays = [jax.device_put(parts[s], d) for d, s in shard_of.items()]
+        sent = jax.make_array_from_single_device_arrays(shape, sharding, arrays)
+        lines = write_lines(lines, sent, *bounds, exchange=exchange)
         # At most one turn waits in the queue of a device.
         jax.block_until_ready(lines)
-    return packed.with_arrays(lines)
+    return dataclasses.replace(packed, lines=lines)
 
 
 def lower_programs(
@@ -202,15 +199,14 @@ def lower_programs(
       plan: plan of the embedding layer.
 
     Returns:
-      The programs by name: two that read, and one that writes. Column arrays share
-      them.
+      The programs by name: two that read, and one that writes.
     """
     exchange = line_exchange(packed, stack, plan, "one")
     bounds = _bounds((), exchange.num_shards)
     parts = jax.ShapeDtypeStruct(
-        exchange.parts_shape, packed.lines_dtype, sharding=plan.rows_sharding(stack)
+        exchange.parts_shape, packed.lines.dtype, sharding=plan.rows_sharding(stack)
     )
-    lines = packed.arrays[0]
+    lines = packed.lines
     everywhere = dataclasses.replace(exchange, receivers="all")
     return {
         "read_blocks": read_lines.lower(lines, _starts(exchange), exchange=exchange),
@@ -253,19 +249,17 @@ def _starts(exchange: LineExchange) -> np.ndarray:
 
 def _blocks_of_turn(
     turn: Sequence[Window],
-    received: Sequence[jax.Array],
+    received: jax.Array,
     exchange: LineExchange,
     packed: PackedRows,
 ) -> Iterator[RowBlock]:
     """Yields the blocks that this process's devices received."""
-    size = received[0].shape[0] // exchange.num_windows
-    by_window = [_parts_by_index(part, size) for part in received]
-    for i in by_window[0]:
+    size = received.shape[0] // exchange.num_windows
+    for i, lines in _parts_by_index(received, size).items():
         if i >= len(turn):
             continue
         window = turn[i]
-        lines = join_columns([np.asarray(of_array[i]) for of_array in by_window])
-        parts = np.split(lines, exchange.num_shards)
+        parts = np.split(np.asarray(lines), exchange.num_shards)
         yield from _blocks_of_window(parts, window, exchange, file_row(packed))
 
 
@@ -369,7 +363,7 @@ def _checked(
 
 def _lies_on_host(packed: PackedRows) -> bool:
     """Returns True if the memory of this process holds all lines."""
-    lines = packed.arrays[0]
+    lines = packed.lines
     devices = lines.sharding.device_set
     return lines.is_fully_addressable and all(x.platform == "cpu" for x in devices)
 
@@ -379,10 +373,7 @@ def _read_on_host(
 ) -> Iterator[list[RowBlock]]:
     """Yields the blocks of each window, from lines in the memory of this process."""
     size = exchange.layout.num_lines
-    by_shard = [
-        jax.tree.map(np.asarray, _parts_by_index(lines, size))
-        for lines in packed.arrays
-    ]
+    by_shard = jax.tree.map(np.asarray, _parts_by_index(packed.lines, size))
     # The rows of a single owner would be a view of its lines, which may be donated.
     taken = np.array if exchange.num_shards == 1 else np.asarray
     for window in windows:
@@ -390,8 +381,7 @@ def _read_on_host(
         for shard in range(exchange.num_shards):
             line = exchange.first_line(shard, window.start)
             part = slice(line, line + exchange.part_lines)
-            columns = [of_array[shard][part] for of_array in by_shard]
-            parts.append(taken(join_columns(columns)))
+            parts.append(taken(by_shard[shard][part]))
         yield list(_blocks_of_window(parts, window, exchange, file_row(packed)))
 
 
@@ -402,19 +392,18 @@ def _write_on_host(
     read: ReadTableRows,
 ) -> PackedRows:
     """Replaces the rows of windows in the memory of this process."""
-    lines, row = list(packed.arrays), file_row(packed)
-    sharding = lines[0].sharding
+    lines, row = packed.lines, file_row(packed)
+    sharding = lines.sharding
     # All windows share them: new memory costs as much as a copy.
     parts = _aligned((*_parts_rows(exchange), *row.shape), row.dtype)
     read_rows = functools.partial(_rows_of_pieces, packed=packed, read=read)
     for window, rows in zip(windows, _read_ahead(read_rows, windows), strict=True):
         dealt = _dealt(rows, window, exchange, parts)
         bounds = _bounds([window], 1)
-        for j, part in enumerate(exchange.layout.split_columns(dealt)):
-            part = jax.device_put(part, sharding)
-            lines[j] = write_lines(lines[j], part, *bounds, exchange=exchange)
+        dealt = jax.device_put(dealt, sharding)
+        lines = write_lines(lines, dealt, *bounds, exchange=exchange)
         jax.block_until_ready(lines)
-    return packed.with_arrays(lines)
+    return dataclasses.replace(packed, lines=lines)
 
 
 def _aligned(shape: tuple[int, ...], dtype: Any) -> np.ndarray:

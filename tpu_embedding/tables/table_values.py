@@ -8,8 +8,9 @@ them receive block after block. Beside the tables that the user gets or gives, t
 holds the rows of one shard at a time, and reading needs a block of them only.
 """
 
+import dataclasses
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Final, NamedTuple
 
 import jax
@@ -25,7 +26,6 @@ from tpu_embedding.rows.packed_rows import (
     LANE_BYTES,
     PackedRows,
     RowLayout,
-    join_columns,
     lines_of_rows,
     load_rows,
     round_up,
@@ -172,7 +172,7 @@ def _checked(
     if not any(jnp.issubdtype(array.dtype, kind) for kind in kinds):
         raise ValueError(f"{owner} must be real numbers, got dtype {array.dtype}.")
     array = array.reshape(shape[0], layout.dim)
-    dtype = packed.lines_dtype
+    dtype = packed.lines.dtype
     is_narrow = layout.narrow_dtype is not None
     may_overflow = is_narrow or (
         jnp.issubdtype(dtype, jnp.floating) and not np.can_cast(array.dtype, dtype)
@@ -230,7 +230,7 @@ def _unstack(
 ) -> dict[str, np.ndarray]:
     """Returns the rows of each table of a stack, by table name."""
     layout = packed.layout
-    dtype = packed.lines_dtype if layout.narrow_dtype is None else np.float32
+    dtype = packed.lines.dtype if layout.narrow_dtype is None else np.float32
     values = {
         table.name: np.empty((table.num_rows, layout.dim), dtype)
         for table in stack.tables
@@ -250,7 +250,7 @@ def _unstack(
 
 def _has_all_shards(packed: PackedRows, stack: StackPlan) -> bool:
     """Returns True if the devices of this process hold every row."""
-    lines = packed.arrays[0]
+    lines = packed.lines
     starts = {shard.index[0].start or 0 for shard in lines.addressable_shards}
     return lines.is_fully_addressable or len(starts) == stack.num_shards
 
@@ -301,15 +301,9 @@ def _parts_of_block(
             )
 
 
-def _lines_of_shards(packed: PackedRows) -> Callable[[int], list[Any]]:
-    """Returns a function that returns the arrays of a shard of this process."""
-    size = packed.layout.num_lines
-    of_arrays = [_shards_of(lines, size) for lines in packed.arrays]
-    return lambda shard: [shard_of(shard) for shard_of in of_arrays]
-
-
-def _shards_of(lines: Any, size: int) -> Callable[[int], Any]:
-    """Returns a function that returns the `size` lines of a shard of one array."""
+def _lines_of_shards(packed: PackedRows) -> Callable[[int], Any]:
+    """Returns a function that returns the lines of a shard of this process."""
+    lines, size = packed.lines, packed.layout.num_lines
     local = {
         (shard.index[0].start or 0) // size: shard.data
         for shard in lines.addressable_shards
@@ -322,9 +316,7 @@ def _shards_of(lines: Any, size: int) -> Callable[[int], Any]:
     return lambda shard: whole[shard * size : (shard + 1) * size]
 
 
-def _blocks(
-    arrays: Sequence[Any], layout: RowLayout
-) -> Iterator[tuple[int, np.ndarray]]:
+def _blocks(lines: Any, layout: RowLayout) -> Iterator[tuple[int, np.ndarray]]:
     """Yields the first row and the lines, `[lines, lanes]`, of each block of a shard.
 
     A block of a device's array is copied to the host alone: JAX would keep the copy of
@@ -332,17 +324,16 @@ def _blocks(
     """
     num_lines = _rows_per_block(layout) // layout.rows_per_line
     for start in range(0, layout.num_lines, num_lines):
-        blocks = arrays
+        block = lines
         if num_lines < layout.num_lines:
             end = min(start + num_lines, layout.num_lines)
-            blocks = [
+            block = (
                 lines[start:end]
                 if isinstance(lines, np.ndarray)
                 else jax.lax.dynamic_slice_in_dim(lines, start, end - start)
-                for lines in arrays
-            ]
-        block = join_columns([np.asarray(block) for block in blocks])
-        yield start * layout.rows_per_line, block.reshape(-1, layout.lanes)
+            )
+        block = np.asarray(block).reshape(-1, layout.lanes)
+        yield start * layout.rows_per_line, block
 
 
 def _rows_per_block(layout: RowLayout) -> int:
@@ -359,7 +350,7 @@ def _with_values(
 ) -> PackedRows:
     """Returns packed rows with the values of some tables replaced, shard by shard."""
     layout, sharding = packed.layout, plan.rows_sharding(stack)
-    shape = packed.arrays[0].shape
+    shape = packed.lines.shape
     indices = sharding.addressable_devices_indices_map(shape)
     devices_of: dict[int, list[Any]] = {}
     for device, index in indices.items():
@@ -367,31 +358,26 @@ def _with_values(
         start = index[0].start or 0
         devices_of.setdefault(start // layout.num_lines, []).append(device)
     lines_of = _lines_of_shards(packed)
-    arrays: list[list[jax.Array]] = [[] for _ in packed.arrays]
+    arrays: list[jax.Array] = []
     for shard, devices in devices_of.items():
         lines = _new_lines(lines_of(shard), layout, values, shard, stack)
-        for of_array, part in zip(arrays, layout.split_columns(lines), strict=True):
-            part = part.reshape(layout.num_lines, *shape[1:])
-            of_array += [jax.device_put(part, device) for device in devices]
+        lines = lines.reshape(layout.num_lines, *shape[1:])
+        arrays += [jax.device_put(lines, device) for device in devices]
         jax.block_until_ready(arrays)
-    return packed.with_arrays(
-        [
-            jax.make_array_from_single_device_arrays(shape, sharding, of_array)
-            for of_array in arrays
-        ]
-    )
+    lines = jax.make_array_from_single_device_arrays(shape, sharding, arrays)
+    return dataclasses.replace(packed, lines=lines)
 
 
 def _new_lines(
-    arrays: Sequence[Any],
+    lines: Any,
     layout: RowLayout,
     values: Mapping[str, np.ndarray],
     shard: int,
     stack: StackPlan,
 ) -> np.ndarray:
     """Returns the whole lines of a shard, with the values of some tables replaced."""
-    new = np.empty((layout.num_lines, layout.lanes), arrays[0].dtype)
-    for start, block in _blocks(arrays, layout):
+    new = np.empty((layout.num_lines, layout.lanes), lines.dtype)
+    for start, block in _blocks(lines, layout):
         stored = np.array(rows_of_lines(block, layout))
         for part in _parts_of_block(start, len(stored), shard, stack):
             if part.table_name in values:

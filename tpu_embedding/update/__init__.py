@@ -3,7 +3,7 @@
 All of it is private but `lift_to_rows`, which is in `te.functional`.
 
 * `apply`: applies the gradient of a step, by one of the ways below.
-* `lazy_update`: runs a rule on touched rows. `by_kernel`: the same in one kernel.
+* `lazy_update`: runs a rule on touched rows.
 * `sequence`: runs a rule once per occurrence of an id.
 * `every_element`: runs an elementwise rule on every row, in one pass over the lines.
 * `every_row`: runs a rule that sees whole rows, or all rows, on every row.

@@ -9,15 +9,13 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from tpu_embedding.optimizers.analysis.finite_rates import rates_are_finite
-from tpu_embedding.optimizers.analysis.slots import sets_rows
+from tpu_embedding.optimizers.finite_rates import rates_are_finite
 from tpu_embedding.optimizers.table_rows import AllReduce, TableRows
 from tpu_embedding.plan.plan import EmbeddingPlan
 from tpu_embedding.plan.stack_plan import TrainedStackPlan
 from tpu_embedding.rows.packed_rows import PackedRows
-from tpu_embedding.rows.row_gradients import GradientRounds, PackedRowGradients
+from tpu_embedding.rows.row_gradients import GradientRounds, RowGradients
 from tpu_embedding.types import PADDING_ROW_ID, RowRange
-from tpu_embedding.update.by_kernel import update_by_kernel
 from tpu_embedding.update.every_element import apply_to_every_element
 from tpu_embedding.update.every_row import apply_to_every_row, init_every_row
 from tpu_embedding.update.lazy_update import (
@@ -55,7 +53,7 @@ class _Step:
 
 
 ApplyRound = Callable[
-    [AllReduce, PackedRows, Any, PackedRowGradients, RowRange | None],
+    [AllReduce, PackedRows, Any, RowGradients, RowRange | None],
     tuple[PackedRows, Any],
 ]
 """Applies the gradients of one round, those of a range of rows, to table and state."""
@@ -102,7 +100,7 @@ def apply_gradient(
       New table and state.
     """
     sizes = None if used_rows is None else live_rows(used_rows, stack)
-    is_set = sets_rows(stack.optimizer, stack.dim)
+    is_set = stack.optimizer.sets_rows
     writer = TableWriter(sets_rows=is_set)
     step = _Step(stack=stack, plan=plan, writer=writer, table_sizes=sizes)
     if stack.layout.narrow_dtype is None:
@@ -165,31 +163,22 @@ def _apply(
         return _apply_round(all_reduce, step, table, state, gradients, rows)
 
     all_reduce = across_shards(stack, plan)
-    if gradient.fold_later is None:
-        table, new_state = apply_round(all_reduce, table, state, gradient.first, None)
-        return table, _with_finite_values(new_state, state, is_finite)
     totals: list[Any] = []
-    if stack.optimizer.takes_totals:
+    is_one_round = gradient.fold_later is None
+    if stack.optimizer.takes_totals and not is_one_round:
         totals = _totals_over_rounds(apply_round, table, state, gradient, all_reduce)
         # All rows are read for the totals before any is written, or XLA copies them.
         totals, table, state = jax.lax.optimization_barrier((totals, table, state))
-    new_table, new_state = apply_round(
-        known_totals(totals), table, state, gradient.first, gradient.first_rows
-    )
 
-    def apply_later(carry, gradients, rows):
-        table, slots = carry
-        old_state = with_slots(state, slots)
-        table, round_state = apply_round(
-            known_totals(totals), table, old_state, gradients, rows
-        )
-        return table, slots_of(round_state)
+    def apply_next(carry, gradients, rows):
+        table, new_state = carry
+        # Values that belong to no row advance once: every round starts from the old.
+        old_state = with_slots(state, slots_of(new_state))
+        answer = all_reduce if is_one_round else known_totals(totals)
+        return apply_round(answer, table, old_state, gradients, rows)
 
-    new_table, slots = gradient.fold_later(
-        apply_later, (new_table, slots_of(new_state))
-    )
-    new_state = with_slots(new_state, slots)
-    return new_table, _with_finite_values(new_state, state, is_finite)
+    table, new_state = gradient.fold(apply_next, (table, state))
+    return table, _with_finite_values(new_state, state, is_finite)
 
 
 def _with_finite_values(new: Any, old: Any, is_finite: Any) -> Any:
@@ -236,7 +225,7 @@ def _apply_round(
     step: _Step,
     table: PackedRows,
     state: Any,
-    gradients: PackedRowGradients,
+    gradients: RowGradients,
     rows: RowRange | None,
 ) -> tuple[PackedRows, Any]:
     """Applies the gradients of one round, whose rows are those of a range."""
@@ -244,8 +233,6 @@ def _apply_round(
     optimizer = stack.optimizer
     if optimizer.duplicates != "sequence":
         table = writer.before_rule(table, gradients.row_ids)
-    if stack.backends.update.backend != "xla":
-        return update_by_kernel(optimizer, table, state, gradients)
     updates = gradients.as_row_updates()
     if optimizer.rows == "every":
         return apply_to_every_element(optimizer, table, state, updates, rows, writer)
@@ -278,7 +265,7 @@ def _lifted(
     return lift_to_rows(
         optimizer,
         rows_of if optimizer.takes_totals else None,
-        step.stack.backends.update.form,
+        step.stack.updates,
     )
 
 

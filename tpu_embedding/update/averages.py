@@ -7,13 +7,12 @@ import jax.numpy as jnp
 
 from tpu_embedding.optimizers.rules._adafactor_state import AdafactorState
 from tpu_embedding.optimizers.rules._averages import catch_up
-from tpu_embedding.optimizers.rules._sums import CompensatedSum, compensated_sum
+from tpu_embedding.optimizers.rules._sums import compensated_sum
 from tpu_embedding.plan.plan import EmbeddingPlan
 from tpu_embedding.plan.stack_plan import TrainedStackPlan
 from tpu_embedding.rows.consecutive_rows import blocks_of, read_block, write_block
 from tpu_embedding.rows.packed_rows import PackedRows, load_rows, store_rows
 from tpu_embedding.update.every_row import KeptGradientState
-from tpu_embedding.update.lazy_update import is_slot
 from tpu_embedding.update.shard_rows import shard_rows
 from tpu_embedding.update.totals import across_shards
 
@@ -33,11 +32,10 @@ def swap_in_averages(
       The new table, and the state with which training may continue.
     """
     (node,) = averaged_nodes(state)
-    averages, average_counts = _packed(node.averages), _packed(node.average_counts)
-    (count,), (momentum,) = map(jax.tree.leaves, (node.count, node.average_momentum))
+    count, momentum = node.count, node.average_momentum
     # Steps that only collected gradients averaged as well.
     waiting = sum(x.step for x in _nodes(state, KeptGradientState))
-    rows = [table, averages, average_counts]
+    rows = [table, node.averages, node.average_counts]
     blocks = blocks_of([packed.layout for packed in rows])
 
     def swap_block(block: Any, carry: Any) -> Any:
@@ -63,13 +61,10 @@ def swap_in_averages(
     carry = swap_block(blocks.first, (rows, jnp.zeros(len(stack.tables))))
     carry = blocks.loop(lambda i, x: swap_block((i, blocks.size), x), carry)
     (new_table, averages, counts), squares = carry
-    total = compensated_sum(across_shards(stack, plan)(squares, "sum"))
     new_node = node._replace(
-        averages=_like(node.averages, averages),
-        average_counts=_like(node.average_counts, counts),
-        squares=CompensatedSum(
-            _like(node.squares.value, total.value), _like(node.squares.rest, total.rest)
-        ),
+        averages=averages,
+        average_counts=counts,
+        squares=compensated_sum(across_shards(stack, plan)(squares, "sum")),
     )
     return new_table, jax.tree.map(
         lambda x: new_node if x is node else x, state, is_leaf=lambda x: x is node
@@ -79,17 +74,6 @@ def swap_in_averages(
 def averaged_nodes(state: Any) -> list[AdafactorState]:
     """Returns the parts of a stack's state that hold moving averages of rows."""
     return [x for x in _nodes(state, AdafactorState) if jax.tree.leaves(x.averages)]
-
-
-def _packed(field: Any) -> PackedRows:
-    """Returns the rows of a field: itself, or those of the only table in a dict."""
-    (packed,) = jax.tree.leaves(field, is_leaf=is_slot)
-    return packed
-
-
-def _like(field: Any, value: Any) -> Any:
-    """Returns a field of the same structure, with another value."""
-    return jax.tree.map(lambda _: value, field, is_leaf=is_slot)
 
 
 def _nodes(state: Any, kind: type) -> list[Any]:

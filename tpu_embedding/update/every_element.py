@@ -123,7 +123,7 @@ def _pass_over_lines(
     block = min(num_lines, block)
 
     def run(i, lines):
-        """Updates a block of lines, or of one column array of each."""
+        """Updates a block of lines."""
         # The last block starts early enough to be full.
         start = jnp.minimum(i * block, num_lines - block)
         old = jax.lax.optimization_barrier(
@@ -143,13 +143,10 @@ def _pass_over_lines(
         ]
 
     num_blocks = -(-num_lines // block)
-    columns = [list(x) for x in zip(*(x.arrays for x in packed), strict=True)]
-    columns = jax.lax.fori_loop(
-        0, num_blocks, lambda i, columns: [run(i, x) for x in columns], columns
-    )
+    lines = jax.lax.fori_loop(0, num_blocks, run, [x.lines for x in packed])
     return [
-        x.with_arrays(arrays)
-        for x, arrays in zip(packed, zip(*columns, strict=True), strict=True)
+        PackedRows(lines=new, layout=x.layout)
+        for x, new in zip(packed, lines, strict=True)
     ]
 
 

@@ -14,14 +14,14 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array
 
-from tpu_embedding.optimizers.analysis.finite_rates import rates_are_finite
+from tpu_embedding.optimizers.finite_rates import rates_are_finite
 from tpu_embedding.optimizers.table_rows import AllReduce, table_rows_context
 from tpu_embedding.plan.plan import EmbeddingPlan
 from tpu_embedding.plan.stack_plan import TrainedStackPlan
 from tpu_embedding.rows.access import add_to_rows
 from tpu_embedding.rows.consecutive_rows import blocks_of, read_block, write_block
 from tpu_embedding.rows.packed_rows import PackedRows, full_rows
-from tpu_embedding.rows.row_gradients import GradientRounds, PackedRowGradients
+from tpu_embedding.rows.row_gradients import GradientRounds, RowGradients
 from tpu_embedding.update.lazy_update import is_slot, lift_to_rows
 from tpu_embedding.update.shard_rows import shard_rows
 from tpu_embedding.update.table_writer import TableWriter
@@ -67,7 +67,7 @@ def _slot_of_zeros(
     table: PackedRows, row_shape: tuple[int, ...], dtype: Any
 ) -> PackedRows:
     row = jax.ShapeDtypeStruct(row_shape, dtype)
-    return full_rows(0, table.layout.slot_layout(row), dtype, table.slot_kernels(row))
+    return full_rows(0, table.layout.slot_layout(row), dtype)
 
 
 def apply_to_every_row(
@@ -114,7 +114,7 @@ def _collect(
 ) -> tuple[PackedRows, PackedRows]:
     """Adds the gradient of a step to the kept one, and counts the touches."""
 
-    def add(kept, gradients: PackedRowGradients, rows=None):
+    def add(kept, gradients: RowGradients, rows=None):
         del rows
         gradient, touches = kept
         updates = gradients.as_row_updates()

@@ -3,8 +3,7 @@
 A rule is written, or taken from optax, as if the table were a dense `[rows, dim]`
 array. `lift_to_rows` gathers the touched rows of table and slot variables, runs the
 rule on them, and adds the differences back in place. So rules know nothing of row ids,
-shards, packing or rounds. (An elementwise rule may see several rows side by side, in
-one line; its results are the same.) `by_kernel.py` does all of this in one kernel.
+shards, packing or rounds.
 """
 
 import dataclasses
@@ -16,12 +15,10 @@ import jax.numpy as jnp
 import optax
 from jaxtyping import Array, Int
 
-from tpu_embedding.optimizers.analysis.initial_slots import constant_parts
-from tpu_embedding.optimizers.analysis.row_local import runs_on_lines
-from tpu_embedding.optimizers.analysis.slots import moved_by_adding, slot_row_shapes
+from tpu_embedding.optimizers.probe import ProbedSlot, probe_rule
 from tpu_embedding.optimizers.row_optimizer import RowOptimizer
 from tpu_embedding.optimizers.table_rows import TableRows, table_rows_context
-from tpu_embedding.plan.backend_request import Form
+from tpu_embedding.plan.forms import Updates
 from tpu_embedding.rows.access import (
     add_to_rows,
     gather_rows,
@@ -41,7 +38,7 @@ _PADDING_ROWS: Final = 8
 def lift_to_rows(
     optimizer: optax.GradientTransformation | RowOptimizer,
     rows_of: RowsOf | None = None,
-    form: Form = "whole",
+    form: Updates = "whole",
 ) -> optax.GradientTransformation:
     """Turns a transformation of dense rows into one of `RowUpdates`.
 
@@ -80,44 +77,34 @@ def lift_to_rows(
         all_rows = jnp.arange(table.layout.num_rows, dtype=jnp.int32)
         with table_rows_context(rows_of and rows_of(all_rows)):
             state = optimizer.init(unpack_rows(table))
-        row_shapes = slot_row_shapes(optimizer, (table.layout.dim,))
-        values = constant_parts(optimizer, table.layout.dim)
-        remaining = iter(values or [None] * len(jax.tree.leaves(state)))
-
-        def new_part(row: Any, leaf: Any) -> Any:
-            value = None if leaf is None else next(remaining)
-            return leaf if row is None else _new_slot(leaf, value, row, table)
-
-        return jax.tree.map(
-            new_part, row_shapes, state, is_leaf=lambda row: row is None
+        leaves, tree = jax.tree.flatten(state)
+        slots = probe_rule(optimizer, table.layout.dim).leaves
+        return tree.unflatten(
+            [
+                leaf if slot is None else _new_slot(leaf, slot, table)
+                for leaf, slot in zip(leaves, slots, strict=True)
+            ]
         )
 
     def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
         table: PackedRows = params
         row_ids = updates.row_ids
         leaves, tree = jax.tree.flatten(state, is_leaf=is_slot)
-        dense = _dense_view(optimizer, table, leaves, row_ids.shape[0])
-        old = [dense(gather_rows(x, row_ids)) if is_slot(x) else x for x in leaves]
+        old = [gather_rows(x, row_ids) if is_slot(x) else x for x in leaves]
         if form == "blocks":
             # In a loop, XLA:CPU would copy a whole slot variable to read it later.
             old, leaves = jax.lax.optimization_barrier((old, leaves))
         with table_rows_context(rows_of and rows_of(row_ids)):
-            values: Any
             values, new_state = optimizer.update(
-                dense(updates.values),
-                tree.unflatten(old),
-                dense(gather_rows(table, row_ids)),
+                updates.values, tree.unflatten(old), gather_rows(table, row_ids)
             )
-        values = values.reshape(updates.values.shape)
         new = tree.flatten_up_to(new_state)
-        is_moved = moved_by_adding(optimizer, table.layout.dim)
+        slots = probe_rule(optimizer, table.layout.dim).leaves
         leaves = [
-            move_rows(leaf, row_ids, before, after, by_adding)
-            if is_slot(leaf)
-            else after
-            for leaf, before, after, by_adding in zip(
-                leaves, old, new, is_moved, strict=True
-            )
+            after
+            if slot is None
+            else move_rows(leaf, row_ids, before, after, slot.is_moved_by_adding)
+            for leaf, before, after, slot in zip(leaves, old, new, slots, strict=True)
         ]
         return dataclasses.replace(updates, values=values), tree.unflatten(leaves)
 
@@ -148,7 +135,7 @@ def step_on_no_row(
     def rows_of_padding(leaf: Any) -> Any:
         if not is_slot(leaf):
             return leaf
-        dtype = jnp.float32 if leaf.layout.narrow_dtype else leaf.lines_dtype
+        dtype = jnp.float32 if leaf.layout.narrow_dtype else leaf.lines.dtype
         return jnp.zeros((_PADDING_ROWS, *leaf.layout.row_shape), dtype)
 
     old = tree.unflatten(map(rows_of_padding, leaves))
@@ -195,29 +182,6 @@ def with_values(state: Any, values: list[Any]) -> Any:
     )
 
 
-def _dense_view(
-    optimizer: optax.GradientTransformation | RowOptimizer,
-    table: PackedRows,
-    leaves: list[Any],
-    num_rows: int,
-) -> Callable[[Array], Array]:
-    """Returns the reshape of `[num_rows, dim]` that the rule sees.
-
-    An elementwise rule sees rows that arrive in lines as lines: splitting these into
-    rows would move more bytes than the kernels did. Any other rule sees rows.
-    """
-    layout = table.buffer_layout(num_rows)
-    slots = [leaf for leaf in leaves if is_slot(leaf)]
-    fills_lines = layout.rows_per_line > 1 and num_rows % layout.rows_per_line == 0
-    if (
-        not fills_lines
-        or any(slot.layout.row_shape != table.layout.row_shape for slot in slots)
-        or not runs_on_lines(optimizer, layout.dim, layout.lanes)
-    ):
-        return lambda rows: rows
-    return lambda rows: rows.reshape(layout.lines_shape)
-
-
 def move_rows(
     slot: PackedRows,
     row_ids: Int[Array, " ids"],
@@ -225,17 +189,15 @@ def move_rows(
     new: Array,
     is_moved_by_adding: bool,
 ) -> PackedRows:
-    """Sets rows of a slot variable to their new values; see `moved_by_adding`."""
+    """Sets rows of a slot variable to their new values; see `ProbedSlot`."""
     if is_moved_by_adding:
         return add_to_rows(slot, row_ids, row_differences(old, new))
     return replace_rows(slot, row_ids, old, new)
 
 
-def _new_slot(
-    leaf: Any, value: Any, row: jax.ShapeDtypeStruct, table: PackedRows
-) -> PackedRows:
+def _new_slot(leaf: Any, slot: ProbedSlot, table: PackedRows) -> PackedRows:
     """Packs the rows of a slot variable, or fills it if all elements are one value."""
-    layout, kernels = table.layout.slot_layout(row), table.slot_kernels(row)
-    if value is None:
-        return pack_rows(leaf, layout, kernels)
-    return full_rows(value, layout, row.dtype, kernels)
+    layout = table.layout.slot_layout(slot.row)
+    if slot.initial_value is None:
+        return pack_rows(leaf, layout)
+    return full_rows(slot.initial_value, layout, slot.row.dtype)

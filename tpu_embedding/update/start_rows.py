@@ -199,10 +199,9 @@ def _plus(
     total: CompensatedSum, change: CompensatedSum, all_reduce: AllReduce
 ) -> CompensatedSum:
     """Adds the changes of all shards to a total."""
-    coarse = jax.tree.map(coarse_part, change.value, total.value)
-    fine = jax.tree.map(lambda x, y, z: x - y + z, change.value, coarse, change.rest)
-    coarse, fine = jax.tree.map(lambda x: all_reduce(x, "sum"), (coarse, fine))
-    return total.plus(coarse).plus(fine)
+    coarse = coarse_part(change.value, total.value)
+    fine = change.value - coarse + change.rest
+    return total.plus(all_reduce(coarse, "sum")).plus(all_reduce(fine, "sum"))
 
 
 def _sums_of(state: Any) -> list[CompensatedSum]:

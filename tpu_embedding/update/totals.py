@@ -2,12 +2,13 @@
 
 A rule asks for totals while it runs, `total = rows.total(values)`, and each total may
 depend on earlier ones. With one part, the answer is an all-reduce. With several parts,
-the rule runs on every part once per total. The totals known so far carry it to the next
-request, whose values are summed over the parts. The last run uses all totals.
+the rule runs on every part once per total, and is given the totals known so far. The
+values that it asks the next total of are summed over the parts. All else that such a
+run computes is not used, so XLA removes it. The last run uses all totals.
 """
 
 from collections.abc import Callable
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -28,13 +29,11 @@ FoldParts = Callable[[Callable[[Any, RunPart], Any], Any], Any]
 """Calls `carry = fold(carry, run_part)` for all parts but the first."""
 
 
-class _Missing(Exception):
-    """Stops a rule at its first unknown total, and carries the request."""
+class _Request(NamedTuple):
+    """What a rule asks a total of: values of one part, already reduced within it."""
 
-    def __init__(self, totals: Array, reduction: Reduction):
-        super().__init__()
-        self.totals = totals
-        self.reduction: Reduction = reduction
+    of_part: Array
+    reduction: Reduction
 
 
 def across_shards(stack: StackPlan, plan: EmbeddingPlan) -> AllReduce:
@@ -64,16 +63,17 @@ def find_totals(
       all_reduce: reduces a total over the shards.
     """
     known: list[Array] = []
-    while (missing := _next_missing(run_first, known)) is not None:
-        reduction = missing.reduction
+    while len(requests := _requests(run_first, known)) > len(known):
+        number = len(known)
+        first, reduction = requests[number]
 
-        def add(carry: Array, run_part: RunPart, reduction=reduction) -> Array:
-            of_part = _next_missing(run_part, known)
-            assert of_part is not None
-            return _ACROSS_PARTS[reduction](carry, of_part.totals)
+        def add(
+            total: Array, run_part: RunPart, number=number, reduction=reduction
+        ) -> Array:
+            of_part = _requests(run_part, known)[number].of_part
+            return _ACROSS_PARTS[reduction](total, of_part)
 
-        total = fold_rest(add, missing.totals)
-        known.append(all_reduce(total, reduction))
+        known.append(all_reduce(fold_rest(add, first), reduction))
     return known
 
 
@@ -83,17 +83,14 @@ def known_totals(known: list[Array]) -> AllReduce:
     return lambda totals, reduction: next(remaining)
 
 
-def _next_missing(run: RunPart, known: list[Array]) -> _Missing | None:
-    """Returns the first request beyond the known totals; None if there is none."""
-    remaining = iter(known)
+def _requests(run: RunPart, known: list[Array]) -> list[_Request]:
+    """Runs the rule with the known totals, and returns its requests for totals."""
+    requests: list[_Request] = []
 
-    def all_reduce(totals: Array, reduction: Reduction) -> Array:
-        for total in remaining:
-            return total
-        raise _Missing(totals, reduction)
+    def all_reduce(of_part: Array, reduction: Reduction) -> Array:
+        number = len(requests)
+        requests.append(_Request(of_part, reduction))
+        return known[number] if number < len(known) else of_part
 
-    try:
-        run(all_reduce)
-    except _Missing as missing:
-        return missing
-    return None
+    run(all_reduce)
+    return requests

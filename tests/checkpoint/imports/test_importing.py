@@ -1,5 +1,6 @@
 """Imports into models: values and slots arrive bit for bit, under any plan."""
 
+import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
@@ -76,6 +77,16 @@ def test_narrow_tables_are_rounded_like_set_values(dtype):
     imported = layer.embedding_tables()["a"]
     layer.set_embedding_tables({"a": table})
     np.testing.assert_array_equal(imported, layer.embedding_tables()["a"])
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_float16_rows_become_those_of_the_table(dtype):
+    """As FBGEMM stores FP16 tables."""
+    table = np.random.default_rng(0).normal(size=(20, 5)).astype(np.float16)
+    layer = make_layer({"a": (20, 5)}, dtype=dtype)
+    import_tables({"a": table}, layer)
+    wanted = table.astype(np.float32).astype(jnp.dtype(dtype)).astype(np.float32)
+    np.testing.assert_array_equal(layer.embedding_tables()["a"], wanted)
 
 
 def test_exported_int8_rows_come_back(tmp_path):
@@ -220,7 +231,8 @@ def test_ids_without_a_place():
         import_tables({"user": ROWS}, layer, optimizer, ids={"user": names})
     source = {"user": ROWS[:64]}
     import_tables(source, layer, optimizer, ids={"user": names[:64]})
-    np.testing.assert_array_equal(looked_up(layer, names[:64]), ROWS[:64])
+    found = looked_up(layer, te.inputs.fingerprint_ids(names[:64]))
+    np.testing.assert_array_equal(found, ROWS[:64])
 
 
 @pytest.mark.parametrize(

@@ -100,14 +100,6 @@ def rmsprop(w, g, lr, t, slots, o):
     return w - slots["mom"]
 
 
-def adadelta(w, g, lr, t, slots, o):
-    rho, epsilon = o["rho"], o["epsilon"]
-    slots["a"] = rho * slot(slots, "a", w) + (1 - rho) * g**2
-    x = g * np.sqrt(slot(slots, "u", w) + epsilon) / np.sqrt(slots["a"] + epsilon)
-    slots["u"] = rho * slots["u"] + (1 - rho) * x**2
-    return w - lr * x
-
-
 def ftrl(w, g, lr, t, slots, o):
     p, l1 = -o["learning_rate_power"], o["l1_regularization_strength"]
     l2 = o["l2_regularization_strength"] + o["beta"] / (2 * lr)
@@ -116,13 +108,6 @@ def ftrl(w, g, lr, t, slots, o):
     shrunk = g + 2 * o["l2_shrinkage_regularization_strength"] * w
     slots["l"] = slot(slots, "l", w) + shrunk - (new**p - old**p) / lr * w
     return (np.clip(slots["l"], -l1, l1) - slots["l"]) / (new**p / lr + 2 * l2)
-
-
-def lion(w, g, lr, t, slots, o):
-    b1, b2 = o["beta_1"], o["beta_2"]
-    m = slot(slots, "m", w)
-    slots["m"] = b2 * m + (1 - b2) * g
-    return w - lr * np.sign(b1 * m + (1 - b1) * g)
 
 
 def gradients():
@@ -155,7 +140,6 @@ def keras_tables(rule, config, lazy=False):
             lr = rate_of(config, step)
             c = config.get("clipvalue") or np.inf
             g, kept = np.clip(kept / steps, -c, c), 0.0
-            g *= min(1.0, (config.get("clipnorm") or np.inf) / np.linalg.norm(g))
             decayed = w - w * (config.get("weight_decay") or 0.0) * lr
             old_slots = dict(slots)
             new = rule(decayed, g, lr, (step + 1) // steps, slots, config)

@@ -12,18 +12,15 @@ import tpu_embedding as te
 from tests.conftest import mesh_of
 from tests.optimizers.keras.keras_reference import (
     DIM,
-    KERAS_3,
     NUM_ROWS,
     SCHEDULE,
     STEPS,
-    adadelta,
     adagrad,
     adam,
     ftrl,
     gradients,
     keras_3,
     keras_tables,
-    lion,
     rmsprop,
     sgd,
     start_rows,
@@ -78,8 +75,6 @@ MOMENTUM = {"momentum": 0.9, "nesterov": False}
 NESTEROV = {"momentum": 0.9, "nesterov": True}
 PLAIN = {"momentum": 0.0, "nesterov": False}
 CENTERED = {**RMSPROP, "centered": True}
-ADADELTA = {"rho": 0.9, "epsilon": 1e-3}
-LION = {"beta_1": 0.9, "beta_2": 0.99}
 
 # Configuration, Keras' rule, and whether a row without a gradient moves, or its slots.
 CASES = {
@@ -101,15 +96,12 @@ CASES = {
         True,
     ),
     "adam_decay": (keras_3("adam_2", SCHEDULE, **ADAM, weight_decay=0.2), adam, True),
-    "adamw": (keras_3("adam_w", **{**ADAM, "weight_decay": 0.1}), adam, True),
     "rmsprop_all": (
         tf_keras("RMSprop", SCHEDULE, **{**CENTERED, "momentum": 0.8}),
         rmsprop,
         True,
     ),
-    "adadelta": (keras_3("adadelta", 1.0, **ADADELTA), adadelta, True),
     "ftrl": (keras_3("ftrl", **FTRL), ftrl, True),
-    "lion": (keras_3("lion", **LION), lion, True),
 }
 
 
@@ -129,7 +121,7 @@ def test_passes_over_every_row_only_where_it_changes_something(case):
 
     def passes(rows):
         rule = from_keras_config(config, rows=rows)
-        return resolve_optimizer(rule, "table", ("table",)).rows == "every"
+        return resolve_optimizer(rule, "table", DIM).rows == "every"
 
     assert passes("every") == moves_every_row
     assert not passes("touched")
@@ -167,25 +159,13 @@ def test_equals_keras_through_a_layer(name):
     )
 
 
-FIELDS = {"learning_rate": 0.1, **KERAS_3, **ADAM}
-SERIALIZED = {
-    "keras_3": {
-        "module": "keras.optimizers",
-        "class_name": "Adam",
-        "config": {"name": "mine", **FIELDS},
-        "registered_name": None,
-    },
-    "tf_keras_old_format": {"class_name": "Custom>Adam", "config": FIELDS},
-    "second_of_a_session": {"name": "adam_13", **FIELDS},
-}
-
-
-@pytest.mark.parametrize("config", SERIALIZED.values(), ids=SERIALIZED.keys())
-def test_finds_the_class(config):
-    if "config" in config:
-        config = {**config, "config": {**FIELDS, **config["config"]}}
-    expected = dense_tables(from_keras_config({**FIELDS, "name": "adam"}))
-    np.testing.assert_array_equal(dense_tables(from_keras_config(config)), expected)
+def test_finds_the_class_by_the_name_that_keras_gave():
+    expected = from_keras_config(keras_3("adam", **ADAM))
+    assert from_keras_config(keras_3("adam", **ADAM) | {"name": "adam"}) is expected
+    np.testing.assert_array_equal(
+        dense_tables(from_keras_config(keras_3("adam_13", **ADAM))),
+        dense_tables(expected),
+    )
 
 
 ADAFACTOR = {
@@ -201,7 +181,7 @@ REFUSED = {
     "amsgrad": (keras_3("adam", **{**ADAM, "amsgrad": True}), "amsgrad=True: .*optax"),
     "clipnorm": (
         keras_3("sgd", **PLAIN, clipnorm=1.0),
-        r"clipnorm=1.0: .*optax.chain\(optax.clip_by_global_norm\(1.0\), .*clipvalue",
+        r"clipnorm=1.0: .*te.gradients.clip_by_global_norm\(gradients, 1.0\)",
     ),
     "use_ema": (keras_3("sgd", **{**PLAIN, "use_ema": True}), "use_ema=True: .*checkp"),
     "gradient_accumulation_steps": (
@@ -210,23 +190,12 @@ REFUSED = {
     ),
     "adafactor": (
         tf_keras("Adafactor", **ADAFACTOR, clipnorm=1.0, weight_decay=0.1),
-        "clipnorm=1.0: .*clipnorm_of='sum'",
+        "clipnorm_of='sum'",
     ),
-    "adamax": (keras_3("adamax"), "optax.adamax"),
-    "before_2.11_by_field": ({"name": "SGD", "decay": 0.0}, "Keras 2.11.*decay=0.0"),
+    "adamax": (keras_3("adamax"), "one of Keras' classes.*got 'adamax'"),
+    "before_2.11": ({"name": "SGD", "decay": 0.0}, "decay=0.0: .*before Keras 2.11"),
     "no_mapping": ("adam", r"get_config\(\)"),
 }
-
-
-def test_clipping_before_the_translation_is_clipnorm_of_keras():
-    config = keras_3("sgd", **MOMENTUM, clipnorm=0.5, weight_decay=0.1)
-    with pytest.raises(ValueError, match="clipnorm=0.5"):
-        from_keras_config(config)
-    rule = optax.chain(
-        optax.clip_by_global_norm(0.5), from_keras_config(config | {"clipnorm": None})
-    )
-    expected = keras_tables(sgd, config)
-    np.testing.assert_allclose(layer_tables(rule), expected, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("case", REFUSED.values(), ids=REFUSED.keys())

@@ -147,15 +147,8 @@ BAD = {
         "replace another schedule by a function of the step",
     ),
     "a_users_class": (serialized("MySchedule"), "MySchedule.*PolynomialDecay"),
-    "missing": (serialized("ExponentialDecay", decay_rate=0.1), "decay_steps is miss"),
-    "unknown": (
-        serialized("CosineDecay", **COSINE, restarts=3),
-        "restarts=3 is not known",
-    ),
-    "type": (
-        serialized("ExponentialDecay", **{**EXPONENTIAL, "staircase": 1}),
-        "staircase=1 is of a wrong type",
-    ),
+    "missing": (serialized("ExponentialDecay", decay_rate=0.1), "missing.*decay_steps"),
+    "unknown": (serialized("CosineDecay", **COSINE, restarts=3), "'restarts'"),
     "order": (
         serialized("PiecewiseConstantDecay", boundaries=[3, 3], values=[1, 2, 3]),
         "boundaries must increase",

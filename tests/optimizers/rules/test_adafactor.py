@@ -1,9 +1,8 @@
 """Adafactor: Keras' own runs, the lazy form, and totals over the rows of a table."""
 
+import dataclasses
 import json
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
@@ -16,15 +15,8 @@ from tests.optimizers.rule_cases import (
     update,
 )
 from tests.tiers import quick_cases
-from tpu_embedding.optimizers.modes import (
-    EveryRow,
-    ModelNorm,
-    MustBeLast,
-    OccurrenceNorm,
-    requested_modes,
-)
+from tpu_embedding.optimizers.row_optimizer import RowOptimizer, row_optimizer_of
 from tpu_embedding.optimizers.rules.adafactor import adafactor
-from tpu_embedding.optimizers.table_rows import TableRows, table_rows_context
 
 RUNS = sorted(
     path.stem
@@ -130,6 +122,7 @@ def test_untouched_rows_of_lazy_adafactor_keep_their_bits():
     assert moved.tolist() == [3, 17]
 
 
+@pytest.mark.full
 def test_scaled_gradients_with_their_scale_move_rows_alike():
     """The scale is a power of two, so that no number is rounded otherwise.
 
@@ -149,47 +142,33 @@ def test_scaled_gradients_with_their_scale_move_rows_alike():
 
 
 def test_norm_of_occurrences_needs_touched_rows():
-    optimizer = te.optimizers.adafactor(
-        0.1, clipnorm=1.0, clipnorm_of="occurrences", mode="exact", weight_decay=0.1
-    )
+    options = {"clipnorm": 1.0, "clipnorm_of": "occurrences", "weight_decay": 0.1}
     with pytest.raises(ValueError, match="clipnorm_of='sum'"):
-        one_table_plan(optimizer, 5, 4, mesh_of(1))
-
-
-def modes_of(optimizer):
-    rows = jnp.ones((2, 3))
-    some = TableRows(
-        table_sizes=jnp.asarray([4.0]),
-        tables=None,
-        is_used=jnp.ones(2, bool),
-        is_touched=jnp.ones(2, bool),
-        all_reduce=lambda totals, _: totals,
-    )
-    with requested_modes() as modes, table_rows_context(some):
-        state = jax.eval_shape(optimizer.init, rows)
-        jax.eval_shape(optimizer.update, rows, state, rows)
-    return modes
+        te.optimizers.adafactor(0.1, mode="exact", **options)
 
 
 @pytest.mark.parametrize(
     ("options", "expected"),
     [
-        ({}, set()),
-        ({"mode": "exact"}, set()),
-        ({"weight_decay": 0.1}, set()),
-        ({"mode": "exact", "weight_decay": 0.1}, {EveryRow(1)}),
-        ({"use_ema": True}, set()),
-        ({"use_ema": True, "ema_overwrite_frequency": 3}, {EveryRow(1)}),
-        ({"ema_overwrite_frequency": 3}, set()),
-        ({"gradient_accumulation_steps": 2}, {EveryRow(2)}),
-        ({"clipnorm": 1.0}, set()),
-        ({"clipnorm": 1.0, "clipnorm_of": "occurrences"}, {OccurrenceNorm()}),
-        ({"clipnorm_of": "occurrences"}, set()),
-        ({"global_clipnorm": 1.0}, {ModelNorm()}),
+        ({}, {}),
+        ({"mode": "exact"}, {}),
+        ({"weight_decay": 0.1}, {}),
+        ({"mode": "exact", "weight_decay": 0.1}, {"rows": "every"}),
+        ({"use_ema": True}, {}),
+        ({"use_ema": True, "ema_overwrite_frequency": 3}, {"rows": "every"}),
+        ({"ema_overwrite_frequency": 3}, {}),
+        (
+            {"gradient_accumulation_steps": 2},
+            {"rows": "every", "gradient_steps": 2},
+        ),
+        ({"clipnorm": 1.0}, {}),
+        ({"clipnorm": 1.0, "clipnorm_of": "occurrences"}, {"duplicates": "norm"}),
+        ({"clipnorm_of": "occurrences"}, {}),
+        ({"global_clipnorm": 1.0}, {"takes_model_norm": True}),
     ],
     ids=str,
 )
 def test_asks_for_the_rows_that_it_moves(options, expected):
-    modes = modes_of(adafactor(**options))
-    assert {mode for mode in modes if not isinstance(mode, MustBeLast)} == expected
-    assert sum(isinstance(mode, MustBeLast) for mode in modes) == 1
+    found = row_optimizer_of(adafactor(**options))
+    plain = RowOptimizer(transformation=found.transformation)
+    assert found == dataclasses.replace(plain, **expected)

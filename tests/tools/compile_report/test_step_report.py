@@ -89,6 +89,7 @@ def test_refusals():
     assert refused_memory("INVALID_ARGUMENT: HBM", v5e) is None
 
 
+@pytest.mark.full
 @pytest.mark.tpu_compiler
 def test_the_command(tmp_path, capsys):
     path = tmp_path / "report.json"

@@ -141,17 +141,18 @@ def test_children_that_give_no_answer(code, words, monkeypatch):
 
 
 def test_wrong_rows_are_named(monkeypatch):
-    assert child.check_rows("xla")["problem"] is None
+    assert child.check_rows()["problem"] is None
     monkeypatch.setattr(child, "RATE", 0.25)  # of the reference alone, from here on
     rule = child.te.optimizers.adagrad(0.5, initial_accumulator_value=1.0)
     monkeypatch.setattr(child.te.optimizers, "adagrad", lambda *_, **__: rule)
-    assert "dim 32: an update gives" in child.check_rows("xla")["problem"]
+    assert "dim 32: an update gives" in child.check_rows()["problem"]
 
 
+@pytest.mark.full
 def test_this_machine(monkeypatch, capsys):
     monkeypatch.setattr(examine, "user_environment", lambda: ENVIRONMENT)
     assert cli.main(["doctor", "--expect", "7"]) == 1
     out = capsys.readouterr().out
     failed = [line for line in out.splitlines() if line.startswith("FAILED")]
     assert len(failed) == 1 and "expected 7: 7 devices" in failed[0]
-    assert "rows by xla: equal to NumPy" in out
+    assert "rows: equal to NumPy" in out

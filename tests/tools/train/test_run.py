@@ -88,6 +88,7 @@ def test_a_stopped_run_resumes_to_the_same_numbers(whole, tmp_path, monkeypatch)
     assert evaluate(small_config(), tmp_path, mesh=mesh_of(2)) == result
 
 
+@pytest.mark.full
 def test_a_resumed_run_names_changes_of_the_config(tmp_path, capsys):
     run(tmp_path, stop_at=2)
     run(tmp_path, "dense_learning_rate=0.5", existing_run="resume", stop_at=4)
@@ -103,7 +104,9 @@ def test_the_second_step_compiles_nothing(tmp_path, caplog):
     assert len([text for text in compiled if text.startswith("Compiling")]) == 1
 
 
-@pytest.mark.parametrize("place", ["loss", "rate"])
+@pytest.mark.parametrize(
+    "place", ["loss", pytest.param("rate", marks=pytest.mark.full)]
+)
 def test_a_run_that_diverges_saves_nothing_more(tmp_path, place):
     settings = ["dense_learning_rate=1e38"] if place == "loss" else []
     settings += ["table_learning_rate=inf"] if place == "rate" else []
@@ -170,6 +173,7 @@ def test_a_second_run_in_the_directory_is_refused(whole, tmp_path):
     assert "--resume continues" in output
 
 
+@pytest.mark.full
 def test_a_full_disk_ends_a_run_with_one_line(tmp_path):
     # The limit of a file stands for a disk without more space.
     limited = ["bash", "-c", 'ulimit -f 10; exec "$@"', "bash"]
@@ -181,6 +185,7 @@ def test_a_full_disk_ends_a_run_with_one_line(tmp_path):
     assert errors.startswith("error: ")
 
 
+@pytest.mark.full
 def test_a_killed_run_resumes_from_a_whole_step(whole, tmp_path):
     settings = [*SMALL, "checkpoint_every=1"]
     process = start_command(tmp_path, "--devices", 2, settings=settings)

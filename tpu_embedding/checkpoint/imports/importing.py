@@ -26,7 +26,7 @@ from tpu_embedding.checkpoint.imports.source import RowArray, TableSource, array
 from tpu_embedding.functional.following_slots import with_following_slots
 from tpu_embedding.functional.placed_ids import place_ids, with_placed_ids
 from tpu_embedding.nn.training import MODEL, Optimizer, embedding_layers
-from tpu_embedding.optimizers.analysis.initial_slots import initial_slot_values
+from tpu_embedding.optimizers.probe import probe_rule
 from tpu_embedding.plan.dynamic_rows import dynamic_tables
 from tpu_embedding.plan.plan import EmbeddingPlan
 from tpu_embedding.plan.stack_plan import StackPlan, TrainedStackPlan
@@ -272,15 +272,17 @@ class _Stacks:
         if not isinstance(stack, TrainedStackPlan) or stack.name not in self.states:
             return {}
         found = slot_rows(self.states[stack.name], stack)
-        values = initial_slot_values(stack.optimizer, stack.dim)
-        if len(values) != len(found):
+        slots = probe_rule(stack.optimizer, stack.dim).slots
+        if len(slots) != len(found):
             return {}
         return {
             name: array_of(
-                np.broadcast_to(np.float32(value), (num_rows, *file_row(packed).shape))
+                np.broadcast_to(
+                    np.float32(slot.initial_value), (num_rows, *file_row(packed).shape)
+                )
             )
-            for (name, packed), value in zip(found.items(), values, strict=True)
-            if value is not None
+            for (name, packed), slot in zip(found.items(), slots, strict=True)
+            if slot.initial_value is not None
         }
 
     def write(
@@ -349,7 +351,7 @@ def _write(
     not_finite: NotFinite,
 ) -> PackedRows:
     """Returns packed rows with the rows of some tables replaced, in place."""
-    layout, dtype = packed.layout, packed.lines_dtype
+    layout, dtype = packed.layout, packed.lines.dtype
 
     def read(table: str, start: int, num_rows: int) -> np.ndarray:
         array = rows[table]

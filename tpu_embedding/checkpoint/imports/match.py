@@ -12,7 +12,8 @@ from tpu_embedding.checkpoint.errors import CheckpointError
 from tpu_embedding.checkpoint.imports.source import RowArray, SourceTable, TableSource
 from tpu_embedding.config import TableConfig
 from tpu_embedding.functional.placed_ids import PlacedIds
-from tpu_embedding.inputs.wide_ids import NO_WIDE_ID, fingerprints_of
+from tpu_embedding.inputs.wide_ids import NO_WIDE_ID
+from tpu_embedding.strings import fingerprint_ids
 from tpu_embedding.types import Ids64
 
 ImportedSlots = Literal["same_rule"] | Mapping[str, str]
@@ -215,7 +216,7 @@ def _ids(target: TargetTable, table: SourceTable, given: Any) -> np.ndarray | No
         return None
     array = given.to_numpy() if isinstance(given, Ids64) else np.asarray(given)
     if array.dtype.kind in "USO":
-        array = fingerprints_of(array)
+        array = fingerprint_ids(array)
     if array.dtype != np.uint64 and np.issubdtype(array.dtype, np.integer):
         # Negative ids keep their bits.
         array = array.astype(np.int64).view(np.uint64)

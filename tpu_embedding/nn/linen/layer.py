@@ -15,7 +15,6 @@ from flax.core import tracers
 
 from tpu_embedding import functional
 from tpu_embedding.argument_checks import check_type
-from tpu_embedding.functional.unique_rows import with_index
 from tpu_embedding.inputs.shard_inputs import attach_weights
 from tpu_embedding.nn.linen.variables import TABLES, LayerTables
 from tpu_embedding.nn.recording import (
@@ -150,8 +149,7 @@ class TPUEmbedding(nn.Module):
 
         Returns:
           Activations, the nest of the features; float32 `[batch, dim]`, or the
-          feature's sequence or output shape; a tuple of them for a feature with a tuple
-          of tables; `te.functional.UniqueRows` for one with `unique_rows`. Global.
+          feature's sequence or output shape. Global.
 
         Raises:
           TypeError, ValueError: if a feature's dtype or shape does not fit its config,
@@ -175,7 +173,7 @@ class TPUEmbedding(nn.Module):
             if guard is not None:
                 activations = guard_activations(activations, guard, USE_VALUE_AND_GRAD)
         self.sow("intermediates", "lookup_stats", stats)
-        return with_index(activations, features, plan)
+        return activations
 
     def _tables(self) -> LayerTables | RecordingTables:
         """Returns the layer's tables from the variables; creates them in `init`."""

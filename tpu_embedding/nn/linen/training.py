@@ -170,7 +170,7 @@ class TrainState(struct.PyTreeNode):
         params = on_mesh.get("params", {})
         opt_state = tx.init(params)
         with_slots = [(tables.plan, slots[path]) for path, tables in layers.items()]
-        check_dense_optimizer(tx, opt_state, params, with_slots, stacklevel=3)
+        check_dense_optimizer(tx, opt_state, with_slots, stacklevel=3)
         state = cls(
             step=jnp.zeros((), jnp.int32),
             apply_fn=apply_fn,

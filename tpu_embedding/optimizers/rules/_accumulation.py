@@ -6,8 +6,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from tpu_embedding.optimizers.modes import every_row
-from tpu_embedding.optimizers.table_rows import is_in_layer, model_gradient_context
+from tpu_embedding.optimizers.table_rows import model_gradient_context
 
 
 class AccumulationState(NamedTuple):
@@ -29,18 +28,16 @@ def collect_gradients(
 ) -> optax.GradientTransformation:
     """Applies a rule once in several steps, to the mean of their gradients.
 
-    A layer collects the gradients of its tables itself; see `every_row`. On dense
-    arrays this transformation does, and the steps between return updates of 0.
+    The steps between return updates of 0.
 
     Args:
       rule: a transformation of this package.
-      gradient_steps: number of steps, at least 2.
+      gradient_steps: number of steps; 1 leaves the rule as it is.
     """
-    in_layer = every_row(rule, gradient_steps=gradient_steps)
+    if gradient_steps == 1:
+        return rule
 
     def init(params: Any) -> Any:
-        if is_in_layer():
-            return in_layer.init(params)
         return AccumulationState(
             step=jnp.zeros((), jnp.int32),
             gradients=jax.tree.map(jnp.zeros_like, params),
@@ -48,8 +45,6 @@ def collect_gradients(
         )
 
     def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
-        if is_in_layer():
-            return in_layer.update(updates, state, params)
         gradients = jax.tree.map(jnp.add, state.gradients, updates)
 
         def apply() -> tuple[Any, Any, Any]:

@@ -23,7 +23,7 @@ from tpu_embedding.optimizers.checks import (
 )
 from tpu_embedding.optimizers.learning_rates import learning_rate_at
 from tpu_embedding.optimizers.rules._averages import catch_up
-from tpu_embedding.optimizers.table_rows import model_gradient_squares
+from tpu_embedding.optimizers.table_rows import TableRows, model_gradient_squares
 
 AdafactorMode = Literal["lazy", "exact"]
 EMAStart = Literal["first_update", "initial_values"]
@@ -83,6 +83,14 @@ class AdafactorSettings:
                 "adafactor: at most one of clipnorm, clipvalue and global_clipnorm may "
                 f"be given, got {clips}. Set the others to None."
             )
+        of_occurrences = self.clipnorm_of == "occurrences"
+        if self.clipnorm is not None and of_occurrences and self.moves_every_row:
+            raise ValueError(
+                "adafactor: clipnorm_of must be 'sum' with weight_decay in mode "
+                "'exact', ema_overwrite_frequency or gradient_accumulation_steps, got "
+                "'occurrences'. They pass over every row, where only the summed "
+                "gradients are known. Write clipnorm_of='sum', or turn them off."
+            )
         steps = self.gradient_accumulation_steps
         if steps in (None, 0):
             return
@@ -108,23 +116,6 @@ class AdafactorSettings:
         decays_all = self.mode == "exact" and self.weight_decay is not None
         overwrites = self.use_ema and self.ema_overwrite_frequency is not None
         return self.gradient_steps > 1 or decays_all or overwrites
-
-    def unscaled(self, gradient: Any) -> Any:
-        """Returns a gradient divided by the loss scale."""
-        if self.loss_scale_factor is None:
-            return gradient
-        return gradient / self.loss_scale_factor
-
-    def unscaled_squares(self, squares: Any) -> Any:
-        """Returns a sum of squares of gradients, divided by the square of the scale."""
-        if self.loss_scale_factor is None:
-            return squares
-        return squares / self.loss_scale_factor**2
-
-    def model_squares(self) -> jax.Array | None:
-        """Returns the sum of squares of the model's gradients, unscaled, if known."""
-        squares = model_gradient_squares()
-        return None if squares is None else self.unscaled_squares(squares)
 
     def rate_at(self, count: jax.Array) -> jax.Array:
         """Returns the learning rate of an update, counted from 0.
@@ -163,12 +154,43 @@ class AdafactorSettings:
         return (count + 1) % self.ema_overwrite_frequency == 0
 
 
-def norm_factor(bound: Any, squares: jax.Array) -> jax.Array:
-    """Returns the factors that scale gradients down to a norm of at most `bound`."""
+def clipped(
+    settings: AdafactorSettings, gradient: jax.Array, tables: TableRows | None
+) -> jax.Array:
+    """Unscales a gradient, and clips it by value or by norm.
+
+    Args:
+      settings: the bounds, and the factor of the loss.
+      gradient: `[rows, dim]` of some tables; or a dense array of any rank.
+      tables: the tables of the rows; None for a dense array, which is whole.
+    """
+    scale = settings.loss_scale_factor
+    scale = 1.0 if scale is None else scale
+    gradient = gradient / scale
+    if settings.clipvalue is not None:
+        return jnp.clip(gradient, -settings.clipvalue, settings.clipvalue)
+    bound, squares = settings.clipnorm, None
+    if settings.global_clipnorm is not None:
+        bound, squares = settings.global_clipnorm, model_gradient_squares()
+    elif settings.clipnorm_of == "occurrences" and tables is not None:
+        squares = tables.occurrence_squares
+    if bound is None:
+        return gradient
+    if squares is not None:
+        squares = squares / scale**2
+    elif tables is None:
+        squares = jnp.sum(jnp.square(gradient))
+    else:
+        squares = tables.total(row_squares(gradient))
+        if settings.global_clipnorm is not None:
+            squares = jnp.sum(squares)
     norms = jnp.sqrt(squares)
-    return jnp.where(norms > bound, bound / norms, 1)
+    factors = jnp.where(norms > bound, bound / norms, 1)
+    if factors.ndim and tables is not None:
+        factors = tables.per_row(factors)[:, None]
+    return gradient * factors
 
 
-def inverse_root(values: jax.Array) -> jax.Array:
-    """Returns `1 / sqrt(values)`; 1 for a value of 0, whose gradients were all 0."""
-    return jax.lax.rsqrt(jnp.where(values > 0, values, 1))
+def row_squares(rows: jax.Array) -> jax.Array:
+    """Returns the sum of squares of each row, `[rows]`."""
+    return jnp.sum(jnp.square(rows), axis=1)

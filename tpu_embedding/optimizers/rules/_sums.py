@@ -19,13 +19,11 @@ class CompensatedSum(NamedTuple):
     value: Any
     rest: Any
 
-    def plus(self, addend: Any) -> "CompensatedSum":
-        """Returns the sum with `addend` added: an array, or a tree like the value."""
-        addend = jax.tree.map(jnp.add, addend, self.rest)
-        value = jax.tree.map(jnp.add, self.value, addend)
-        return CompensatedSum(
-            value, jax.tree.map(_rounding_error, self.value, addend, value)
-        )
+    def plus(self, addend: jax.Array) -> "CompensatedSum":
+        """Returns the sum with `addend` added."""
+        addend = addend + self.rest
+        value = self.value + addend
+        return CompensatedSum(value, _rounding_error(self.value, addend, value))
 
 
 def coarse_part(values: jax.Array, total: jax.Array) -> jax.Array:

@@ -14,24 +14,36 @@ import optax
 
 from tpu_embedding.optimizers.array_rules import for_each_array
 from tpu_embedding.optimizers.checks import check_hyperparameters, flag
+from tpu_embedding.optimizers.equal_calls import equal_calls_are_one
 from tpu_embedding.optimizers.learning_rates import checked_schedule
-from tpu_embedding.optimizers.modes import every_row
+from tpu_embedding.optimizers.row_optimizer import DeclaredRule, RowOptimizer
 from tpu_embedding.optimizers.rules._accumulation import collect_gradients
-from tpu_embedding.optimizers.rules._adafactor_dense import init_dense, update_dense
-from tpu_embedding.optimizers.rules._adafactor_rows import init_rows, update_rows
+from tpu_embedding.optimizers.rules._adafactor_moments import (
+    plus_total,
+    rows_to_update,
+    scale_array,
+    scale_rows,
+    sum_of_squares,
+)
 from tpu_embedding.optimizers.rules._adafactor_settings import (
     AdafactorMode,
     AdafactorSettings,
     ClipnormOf,
     EMAStart,
+    clipped,
 )
+from tpu_embedding.optimizers.rules._adafactor_state import AdafactorState
+from tpu_embedding.optimizers.rules._sums import NO_SUM, compensated_sum
 from tpu_embedding.optimizers.table_rows import (
+    TableRows,
     is_in_layer,
     model_gradient_context,
     model_gradient_squares,
+    table_rows,
 )
 
 
+@equal_calls_are_one
 def adafactor(
     learning_rate: optax.ScalarOrSchedule = 0.001,
     *,
@@ -186,23 +198,136 @@ def adafactor(
         clipnorm_of=clipnorm_of,
     )
     rule = _with_norm_of_all(settings, _rule_of(settings))
-    if settings.gradient_steps > 1:
-        return collect_gradients(rule, settings.gradient_steps)
-    return every_row(rule) if settings.moves_every_row else rule
+    clips_table = settings.clipnorm is not None
+    row_optimizer = RowOptimizer(
+        transformation=rule,
+        rows="every" if settings.moves_every_row else "touched",
+        duplicates="norm" if clips_table and clipnorm_of == "occurrences" else "sum",
+        gradient_steps=settings.gradient_steps,
+        takes_model_norm=settings.global_clipnorm is not None,
+    )
+    # A layer collects the gradients of its tables itself.
+    on_arrays = collect_gradients(rule, settings.gradient_steps)
+    return DeclaredRule(row_optimizer, on_arrays)
 
 
 def _rule_of(settings: AdafactorSettings) -> optax.GradientTransformation:
-    """Returns the rule of tables and dense arrays, by the rank of each array."""
+    """Returns the rule, of the rows of tables and of dense arrays of any rank."""
 
-    def init(array: Any) -> Any:
-        init_array = init_rows if array.ndim == 2 else init_dense
-        return init_array(settings, array)
+    def init(array: Any) -> AdafactorState:
+        return _initial_state(settings, array)
 
     def update(gradient: Any, state: Any, array: Any) -> tuple[Any, Any]:
-        update_array: Any = update_rows if gradient.ndim == 2 else update_dense
-        return update_array(settings, gradient, state, array)
+        tables = table_rows(gradient) if gradient.ndim == 2 else None
+        rate = settings.rate_at(state.count)
+        gradient = clipped(settings, jnp.asarray(gradient, jnp.float32), tables)
+        old = jnp.asarray(array, jnp.float32)
+        decayed = _decayed(settings, rate, old, tables)
+        if tables is None:
+            scaled = scale_array(settings, gradient, state, decayed)
+        else:
+            scaled = scale_rows(settings, gradient, state, (old, decayed), tables)
+        t = (state.count + 1).astype(jnp.float32)
+        alpha = jnp.maximum(settings.epsilon_2, scaled.scale)
+        alpha *= jnp.minimum(rate, jax.lax.rsqrt(t))
+        alpha /= jnp.maximum(1, scaled.rms / settings.clip_threshold)
+        if tables is not None:
+            alpha = tables.per_row(alpha)[:, None]
+        new, state = decayed - alpha * scaled.values, scaled.state
+        if settings.use_ema:
+            new, state = _averaged(settings, old, new, state, tables)
+        updates = new - old
+        if tables is not None:
+            # The sum follows the values that the table will hold, as they are rounded.
+            stored = tables.stored(old, updates).astype(jnp.float32)
+            change = (stored - old) * (stored + old)
+            total = plus_total(state.squares, change, tables, state.squares.value)
+            state = state._replace(squares=total)
+        return updates, state._replace(count=state.count + 1)
 
     return for_each_array(init, update)
+
+
+def _initial_state(settings: AdafactorSettings, array: Any) -> AdafactorState:
+    """Returns the state of the rows of one stack, or of a dense array."""
+    shape, is_table = array.shape, array.ndim == 2
+    is_exact = settings.mode == "exact"
+    state = AdafactorState(
+        count=jnp.zeros((), jnp.int32),
+        row_accumulators=None,
+        row_clocks=None,
+        column_accumulators=None,
+        velocities=None,
+        # All rows of a dense array are at hand in each step, so nothing is tracked. The
+        # sums stand there, empty, so that all states have one structure.
+        squares=NO_SUM,
+        clock=NO_SUM if is_exact else None,
+        averages=None,
+        average_counts=None,
+        average_momentum=None,
+    )
+    if is_table:
+        tables = table_rows(array)
+        start = settings.epsilon_1 if is_exact else 0.0
+        state = state._replace(
+            row_accumulators=jnp.full(shape[0], start, jnp.float32),
+            row_clocks=jnp.zeros(shape[0], jnp.float32),
+            column_accumulators=jnp.zeros(
+                (tables.table_sizes.shape[0], shape[1]), jnp.float32
+            ),
+            squares=sum_of_squares(array, tables),
+            clock=compensated_sum(jnp.zeros(())) if is_exact else None,
+        )
+    elif len(shape) < 2:
+        state = state._replace(velocities=jnp.zeros(shape, jnp.float32))
+    else:
+        state = state._replace(
+            row_accumulators=jnp.zeros(shape[:-1], jnp.float32),
+            column_accumulators=jnp.zeros((*shape[:-2], shape[-1]), jnp.float32),
+        )
+    if not settings.use_ema:
+        return state
+    return state._replace(
+        averages=jnp.array(array, jnp.float32),
+        average_counts=jnp.zeros(shape[0], jnp.int32) if is_table else None,
+        average_momentum=jnp.asarray(settings.ema_momentum, jnp.float32),
+    )
+
+
+def _decayed(
+    settings: AdafactorSettings, rate: Any, old: Any, tables: TableRows | None
+) -> Any:
+    """Returns the values after weight decay."""
+    if settings.weight_decay is None:
+        return old
+    lost = settings.weight_decay * rate * old
+    if tables is not None:
+        lost = jnp.where(rows_to_update(settings, tables)[:, None], lost, 0)
+    return old - lost
+
+
+def _averaged(
+    settings: AdafactorSettings,
+    old: Any,
+    new: Any,
+    state: AdafactorState,
+    tables: TableRows | None,
+) -> tuple[Any, AdafactorState]:
+    """Returns the new values, and the state with their moving averages."""
+    missed, counts = 0, state.average_counts
+    if tables is not None:
+        new = tables.stored(old, new - old)
+        missed = (state.count - counts)[:, None]
+        counts = jnp.broadcast_to(state.count + 1, counts.shape)
+    averages = settings.new_averages(state.averages, old, new, state.count, missed)
+    state = state._replace(
+        averages=averages,
+        average_counts=counts,
+        average_momentum=jnp.asarray(settings.ema_momentum, jnp.float32),
+    )
+    if settings.ema_overwrite_frequency is None:
+        return new, state
+    return jnp.where(settings.overwrites_at(state.count), averages, new), state
 
 
 def _with_norm_of_all(

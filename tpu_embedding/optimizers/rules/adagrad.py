@@ -308,7 +308,6 @@ def scale_by_adagrad_momentum(
         beta2=fraction(beta2),
         epsilon=positive(epsilon),
     )
-    gain = jnp.where(beta2 == 1, 1, 1 - beta2)
 
     def init(params):
         return ScaleByAdagradMomentumState(
@@ -317,6 +316,7 @@ def scale_by_adagrad_momentum(
 
     def update(updates, state, params=None):
         del params
+        gain = jnp.where(beta2 == 1, 1, 1 - beta2)
         squares = jnp.square(updates)
         accumulators = beta2 * state.accumulators + gain * squares
         scaled = updates * jnp.power(accumulators + epsilon, -1 / exponent)

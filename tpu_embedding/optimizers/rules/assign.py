@@ -5,7 +5,11 @@ from typing import Any
 import jax.numpy as jnp
 import optax
 
+from tpu_embedding.optimizers.equal_calls import equal_calls_are_one
+from tpu_embedding.optimizers.row_optimizer import declare
 
+
+@equal_calls_are_one
 def assign() -> optax.GradientTransformation:
     """Makes the optimizer that sets each touched row to its gradient.
 
@@ -35,4 +39,4 @@ def assign() -> optax.GradientTransformation:
     def replace(gradient: Any, row: Any) -> Any:
         return jnp.subtract(gradient, row)
 
-    return optax.stateless_with_tree_map(replace)
+    return declare(optax.stateless_with_tree_map(replace), sets_rows=True)

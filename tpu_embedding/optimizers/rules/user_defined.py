@@ -9,6 +9,7 @@ import optax
 
 from tpu_embedding.optimizers.array_rules import for_each_array
 from tpu_embedding.optimizers.checks import check_hyperparameters, finite
+from tpu_embedding.optimizers.equal_calls import equal_calls_are_one
 from tpu_embedding.optimizers.learning_rates import (
     checked_schedule,
     learning_rate_at,
@@ -32,6 +33,7 @@ class UserDefinedState(NamedTuple):
     slots: dict[str, jax.Array]
 
 
+@equal_calls_are_one
 def user_defined(
     custom_computation: Callable[..., Any],
     learning_rate: optax.ScalarOrSchedule = 0.01,

@@ -1,11 +1,10 @@
 """The command `tpu-embedding compile`."""
 
 import dataclasses
-import itertools
 import json
 import pathlib
 import sys
-from typing import Annotated, Literal
+from typing import Annotated
 
 import jax
 import tyro
@@ -49,10 +48,6 @@ class Compile:
     slices: int = 1
     """Number of such slices, connected by the data center network."""
 
-    kernels: tyro.conf.UseAppendAction[tuple[Literal["xla", "sparse_core"], ...]] = ()
-    """Backend that reads and updates rows, in place of the config's; repeat it to
-    compare some."""
-
     compiler_option: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
     """XLA option of the train step as NAME=VALUE; may be repeated."""
 
@@ -74,13 +69,10 @@ class Compile:
         except (ImportError, ValueError) as error:
             raise UsageError(str(error)) from error
         reports = []
-        for (topology, mesh), kernels in itertools.product(
-            zip(self.topology, meshes, strict=True), self.kernels or [config.kernels]
-        ):
-            title = f"{config.name} for {topology}, kernels {kernels}"
+        for topology, mesh in zip(self.topology, meshes, strict=True):
+            title = f"{config.name} for {topology}"
             print(f"compiling {title} ...", file=sys.stderr, flush=True)
-            with_kernels = dataclasses.replace(config, kernels=kernels)
-            report = self._compile_for(with_kernels, topology, mesh)
+            report = self._compile_for(config, topology, mesh)
             reports.append(report)
             print(format_report(report), end="\n\n", flush=True)
         if self.json is not None:

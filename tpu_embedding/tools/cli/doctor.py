@@ -11,7 +11,7 @@ from tpu_embedding.tools.doctor.examine import examine
 class Doctor:
     """Checks this machine: versions, variables, devices, memory, rows on the live chip.
 
-    A step of every backend runs on the devices, and is compared with NumPy row by row.
+    A step runs on the devices, and is compared with NumPy row by row.
     On a slice of several hosts, start it on all of them at the same time. Exit status:
     1 if a check failed.
     """

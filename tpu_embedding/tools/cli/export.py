@@ -87,6 +87,9 @@ class Export:
             save_tables(model, output, dtype=self.dtype)
         else:
             batch = data.train_batch(0)
+            with_inputs = getattr(config.model, "with_inputs", None)
+            if with_inputs is not None:
+                batch = with_inputs(batch, None, samples="global")
             write = save if self.format == "stablehlo" else save_saved_model
             example = (batch.features, batch.dense)
             options = {"dtype": self.dtype, "batch_size": self.batch_size}

@@ -50,11 +50,6 @@ class Instruction:
         """Opcode without the suffix `-start` of asynchronous operations."""
         return self.opcode.removesuffix("-start")
 
-    def text_attribute(self, name: str) -> str:
-        """Returns the value of a quoted attribute, or ""."""
-        match = re.search(rf'\b{name}="((?:[^"\\]|\\.)*)"', self.attributes)
-        return match.group(1) if match else ""
-
     def called(self, name: str) -> str | None:
         """Returns the name after an attribute such as `calls=`; None if absent."""
         match = re.search(rf"\b{name}=%?([\w.\-]+)", self.attributes)

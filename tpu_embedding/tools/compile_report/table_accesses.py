@@ -12,7 +12,6 @@ from typing import Final
 import jax
 
 from tpu_embedding.plan.plan import EmbeddingPlan
-from tpu_embedding.rows.packed_rows import RowLayout
 from tpu_embedding.tools.compile_report.hlo import Instruction, parse_module
 from tpu_embedding.tools.compile_report.memory import temporary_bytes
 
@@ -34,11 +33,11 @@ _WITHOUT_COPY: Final = frozenset(
         "call-start",
         "call-update",
         "call-done",
+        "custom-call",
     }
 )
 _COPIES: Final = frozenset({"copy", "copy-start", "copy-done", "transpose"})
 _ALL_GATHERS: Final = frozenset({"all-gather", "all-gather-start"})
-_PALLAS: Final = "tpu_custom_call"
 _MIN_TABLE_SIZE: Final = 2**14
 """Minimum elements per device (64 KiB) of the table-sized arrays in a report.
 
@@ -65,7 +64,6 @@ class TableAccesses:
       table_sized_all_gathers: all-gathers whose result has that size.
       sparse_core_gathers: number of gathers on SparseCore.
       sparse_core_scatters: number of scatters on SparseCore.
-      kernels: number of Pallas kernels.
       sparse_core_relayouts: number of copies on SparseCore that change an array's
         layout. Any is a defect.
       all_to_alls: number of all-to-alls, including those of later rounds.
@@ -79,7 +77,6 @@ class TableAccesses:
     table_sized_all_gathers: tuple[str, ...]
     sparse_core_gathers: int
     sparse_core_scatters: int
-    kernels: int
     sparse_core_relayouts: int
     all_to_alls: int
 
@@ -118,36 +115,21 @@ def inspect_program(
         ),
         sparse_core_gathers=text.count("OFFLOAD_GATHER"),
         sparse_core_scatters=text.count("OFFLOAD_SCATTER"),
-        kernels=sum(
-            i.text_attribute("custom_call_target") == _PALLAS for i in instructions
-        ),
         sparse_core_relayouts=text.count("OFFLOAD_DATA_FORMATTING"),
-        all_to_alls=sum(
-            i.base_opcode in ("all-to-all", "ragged-all-to-all") for i in instructions
-        ),
+        all_to_alls=sum(i.base_opcode == "all-to-all" for i in instructions),
     )
 
 
 def table_shapes(plan: EmbeddingPlan) -> set[tuple[int, ...]]:
-    """Returns the shapes per device of a plan's stacked tables and slot variables.
-
-    Those that lie in column arrays count twice: as one array, and all joined.
-    """
-    layouts = _row_layouts(plan)
-    joined = (dataclasses.replace(layout, column_arrays=1) for layout in layouts)
-    return {layout.lines_shape for layout in (*layouts, *joined)}
-
-
-def _row_layouts(plan: EmbeddingPlan) -> list[RowLayout]:
-    """Returns the layouts of all stacked tables and slot variables of a plan."""
-    return [
-        layout
+    """Returns the shapes per device of a plan's stacked tables and slot variables."""
+    return {
+        layout.lines_shape
         for stack in plan.stacks
         for layout in (
             stack.layout,
-            *(plan.slot_layout(stack, slot) for slot in stack.slots),
+            *(stack.layout.slot_layout(slot) for slot in stack.slots),
         )
-    ]
+    }
 
 
 def _is_table_sized(instruction: Instruction, sizes: set[int]) -> bool:
@@ -169,12 +151,8 @@ def _is_table_sized(instruction: Instruction, sizes: set[int]) -> bool:
 def _is_in_place(instruction: Instruction) -> bool:
     """Returns True if an instruction updates in place or only forwards an operand.
 
-    A fusion updates in place if XLA names it after a scatter. A Pallas kernel does if
-    it declares that its output aliases an operand.
+    A fusion updates in place if XLA names it after a scatter.
     """
     if instruction.opcode == "fusion":
         return "scatter" in instruction.name
-    if instruction.opcode == "custom-call":
-        is_kernel = instruction.text_attribute("custom_call_target") == _PALLAS
-        return not is_kernel or "output_to_operand_aliasing" in instruction.attributes
     return instruction.opcode in _WITHOUT_COPY

@@ -24,7 +24,7 @@ class Batch:
     Attributes:
       features: ids by feature name. Each value is an int array `[batch]` or
         `[batch, valence]` (padded with `PADDING_ROW_ID`), a `DenseIds`, a `RaggedIds`
-        or a `SparseIds`. For a feature with `unique_rows`, it may be a dict of these.
+        or a `SparseIds`; or what `ModelConfig.with_inputs` makes these of.
       dense: finite numbers `[batch, num_dense]`, the dense inputs, which the loop
         converts to float32, as it does labels and weights. Or a dict of arrays
         `[batch, ...]`, whose integers become int32. None if there are none.

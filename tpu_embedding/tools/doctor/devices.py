@@ -124,8 +124,7 @@ def _check_memory(limit: int | None, capacity: float) -> Finding:
     gibibytes = f"{limit / GIBIBYTE:.1f} of {capacity / GIBIBYTE:.0f} GiB per device"
     if limit >= _MIN_MEMORY_SHARE * capacity:
         return Finding("memory", "ok", gibibytes)
-    way_out = "unset LIBTPU_INIT_ARGS XLA_FLAGS"
-    return Finding("memory", "FAILED", gibibytes, way_out)
+    return Finding("memory", "FAILED", gibibytes, "unset LIBTPU_INIT_ARGS XLA_FLAGS")
 
 
 def check_holders(

@@ -2,9 +2,8 @@
 
 import glob
 from collections.abc import Iterator, Mapping
-from typing import Any, Final
+from typing import Final
 
-from tpu_embedding.hardware import hardware_of_kind
 from tpu_embedding.tools.doctor.devices import ask_child, check_devices, check_holders
 from tpu_embedding.tools.doctor.environment import (
     Finding,
@@ -31,30 +30,14 @@ def examine(expected: str | None, seconds: float) -> Iterator[Finding]:
     found = ask_child(["devices"], environment, seconds)
     yield from check_devices(found, expected, chips)
     if isinstance(found, dict):
-        for backend in _backends(found):
-            yield _check_rows(backend, environment, seconds)
+        yield _check_rows(environment, seconds)
 
 
-def _backends(found: dict[str, Any]) -> list[str]:
-    """Returns the backends that the devices have."""
-    try:
-        hardware = hardware_of_kind(found["platform"], found["kinds"][0])
-    except ValueError:
-        return ["xla"]
-    return ["xla", "sparse_core"] if hardware.num_sparse_cores else ["xla"]
-
-
-def _check_rows(
-    backend: str, environment: Mapping[str, str], seconds: float
-) -> Finding:
-    answer = ask_child([backend], environment, seconds)
+def _check_rows(environment: Mapping[str, str], seconds: float) -> Finding:
+    answer = ask_child(["rows"], environment, seconds)
     problem = answer if isinstance(answer, str) else answer["problem"]
     if problem is None:
         assert isinstance(answer, dict)
-        times = answer["milliseconds"].items()
-        text = ", ".join(f"dim {dim}: {time:.2f} ms a step" for dim, time in times)
-        return Finding(f"rows by {backend}", "ok", f"equal to NumPy; {text}")
-    way_out = "Please report it, with this output."
-    if backend != "xla":
-        way_out = "Do not use this backend here: kernels='xla'. Please report it."
-    return Finding(f"rows by {backend}", "FAILED", problem, way_out)
+        text = ", ".join(f"dim {x}: {t:.2f} ms a step" for x, t in answer["times"])
+        return Finding("rows", "ok", f"equal to NumPy; {text}")
+    return Finding("rows", "FAILED", problem, "Please report it, with this output.")

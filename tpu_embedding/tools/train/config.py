@@ -20,7 +20,6 @@ import tpu_embedding
 from tpu_embedding.field_checks import raise_all
 from tpu_embedding.optimizers.row_optimizer import TableOptimizer
 from tpu_embedding.paths import local_path
-from tpu_embedding.rows.kernels.kernel_access import Backend
 from tpu_embedding.tools.data.source import DataSource
 from tpu_embedding.tools.train.metrics import LOSSES, LossName
 from tpu_embedding.tools.train.models.model import ModelConfig
@@ -116,7 +115,6 @@ class RunConfig:
         False counts scores in bins, whose error is reported where it matters.
       capacity: ids per destination and round of the exchange; None lets the plan
         choose. It changes the speed, never the results.
-      kernels: backend that reads and updates rows, as in `make_plan`.
       table_dtype: storage type of all tables; None leaves that of the model's tables.
       tables_split_over: devices that the rows of a table are split over: `"all"`, or
         `"slice"`, those of a slice, with a copy of the table in each. A table's own
@@ -143,8 +141,7 @@ class RunConfig:
     target: Target | None = None
     exact_auc: bool = False
     capacity: int | None = None
-    kernels: Backend = "xla"
-    table_dtype: Literal["float32", "bfloat16", "float16"] | None = None
+    table_dtype: Literal["float32", "bfloat16"] | None = None
     tables_split_over: Literal["all", "slice"] = "all"
     seed: int = 0
     log_every: int = 100

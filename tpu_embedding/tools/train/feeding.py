@@ -15,6 +15,7 @@ from tpu_embedding.plan.plan import EmbeddingPlan
 from tpu_embedding.tools.data.batch import Batch, DataError, Dataset
 from tpu_embedding.tools.train.config import RunConfig
 from tpu_embedding.tools.train.metrics import LOSSES
+from tpu_embedding.tools.train.models.model import ModelConfig
 
 READ_AHEAD: Final = 2
 """Batches that are prepared, or on the devices, before the loop asks for them."""
@@ -39,7 +40,10 @@ def train_batches(
       DataError: if the data are damaged, or ids lie outside their tables.
     """
     of_process, sizes = plan.process_samples(config.batch_size), BufferSizes()
-    has_shapes = any(f.config.output_shape is not None for f in plan.inputs)
+    has_shapes = any(
+        f.config.output_shape is not None and not f.config.has_own_batch
+        for f in plan.features
+    )
     is_split = len(of_process) < config.batch_size and not has_shapes
     # A method of the data set that reads a part of a batch without the rest.
     read_part = getattr(data, "train_part", None) if is_split else None
@@ -50,7 +54,7 @@ def train_batches(
         else:
             batch, samples = read_part(step, of_process), "process"
         check_values(batch, config, f"Training batch {step}")
-        return put_batch(batch, plan, sizes, samples=samples)
+        return put_batch(batch, plan, sizes, samples=samples, model=config.model)
 
     yield from _ahead(make, steps)
 
@@ -80,9 +84,10 @@ def put_batch(
     sizes: BufferSizes | None = None,
     *,
     samples: Samples = "global",
+    model: ModelConfig | None = None,
 ) -> Batch:
     """Prepares a batch, and transfers it to the devices; see `prepare_batch`."""
-    prepared = prepare_batch(batch, plan, sizes, samples=samples)
+    prepared = prepare_batch(batch, plan, sizes, samples=samples, model=model)
     return shard_batch(prepared, plan, samples=samples)
 
 
@@ -92,6 +97,7 @@ def prepare_batch(
     sizes: BufferSizes | None = None,
     *,
     samples: Samples = "global",
+    model: ModelConfig | None = None,
 ) -> Batch:
     """Returns a batch on the host with static shapes, as the steps take it.
 
@@ -103,11 +109,15 @@ def prepare_batch(
       plan: plan of the embedding layer.
       sizes: buffer sizes of ragged features; None: the batch has its own.
       samples: samples of the batch, as in `prepare_features`.
+      model: config of the model, which may change the batch; see `ModelConfig`.
 
     Raises:
       DataError: if the features do not match the plan, or ids lie outside their tables.
     """
     try:
+        with_inputs = getattr(model, "with_inputs", None)
+        if with_inputs is not None:
+            batch = with_inputs(batch, plan, sizes, samples=samples)
         features = prepare_features(batch.features, plan, sizes=sizes, samples=samples)
     except (TypeError, ValueError) as error:
         raise DataError(str(error)) from error

@@ -315,7 +315,9 @@ class _Run:
         def evaluated() -> Iterator[Metrics]:
             for number, batch in enumerate(self.data.evaluation_batches()):
                 check_values(batch, self.config, f"Evaluation batch {number}")
-                on_devices = put_batch(batch, self.plan, self._evaluation_sizes)
+                on_devices = put_batch(
+                    batch, self.plan, self._evaluation_sizes, model=self.config.model
+                )
                 metrics, of_batch = self.evaluation_step(self.state, on_devices)
                 if self.config.exact_auc:
                     scores.append(jax.device_get(of_batch))

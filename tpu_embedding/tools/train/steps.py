@@ -86,7 +86,6 @@ def make_run_plan(
         optimizer=config.make_table_optimizer(config),
         placement=placement,
         capacity=config.capacity,
-        kernels=config.kernels,
         hardware=hardware,
     )
 
@@ -98,9 +97,7 @@ def _with_table_dtype(
     # Unnamed tables are told apart by identity.
     changed: dict[int, TableConfig] = {}
 
-    def change(table: Any) -> Any:
-        if isinstance(table, tuple):
-            return tuple(map(change, table))
+    def change(table: TableConfig) -> TableConfig:
         new = dataclasses.replace(table, dtype=np.dtype(dtype))
         return changed.setdefault(id(table), new)
 
@@ -228,7 +225,8 @@ def abstract_step(
     """
     graphdef, state = abstract_train_state(config, data, plan)
     step = make_train_step(graphdef, config)
-    batch = abstract_batch(prepare_batch(data.train_batch(0), plan), plan)
+    batch = prepare_batch(data.train_batch(0), plan, model=config.model)
+    batch = abstract_batch(batch, plan)
     return jit_train_step(step, state, plan), state, batch
 
 

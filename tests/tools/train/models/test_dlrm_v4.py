@@ -158,7 +158,9 @@ def test_training_steps_are_those_of_the_reference():
     state = nnx.state((model, optimizer))
     step = jit_train_step(make_train_step(graph, config), state, plan)
     for i, wanted in enumerate(STEPS):
-        state, metrics = step(state, put_batch(data.train_batch(i), plan))
+        state, metrics = step(
+            state, put_batch(data.train_batch(i), plan, model=config.model)
+        )
         assert error(metrics["loss"], wanted["loss"]) <= TOLERANCE
         model, optimizer = nnx.merge(graph, state)
         weights = {n: v.get_value() for n, v in dense_params(model).items()}

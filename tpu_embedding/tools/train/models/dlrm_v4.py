@@ -5,6 +5,7 @@ rows of different items, and expands the results into the events of the historie
 """
 
 import dataclasses
+from collections.abc import Mapping
 from typing import Any, Final
 
 import jax
@@ -15,10 +16,14 @@ from jaxtyping import Array, Float, Int, Key
 
 from tpu_embedding import initializers
 from tpu_embedding.config import FeatureConfig, TableConfig
-from tpu_embedding.functional.unique_rows import UniqueRows, expand
+from tpu_embedding.functional.expansion import expand
+from tpu_embedding.inputs.buffer_sizes import BufferSizes
+from tpu_embedding.inputs.prepare import Samples as PassedSamples
+from tpu_embedding.inputs.unique_ids import unique_ids
 from tpu_embedding.nn.embedding import TPUEmbedding
-from tpu_embedding.plan.plan import EmbeddingPlan
+from tpu_embedding.plan.plan import AnyPlan, EmbeddingPlan
 from tpu_embedding.plan.shard_map import DENSE_SCOPE, in_auto_axes
+from tpu_embedding.tools.data.batch import Batch
 from tpu_embedding.tools.train.models.hstu import (
     HSTU,
     HSTUInputs,
@@ -27,7 +32,6 @@ from tpu_embedding.tools.train.models.hstu import (
     longest_sequence,
 )
 from tpu_embedding.tools.train.models.model import Outputs, click_outputs
-from tpu_embedding.types import UniqueIds
 
 EVENT_FEATURES: Final = ("item_id", "artist_id", "album_id")
 """Features of each event of a history, and of the candidate."""
@@ -47,9 +51,9 @@ class DLRMv4Config:
         """Returns a feature per table, by the names in `data.table_sizes`.
 
         Args:
-          data: has `table_sizes`, rows by table, and `history_length`, the events of
-            the longest history. Tables other than those of `EVENT_FEATURES` have one id
-            per sample, and make the contextual tokens in their order.
+          data: has `table_sizes`, rows by table. Tables other than those of
+            `EVENT_FEATURES` have one id per sample, and make the contextual tokens in
+            their order.
 
         Raises:
           ValueError: if the number of tables is not that of the contextual tokens.
@@ -68,13 +72,41 @@ class DLRMv4Config:
                     initializer=initializers.uniform(-(size**-0.5), size**-0.5),
                     name=name,
                 ),
-                unique_rows=name in EVENT_FEATURES,
-                max_sequence_length=data.history_length
-                if name in EVENT_FEATURES
-                else 0,
+                output_shape=(-1,) if name in EVENT_FEATURES else None,
             )
             for name, size in data.table_sizes.items()
         }
+
+    def with_inputs(
+        self,
+        batch: Batch,
+        plan: AnyPlan | None,
+        sizes: BufferSizes | None = None,
+        *,
+        samples: PassedSamples,
+    ) -> Batch:
+        """Names each item, artist and album of a device's samples once.
+
+        The ids of `EVENT_FEATURES` are dicts with a `history` and a `candidate`. Those
+        two become dense inputs: indices into the items of the device. So do the artist
+        and the album of each item.
+        """
+        assert isinstance(batch.dense, Mapping)
+        item, *attributes = EVENT_FEATURES
+        length = batch.dense["action_weight"].shape[1]
+        items = unique_ids(
+            batch.features[item], plan, item, sizes, length=length, samples=samples
+        )
+        features, indices = {item: items.ids}, dict(items.index)
+        for name in attributes:
+            ids = items.attribute_ids(batch.features[name])
+            unique = unique_ids(ids, plan, name, sizes, samples=samples)
+            features[name], indices[name] = unique.ids, unique.index
+        return dataclasses.replace(
+            batch,
+            features={**batch.features, **features},
+            dense={**batch.dense, **indices},
+        )
 
     def build(self, data: Any, plan: EmbeddingPlan, *, rngs: nnx.Rngs) -> "DLRMv4":
         """Returns the model with initial parameters."""
@@ -85,18 +117,18 @@ class DLRMv4Config:
 class DLRMv4(nnx.Module):
     """Predicts the click on a candidate by `HSTU` over rows of tables.
 
-    A batch has the ids `history` and `candidate` of each of `EVENT_FEATURES`, one id
-    per sample of each contextual feature, and these dense inputs:
+    A batch has the unique items, artists and albums of each device, one id per sample
+    of each contextual feature, and these dense inputs:
 
+    * `artist_id`, `album_id`: `[items]`, unique artist and album of each unique item.
+    * `history`: `[batch, events]`, unique item of each event; `candidate`: `[batch]`.
     * `history_length`: `[batch]`, number of events of each history.
     * `action_weight`, `action_timestamp`: `[batch, events]`, bits of the action of each
       event, and its time in seconds.
     * `query_time`: `[batch]`, time of the candidate in seconds.
 
     An item has one artist and one album. So HSTU needs the rows of artist and album
-    once per different item. `UniqueRows.attribute_rows` takes them from the two other
-    lookups by the indices of all events: no further ids travel, shapes do not depend on
-    the data, and each table is looked up once per device and id.
+    once per different item, and gathers them by `artist_id` and `album_id`.
 
     HSTU runs on each device for its own samples, by micro-batches of
     `HSTUSizes.micro_batch_size`. Devices exchange nothing until the gradients of the
@@ -130,72 +162,73 @@ class DLRMv4(nnx.Module):
           dense: dict of integer arrays; see the class.
         """
         rows = self.embedding(features)
-        items, artists, albums = (rows[name] for name in EVENT_FEATURES)
+        item, *attributes = EVENT_FEATURES
+        artists, albums = (
+            self.embedding.expand(rows[name], dense[name]) for name in attributes
+        )
         lengths = dense["history_length"]
         if self.hstu.deterministic:
             normalizer = jnp.asarray(self.longest_sequence, lengths.dtype)
         else:
             normalizer = longest_sequence(lengths, len(self.contextual_features))
         inputs = HSTUInputs(
-            items=items.rows,
-            artists=items.attribute_rows(artists),
-            albums=items.attribute_rows(albums),
+            items=rows[item],
+            artists=artists,
+            albums=albums,
             samples=Samples(
                 numbers=jnp.arange(len(lengths)),
                 contextual=jnp.stack(
                     [rows[n] for n in self.contextual_features], axis=1
                 ),
-                history=items.ids.index["history"],
+                history=dense["history"],
                 lengths=lengths,
-                candidate=items.ids.index["candidate"],
+                candidate=dense["candidate"],
                 actions=dense["action_weight"],
                 times=dense["action_timestamp"],
                 query_times=dense["query_time"],
             ),
         )
-        return click_outputs(self._logits(inputs, items, normalizer))
+        return click_outputs(self._logits(inputs, normalizer))
 
     def _logits(
-        self, inputs: HSTUInputs, items: UniqueRows, normalizer: Int[Array, ""]
+        self, inputs: HSTUInputs, normalizer: Int[Array, ""]
     ) -> Float[Array, " batch"]:
         """Returns the logit of each sample, from the device that has its rows.
 
         Args:
           inputs: global arrays.
-          items: the lookup of the items.
           normalizer: divisor of the attention's scores.
         """
         graph, state = nnx.split(self.hstu)
-        plan, batch = items.plan, inputs.samples.lengths.shape[0]
+        batch = inputs.samples.lengths.shape[0]
 
         def of_device(
             inputs: HSTUInputs,
-            ids: UniqueIds,
             state: nnx.State,
             normalizer: Int[Array, ""],
             dropout_key: Key[Array, ""] | None,
         ) -> Float[Array, " samples"]:
             def place(values: Array, index: Array) -> Array:
-                return expand(values, dataclasses.replace(ids, index=index), None)
+                return expand(values, index, None)
 
             hstu = nnx.merge(graph, state)
             return hstu(inputs, place, normalizer=normalizer, dropout_key=dropout_key)
 
-        ids = dataclasses.replace(items.ids, index=None)
-        arguments = (inputs, ids, state, normalizer, self.hstu.dropout_key())
-        if plan is None:
+        arguments = (inputs, state, normalizer, self.hstu.dropout_key())
+        if self.embedding.recording == "serving":
             return of_device(*arguments)
-        split, whole = plan.sample_spec, PartitionSpec()
+        plan = self.embedding.plan
+        split, whole = plan.batch_sharding.spec, PartitionSpec()
 
         @jax.named_scope(DENSE_SCOPE)
         def of_devices(inputs: HSTUInputs, *rest: Any) -> Float[Array, " batch"]:
             samples = jax.tree.map(
-                lambda x: _fill_up(x, plan.num_shards), inputs.samples
+                lambda x: _fill_up(x, plan.num_batch_shards), inputs.samples
             )
             logits = jax.shard_map(
                 of_device,
                 mesh=plan.auto_mesh,
-                in_specs=(split, split, whole, whole, whole),
+                in_specs=(split, whole, whole, whole),
                 out_specs=split,
                 check_vma=False,
             )(dataclasses.replace(inputs, samples=samples), *rest)

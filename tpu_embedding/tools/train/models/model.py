@@ -37,6 +37,11 @@ class ModelConfig(Protocol):
     `feature_config` comes first, then the plan is made from it, then `build` runs. The
     plan can therefore be printed, and compared with a checkpoint's, before anything is
     allocated.
+
+    A model whose features are not those of the data set has an optional further method.
+    It runs on the host, and takes `sizes` and `samples` as `prepare_features` does:
+
+        def with_inputs(self, batch: Batch, plan, sizes=None, *, samples) -> Batch
     """
 
     def feature_config(self, data: Any) -> dict[str, FeatureConfig]:

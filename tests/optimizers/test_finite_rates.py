@@ -1,0 +1,62 @@
+"""Learning rates that are not finite are found before the step, whatever made them."""
+
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+
+from tpu_embedding import optimizers
+from tpu_embedding.optimizers.finite_rates import rates_are_finite
+
+
+def nan_at_1(count):
+    return jnp.where(count == 1, jnp.nan, 0.1)
+
+
+def inf_at_1(count):
+    return jnp.where(count == 1, jnp.inf, 0.1)
+
+
+def found_at_1(rule):
+    """Asks before the second step."""
+    rows = jnp.ones((3, 8))
+    _, state = rule.update(rows, rule.init(rows), rows)
+    return rates_are_finite(rule, 8, jax.tree.leaves(state))
+
+
+@pytest.mark.parametrize(
+    "rule",
+    {
+        "nan": optax.sgd(nan_at_1),
+        "inf": optax.adam(inf_at_1),
+        "own": optimizers.adagrad(nan_at_1),
+        "totals": optimizers.adafactor(nan_at_1),
+        "norm": optimizers.lamb(nan_at_1),
+        "injected": optax.inject_hyperparams(optax.adam)(nan_at_1),
+        "selected": optax.radam(nan_at_1),
+        "every": optimizers.every_row(optax.adam(nan_at_1)),
+    }.values(),
+)
+def test_a_rate_that_is_not_finite_is_found(rule):
+    assert not found_at_1(rule)
+
+
+@pytest.mark.parametrize(
+    "rule",
+    {
+        "bias_correction": optax.adam(0.1),
+        # Its first steps compute NaN, and do not use it.
+        "radam": optax.radam(0.1),
+        "no_bound": optax.inject_hyperparams(optimizers.bounded_adagrad)(
+            0.1, max_var_update=float("inf")
+        ),
+        "schedule": optax.adam(optax.cosine_decay_schedule(0.1, 3)),
+    }.values(),
+)
+def test_a_finite_rate_is_not(rule):
+    assert found_at_1(rule)
+
+
+@pytest.mark.parametrize("rule", [optax.sgd(0.1), optimizers.assign()])
+def test_a_rule_whose_numbers_never_change_is_not_asked(rule):
+    assert found_at_1(rule) is None

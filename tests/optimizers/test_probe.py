@@ -1,0 +1,188 @@
+"""A rule is run on rows and on parts of them: what it may do, and what is refused."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import tpu_embedding as te
+from tests.conftest import mesh_of
+from tpu_embedding.optimizers import NotRowLocalError, check_row_local
+from tpu_embedding.optimizers.probe import is_elementwise, probe_rule
+
+DIM = 8
+
+
+def rule_of(operation):
+    """A rule with one slot variable, whose updates are `operation(gradient, slot)`."""
+    return optax.GradientTransformation(
+        jnp.zeros_like,
+        lambda updates, state, rows: (operation(updates, state), state + updates),
+    )
+
+
+def test_a_plan_probes_a_rule_once_for_each_dim():
+    calls = []
+
+    def operation(u, s):
+        calls.append(u.shape)
+        return u * s
+
+    features = {
+        name: te.FeatureConfig(
+            table=te.TableConfig(vocabulary_size=10, dim=dim, name=name)
+        )
+        for name, dim in {"a": 8, "b": 8, "c": 4, "d": 4}.items()
+    }
+    optimizer = rule_of(operation)
+    te.make_plan(features, mesh_of(1), optimizer=optimizer)
+    num_calls = len(calls)
+    assert {shape[1] for shape in calls} == {4, 8}
+    te.make_plan(features, mesh_of(1), optimizer=optimizer)
+    check_row_local(optimizer, 8)
+    assert len(calls) == num_calls
+
+
+def test_a_probe_belongs_to_no_trace_and_no_mesh():
+    """It may be made within `shard_map`, and is the same for another mesh."""
+    found, optimizer = [], optax.adam(0.1)
+
+    def update(x):
+        found.append(probe_rule(optimizer, 5))
+        return x
+
+    spec = jax.sharding.PartitionSpec("shard")
+    with jax.debug_nans(True):
+        for num_devices in (2, 1):
+            mesh = jax.sharding.Mesh(np.array(jax.devices()[:num_devices]), ("shard",))
+            jax.jit(jax.shard_map(update, mesh=mesh, in_specs=spec, out_specs=spec))(
+                jnp.ones(4)
+            )
+    assert found[0] is found[1] is probe_rule(optimizer, 5)
+
+
+NOT_RUNNABLE = {
+    "arguments": (optax.lbfgs(0.1), "TypeError: .*value_fn"),
+    "value of a row": (rule_of(lambda u, s: u if s[0, 0] > 0 else s), "TracerBool"),
+    "a rate without arguments": (optax.sgd(lambda: 0.1), "te.nn.set_each_step"),
+    "no array": (optax.stateless(lambda u, p: None), "does not return one array"),
+    "lookahead": (optax.lookahead(optax.sgd(0.1), 5, 0.5), "fast_optimizer alone"),
+}
+
+
+@pytest.mark.parametrize("name", NOT_RUNNABLE)
+def test_what_does_not_run_on_one_array_is_refused(name):
+    optimizer, reason = NOT_RUNNABLE[name]
+    with pytest.raises(NotRowLocalError, match=rf"(?s)\[rows, 8\].*{reason}"):
+        check_row_local(optimizer, DIM)
+
+
+ROW_LOCAL = {
+    "cond": lambda u, s: jax.lax.cond(jnp.float32(1) > 0, jnp.sin, jnp.cos, u),
+    "while": lambda u, s: jax.lax.while_loop(
+        lambda x: x[1] < 3, lambda x: (x[0] * 0.5, x[1] + 1), (u, 0)
+    )[0],
+    "columns": lambda u, s: u * s[:, :1] + u[:, ::-1],
+    "argsort of a row": lambda u, s: u * jnp.argsort(s, axis=1),
+    "constants": lambda u, s: u * np.ones(u.shape, np.float32) + jnp.arange(8.0)[None],
+    "vmap": lambda u, s: jax.vmap(lambda x, y: x * jnp.sum(y))(u, s),
+    "scan over rows": lambda u, s: jax.lax.map(lambda x: x / (1 + x @ x), u),
+}
+NOT_ROW_LOCAL = {
+    "sort of rows": lambda u, s: u * jnp.sort(s, axis=0),
+    "rows in reverse": lambda u, s: u * jnp.flip(s, axis=0),
+    "iota over rows": lambda u, s: u * jnp.arange(u.shape[0])[:, None],
+    "row count": lambda u, s: u / u.shape[0],
+    "parity": lambda u, s: u * 2 if u.shape[0] % 2 else u + s,
+    "more than 128 rows": lambda u, s: u * 2 if u.shape[0] >= 128 else u,
+    "large maximum": lambda u, s: jnp.where(jnp.max(jnp.abs(u)) > 1e8, u, 2 * u),
+    "only of NaN": lambda u, s: jnp.where(jnp.isnan(u).any(), 0, u),
+    "in a later step": lambda u, s: u * jnp.max(s),
+    "one row": lambda u, s: u.at[0].set(0.0),
+    "rows by rows": lambda u, s: (u @ s.T) @ u,
+    "scan that carries": lambda u, s: jax.lax.associative_scan(jnp.add, u),
+}
+
+
+@pytest.mark.parametrize("name", ROW_LOCAL)
+def test_is_row_local(name):
+    check_row_local(rule_of(ROW_LOCAL[name]), DIM)
+
+
+@pytest.mark.parametrize("name", NOT_ROW_LOCAL)
+def test_mixes_rows(name):
+    with pytest.raises(NotRowLocalError, match="mixes rows.*clip_by_global_norm"):
+        check_row_local(rule_of(NOT_ROW_LOCAL[name]), DIM)
+
+
+MOVED_BY_ADDING = {
+    "sum": (lambda s, u: s + u, True),
+    "moving average": (lambda s, u: 0.9 * s + 0.1 * u, True),
+    "forgets most": (lambda s, u: 0.3 * s + 0.7 * u, False),
+    "forgets all": (lambda s, u: u, False),
+    "maximum": (lambda s, u: jnp.maximum(s, u), False),
+    "bounded": (lambda s, u: jnp.minimum(s + u, 5.0), False),
+}
+
+
+@pytest.mark.parametrize("name", MOVED_BY_ADDING)
+def test_slots_that_a_difference_moves(name):
+    operation, expected = MOVED_BY_ADDING[name]
+    rule = optax.GradientTransformation(
+        jnp.ones_like, lambda u, s, p: (u, operation(s, u))
+    )
+    (slot,) = probe_rule(rule, DIM).slots
+    assert slot.is_moved_by_adding is expected
+    assert slot.initial_value == 1
+
+
+@pytest.mark.parametrize(
+    ("rule", "expected"),
+    [
+        (optax.adam(0.1), True),
+        (te.optimizers.ftrl(0.1), True),
+        (optax.chain(optax.centralize(), optax.sgd(0.1)), False),
+        (te.optimizers.rowwise_adagrad(0.1), False),
+        (te.optimizers.lamb(0.1), False),
+    ],
+)
+def test_rules_of_elements(rule, expected):
+    assert is_elementwise(rule, DIM) is expected
+
+
+def of_rows(operation):
+    return optax.stateless(operation)
+
+
+def late(rule):
+    return optax.conditionally_transform(rule, lambda step: step > 2)
+
+
+MIXED = {
+    "late in training": lambda: optax.chain(
+        late(optax.clip_by_global_norm(1.0)), optax.sgd(0.1)
+    ),
+    "by a large row": lambda: of_rows(
+        lambda g, rows: jnp.where(jnp.max(rows) > 0.7, g / 2, g)
+    ),
+    "by a gradient of zeros": lambda: of_rows(
+        lambda g, rows: jnp.where(jnp.any(g == 0), 2 * g, g)
+    ),
+    "by a value of the state": lambda: optax.chain(optax.zero_nans(), optax.sgd(0.1)),
+}
+
+
+@pytest.mark.parametrize("case", MIXED)
+def test_rows_that_are_mixed_only_sometimes_are_refused(case):
+    with pytest.raises(NotRowLocalError):
+        check_row_local(MIXED[case](), DIM)
+
+
+@pytest.mark.parametrize("bound", [0.1, 10.0, 100.0])
+def test_a_bound_of_the_norm_of_a_row_is_not_elementwise(bound):
+    def project(gradient, rows):
+        norm = jnp.sqrt(jnp.sum(rows**2, axis=-1, keepdims=True))
+        return -gradient + rows * (jnp.minimum(1.0, bound / norm) - 1.0)
+
+    assert not is_elementwise(of_rows(project), DIM)

@@ -1,0 +1,297 @@
+"""Names each id of a device's samples once, for models that transform rows.
+
+The batches of a sequence model repeat most of their ids. Such a model looks up the
+unique ids of each device as a plain feature, transforms each row once, and then gathers
+the results into the places of the samples, by `tpu_embedding.functional.expand`.
+"""
+
+from collections.abc import Iterator, Sequence
+from typing import Any, Final, NamedTuple
+
+import jax
+import numpy as np
+
+from tpu_embedding.argument_checks import Wanted, takes
+from tpu_embedding.inputs.agreed_sizes import agree_on_demands
+from tpu_embedding.inputs.buffer_sizes import (
+    BufferSizes,
+    RaggedDemand,
+    size_of_batch,
+)
+from tpu_embedding.inputs.prepare import Samples, num_parts_of
+from tpu_embedding.inputs.wide_ids import padding_of
+from tpu_embedding.plan.features import FeatureNest
+from tpu_embedding.plan.plan import PLAN, AnyPlan
+from tpu_embedding.types import RaggedIds
+
+_PLAN_OR_NONE: Final = Wanted(FeatureNest | None, PLAN.text)
+
+_MAX_RANGE_PER_ID: Final = 16
+"""Range of ids, per id, up to which a mark per value is faster than a sort."""
+
+
+class UniqueIds(NamedTuple):
+    """The different ids of each device's samples, and where each place finds its own.
+
+    Attributes:
+      ids: `[num_devices * size]`; the different ids of each device, rising, then
+        padding. Look them up as a feature with `output_shape=(-1,)`.
+      index: nest of the ids, each int32 `[batch]` or `[batch, places]`: the position of
+        each id among those of its device; `size` where there is no id.
+      size: ids per device, padding included.
+    """
+
+    ids: np.ndarray
+    index: Any
+    size: int
+
+    def attribute_ids(self, attributes: Any) -> np.ndarray:
+        """Returns the attribute of each unique id, such as the artist of each item.
+
+        Look the result up as one more feature with `output_shape=(-1,)`, whose rows are
+        aligned with those of the ids. If many ids have one attribute, pass it to
+        `unique_ids` first, and expand the rows of the attributes to those of the ids.
+
+        Args:
+          attributes: nest like the ids, with the attribute of the id in each place. All
+            places of an id must hold the same one, which is not checked.
+
+        Returns:
+          `[num_devices * size]`, padded like the ids.
+
+        Raises:
+          ValueError: if an attribute has more or fewer places than the ids.
+
+        Example:
+          >>> import tpu_embedding as te
+          >>> plan = te.make_plan(te.FeatureConfig(table=te.TableConfig(
+          ...     vocabulary_size=10, dim=4)))
+          >>> songs = te.inputs.unique_ids(np.array([[7, 2, 7]]), plan, "feature")
+          >>> songs.attribute_ids(np.array([[5, 3, 5]]))[:2].tolist()
+          [3, 5]
+        """
+        is_ragged = lambda x: isinstance(x, RaggedIds)  # noqa: E731
+        leaves = jax.tree.leaves(attributes, is_leaf=is_ragged)
+        indices = jax.tree.leaves(self.index)
+        shapes = [index.shape for index in indices]
+        places = [
+            _in_places(x, shape[1] if len(shape) > 1 else None)
+            for x, shape in zip(leaves, shapes, strict=False)
+        ]
+        if [x.shape for x in places] != shapes or len(leaves) != len(shapes):
+            raise ValueError(
+                "UniqueIds.attribute_ids needs an attribute in each place of the ids, "
+                f"{shapes}, got {[x.shape for x in places]}; give both of one batch."
+            )
+        places = _as_one_dtype(places)
+        num_devices = len(self.ids) // self.size
+        found = np.full((num_devices, self.size), padding_of(places[0].dtype))
+        parts = (_parts(x, num_devices) for x in (indices, places))
+        for of_device, index, attribute in zip(found, *parts, strict=True):
+            is_id = index < self.size
+            of_device[index[is_id]] = attribute[is_id]
+        return found.reshape(-1)
+
+
+@takes("te.inputs.", plan=_PLAN_OR_NONE)
+def unique_ids(
+    ids: Any,
+    plan: AnyPlan | None,
+    feature: str,
+    sizes: BufferSizes | None = None,
+    *,
+    length: int | None = None,
+    samples: Samples = "global",
+) -> UniqueIds:
+    """Finds the different ids of the samples of each device. It runs on the host.
+
+    Each device then reads and exchanges a row once, however many of its samples need
+    it, and the model transforms it once. The gradient of `te.functional.expand` sums
+    over the places of a row before anything is sent. So an optimizer that asks for each
+    occurrence of an id sees one per device and row.
+
+    Args:
+      ids: integers `[batch]` or `[batch, places]`, with `PADDING_ROW_ID` in unused
+        places (or `2**64 - 1` among uint64), or `RaggedIds`. Or a nest of these, such
+        as a history and a candidate, which share the rows.
+      plan: plan of the layer, or its part `EmbeddingPlan.for_loaders()`; None: one
+        device has all samples, as in a served model.
+      feature: name of the feature that looks the unique ids up. Its `expected_valence`
+        is the mean number of different ids on a device, divided by its samples, and
+        sets the first size.
+      sizes: remembers the sizes of earlier batches, as in `prepare_features`; None:
+        each batch has a size of its own. No id is left out.
+      length: places of a sample of `RaggedIds`; longer samples are cut.
+      samples: the samples that this process passes, as in `prepare_features`.
+
+    Returns:
+      The unique ids and the index. Ids that do not fit in 32 bits are for dynamic
+      tables. Their padding is the reserved id, so their feature needs
+      `out_of_range_ids="drop"`.
+
+    Raises:
+      ValueError: if the nest has arrays of different batches, or ragged ids without a
+        length.
+
+    Example:
+      >>> import jax, jax.numpy as jnp
+      >>> import tpu_embedding as te
+      >>> table = te.TableConfig(vocabulary_size=10, dim=4, name="song")
+      >>> songs = te.FeatureConfig(table=table, output_shape=(-1,))
+      >>> plan = te.make_plan({"songs": songs})
+      >>> played = te.RaggedIds.from_lists([[7, 7, 2], [2]])
+      >>> unique = te.inputs.unique_ids(played, plan, "songs", length=3)
+      >>> batch = te.inputs.prepare_features({"songs": unique.ids}, plan)
+      >>> tables = te.functional.init_tables(plan, jax.random.key(0))
+      >>> rows = te.functional.lookup(tables, batch, plan).activations["songs"]
+      >>> te.functional.expand(jnp.tanh(rows), unique.index, plan).shape
+      (2, 3, 4)
+    """
+    num_processes = num_parts_of(samples, plan) if plan else 1
+    is_ragged = lambda x: isinstance(x, RaggedIds)  # noqa: E731
+    nest = jax.tree.map(lambda x: _in_places(x, length), ids, is_leaf=is_ragged)
+    leaves, tree = jax.tree.flatten(nest)
+    if len({len(x) for x in leaves}) != 1:
+        raise ValueError(
+            "unique_ids needs ids of one batch, got arrays of shapes "
+            f"{[x.shape for x in leaves]}."
+        )
+    leaves = _as_one_dtype(leaves)
+    num_devices = plan.num_batch_shards // num_processes if plan else 1
+    parts = list(_parts(leaves, num_devices))
+    unique, ranks = zip(*map(_rank, parts), strict=True)
+    expected_valence = _expected_valence(plan, feature) if plan else None
+    demand = RaggedDemand(
+        feature_name=feature,
+        expected_valence=expected_valence,
+        **_counts(unique, len(leaves[0])),
+    )
+    if num_processes > 1:
+        (demand,) = agree_on_demands([demand], sizes)
+    size = size_of_batch(demand) if sizes is None else sizes.choose([demand])[0]
+    size = max(1, min(size, len(parts[0])))
+    # Devices that hold copies of a part of the batch share its ids equally.
+    copies = plan.num_shards // plan.num_batch_shards if plan else 1
+    size = -(-size // copies) * copies
+    padded = np.full((num_devices, size), padding_of(leaves[0].dtype))
+    for of_device, found in zip(padded, unique, strict=True):
+        of_device[: len(found)] = found
+    index = [np.where(x < 0, np.int32(size), x) for x in _joined(ranks, leaves)]
+    return UniqueIds(
+        ids=padded.reshape(-1), index=jax.tree.unflatten(tree, index), size=size
+    )
+
+
+def _in_places(ids: Any, length: int | None) -> np.ndarray:
+    """Returns integers `[batch, ...]`. Ragged ids are cut or padded to `length`."""
+    if not isinstance(ids, RaggedIds):
+        array = np.asarray(ids)
+        if array.dtype.kind not in "iu" or array.ndim not in (1, 2):
+            raise ValueError(
+                "unique_ids needs integers [batch] or [batch, places], or RaggedIds, "
+                f"got {array.dtype} of shape {array.shape}; make RaggedIds of lists by "
+                "te.RaggedIds.from_lists."
+            )
+        return array
+    if length is None:
+        raise ValueError(
+            "unique_ids needs the places of a sample for RaggedIds, got length=None; "
+            "give the length of the longest sequence."
+        )
+    values, row_splits = np.asarray(ids.values), np.asarray(ids.row_splits)
+    if values.dtype != np.uint64:
+        values = values.astype(np.int64)  # A narrow type cannot mark padding.
+    row_splits = row_splits.astype(np.int64, copy=False)
+    is_used = np.arange(length) < np.diff(row_splits)[:, None]
+    places = row_splits[:-1, None] + np.arange(length)
+    padded = np.full(is_used.shape, padding_of(values.dtype), values.dtype)
+    padded[is_used] = values[places[is_used]]
+    return padded
+
+
+def _as_one_dtype(arrays: list[np.ndarray]) -> list[np.ndarray]:
+    """Returns the ids as int32 if it holds all of them, else as uint64."""
+    masks = [x != padding_of(x.dtype) for x in arrays]
+    limits = np.iinfo(np.int32)
+    used = (x[mask] for x, mask in zip(arrays, masks, strict=True))
+    fits = all(
+        not x.size or (x.min() >= limits.min and x.max() <= limits.max) for x in used
+    )
+    dtype = np.dtype(np.int32 if fits else np.uint64)
+    return [
+        np.where(mask, x.astype(dtype), padding_of(dtype))
+        for x, mask in zip(arrays, masks, strict=True)
+    ]
+
+
+def _parts(arrays: list[np.ndarray], num_devices: int) -> Iterator[np.ndarray]:
+    """Yields the ids of each device's samples, one array after the other."""
+    per_device = -(-len(arrays[0]) // num_devices)
+    for device in range(num_devices):
+        samples = slice(device * per_device, (device + 1) * per_device)
+        yield np.concatenate([x[samples].reshape(-1) for x in arrays])
+
+
+def _joined(parts: Sequence[np.ndarray], arrays: list[np.ndarray]) -> list[np.ndarray]:
+    """Returns arrays of the given shapes from parts in the order of `_parts`."""
+    joined = [np.empty(x.shape, np.int32) for x in arrays]
+    per_device = -(-len(arrays[0]) // len(parts))
+    for device, part in enumerate(parts):
+        samples = slice(device * per_device, (device + 1) * per_device)
+        start = 0
+        for array in joined:
+            of_device = array[samples]
+            end = start + of_device.size
+            of_device[...] = part[start:end].reshape(of_device.shape)
+            start = end
+    return joined
+
+
+def _rank(ids: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Returns the different ids, rising, and the rank of each id; -1 for padding."""
+    is_id = ids != padding_of(ids.dtype)
+    used = ids[is_id]
+    ranks = np.full(ids.shape, -1, np.int32)
+    lowest, highest = (used.min(), used.max()) if used.size else (0, 0)
+    num_values = int(highest) - int(lowest) + 1
+    if num_values > _MAX_RANGE_PER_ID * used.size:
+        unique, ranks[is_id] = np.unique(used, return_inverse=True)
+        return unique, ranks
+    offsets = used - lowest
+    is_used = np.zeros(num_values, bool)
+    is_used[offsets] = True
+    rank_of = np.cumsum(is_used, dtype=np.int32) - 1
+    ranks[is_id] = rank_of[offsets]
+    return np.flatnonzero(is_used).astype(ids.dtype) + lowest, ranks
+
+
+def _expected_valence(plan: AnyPlan, name: str) -> float | int | None:
+    """Returns the expected valence of a feature.
+
+    Raises:
+      ValueError: if the plan has no feature of this name.
+    """
+    for feature in plan.features:
+        if feature.name == name:
+            return feature.config.expected_valence
+    raise ValueError(
+        "unique_ids needs the name of the feature that looks the ids up, got "
+        f"{name!r}; the plan has {[feature.name for feature in plan.features]}."
+    )
+
+
+def _counts(unique: Sequence[np.ndarray], batch_size: int) -> dict[str, Any]:
+    """Returns the numbers of a `RaggedDemand`, on which the buffer's size depends.
+
+    Their spread is that of ids which come one by one at random, because the number of
+    unique ids is no sum over samples.
+    """
+    counts = [len(ids) for ids in unique]
+    mean = sum(counts) / batch_size
+    return {
+        "samples_per_shard": -(-batch_size // len(unique)),
+        "num_ids": max(counts),
+        "num_samples": batch_size,
+        "valence_sum": float(sum(counts)),
+        "valence_square_sum": batch_size * (mean**2 + mean),
+    }

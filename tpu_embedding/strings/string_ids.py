@@ -1,0 +1,348 @@
+"""Turns strings into ids, by hashing, by fingerprints or by a vocabulary.
+
+All work on any container of strings, and leave weights and structure as they are. They
+number strings as TensorFlow and Keras do, so tables that were trained there fit.
+"""
+
+import os
+from collections.abc import Iterable
+from itertools import repeat
+from typing import Any, Final
+
+import numpy as np
+
+from tpu_embedding.inputs.forms import HostIds, are_strings, is_integer, read_ids
+from tpu_embedding.paths import local_path
+from tpu_embedding.strings.fingerprints import (
+    ByteStrings,
+    encode,
+    farmhash64,
+    siphash64,
+)
+from tpu_embedding.types import PADDING_ROW_ID, DenseIds
+
+MAX_IDS: Final = PADDING_ROW_ID - 1
+"""Largest number of ids: the limit of `TableConfig.vocabulary_size`."""
+
+_UNKNOWN: Final = -1
+
+
+def hash_ids(
+    strings: Any,
+    num_buckets: int,
+    *,
+    salt: int | tuple[int, int] | None = None,
+    padding: str | bytes | int | None = None,
+) -> Any:
+    """Returns an id in `[0, num_buckets)` for each string, by a stable hash.
+
+    Without a salt, the hash is FarmHash's `Fingerprint64`, as in
+    `tf.strings.to_hash_bucket_fast` and `keras.layers.Hashing`. With a salt, it is
+    SipHash-2-4, as in `tf.strings.to_hash_bucket_strong` and `Hashing(salt=...)`. The
+    id is the hash modulo `num_buckets`. It is the same on every machine and in every
+    version of this package.
+
+    Two hashes of one feature, with different salts, into two tables, tell strings apart
+    that share a bucket of one.
+
+    `keras.layers.Hashing(num_bins, mask_value=mask)` keeps bin 0 for the mask, and adds
+    1 to the others. `hash_ids(strings, num_bins - 1, padding=mask)` gives its bins less
+    1: use it with the rows of a Keras table from row 1 on. Masked strings look up
+    nothing here, where Keras reads row 0.
+
+    Args:
+      strings: array of strings, nested lists, `DenseIds`, `RaggedIds`, `SparseIds`, or
+        an object with the fields of a ragged or sparse tensor. Text is hashed as UTF-8,
+        integers as their decimal digits. NumPy arrays of a fixed width (dtype `S` or
+        `U`) have lost the NUL characters at the end of their strings; dtype `object`
+        keeps them.
+      num_buckets: 1 to 2**31 - 2; the `vocabulary_size` of the table.
+      salt: number from 0 to 2**64 - 1, or a pair; one number stands for a pair of it.
+      padding: string that marks unused places. They become `PADDING_ROW_ID`.
+
+    Returns:
+      int32 ids in the container of the strings. Lists become an array, or `RaggedIds`
+      if their lengths differ.
+
+    Raises:
+      TypeError: if an element is neither string nor integer.
+      ValueError: if `num_buckets` or `salt` is out of its range.
+
+    Example:
+      >>> hash_ids(["A", "B", "C"], 3).tolist()
+      [1, 0, 1]
+      >>> hash_ids(["A", "B", "C"], 3, salt=(133, 137)).tolist()
+      [1, 2, 1]
+      >>> hash_ids(["A", "", "C"], 3 - 1, padding="").tolist()  # of Hashing: 1, 0, 2
+      [0, 2147483647, 1]
+    """
+    if not _is_int(num_buckets) or not 1 <= num_buckets <= MAX_IDS:
+        raise ValueError(
+            f"hash_ids: num_buckets must be an int from 1 to {MAX_IDS}, got "
+            f"{num_buckets!r}; give the vocabulary_size of the table."
+        )
+    key = _check_salt(salt)
+    read = read_ids(strings, "hash_ids", "Strings")
+    values = read.values.reshape(-1)
+    if is_integer(values.dtype):
+        values = values.astype(np.bytes_)
+    encoded = encode(_check_strings(values, "hash_ids"))
+    hashes = farmhash64(encoded) if key is None else siphash64(encoded, key)
+    ids = (hashes % np.uint64(num_buckets)).astype(np.int32)
+    if padding is not None:
+        ids[_is_padding(encoded, padding)] = PADDING_ROW_ID
+    return _in_container_of(strings, read, ids)
+
+
+def fingerprint_ids(strings: Any) -> Any:
+    """Returns FarmHash's 64-bit fingerprint of each string, for dynamic tables.
+
+    Two strings of 2**32 have equal ones with a probability near 1/2.
+
+    Args:
+      strings: as in `hash_ids`.
+
+    Returns:
+      uint64 ids in the container of the strings; none is the reserved `2**64 - 1`.
+
+    Raises:
+      TypeError: if an element is neither str nor bytes.
+
+    Example:
+      >>> ids = fingerprint_ids(["ann", "bob", "ann"])
+      >>> ids.dtype, bool(ids[0] == ids[2])
+      (dtype('uint64'), True)
+    """
+    read = read_ids(strings, "fingerprint_ids", "Strings")
+    values = _check_strings(read.values.reshape(-1), "fingerprint_ids")
+    words = farmhash64(encode(values))
+    words = np.minimum(words, np.uint64(2**64 - 2))
+    return _in_container_of(strings, read, words)
+
+
+class Vocabulary:
+    """Numbers the strings of a list, as `keras.layers.StringLookup` does.
+
+    The ids are, in this order: 0 for the mask token, if there is one; the buckets of
+    unknown strings; the tokens. Several buckets share unknown strings by FarmHash.
+
+    Attributes:
+      tokens: the strings, in the order of their ids.
+      num_oov_buckets: ids for unknown strings.
+      mask_token: string that marks unused places, or None.
+
+    Example:
+      >>> vocabulary = Vocabulary(["comedy", "drama"], num_oov_buckets=1)
+      >>> vocabulary.ids([["drama", "comedy"], ["western", "drama"]]).tolist()
+      [[2, 1], [0, 2]]
+      >>> vocabulary.vocabulary_size
+      3
+    """
+
+    def __init__(
+        self,
+        tokens: Iterable[str],
+        *,
+        num_oov_buckets: int = 1,
+        mask_token: str | None = None,
+        oov_token: str = "[UNK]",
+    ):
+        """Numbers the tokens.
+
+        Args:
+          tokens: distinct strings. They may begin with the mask token, if there is one,
+            and `num_oov_buckets` times `oov_token`, as lists written by Keras do.
+          num_oov_buckets: ids for unknown strings; 0 refuses unknown strings.
+          mask_token: string whose places become `PADDING_ROW_ID`, so they look up
+            nothing. Id 0 stays unused, as in Keras.
+          oov_token: stands for unknown strings in lists written by Keras.
+
+        Raises:
+          TypeError: if a token is no str, or the tokens are one string.
+          ValueError: if there are no tokens, too many, or one is there twice.
+        """
+        if not _is_int(num_oov_buckets) or not 0 <= num_oov_buckets <= MAX_IDS:
+            raise ValueError(
+                f"Vocabulary: num_oov_buckets must be an int from 0 to {MAX_IDS}, got "
+                f"{num_oov_buckets!r}; 0 refuses unknown strings."
+            )
+        if isinstance(tokens, str | bytes):
+            raise TypeError(
+                "Vocabulary: tokens must be a list of strings, got the string "
+                f"{tokens!r}; write [{tokens!r}] for one token, or "
+                "te.inputs.Vocabulary.from_file(path) for a file of tokens."
+            )
+        special = [] if mask_token is None else [mask_token]
+        special += [oov_token] * num_oov_buckets
+        listed = list(tokens)
+        if special and listed[: len(special)] == special:
+            listed = listed[len(special) :]
+        self.tokens = tuple(listed)
+        self.num_oov_buckets = num_oov_buckets
+        self.mask_token = mask_token
+        self._first_oov_id = 0 if mask_token is None else 1
+        self._check_tokens()
+        # Strings may come as str or as bytes.
+        self._ids: dict[str | bytes, int] = {}
+        for i, token in enumerate(self.tokens, self._first_oov_id + num_oov_buckets):
+            self._ids[token] = self._ids[token.encode()] = i
+        if mask_token is not None:
+            self._ids[mask_token] = self._ids[mask_token.encode()] = PADDING_ROW_ID
+
+    @classmethod
+    def from_file(
+        cls,
+        path: str | os.PathLike[str],
+        *,
+        num_oov_buckets: int = 1,
+        mask_token: str | None = None,
+        oov_token: str = "[UNK]",
+    ) -> "Vocabulary":
+        """Reads a UTF-8 text file with one token per line.
+
+        Args:
+          path: path of the file; blanks belong to their token, ends of lines do not.
+          num_oov_buckets: see `Vocabulary`.
+          mask_token: see `Vocabulary`.
+          oov_token: see `Vocabulary`.
+
+        Raises:
+          ValueError: if the file is no UTF-8, or a token is there twice.
+        """
+        with local_path(path).open("rb") as file:
+            content = file.read()
+        try:
+            lines = content.decode().split("\n")
+        except UnicodeDecodeError as error:
+            line = content[: error.start].count(b"\n") + 1
+            raise ValueError(
+                f"{os.fspath(path)}:{line}: a vocabulary must be UTF-8, got {error}."
+            ) from None
+        tokens = [line.removesuffix("\r") for line in lines]
+        if tokens[-1] == "":
+            tokens.pop()
+        try:
+            return cls(
+                tokens,
+                num_oov_buckets=num_oov_buckets,
+                mask_token=mask_token,
+                oov_token=oov_token,
+            )
+        except ValueError as error:
+            raise ValueError(f"{os.fspath(path)}: {error}") from None
+
+    @property
+    def vocabulary_size(self) -> int:
+        """Number of ids, for `TableConfig`: tokens, unknown buckets, mask."""
+        return self._first_oov_id + self.num_oov_buckets + len(self.tokens)
+
+    def ids(self, strings: Any) -> Any:
+        """Returns the id of each string.
+
+        Args:
+          strings: array of strings, nested lists, `DenseIds`, `RaggedIds`, `SparseIds`,
+            or an object with the fields of a ragged or sparse tensor.
+
+        Returns:
+          int32 ids in the container of the strings. Lists become an array, or
+          `RaggedIds` if their lengths differ.
+
+        Raises:
+          TypeError: if an element is no string.
+          ValueError: if a string is unknown and there are no buckets for it.
+        """
+        read = read_ids(strings, "Vocabulary.ids", "Strings")
+        flat = _check_strings(read.values.reshape(-1), "Vocabulary.ids").tolist()
+        if not are_strings(flat):
+            encode(flat)  # It raises an error that shows the value.
+        ids = np.fromiter(
+            map(self._ids.get, flat, repeat(_UNKNOWN)), np.int32, len(flat)
+        )
+        unknown = np.flatnonzero(ids == _UNKNOWN)
+        if unknown.size:
+            ids[unknown] = self._oov_ids([flat[i] for i in unknown])
+        return _in_container_of(strings, read, ids)
+
+    def _oov_ids(self, strings: list[Any]) -> np.ndarray:
+        if not self.num_oov_buckets:
+            raise ValueError(
+                f"Vocabulary.ids: {strings[0]!r} is not one of the {len(self.tokens)} "
+                f"tokens, and {len(strings)} such strings in all; set num_oov_buckets "
+                "to give unknown strings ids."
+            )
+        buckets = farmhash64(encode(strings)) % np.uint64(self.num_oov_buckets)
+        return buckets.astype(np.int32) + self._first_oov_id
+
+    def _check_tokens(self) -> None:
+        for i, token in enumerate(self.tokens):
+            if not isinstance(token, str):
+                raise TypeError(
+                    f"Vocabulary: token {i} must be a str, got {token!r}; pass "
+                    "numbers as str(token), and bytes as token.decode()."
+                )
+            if not token or token == self.mask_token:
+                raise ValueError(
+                    f"Vocabulary: token {i} must be neither empty nor the mask token, "
+                    f"got {token!r}; leave it out."
+                )
+        if not 1 <= len(self.tokens) <= MAX_IDS - self.num_oov_buckets - 1:
+            raise ValueError(
+                "Vocabulary: tokens and buckets must be at least 1 and at most "
+                f"{MAX_IDS}, got {len(self.tokens)} tokens."
+            )
+        if len(set(self.tokens)) < len(self.tokens):
+            first: dict[str, int] = {}
+            for i, token in enumerate(self.tokens):
+                if first.setdefault(token, i) != i:
+                    raise ValueError(
+                        f"Vocabulary: tokens must be unique, got {token!r} as token "
+                        f"{first[token]} and as token {i}."
+                    )
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    def __repr__(self) -> str:
+        return (
+            f"Vocabulary({len(self.tokens)} tokens, num_oov_buckets="
+            f"{self.num_oov_buckets}, mask_token={self.mask_token!r})"
+        )
+
+
+def _is_int(value: Any) -> bool:
+    return isinstance(value, int | np.integer) and not isinstance(value, bool)
+
+
+def _check_salt(salt: Any) -> tuple[int, int] | None:
+    if salt is None:
+        return None
+    pair = tuple(salt) if isinstance(salt, tuple | list) else (salt, salt)
+    if len(pair) != 2 or not all(_is_int(n) and 0 <= n < 2**64 for n in pair):
+        raise ValueError(
+            "hash_ids: salt must be an int from 0 to 2**64 - 1, or a pair of such "
+            f"ints, got {salt!r}."
+        )
+    return int(pair[0]), int(pair[1])
+
+
+def _check_strings(values: np.ndarray, owner: str) -> np.ndarray:
+    if not values.size:
+        return values.astype(object)  # NumPy takes empty lists for numbers.
+    if values.dtype.kind not in "SUTO":
+        raise TypeError(
+            f"Strings of {owner} must be strings, got dtype {values.dtype}."
+        )
+    return values
+
+
+def _is_padding(encoded: ByteStrings, padding: str | bytes | int) -> np.ndarray:
+    if isinstance(padding, int):
+        padding = str(padding)
+    return encoded.equal_to(padding.encode() if isinstance(padding, str) else padding)
+
+
+def _in_container_of(strings: Any, read: HostIds, ids: np.ndarray) -> Any:
+    container = read.with_values(ids.reshape(read.values.shape))
+    if isinstance(container, DenseIds) and not isinstance(strings, DenseIds):
+        return container.ids
+    return container
