@@ -15,7 +15,7 @@ Command: tpu-embedding compile dlrm_dcnv2 --topology v6e:4x4
            --set num_steps=600 --set table_learning_rate=0.05
            --set data.vocabulary_size=1000 --set data.max_valence=3
            --set data.num_evaluation_samples=16384 --set model.dim=16
-           --set model.bottom_sizes=64 --set model.top_sizes=128,64
+           --set model.bottom_sizes=64 --set "model.top_sizes=128 64"
            --set model.cross_rank=64
          tpu-embedding train dlrm_dcnv2 --data-dir DIRECTORY
 Hardware: for the second command, 8 emulated devices on 2 CPU cores
