@@ -39,7 +39,7 @@ class ModelConfig(Protocol):
     allocated.
 
     A model whose features are not those of the data set has an optional further method.
-    It runs on the host, and takes `sizes` and `samples` as `prepare_features` does:
+    It runs on the host, and takes `sizes` and `samples` as `prepare_features` does::
 
         def with_inputs(self, batch: Batch, plan, sizes=None, *, samples) -> Batch
     """
