@@ -18,6 +18,7 @@ import orbax.checkpoint as ocp
 from flax import nnx
 
 import tpu_embedding as te
+from tests.processes.joining import start_devices
 from tpu_embedding.tables import row_windows
 
 SIZES = {"sharded": 101, "replicated": 13}
@@ -25,11 +26,7 @@ STREAM = "stream"
 
 
 def main(coordinator, num_processes, process, num_devices, work, directory, path):
-    jax.config.update("jax_platforms", "cpu")
-    jax.config.update("jax_num_cpu_devices", int(num_devices))
-    if int(num_processes) > 1:
-        jax.config.update("jax_cpu_collectives_implementation", "gloo")
-        jax.distributed.initialize(coordinator, int(num_processes), int(process))
+    start_devices(coordinator, num_processes, process, num_devices)
     row_windows._MIN_BLOCK_BYTES = 512  # several chunks per process
     dynamic = {} if work == "import" else {STREAM: te.Dynamic(capacity=1000)}
     model, optimizer = make(SIZES | dynamic, seed=0 if work == "save" else 1)

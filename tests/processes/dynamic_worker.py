@@ -15,16 +15,13 @@ from flax import nnx
 from jax.experimental import multihost_utils
 
 import tpu_embedding as te
+from tests.processes.joining import start_devices
 
 CAPACITY, DIM, BATCH, STEPS = 128, 8, 32, 12
 
 
 def main(coordinator, num_processes, process, num_devices, path):
-    jax.config.update("jax_platforms", "cpu")
-    jax.config.update("jax_num_cpu_devices", int(num_devices))
-    if int(num_processes) > 1:
-        jax.config.update("jax_cpu_collectives_implementation", "gloo")
-        jax.distributed.initialize(coordinator, int(num_processes), int(process))
+    start_devices(coordinator, num_processes, process, num_devices)
     mesh = jax.sharding.Mesh(np.asarray(jax.devices()), ("shard",))
     np.savez(path, **train(mesh))
 

@@ -8,23 +8,19 @@ one process, it needs no coordinator.
 
 import sys
 
-import jax
 import numpy as np
 import optax
 from flax import nnx
 
 import tpu_embedding as te
+from tests.processes.joining import start_devices
 from tpu_embedding.tables import row_windows
 
 SIZES = {"sharded": 101, "replicated": 13}
 
 
 def main(coordinator, num_processes, process, num_devices, directory):
-    jax.config.update("jax_platforms", "cpu")
-    jax.config.update("jax_num_cpu_devices", int(num_devices))
-    if int(num_processes) > 1:
-        jax.config.update("jax_cpu_collectives_implementation", "gloo")
-        jax.distributed.initialize(coordinator, int(num_processes), int(process))
+    start_devices(coordinator, num_processes, process, num_devices)
     row_windows._MIN_BLOCK_BYTES = 512  # several blocks per process
     model = make()
     optimizer = te.Optimizer(model, optax.sgd(0.1))

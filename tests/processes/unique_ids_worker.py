@@ -15,6 +15,7 @@ from flax import nnx
 from jax.experimental import multihost_utils
 
 import tpu_embedding as te
+from tests.processes.joining import start_devices
 
 NUM_ROWS, DIM, LENGTH, BATCH = 101, 8, 6, 32
 # Of each half of a batch: the longest history. The last batches have more different
@@ -23,11 +24,7 @@ LONGEST = [(2, 2), (2, 2), (2, LENGTH), (LENGTH, 2)]
 
 
 def main(coordinator, num_processes, process, num_devices, path):
-    jax.config.update("jax_platforms", "cpu")
-    jax.config.update("jax_num_cpu_devices", int(num_devices))
-    if int(num_processes) > 1:
-        jax.config.update("jax_cpu_collectives_implementation", "gloo")
-        jax.distributed.initialize(coordinator, int(num_processes), int(process))
+    start_devices(coordinator, num_processes, process, num_devices)
     mesh = jax.sharding.Mesh(np.asarray(jax.devices()), ("shard",))
     np.savez(path, **train(mesh))
 

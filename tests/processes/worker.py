@@ -14,6 +14,7 @@ import optax
 from flax import nnx
 
 import tpu_embedding as te
+from tests.processes.joining import start_devices
 
 PLACEMENTS = {
     "sharded": te.Sharded(),
@@ -25,11 +26,7 @@ BATCH = 16
 
 
 def main(coordinator, num_processes, process, num_devices, path):
-    jax.config.update("jax_platforms", "cpu")
-    jax.config.update("jax_num_cpu_devices", int(num_devices))
-    if int(num_processes) > 1:
-        jax.config.update("jax_cpu_collectives_implementation", "gloo")
-        jax.distributed.initialize(coordinator, int(num_processes), int(process))
+    start_devices(coordinator, num_processes, process, num_devices)
     mesh = jax.sharding.Mesh(
         np.asarray(jax.devices()).reshape(2, -1), ("data", "model")
     )

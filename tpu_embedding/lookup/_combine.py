@@ -6,7 +6,6 @@ scaled per sample by the combiner. `pool_buffer` applies the gains, round by rou
 """
 
 import functools
-import itertools
 from collections.abc import Callable, Sequence
 from typing import Final
 
@@ -14,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from tpu_embedding.lookup._flatten_to_owners import PoolingSpec
+from tpu_embedding.lookup._flatten_to_owners import PoolingSpec, split_by_feature
 from tpu_embedding.plan.forms import Gathers
 from tpu_embedding.rows.access import gather_lines
 
@@ -78,9 +77,11 @@ def pool(
     if gathers == "fused":
         return [
             gather_and_pool(pooling, read_rows, of_feature)
-            for pooling, of_feature in zip(poolings, _split(places, sizes), strict=True)
+            for pooling, of_feature in zip(
+                poolings, split_by_feature(places, sizes), strict=True
+            )
         ]
-    gathered = _split(read_rows(places), sizes)
+    gathered = split_by_feature(read_rows(places), sizes)
     return [_pool(pooling, x) for pooling, x in zip(poolings, gathered, strict=True)]
 
 
@@ -89,7 +90,7 @@ def samples_of(
 ) -> list[Float[Array, "_ dim"]]:
     """Returns the activations of each feature, from the sums of all rounds."""
     if len(sums) < len(poolings):
-        sums = _split(sums[0], [pooling.num_samples for pooling in poolings])
+        sums = split_by_feature(sums[0], [pooling.num_samples for pooling in poolings])
     return scale_samples(sums, poolings)
 
 
@@ -139,7 +140,3 @@ def _pool(
         return rows.reshape(pooling.valence, -1, rows.shape[1]).sum(axis=0)
     # Additions of slices read the rows in place; a reduction copies them first.
     return functools.reduce(jnp.add, jnp.split(rows, pooling.valence))
-
-
-def _split(values: Array, sizes: list[int]) -> list[Array]:
-    return jnp.split(values, list(itertools.accumulate(sizes))[:-1])

@@ -121,8 +121,8 @@ def resolve(
       ids outside the table, per feature.
     """
     row_ids, out_of_range = _resolve_row_ids(inputs, features)
-    ends = itertools.accumulate(feature_input.ids.shape[0] for feature_input in inputs)
-    rows_of_feature = jnp.split(row_ids, list(ends)[:-1])
+    sizes = [feature_input.ids.shape[0] for feature_input in inputs]
+    rows_of_feature = split_by_feature(row_ids, sizes)
     poolings = []
     for i, (feature_input, feature) in enumerate(zip(inputs, features, strict=True)):
         default_id = feature.config.default_id
@@ -242,8 +242,13 @@ def _count_by_feature(
     if len(set(sizes)) == 1:
         by_feature = is_counted.reshape(len(sizes), sizes[0])
         return list(jnp.sum(by_feature, axis=1, dtype=jnp.int32))
-    parts = jnp.split(is_counted, list(itertools.accumulate(sizes))[:-1])
+    parts = split_by_feature(is_counted, sizes)
     return [jnp.sum(part, dtype=jnp.int32) for part in parts]
+
+
+def split_by_feature(values: Array, sizes: Sequence[AxisSize]) -> list[Array]:
+    """Cuts what lies in one array, one feature after the other."""
+    return jnp.split(values, list(itertools.accumulate(sizes))[:-1])
 
 
 def leaves_out_weights(feature: FeaturePlan) -> bool:
