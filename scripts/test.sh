@@ -104,7 +104,7 @@ if [ "$tests" != "not full" ]; then
     log=$(mktemp)
     check_tensorflow >"$log" 2>&1 &
     leg=$!
-    trap 'kill "$leg" 2>/dev/null; rm -f "$log"' EXIT
+    trap 'kill "$leg" 2>/dev/null || true; rm -f "$log"' EXIT
     bash scripts/check_wheel.sh
     (check_python311)
     (check_lowest_versions)
