@@ -42,12 +42,21 @@ setup_environment() {
     done
     if [ "$missing" ]; then
         echo "Installing tpu-embedding${extras:+[$extras]} and what it needs"
-        # Twice quiet: errors are printed, and warnings about indexes are not.
-        "$venv/bin/python" -m pip install -qq --disable-pip-version-check \
-            --editable ".${extras:+[$extras]}"
+        install "$venv/bin/python" --editable ".${extras:+[$extras]}"
         for extra in core ${extras//,/ }; do touch "$venv/installed-$extra"; done
     fi
     PATH="$PWD/$venv/bin:$PATH"
+}
+
+# Installs by uv, in a third of pip's time. Where uv finds nothing, pip may: only pip
+# reads an index from pip.conf.
+install() {
+    local python=$1 pip
+    shift
+    # Twice quiet: errors are printed, and warnings about indexes are not.
+    pip="$python -m pip install -qq --disable-pip-version-check"
+    $pip uv && "$python" -m uv pip install --quiet --python "$python" "$@" ||
+        $pip "$@"
 }
 
 find_python() {

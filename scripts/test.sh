@@ -1,15 +1,15 @@
 #!/usr/bin/env bash
 # Sets up an environment in .venv, then checks the project. Stops at the first failure.
 #   scripts/test.sh [-- PYTEST_OPTIONS]
-#       The quick tier, for before each change: format, lint, layers, types, and each
-#       test that is not marked `full`.
+#       The quick tier, for before each change: format, lint, layers, and each test
+#       that is not marked `full`.
 #   scripts/test.sh --layer [-- PYTEST_OPTIONS]
 #       The quick tier of the library: no tests of tpu_embedding/tools, of the docs, of
 #       the benchmarks and of the scripts.
 #   scripts/test.sh --all [-- PYTEST_OPTIONS]
-#       The full tier, for continuous integration: also the tests marked `full`, the
-#       docs, the wheel, export to and import from TensorFlow in an environment of its
-#       own, Python 3.11 if that interpreter is there, and the lowest versions of all
+#       The full tier, for continuous integration: also types, the tests marked `full`,
+#       the docs, the wheel, export to and import from TensorFlow in an environment of
+#       its own, Python 3.11 if that interpreter is there, and the lowest versions of all
 #       dependencies that pyproject.toml allows.
 #   scripts/test.sh --exhaustive [-- PYTEST_OPTIONS]
 #       The exhaustive tier, for before a release: also the tests marked `exhaustive`.
@@ -59,9 +59,7 @@ check_python311() {
     fi
     setup_environment dev
     run_pytest -m "not full and not tpu_compiler" \
-        tests/nn/test_golden_layer.py tests/nn/test_training.py \
-        tests/optimizers/test_golden.py tests/tools/cli/test_command.py \
-        -k "not eight and not 8devices"
+        tests/nn/test_training.py tests/tools/cli/test_command.py
 }
 
 # The lower bounds of pyproject.toml, on the oldest Python that is here.
@@ -89,22 +87,25 @@ check_tensorflow() {
 }
 
 section "environment"
-setup_environment dev,docs,tpu
+if [ "$tests" = "not full" ]; then
+    setup_environment dev,tpu
+else
+    setup_environment dev,docs,tpu
+fi
 export JAX_PLATFORMS=cpu
 section "format and lint"
 ruff format --check .
 ruff check .
 section "imports between folders"
 lint-imports --no-cache
-section "types"
-pyright --pythonpath "$(command -v python)"
 if [ "$tests" != "not full" ]; then
-    # One leg on each core: all spend most of their time in pip and on one core.
-    section "wheel, Python 3.11 and lowest versions, beside TensorFlow"
+    # One leg on each core: all spend most of their time on one.
+    section "types, wheel, Python 3.11 and lowest versions, beside TensorFlow"
     log=$(mktemp)
     check_tensorflow >"$log" 2>&1 &
     leg=$!
     trap 'kill "$leg" 2>/dev/null || true; rm -f "$log"' EXIT
+    pyright --pythonpath "$(command -v python)"
     bash scripts/check_wheel.sh
     (check_python311)
     (check_lowest_versions)
