@@ -55,8 +55,10 @@ install() {
     shift
     # Twice quiet: errors are printed, and warnings about indexes are not.
     pip="$python -m pip install -qq --disable-pip-version-check"
-    $pip uv && "$python" -m uv pip install --quiet --python "$python" "$@" ||
-        $pip "$@"
+    if $pip uv && "$python" -m uv pip install --quiet --python "$python" "$@"; then
+        return
+    fi
+    $pip "$@"
 }
 
 find_python() {

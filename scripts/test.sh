@@ -12,13 +12,22 @@
 #       its own, Python 3.11 if that interpreter is there, and the lowest versions of all
 #       dependencies that pyproject.toml allows.
 #   scripts/test.sh --exhaustive [-- PYTEST_OPTIONS]
-#       The exhaustive tier, for before a release: also the tests marked `exhaustive`.
+#       The exhaustive tier, for before a release: also the tests marked `exhaustive`,
+#       and the shapes of all arguments of traced functions.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 source scripts/setup.sh
 
 help_on_request "$@"
-tier=quick tests="not full" left_out=()
+# Checks the shapes and dtypes that the traced stages declare, at every call: in the leg
+# of the lowest versions and in the exhaustive tier, for it takes a fifth of the time.
+traced=$(printf 'tpu_embedding.%s,' \
+    functional.{steps,serving_lookup,expansion} \
+    inputs.{agreed_sizes,buffer_sizes,prepare,ragged_shards,shard_inputs,sparse_ids,unique_ids} \
+    lookup rows update)
+check_shapes="--jaxtyping-packages=${traced}beartype.beartype"
+
+tier=quick tests="not full" left_out=() all_checks=()
 case "${1-}" in
 --layer)
     tier=layer
@@ -31,7 +40,7 @@ case "${1-}" in
     shift
     ;;
 --exhaustive)
-    tier=exhaustive tests=""
+    tier=exhaustive tests="" all_checks=("$check_shapes")
     shift
     ;;
 esac
@@ -72,7 +81,7 @@ check_lowest_versions() {
     PATH="$PWD/$VENV/bin:$PATH"
     python -c 'import flax, jax, optax, orbax.checkpoint
 print(*(f"{x.__name__} {x.__version__}" for x in (jax, flax, optax, orbax.checkpoint)))'
-    run_pytest -m "not full and not tpu_compiler" \
+    run_pytest "$check_shapes" -m "not full and not tpu_compiler" \
         tests/nn/test_golden_layer.py tests/nn/test_training.py tests/nn/test_linen.py \
         tests/optimizers/test_golden.py tests/checkpoint/test_ways_out.py \
         tests/checkpoint/test_saving.py tests/export/test_stablehlo.py -k "not eight and not 8devices"
@@ -115,5 +124,5 @@ if [ "$tests" != "not full" ]; then
     [ -z "${failed-}" ]
 fi
 section "tests, $tier tier"
-run_pytest -m "$tests" "${left_out[@]}" "$@"
+run_pytest -m "$tests" "${left_out[@]}" "${all_checks[@]}" "$@"
 section "passed: $tier tier"
