@@ -14,7 +14,7 @@ from tests.conftest import mesh_of
 from tests.tiers import quick_cases
 
 V, DIM, BATCH = 23, 3, 12
-full = pytest.mark.full(every_case=True)
+full = pytest.mark.full
 
 
 def make_plan(num_devices=3, optimizer=None, capacity=None):

@@ -196,7 +196,7 @@ WAYS = {
 }
 
 
-@pytest.mark.parametrize("way", quick_cases(WAYS, "nnx", every_case=True))
+@pytest.mark.parametrize("way", quick_cases(WAYS, "nnx"))
 def test_a_layer_that_the_loss_did_not_call_takes_the_step(way):
     rows = WAYS[way](te.optimizers.sgd(lambda count: 1.0 * count))
     np.testing.assert_array_equal(rows[ROW], np.full(8, -3.0, np.float32))

@@ -5,8 +5,9 @@ exhaustive one. Plain `pytest` runs every test, `pytest -m "not full"` the quick
 and `pytest -m "not exhaustive"` the full one. A test or a case that is marked `full` or
 `exhaustive` runs from that tier on.
 
-Of the cases that the full tier adds to a test, it runs the middle one; the exhaustive
-tier runs all. `full(every_case=True)` keeps all in the full tier.
+The full tier adds no case to a test of the quick tier, and runs the middle one of a test
+whose cases are all marked `full`; the exhaustive tier runs all. `full(every_case=True)`
+keeps all in the full tier.
 
 The functions return cases for `pytest.mark.parametrize`, most of them with such marks.
 A case is what that takes: a value, a tuple with a value for each name, or a
@@ -29,7 +30,7 @@ def quick_cases(cases: Iterable, *ids: str, every_case: bool = False) -> list[Ca
     Args:
         cases: Values, tuples of values, or `pytest.param`.
         *ids: Ids of cases that run in the quick tier.
-        every_case: Whether the full tier runs all the others, not one of them.
+        every_case: Whether the full tier runs the others, and not only the exhaustive.
     """
     cases = [_as_case(case) for case in cases]
     others = {_id_of(case) for case in cases} - _known(ids, cases)
@@ -117,15 +118,20 @@ def _in_full_tier(case: Case, ids: set[str], every_case: bool = False) -> Case:
 
 
 def mark_exhaustive_cases(items: list[pytest.Item]) -> None:
-    """Leaves one case of each test in the full tier, and moves the others."""
+    """Moves cases of the full tier, but for one of a test that has no quick case."""
     functions = collections.defaultdict(list)
     for item in items:
-        marks = list(item.iter_markers("full"))
         if item.get_closest_marker("exhaustive"):
             item.add_marker("full")
-        elif marks and not any(mark.kwargs.get("every_case") for mark in marks):
-            functions[item.nodeid.partition("[")[0]].append(item)
+        functions[item.nodeid.partition("[")[0]].append(item)
     for cases in functions.values():
-        del cases[len(cases) // 2]
-        for case in cases:
+        full = [case for case in cases if _may_move(case)]
+        if len(full) == len(cases):
+            del full[len(full) // 2]
+        for case in full:
             case.add_marker("exhaustive")
+
+
+def _may_move(case: pytest.Item) -> bool:
+    marks = list(case.iter_markers("full"))
+    return bool(marks) and not any(mark.kwargs.get("every_case") for mark in marks)

@@ -133,10 +133,10 @@ RUNS = {
 }
 
 
-@pytest.mark.full(every_case=True)
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("devices", "dynamic"),
-    quick_cases(with_ids(RUNS), "last use", "frequency", every_case=True),
+    quick_cases(with_ids(RUNS), "last use", "frequency"),
 )
 def test_a_killed_run_equals_the_undisturbed_one(tmp_path, devices, dynamic):
     before, after = (plan_of(n, **dynamic) for n in devices)

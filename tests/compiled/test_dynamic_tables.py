@@ -62,7 +62,7 @@ def exchanges(compiled):
     return collections.Counter(re.findall(kinds, compiled.as_text()))
 
 
-@pytest.mark.full(every_case=True)
+@pytest.mark.full
 @pytest.mark.tpu_compiler
 @pytest.mark.parametrize("case", CASES)
 def test_a_step_inserts_in_place(case):
@@ -84,7 +84,7 @@ def test_a_step_inserts_in_place(case):
     assert memory.temp_size_in_bytes < 0.05 * row_bytes + 64 * 2**20
 
 
-@pytest.mark.full
+@pytest.mark.exhaustive
 @pytest.mark.tpu_compiler
 def test_ids_travel_in_two_exchanges_each_way():
     dynamic, static = (

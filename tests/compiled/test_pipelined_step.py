@@ -67,7 +67,7 @@ def compile_advance(program, make, args, plan):
     return jitted.lower(state, in_flight, batch, batch).compile()
 
 
-@pytest.mark.full
+@pytest.mark.exhaustive
 @pytest.mark.tpu_compiler
 def test_new_ids_of_the_next_batch_get_rows_in_place():
     vocabulary = te.Dynamic(capacity=40_000_000)

@@ -7,7 +7,7 @@ import pytest
 from tests.docs.test_example_programs import EXAMPLES, run_program
 
 
-@pytest.mark.full
+@pytest.mark.exhaustive
 def test_ranking_comes_near_the_error_of_the_page(movielens_dir, monkeypatch):
     train = runpy.run_path(str(EXAMPLES / "ranking.py"))["train"]
     # All 800 steps reach 0.906, and the mean rating alone 1.154.

@@ -10,7 +10,7 @@ from tests.docs.test_doc_examples import DOCS, SYBIL
 from tests.processes.test_processes import environment_of, free_port
 
 
-@pytest.mark.full
+@pytest.mark.exhaustive
 def test_two_processes_compute_the_loss_of_one(tmp_path, capsys):
     page = SYBIL.parse(DOCS / "guides" / "several_processes.md")
     (program,) = (block.parsed for block in page.examples())

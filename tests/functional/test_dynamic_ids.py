@@ -188,7 +188,7 @@ def test_a_clock_may_be_traced():
     assert used == [2**31 - 1] + [1] * (len(used) - 1)
 
 
-@pytest.mark.full(every_case=True)
+@pytest.mark.full
 def test_a_clock_that_is_left_out_goes_on_from_the_last_one():
     policy = te.dynamic.TimeToLive(2)
     plan = plan_of(dynamic=te.Dynamic(capacity=64, evict=policy))
@@ -252,7 +252,7 @@ def test_admission_counts_calls_and_starts_anew_with_each_window():
     assert admitted([9, 10, 11]) == [0, 0, 1]
 
 
-@pytest.mark.full(every_case=True)
+@pytest.mark.full
 def test_admission_by_probability_repeats_itself():
     admit = te.dynamic.AdmitWithProbability(0.25)
     plan = plan_of(dynamic=te.Dynamic(capacity=8000, admit=admit))
@@ -391,7 +391,7 @@ def test_an_optimizer_of_another_model_is_refused():
         optimizer.insert_ids(model, {"user": words([5])})
 
 
-@pytest.mark.full(every_case=True)
+@pytest.mark.full
 def test_a_linen_state_inserts():
     plan = plan_of()
     layer = te.linen.TPUEmbedding(plan)

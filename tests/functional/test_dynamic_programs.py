@@ -11,7 +11,6 @@ import pytest
 import tpu_embedding as te
 from tests.conftest import mesh_of
 from tests.dynamic_reference import DynamicTable
-from tests.tiers import quick_cases
 from tpu_embedding.update.start_rows import initial_rows
 
 functional = te.functional
@@ -264,7 +263,7 @@ def check_program(seed, device_counts):
             jax.tree.map(np.testing.assert_array_equal, *of_field)
 
 
-@pytest.mark.full(every_case=True)
-@pytest.mark.parametrize("seed", quick_cases([0, 10, 40], "0", every_case=True))
+@pytest.mark.full
+@pytest.mark.parametrize("seed", [0, *(pytest.param(s, marks=pytest.mark.exhaustive) for s in (10, 40))])
 def test_random_programs(seed):
     check_program(seed, (1, 8) if seed else (2,))

@@ -12,7 +12,7 @@ from tests.conftest import mesh_of
 from tpu_embedding.functional.following_slots import tables_with_followers
 
 DIM = 8
-full = pytest.mark.full(every_case=True)
+full = pytest.mark.full
 EMA = te.optimizers.adafactor(0.1, use_ema=True, relative_step=False)
 RULES = {
     "adafactor": te.optimizers.adafactor(0.1, relative_step=False),
@@ -90,7 +90,7 @@ def test_values_set_before_and_after_the_optimizer_train_alike(name, set_values)
     )
 
 
-@pytest.mark.full(every_case=True)
+@pytest.mark.full
 def test_an_untouched_row_is_its_own_average():
     layer = layer_of(EMA)
     optimizer = te.Optimizer(layer, optax.sgd(0.1))

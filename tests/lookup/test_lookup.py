@@ -14,7 +14,7 @@ import tpu_embedding as te
 from tests.conftest import mesh_of
 from tests.reference import dense_gradients, dense_lookup
 
-full = pytest.mark.full(every_case=True)
+full = pytest.mark.full
 
 # A sum of up to some hundred float32 products in another order than the reference's.
 TOLERANCE = dict(rtol=2e-5, atol=2e-5)
@@ -288,7 +288,7 @@ def test_ids_out_of_range_under_jit(policy):
         )
 
 
-@pytest.mark.full(every_case=True)
+@pytest.mark.full
 def test_weights_that_are_not_positive_count_on_request():
     plan = make_plan(mesh_of(2), validate_weights_and_indices=False)
     for case in FORMS["weighted"]:
@@ -378,7 +378,7 @@ def test_outputs_are_sharded_like_the_batch():
         assert activation.sharding.is_equivalent_to(plan.batch_sharding, 2)
 
 
-@full
+@pytest.mark.exhaustive
 @settings(max_examples=8)
 @given(
     num_devices=st.just(3),

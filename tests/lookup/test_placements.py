@@ -18,7 +18,7 @@ from tests.lookup.test_lookup import (
     make_plan,
 )
 
-full = pytest.mark.full(every_case=True)
+full = pytest.mark.full
 
 
 @pytest.mark.parametrize(

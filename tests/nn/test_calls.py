@@ -76,7 +76,7 @@ SUBSETS = {
 }
 
 
-@pytest.mark.parametrize("case", quick_cases(SUBSETS, "one stack", every_case=True))
+@pytest.mark.parametrize("case", quick_cases(SUBSETS, "one stack"))
 def test_a_subset_of_the_features(case):
     layer, batch = layer_on(2), SUBSETS[case]
     everything = layer(layer.prepare(BATCH))

@@ -135,7 +135,7 @@ def step(layer, optimizer, features, cotangents):
 
 @pytest.fixture(
     scope="module",
-    params=[1, pytest.param(8, marks=pytest.mark.full(every_case=True))],
+    params=[1, pytest.param(8, marks=pytest.mark.full)],
     ids=lambda n: f"{n}devices",
 )
 def results(request):
@@ -250,9 +250,7 @@ def layer_batch(run, step_number):
     }
 
 
-@pytest.mark.parametrize(
-    "name", quick_cases(["adagrad", "adam", "ftrl", "sgd"], "sgd", every_case=True)
-)
+@pytest.mark.parametrize("name", quick_cases(["adagrad", "adam", "ftrl", "sgd"], "sgd"))
 def test_layer_trains_as_that_of_tensorflow_recommenders(name):
     """Activations and tables of all steps, by the Keras optimizer of the run."""
     with np.load(GOLDEN / f"layer_{name}.npz") as arrays:

@@ -143,7 +143,7 @@ def test_explicit_axes_give_equal_numbers(on_one_device):
     check_equal(found, on_one_device)
 
 
-@pytest.mark.full(every_case=True)
+@pytest.mark.full
 def test_explicit_axes_outside_of_jit_and_of_the_context_of_the_mesh():
     """JAX differentiates there only within the context, which the layer enters."""
 

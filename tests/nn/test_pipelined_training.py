@@ -221,9 +221,7 @@ EVALUATIONS = {
 }
 
 
-@pytest.mark.parametrize(
-    "evaluate", quick_cases(with_ids(EVALUATIONS), "nnx.jit", every_case=True)
-)
+@pytest.mark.parametrize("evaluate", quick_cases(with_ids(EVALUATIONS), "nnx.jit"))
 def test_an_evaluation_between_calls_changes_nothing(evaluate):
     batches = [(np.arange(8) + i, np.ones(8, np.float32)) for i in range(3)]
 

@@ -137,7 +137,7 @@ def rules_and_configurations():
 
 @pytest.mark.parametrize(
     ("name", "configuration"),
-    quick_cases(rules_and_configurations(), *QUICK, every_case=True),
+    quick_cases(rules_and_configurations(), *QUICK),
 )
 def test_steps_equal_the_rule_on_touched_rows(name, configuration):
     """Two steps that touch every row, and two that touch some; compiled once."""
@@ -206,7 +206,7 @@ EVERY_ROW = {
 }
 
 
-@pytest.mark.full(every_case=True)
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("name", "configuration"),
     [

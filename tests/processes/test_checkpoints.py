@@ -53,7 +53,7 @@ def arrays_of(directory):
     }
 
 
-@pytest.mark.full
+@pytest.mark.exhaustive
 def test_processes_import_together(tmp_path):
     generator = np.random.default_rng(0)
     arrays = {

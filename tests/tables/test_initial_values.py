@@ -95,7 +95,7 @@ def assert_same_values(actual, expected):
         )
 
 
-@pytest.mark.full(every_case=True)
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("num_devices", "hardware"),
     [(8, "v5p"), (3, None)],

@@ -135,7 +135,7 @@ ALL = {
 }
 
 
-@pytest.mark.parametrize("name", quick_cases(ALL, "bools", every_case=True))
+@pytest.mark.parametrize("name", quick_cases(ALL, "bools"))
 def test_all_of_a_state_is_read_and_set(name):
     optimizer, others = ALL[name]
     plan = plan_of(optimizer, 2)

@@ -40,7 +40,7 @@ def start(plan, stack, rows):
     return tables, init(tables)
 
 
-@pytest.mark.parametrize("name", quick_cases(CASES, "packed", every_case=True))
+@pytest.mark.parametrize("name", quick_cases(CASES, "packed"))
 def test_equals_the_rule_on_the_dense_gradient(name, monkeypatch):
     sizes, dim, hardware, num_devices, block, num_steps = CASES[name]
     monkeypatch.setattr(consecutive_rows, "_ROWS_PER_BLOCK", block)

@@ -112,7 +112,7 @@ def start_of(num_rows, dim, dtype=jnp.bfloat16):
     return np.array(jnp.asarray(rows, dtype).astype(jnp.float32))
 
 
-@pytest.mark.full(every_case=True)
+@pytest.mark.full
 def test_every_way_to_update_rounds_alike(monkeypatch):
     """On all rows, with any devices and packing, and in blocks: the same bits."""
     dtype = jnp.bfloat16

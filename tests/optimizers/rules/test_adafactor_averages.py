@@ -55,7 +55,7 @@ CASES = {
 }
 
 
-@pytest.mark.full(every_case=True)
+@pytest.mark.full
 @pytest.mark.parametrize("case", CASES)
 def test_final_values_average_every_row_in_every_step(case):
     """Also of rows that no step looks up, though these cost nothing in the steps."""

@@ -131,7 +131,7 @@ def test_the_sum_follows_a_table_that_shrinks():
     np.testing.assert_allclose(kept, true, rtol=1e-2)
 
 
-@pytest.mark.full(every_case=True)
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("rule", "vocabulary", "dtype"),
     [
@@ -160,7 +160,7 @@ def moves(ids, plan, noise, num_steps, values=None):
     return before, rows_of(tables, plan, len(ids))
 
 
-@pytest.mark.full(every_case=True)
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("num_ids", "vocabulary", "num_devices", "mode"),
     [

@@ -102,7 +102,7 @@ def test_the_command(tmp_path, capsys):
     assert values["accesses"]["table_sized_copies"] == []
 
 
-@pytest.mark.full
+@pytest.mark.exhaustive
 @pytest.mark.tpu_compiler
 def test_a_step_that_does_not_fit(capsys):
     settings = ["data.vocabulary_size=60000000", "model.dim=128", "batch_size=512"]

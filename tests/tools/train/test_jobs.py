@@ -30,7 +30,7 @@ def end(job):
     return [process.returncode for process in job], outputs
 
 
-@pytest.mark.full
+@pytest.mark.exhaustive
 def test_two_processes_equal_one(tmp_path):
     statuses, outputs = end(start_two(tmp_path / "two"))
     assert statuses == [0, 0], outputs
@@ -57,7 +57,7 @@ def test_a_signal_to_one_process_stops_both_at_a_step(tmp_path):
     assert resumed.step == int(step) + 4
 
 
-@pytest.mark.full
+@pytest.mark.exhaustive
 def test_an_error_of_one_process_ends_both(tmp_path):
     # Only the first process claims the directory.
     other = start_command(tmp_path, "--devices", 1, settings=["num_steps=100000"])

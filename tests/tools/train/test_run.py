@@ -152,7 +152,7 @@ def test_exact_auc_and_dynamic_tables(tmp_path):
     assert resumed.metrics == pytest.approx(result.metrics, abs=1e-5)
 
 
-@pytest.mark.full
+@pytest.mark.exhaustive
 def test_a_profile_is_recorded(tmp_path):
     run(tmp_path, "num_steps=3", "checkpoint_every=0", profile=(1, 2))
     assert list((tmp_path / "profile").rglob("*.xplane.pb"))
