@@ -264,6 +264,8 @@ def check_program(seed, device_counts):
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("seed", [0, *(pytest.param(s, marks=pytest.mark.exhaustive) for s in (10, 40))])
+@pytest.mark.parametrize(
+    "seed", [0, *(pytest.param(s, marks=pytest.mark.exhaustive) for s in (10, 40))]
+)
 def test_random_programs(seed):
     check_program(seed, (1, 8) if seed else (2,))
