@@ -5,9 +5,9 @@ exhaustive one. Plain `pytest` runs every test, `pytest -m "not full"` the quick
 and `pytest -m "not exhaustive"` the full one. A test or a case that is marked `full` or
 `exhaustive` runs from that tier on.
 
-The full tier adds no case to a test of the quick tier, and runs the middle one of a test
-whose cases are all marked `full`; the exhaustive tier runs all. `full(every_case=True)`
-keeps all in the full tier.
+The full tier adds no case to a test of the quick tier, and runs the middle one of a
+test whose cases are all marked `full`; the exhaustive tier runs all.
+`full(every_case=True)` keeps all in the full tier.
 
 The functions return cases for `pytest.mark.parametrize`, most of them with such marks.
 A case is what that takes: a value, a tuple with a value for each name, or a
