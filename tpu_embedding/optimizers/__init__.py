@@ -33,7 +33,7 @@ The files, in the order in which a reader may want them:
 * `array_rules`: applies a rule to pytrees of arrays. `checks`: checks of arguments.
 * `final_dense_values`: sets variables to their averages, at the end of training.
 * `equal_calls`: equal calls make one rule, so that their tables share a stack.
-* `keras/`: translation of Keras' configurations, which `keras_instances` reads.
+* `keras`: translation of Keras' optimizers, which `keras_instances` recognises.
 """
 
 from tpu_embedding.optimizers.final_dense_values import (
@@ -42,7 +42,7 @@ from tpu_embedding.optimizers.final_dense_values import (
 from tpu_embedding.optimizers.hyperparameters import (
     with_hyperparameters as with_hyperparameters,
 )
-from tpu_embedding.optimizers.keras.config import from_keras_config as from_keras_config
+from tpu_embedding.optimizers.keras import from_keras_config as from_keras_config
 from tpu_embedding.optimizers.modes import every_row as every_row
 from tpu_embedding.optimizers.modes import in_sequence as in_sequence
 from tpu_embedding.optimizers.options import clip_gradients as clip_gradients
