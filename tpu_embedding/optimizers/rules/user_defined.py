@@ -10,10 +10,7 @@ import optax
 from tpu_embedding.optimizers.array_rules import for_each_array
 from tpu_embedding.optimizers.checks import check_hyperparameters, finite
 from tpu_embedding.optimizers.equal_calls import equal_calls_are_one
-from tpu_embedding.optimizers.learning_rates import (
-    checked_schedule,
-    learning_rate_at,
-)
+from tpu_embedding.optimizers.learning_rates import checked_schedule, learning_rate_at
 
 SlotInitializer = float | Callable[..., jax.Array]
 """A scalar, or a function of `(shape, dtype)` that gives every row the same values."""
