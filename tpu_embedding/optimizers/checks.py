@@ -193,8 +193,21 @@ RANGES: Final[Mapping[str, Callable[[Any], Check]]] = {
     "beta2": fraction,
     "beta_1": fraction_below_one,
     "beta_2": fraction_below_one,
+    "beta_2_decay": non_positive,
+    "clip_threshold": positive_bound,
+    "clipnorm": functools.partial(or_none, positive_bound),
+    "ema_momentum": fraction,
+    "ema_overwrite_frequency": functools.partial(
+        or_none, functools.partial(int_from, 1)
+    ),
     "epsilon": positive,
+    "epsilon_1": non_negative,
+    "epsilon_2": non_negative,
     "exponent": positive,
+    "global_clipnorm": functools.partial(or_none, positive_bound),
+    "gradient_accumulation_steps": functools.partial(
+        or_none, functools.partial(int_from, 0)
+    ),
     "initial_accumulator_value": positive,
     "initial_ms": non_negative,
     "l1": non_negative,
@@ -203,6 +216,7 @@ RANGES: Final[Mapping[str, Callable[[Any], Check]]] = {
     "l2_regularization_strength": non_negative,
     "l2_shrinkage_regularization_strength": non_negative,
     "learning_rate_power": non_positive,
+    "loss_scale_factor": functools.partial(or_none, positive),
     "max_accumulator": non_negative_bound,
     "max_delta": positive,
     "max_lr_multiplier": positive_bound,
@@ -252,7 +266,10 @@ def checks_ranges(
 
         @functools.wraps(function)
         def checked(*args: Any, **arguments: Any) -> Any:
-            given = signature.bind(*args, **arguments).arguments
+            try:
+                given = signature.bind(*args, **arguments).arguments
+            except TypeError as error:
+                raise TypeError(f"{owner}: {error}.") from None
             check_hyperparameters(
                 owner, **{x: checks[x](given[x]) for x in given if x in checks}
             )
@@ -270,6 +287,12 @@ def _check_of(parameter: inspect.Parameter) -> Callable[[Any], Check]:
     if get_origin(parameter.annotation) is Literal:
         return functools.partial(one_of, choices=parameter.annotation)
     return RANGES[parameter.name]
+
+
+def anything(value: Any) -> Check:
+    """Checks nothing, for an argument without effect."""
+    del value
+    return PASSED
 
 
 def check_rule(
