@@ -8,7 +8,6 @@
 * `rowwise`: FBGEMM's optimizers with one value per row.
 * `user_defined`: a rule that the user writes as a function of one row.
 * `assign`: sets rows instead of training them.
-* `refused`: optimizers of TensorFlow whose formula is not public.
 
 Parts of adafactor stand in `_adafactor_state`, `_clipping` (of gradients),
 `_adafactor_moments`, `_averages` (moving averages of rows) and `_sums` (compensated
