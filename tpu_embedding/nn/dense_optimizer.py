@@ -13,7 +13,7 @@ from tpu_embedding.optimizers.probe import LOOKAHEAD, on_its_own
 from tpu_embedding.optimizers.table_rows import model_gradient_context
 from tpu_embedding.plan.plan import EmbeddingPlan
 
-_COLLECTING: Final = ("MultiStepsState", "ApplyEvery", "SAMState", "AccumulationState")
+_COLLECTING: Final = ("MultiStepsState", "ApplyEvery", "SAMState")
 """States of optimizers that collect gradients, and move arrays in some steps only."""
 
 

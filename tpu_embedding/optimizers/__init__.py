@@ -30,10 +30,10 @@ The files, in the order in which a reader may want them:
 * `resolve`: finds out how the layer applies an optimizer. `probe`: runs it on a few
   rows. `slots`: which parts of its state are slot variables.
 * `finite_rates`: tells whether a learning rate is finite, before a step.
-* `array_rules`: applies a rule to pytrees of arrays. `checks`: checks of arguments.
+* `array_rules`: applies a rule to pytrees of arrays. `checks`: ranges of arguments.
 * `final_dense_values`: sets variables to their averages, at the end of training.
 * `equal_calls`: equal calls make one rule, so that their tables share a stack.
-* `keras/`: translation of Keras' configurations, which `keras_instances` reads.
+* `keras`: translation of Keras' optimizers, which `keras_instances` recognises.
 """
 
 from tpu_embedding.optimizers.final_dense_values import (
@@ -42,7 +42,7 @@ from tpu_embedding.optimizers.final_dense_values import (
 from tpu_embedding.optimizers.hyperparameters import (
     with_hyperparameters as with_hyperparameters,
 )
-from tpu_embedding.optimizers.keras.config import from_keras_config as from_keras_config
+from tpu_embedding.optimizers.keras import from_keras_config as from_keras_config
 from tpu_embedding.optimizers.modes import every_row as every_row
 from tpu_embedding.optimizers.modes import in_sequence as in_sequence
 from tpu_embedding.optimizers.options import clip_gradients as clip_gradients
@@ -84,9 +84,6 @@ from tpu_embedding.optimizers.rules.ftrl import ftrl as ftrl
 from tpu_embedding.optimizers.rules.lion import lion as lion
 from tpu_embedding.optimizers.rules.momentum import momentum as momentum
 from tpu_embedding.optimizers.rules.proximal import proximal_adagrad as proximal_adagrad
-from tpu_embedding.optimizers.rules.refused import (
-    mdl_adagrad_light as mdl_adagrad_light,
-)
 from tpu_embedding.optimizers.rules.rmsprop import adadelta as adadelta
 from tpu_embedding.optimizers.rules.rmsprop import rmsprop as rmsprop
 from tpu_embedding.optimizers.rules.rowwise import lamb as lamb

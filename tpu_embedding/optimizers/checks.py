@@ -11,7 +11,7 @@ import math
 import numbers
 import sys
 from collections.abc import Callable, Mapping
-from typing import Any, Final, NamedTuple, get_args
+from typing import Any, Final, Literal, NamedTuple, TypeVar, cast, get_args, get_origin
 
 import jax.numpy as jnp
 import numpy as np
@@ -32,6 +32,8 @@ class Check(NamedTuple):
     problem: str | None
     error: type[Exception] = ValueError
 
+
+Function = TypeVar("Function", bound=Callable[..., Any])
 
 PASSED = Check(None)
 
@@ -131,34 +133,22 @@ _descends = _in_range(
 )
 
 
-def positive_bound(value: Any) -> Check:
-    """Checks that a value is above 0 for a device; denormal numbers are not."""
-    check = _positive(value)
-    return check if check.problem else _is_normal(value)
+def _all_of(*checks: Callable[[Any], Check]) -> Callable[[Any], Check]:
+    """Returns a function that applies checks up to the first that fails."""
+
+    def check(value: Any) -> Check:
+        results = (check(value) for check in checks)
+        return next((result for result in results if result.problem), PASSED)
+
+    return check
 
 
-def positive(value: Any) -> Check:
-    """Checks that a value is finite, and above 0 for a device."""
-    check = positive_bound(value)
-    return check if check.problem else finite(value)
-
-
-def positive_with_square(value: Any) -> Check:
-    """Checks that a value and its square are finite, and above 0 for a device."""
-    check = positive(value)
-    return check if check.problem else _has_normal_square(value)
-
-
-def fraction_below_one(value: Any) -> Check:
-    """Checks that a value is in [0, 1), and that float32 does not round it to 1."""
-    check = _fraction_below_one(value)
-    return check if check.problem else _is_below_one(value)
-
-
-def step_size(value: Any) -> Check:
-    """Checks that a value is finite and at least 0, so that a step descends."""
-    check = finite(value)
-    return check if check.problem else _descends(value)
+# Denormal numbers are 0 for a device; float32 may round a number to 1.
+positive_bound = _all_of(_positive, _is_normal)
+positive = _all_of(positive_bound, finite)
+positive_with_square = _all_of(positive, _has_normal_square)
+fraction_below_one = _all_of(_fraction_below_one, _is_below_one)
+step_size = _all_of(finite, _descends)
 
 
 def int_from(minimum: int, value: Any) -> Check:
@@ -193,6 +183,116 @@ def one_of(value: Any, choices: Any) -> Check:
 def or_none(check: Callable[[Any], Check], value: Any) -> Check:
     """Applies a check unless the value is None."""
     return PASSED if value is None else check(value)
+
+
+RANGES: Final[Mapping[str, Callable[[Any], Check]]] = {
+    "absolute_threshold": non_negative_bound,
+    "accumulator_decay": fraction,
+    "accumulator_relative_threshold": non_negative,
+    "beta": non_negative,
+    "beta2": fraction,
+    "beta_1": fraction_below_one,
+    "beta_2": fraction_below_one,
+    "beta_2_decay": non_positive,
+    "clip_threshold": positive_bound,
+    "clipnorm": functools.partial(or_none, positive_bound),
+    "ema_momentum": fraction,
+    "ema_overwrite_frequency": functools.partial(
+        or_none, functools.partial(int_from, 1)
+    ),
+    "epsilon": positive,
+    "epsilon_1": non_negative,
+    "epsilon_2": non_negative,
+    "exponent": positive,
+    "global_clipnorm": functools.partial(or_none, positive_bound),
+    "gradient_accumulation_steps": functools.partial(
+        or_none, functools.partial(int_from, 0)
+    ),
+    "initial_accumulator_value": positive,
+    "initial_ms": non_negative,
+    "l1": non_negative,
+    "l1_regularization_strength": non_negative,
+    "l2": non_negative,
+    "l2_regularization_strength": non_negative,
+    "l2_shrinkage_regularization_strength": non_negative,
+    "learning_rate_power": non_positive,
+    "loss_scale_factor": functools.partial(or_none, positive),
+    "max_accumulator": non_negative_bound,
+    "max_delta": positive,
+    "max_lr_multiplier": positive_bound,
+    "max_var_update": non_negative_bound,
+    "momentum": fraction,
+    "outlier_threshold": positive_bound,
+    "probability_exponent": non_negative,
+    "rho": fraction,
+    "tau": open_fraction,
+    "variable_relative_threshold": non_negative_bound,
+    "weight_decay": non_negative,
+    "weight_exponent": finite,
+}
+"""Ranges of the optimizers' arguments, by name. A rule may have others of its own."""
+
+
+def checks_ranges(
+    owner: str, /, **own: Callable[[Any], Check]
+) -> Callable[[Function], Function]:
+    """Gives an optimizer's function checks of its arguments, but not of its rate.
+
+    A flag is known by its default, a choice by its `Literal`, and others by their names
+    in `RANGES`. One error names every argument out of its range.
+
+    Args:
+      owner: the optimizer that errors name.
+      **own: argument to its range, where that differs.
+
+    Example:
+      >>> @checks_ranges("lion", beta_1=fraction)
+      ... def scale(beta_1=0.9, epsilon=1e-7):
+      ...     return beta_1
+      >>> scale(1.0)
+      1.0
+      >>> scale(2.0)
+      Traceback (most recent call last):
+      ValueError: lion: beta_1 must be in [0, 1], got 2.0.
+    """
+
+    def decorate(function: Function) -> Function:
+        signature = inspect.signature(function)
+        checks = {
+            name: own.get(name) or _check_of(parameter)
+            for name, parameter in signature.parameters.items()
+            if name != "learning_rate" and parameter.kind != parameter.VAR_KEYWORD
+        }
+
+        @functools.wraps(function)
+        def checked(*args: Any, **arguments: Any) -> Any:
+            try:
+                given = signature.bind(*args, **arguments).arguments
+            except TypeError as error:
+                raise TypeError(f"{owner}: {error}.") from None
+            check_hyperparameters(
+                owner, **{x: checks[x](given[x]) for x in given if x in checks}
+            )
+            return function(*args, **arguments)
+
+        return cast(Function, checked)
+
+    return decorate
+
+
+def _check_of(parameter: inspect.Parameter) -> Callable[[Any], Check]:
+    """Returns the check of an argument that has no range of its own."""
+    if isinstance(parameter.default, bool):
+        return flag
+    if get_origin(parameter.annotation) is Literal:
+        return functools.partial(one_of, choices=parameter.annotation)
+    return RANGES[parameter.name]
+
+
+def anything(value: Any) -> Check:
+    """Checks nothing, for an argument without effect."""
+    del value
+    return PASSED
 
 
 def check_rule(

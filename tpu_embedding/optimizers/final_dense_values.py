@@ -4,8 +4,8 @@ from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
+import optax
 
-from tpu_embedding.optimizers.rules._accumulation import AccumulationState
 from tpu_embedding.optimizers.rules._adafactor_state import AdafactorState
 from tpu_embedding.optimizers.rules._averages import catch_up
 
@@ -46,16 +46,17 @@ def finalize_variable_values(params: Params, state: Any) -> tuple[Params, Any]:
 
     def swap(state: Any, waiting_steps: Any) -> Any:
         def swap_node(node: Any) -> Any:
-            if isinstance(node, AccumulationState):
+            if isinstance(node, optax.MultiStepsState):
                 # The steps that only collect gradients average as well.
-                return node._replace(inner=swap(node.inner, node.step))
+                inner = swap(node.inner_opt_state, node.mini_step)
+                return node._replace(inner_opt_state=inner)
             if not _is_averaged(node):
                 return node
             new, node = _swap_in_averages(node, arrays, tree, waiting_steps)
             arrays[:] = new
             return node
 
-        is_node = lambda x: isinstance(x, AccumulationState) or _is_averaged(x)  # noqa: E731
+        is_node = lambda x: isinstance(x, optax.MultiStepsState) or _is_averaged(x)  # noqa: E731
         return jax.tree.map(swap_node, state, is_leaf=is_node)
 
     state = swap(state, 0)

@@ -15,7 +15,7 @@ import optax
 from jaxtyping import Array, Bool
 
 from tpu_embedding.optimizers.learning_rates import noted_rates
-from tpu_embedding.optimizers.row_optimizer import RowOptimizer
+from tpu_embedding.optimizers.row_optimizer import RowOptimizer, row_optimizer_of
 from tpu_embedding.optimizers.table_rows import (
     model_gradient_context,
     some_rows,
@@ -47,6 +47,7 @@ def rates_are_finite(
       >>> [bool(rates_are_finite(rule, 8, [count])) for count in (0, 1)]
       [False, True]
     """
+    optimizer = row_optimizer_of(optimizer)
     rows = jnp.ones((_NUM_ROWS, dim), jnp.float32)
     with (
         table_rows_context(some_rows(_NUM_ROWS)),

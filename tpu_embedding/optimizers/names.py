@@ -7,7 +7,7 @@ import optax
 
 from tpu_embedding.argument_checks import describe_value
 from tpu_embedding.optimizers.checks import TABLE_EXAMPLE, way_to_rule
-from tpu_embedding.optimizers.keras.config import from_keras_config
+from tpu_embedding.optimizers.keras import from_keras_config
 from tpu_embedding.optimizers.keras_instances import is_keras_optimizer
 from tpu_embedding.optimizers.options import OPTIMIZERS
 from tpu_embedding.optimizers.row_optimizer import TableOptimizer

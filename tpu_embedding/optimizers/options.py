@@ -8,7 +8,7 @@ each option, but not the order; this order reproduces the recorded runs in the t
 import functools
 import inspect
 from collections.abc import Callable
-from typing import Any, Final, NamedTuple, TypedDict, TypeVar, cast
+from typing import Any, Final, NamedTuple, TypedDict, TypeVar, Unpack, cast
 
 import jax
 import jax.numpy as jnp
@@ -19,6 +19,7 @@ from tpu_embedding.optimizers.checks import (
     Check,
     check_hyperparameters,
     check_rule,
+    checks_ranges,
     finite,
     flag,
     non_negative_bound,
@@ -74,21 +75,75 @@ class CommonOptions(TypedDict, total=False):
     low_dimensional_packing_status: bool
 
 
+def takes_common_options(
+    **ranges: Callable[[Any], Check],
+) -> Callable[[OptimizerFunction], OptimizerFunction]:
+    """Gives an optimizer's function the checks and options that all of them share.
+
+    * Its arguments are checked under its name.
+    * Too many positional arguments raise an error that says how to name them.
+    * The rule that the function returns gets the options, as by `with_options`.
+    * The signature lists the common options one by one. `optax.inject_hyperparams` and
+      `help()` need the names and defaults.
+    * A table finds the optimizer by its name; see `optimizer_by_name`.
+
+    The decorated function starts with `learning_rate` and ends in
+    `**options: Unpack[CommonOptions]`. It need not read the options.
+
+    Args:
+      **ranges: ranges of arguments that differ from those of `checks_ranges`.
+    """
+
+    def decorate(make_optimizer: OptimizerFunction) -> OptimizerFunction:
+        name = make_optimizer.__name__
+        signature = _list_options(make_optimizer)
+        make_rule = checks_ranges(name, **ranges)(make_optimizer)
+
+        @functools.wraps(make_optimizer)
+        def make(*args: Any, **arguments: Any) -> optax.GradientTransformation:
+            try:
+                given = signature.bind(*args, **arguments)
+            except TypeError as error:
+                raise TypeError(
+                    f"{name}: {error}. Only {', '.join(_positional(signature))} may be "
+                    "given by position, because TensorFlow, Keras and optax order the "
+                    f"others differently. It takes {', '.join(signature.parameters)}."
+                ) from None
+            given.apply_defaults()
+            arguments = dict(given.arguments)
+            options = {x: arguments[x] for x in CommonOptions.__annotations__}
+            rate = checked_schedule(name, arguments["learning_rate"])
+            rule = make_rule(**{**arguments, "learning_rate": rate})
+            return _with_options(name, rule, rate, **options)
+
+        cast(Any, make).__signature__ = signature
+        OPTIMIZERS[name] = make_once = equal_calls_are_one(make)
+        return cast(OptimizerFunction, make_once)
+
+    return decorate
+
+
+def _list_options(function: Callable[..., Any]) -> inspect.Signature:
+    """Returns a signature with the common options in place of `**options`."""
+    options = inspect.signature(_with_options).parameters
+    signature = inspect.signature(function)
+    own = [x for x in signature.parameters.values() if x.kind != x.VAR_KEYWORD]
+    return signature.replace(
+        parameters=own + [options[name] for name in CommonOptions.__annotations__]
+    )
+
+
+def _positional(signature: inspect.Signature) -> list[str]:
+    parameters = signature.parameters.values()
+    return [x.name for x in parameters if x.kind != x.KEYWORD_ONLY]
+
+
 @equal_calls_are_one
 def with_options(
     rule: optax.GradientTransformation,
     *,
     learning_rate: optax.ScalarOrSchedule | None = None,
-    use_gradient_accumulation: bool = True,
-    clip_weight_min: float | None = None,
-    clip_weight_max: float | None = None,
-    weight_decay_factor: float | None = None,
-    multiply_weight_decay_factor_by_learning_rate: bool | None = None,
-    clipvalue: ClipValue | None = None,
-    slot_dtype: Any = None,
-    slot_initializers: SlotInitializers | None = None,
-    slot_variable_creation_fn: None = None,
-    low_dimensional_packing_status: bool = False,
+    **options: Unpack[CommonOptions],
 ) -> optax.GradientTransformation:
     """Adds TensorFlow's common options to any optimizer, under TensorFlow's names.
 
@@ -99,22 +154,27 @@ def with_options(
       rule: an optimizer of this package or of optax.
       learning_rate: the optimizer's own; needed only for
         `multiply_weight_decay_factor_by_learning_rate`.
-      use_gradient_accumulation: False applies the optimizer once per occurrence of an
-        id; see `in_sequence`.
-      clip_weight_min: smallest element of an updated row; None: no bound.
-      clip_weight_max: largest element of an updated row; None: no bound.
-      weight_decay_factor: fraction that touched rows lose before the rule runs; None or
-        0: no decay.
-      multiply_weight_decay_factor_by_learning_rate: True multiplies the fraction by the
-        learning rate of the step.
-      clipvalue: bounds of the elements of a row's summed gradient. A scalar `c` means
-        `(-c, c)`. Either bound of a pair may be None.
-      slot_dtype: dtype in which slot variables are stored; see `with_slot_storage`.
-      slot_initializers: initial values of slot variables; see `with_slot_storage`.
-      slot_variable_creation_fn: must be None. TensorFlow creates slot variables with
-        it; `slot_initializers` and `slot_dtype` replace it. Slot variables are always
-        sharded and packed like their table.
-      low_dimensional_packing_status: without effect; narrow rows are always packed.
+      **options: each has a default that changes nothing.
+
+        * `use_gradient_accumulation`: False applies the optimizer once per occurrence
+          of an id; see `in_sequence`.
+        * `clip_weight_min`: smallest element of an updated row; None: no bound.
+        * `clip_weight_max`: largest element of an updated row; None: no bound.
+        * `weight_decay_factor`: fraction that touched rows lose before the rule runs;
+          None or 0: no decay.
+        * `multiply_weight_decay_factor_by_learning_rate`: True multiplies the fraction
+          by the learning rate of the step.
+        * `clipvalue`: bounds of the elements of a row's summed gradient. A scalar `c`
+          means `(-c, c)`. Either bound of a pair may be None.
+        * `slot_dtype`: dtype in which slot variables are stored; see
+          `with_slot_storage`.
+        * `slot_initializers`: initial values of slot variables; see
+          `with_slot_storage`.
+        * `slot_variable_creation_fn`: must be None. TensorFlow creates slot variables
+          with it; `slot_initializers` and `slot_dtype` replace it. Slot variables are
+          always sharded and packed like their table.
+        * `low_dimensional_packing_status`: without effect; narrow rows are always
+          packed.
 
     Returns:
       The optimizer with its options.
@@ -130,134 +190,76 @@ def with_options(
       >>> (rows + updates).tolist()
       [[0.0, 0.0]]
     """
-    del low_dimensional_packing_status
     check_rule("with_options", rule)
     if learning_rate is not None:
         learning_rate = checked_schedule("with_options", learning_rate)
-    options: CommonOptions = {
-        "use_gradient_accumulation": use_gradient_accumulation,
-        "clip_weight_min": clip_weight_min,
-        "clip_weight_max": clip_weight_max,
-        "weight_decay_factor": weight_decay_factor,
-        "multiply_weight_decay_factor_by_learning_rate": (
-            multiply_weight_decay_factor_by_learning_rate
-        ),
-        "clipvalue": clipvalue,
-        "slot_dtype": slot_dtype,
-        "slot_initializers": slot_initializers,
-        "slot_variable_creation_fn": slot_variable_creation_fn,
-    }
-    _check_options("with_options", options)
-    return _apply_options("with_options", rule, learning_rate, options)
+    return _with_options("with_options", rule, learning_rate, **options)
 
 
-def takes_common_options(make_optimizer: OptimizerFunction) -> OptimizerFunction:
-    """Gives an optimizer's function the checks and options that all of them share.
-
-    * The learning rate and the common options are checked under the optimizer's name.
-    * Too many positional arguments raise an error that says how to name them.
-    * The rule that the function returns gets the options, as by `with_options`.
-    * The signature lists the common options one by one. `optax.inject_hyperparams` and
-      `help()` need the names and defaults.
-    * A table finds the optimizer by its name; see `optimizer_by_name`.
-
-    The decorated function starts with `learning_rate` and ends in
-    `**options: Unpack[CommonOptions]`. It need not read the options.
-    """
-    name = make_optimizer.__name__
-    signature = inspect.signature(make_optimizer)
-    options = inspect.signature(with_options).parameters
-    own = [x for x in signature.parameters.values() if x.kind != x.VAR_KEYWORD]
-    positional = [x.name for x in own if x.kind != x.KEYWORD_ONLY]
-    signature = signature.replace(
-        parameters=own + [options[name] for name in CommonOptions.__annotations__]
-    )
-
-    @functools.wraps(make_optimizer)
-    def make(*args: Any, **arguments: Any) -> optax.GradientTransformation:
-        try:
-            given = signature.bind(*args, **arguments).arguments
-        except TypeError as error:
-            raise TypeError(
-                f"{name}: {error}. Only {', '.join(positional)} may be given by "
-                "position, because TensorFlow, Keras and optax order the others "
-                f"differently. It takes {', '.join(signature.parameters)}."
-            ) from None
-        chosen = cast(CommonOptions, given)
-        _check_options(name, chosen)
-        rate = checked_schedule(name, given.get("learning_rate", own[0].default))
-        rule = make_optimizer(**{**given, "learning_rate": rate})
-        return _apply_options(name, rule, rate, chosen)
-
-    cast(Any, make).__signature__ = signature
-    OPTIMIZERS[name] = make = equal_calls_are_one(make)
-    return cast(OptimizerFunction, make)
-
-
-def _check_options(owner: str, options: CommonOptions) -> None:
-    """Raises an error if a common option is wrong; missing options are not.
-
-    Args:
-      owner: the optimizer that takes the options, for errors.
-      options: by name.
-    """
-    clip_min, clip_max = options.get("clip_weight_min"), options.get("clip_weight_max")
-    accumulates = options.get("use_gradient_accumulation", True)
-    check_hyperparameters(
-        owner,
-        use_gradient_accumulation=flag(accumulates),
-        weight_decay_factor=or_none(finite, options.get("weight_decay_factor")),
-    )
-    _check_bounds(owner, "clip_weight_min", clip_min, "clip_weight_max", clip_max)
-    clipvalue = options.get("clipvalue")
-    if clipvalue is not None:
-        _check_clipvalue(owner, clipvalue)
-    if not accumulates and clipvalue is not None:
-        raise ValueError(
-            f"{owner}: clipvalue bounds the summed gradient of a row, so it needs "
-            f"use_gradient_accumulation=True, got False and clipvalue={clipvalue}. "
-            "Leave one of them out."
-        )
-    check_slot_storage(
-        owner, options.get("slot_dtype"), options.get("slot_initializers")
-    )
-
-
-def _apply_options(
+def _with_options(
     owner: str,
     rule: optax.GradientTransformation,
     learning_rate: optax.ScalarOrSchedule | None,
-    options: CommonOptions,
+    *,
+    use_gradient_accumulation: bool = True,
+    clip_weight_min: float | None = None,
+    clip_weight_max: float | None = None,
+    weight_decay_factor: float | None = None,
+    multiply_weight_decay_factor_by_learning_rate: bool | None = None,
+    clipvalue: ClipValue | None = None,
+    slot_dtype: Any = None,
+    slot_initializers: SlotInitializers | None = None,
+    slot_variable_creation_fn: None = None,
+    low_dimensional_packing_status: bool = False,
 ) -> optax.GradientTransformation:
-    """Returns a rule with checked options; missing ones have their defaults."""
-    if options.get("slot_variable_creation_fn") is not None:
+    """Checks the options under their owner's name, and returns the rule with them."""
+    del low_dimensional_packing_status
+    check_hyperparameters(
+        owner,
+        use_gradient_accumulation=flag(use_gradient_accumulation),
+        weight_decay_factor=or_none(finite, weight_decay_factor),
+    )
+    if slot_variable_creation_fn is not None:
         raise ValueError(
             f"{owner}: slot_variable_creation_fn must be None, because slot variables "
             "are always sharded and packed like their table. Choose initial values by "
             "slot_initializers, and the dtype by slot_dtype=jnp.bfloat16."
         )
-    dtype, initializers = options.get("slot_dtype"), options.get("slot_initializers")
-    if dtype is not None or initializers is not None:
-        rule = with_slot_storage(rule, dtype, initializers)
-    factor = options.get("weight_decay_factor")
-    if factor is not None and (isinstance(factor, Tracer) or factor != 0):
-        multiplies = options.get("multiply_weight_decay_factor_by_learning_rate")
+    if slot_dtype is not None or slot_initializers is not None:
+        check_slot_storage(owner, slot_dtype, slot_initializers)
+        rule = with_slot_storage(rule, slot_dtype, slot_initializers)
+    if isinstance(weight_decay_factor, Tracer) or weight_decay_factor:
+        multiplies = multiply_weight_decay_factor_by_learning_rate
         if multiplies and learning_rate is None:
             raise ValueError(
                 "multiply_weight_decay_factor_by_learning_rate=True needs the rule's "
                 "learning_rate, got None. Pass learning_rate to with_options, too."
             )
-        rule = decay_rows(rule, factor, learning_rate if multiplies else None)
-    clipvalue = options.get("clipvalue")
+        rate = learning_rate if multiplies else None
+        rule = decay_rows(rule, cast(float, weight_decay_factor), rate)
     if clipvalue is not None:
-        clip = clip_gradients(clipvalue)
+        clip = clip_gradients(_pair(owner, clipvalue))
         rule = wrap_rule(rule, lambda inner: optax.chain(clip, inner))
-    clip_min, clip_max = options.get("clip_weight_min"), options.get("clip_weight_max")
-    if clip_min is not None or clip_max is not None:
-        clip = clip_rows(clip_min, clip_max)
-        rule = wrap_rule(rule, lambda inner: optax.chain(inner, clip))
-    accumulates = options.get("use_gradient_accumulation", True)
-    return rule if accumulates else in_sequence(rule)
+    if clip_weight_min is not None or clip_weight_max is not None:
+        bounds = {
+            "clip_weight_min": clip_weight_min,
+            "clip_weight_max": clip_weight_max,
+        }
+        _check_bounds(owner, bounds)
+        clip_updated = clip_rows(clip_weight_min, clip_weight_max)
+        rule = wrap_rule(rule, lambda inner: optax.chain(inner, clip_updated))
+    if use_gradient_accumulation:
+        return rule
+    if clipvalue is not None:
+        raise ValueError(
+            f"{owner}: clipvalue bounds the summed gradient of a row, so it needs "
+            f"use_gradient_accumulation=True, got False and clipvalue={clipvalue}. "
+            "Leave one of them out."
+        )
+    return in_sequence(rule)
+
+
+cast(Any, with_options).__signature__ = _list_options(with_options)
 
 
 @equal_calls_are_one
@@ -272,7 +274,7 @@ def clip_gradients(clipvalue: ClipValue) -> optax.GradientTransformation:
       TypeError: if it is neither.
       ValueError: if the lower bound is above the upper one, or one is NaN.
     """
-    low, high = _check_clipvalue("clip_gradients", clipvalue)
+    low, high = _pair("clip_gradients", clipvalue)
 
     def clip(gradient: Any, rows: Any) -> Any:
         del rows
@@ -345,7 +347,7 @@ def clip_rows(
       TypeError: if a bound is no number.
       ValueError: if the minimum is above the maximum, or one is NaN.
     """
-    _check_bounds("clip_rows", "minimum", minimum, "maximum", maximum)
+    _check_bounds("clip_rows", {"minimum": minimum, "maximum": maximum})
 
     def clip(update: Any, rows: Any) -> Any:
         return jnp.clip(rows + update, minimum, maximum) - rows
@@ -353,15 +355,10 @@ def clip_rows(
     return optax.stateless_with_tree_map(clip)
 
 
-def _check_bounds(
-    owner: str, low_name: str, low: Any, high_name: str, high: Any
-) -> None:
-    """Raises an error if a bound is no number, or both are in the wrong order."""
-    checks: dict[str, Check] = {
-        low_name: or_none(not_nan, low),
-        high_name: or_none(not_nan, high),
-    }
-    check_hyperparameters(owner, **checks)
+def _check_bounds(owner: str, bounds: dict[str, Any]) -> None:
+    """Raises an error if one of two bounds is no number, or they are out of order."""
+    check_hyperparameters(owner, **{x: or_none(not_nan, bounds[x]) for x in bounds})
+    (low_name, low), (high_name, high) = bounds.items()
     is_known = not any(x is None or isinstance(x, Tracer) for x in (low, high))
     if is_known and low > high:
         raise ValueError(
@@ -370,10 +367,8 @@ def _check_bounds(
         )
 
 
-def _check_clipvalue(
-    owner: str, clipvalue: ClipValue
-) -> tuple[float | None, float | None]:
-    """Returns the pair of bounds that a `clipvalue` stands for."""
+def _pair(owner: str, clipvalue: ClipValue) -> tuple[float | None, float | None]:
+    """Returns the pair of bounds that a `clipvalue` stands for, checked."""
     if not isinstance(clipvalue, tuple):
         check_hyperparameters(owner, clipvalue=non_negative_bound(clipvalue))
         clipvalue = (-1.0 * clipvalue, clipvalue)
@@ -383,5 +378,5 @@ def _check_clipvalue(
             f"{len(clipvalue)} values {clipvalue!r}. Either bound may be None."
         )
     low, high = clipvalue
-    _check_bounds(owner, "clipvalue's minimum", low, "maximum", high)
+    _check_bounds(owner, {"clipvalue's minimum": low, "maximum": high})
     return low, high

@@ -31,7 +31,6 @@ from jaxtyping import Array
 from tpu_embedding.optimizers.row_optimizer import (
     NotRowLocalError,
     RowOptimizer,
-    refused_wrappers,
     row_optimizer_of,
 )
 from tpu_embedding.optimizers.slots import slot_row_shapes
@@ -132,8 +131,8 @@ def _probe(rule: optax.GradientTransformation, dim: int) -> ProbedRule:
     rows = _slot_rows(rule, dim)
     asked: list[str] = []
     is_slot = [row is not None for row in rows]
-    run = jax.jit(functools.partial(_run_whole_and_parts, rule, is_slot, asked))
-    move = jax.jit(functools.partial(_slot_derivatives, rule, is_slot))
+    run = _compiled(functools.partial(_run_whole_and_parts, rule, is_slot, asked))
+    move = _compiled(functools.partial(_slot_derivatives, rule, is_slot))
     with on_its_own():
         states = _check_row_local(run, dim)
         derivatives = jax.device_get(move(_random((2, 8, dim)), _slot_values(dim)))
@@ -157,7 +156,7 @@ def is_elementwise(rule: optax.GradientTransformation, dim: int) -> bool:
     """Returns True if a rule treats each element of a row alone, as its slots do."""
     if any(slot.row.shape != (dim,) for slot in _probe(rule, dim).slots):
         return False
-    run = jax.jit(lambda gradients, rows: _run(rule, gradients, rows, []).updates)
+    run = _compiled(lambda gradients, rows: _run(rule, gradients, rows, []).updates)
     gradients, rows = _random((2, 6, dim)), _random((6, dim), seed=1)
     with on_its_own():
         for size, row_size in itertools.product(
@@ -244,7 +243,6 @@ def _in_layer(
     def call(*arguments: Any) -> Any:
         known = _rows_to_ask(num_rows, asked, [] if stored is None else stored)
         with (
-            refused_wrappers(),
             table_rows_context(known, inlines_jit=False),
             model_gradient_context(lambda: jnp.ones(())),
         ):
@@ -481,14 +479,20 @@ def on_its_own() -> Iterator[None]:
         use_abstract_mesh(AbstractMesh((), ())),
         jax.debug_nans(False),
         jax.debug_infs(False),
-        _on_cpu(),
+        jax.default_device(_cpu()),
     ):
         yield
 
 
-def _on_cpu() -> Any:
-    """Lets arrays be made on a CPU, where programs compile fast, if JAX has one."""
+def _cpu() -> jax.Device | None:
+    """Returns a CPU, where programs compile fast; None if JAX has none."""
     try:
-        return jax.default_device(jax.local_devices(backend="cpu")[0])
+        return jax.local_devices(backend="cpu")[0]
     except RuntimeError:
-        return contextlib.nullcontext()
+        return None
+
+
+def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Compiles a function that runs a few times only, so that compiling it is fast."""
+    options = {"xla_backend_optimization_level": 0}
+    return jax.jit(function, compiler_options=options if _cpu() else None)

@@ -1,14 +1,13 @@
 """The types of optimizers: as the user gives one, and as the layer applies it."""
 
-import contextlib
-import contextvars
 import dataclasses
-from collections.abc import Callable, Iterator
-from typing import Any, Final, Literal
+from collections.abc import Callable
+from typing import Any, Literal
 
 import optax
 
 from tpu_embedding.optimizers.keras_instances import KerasOptimizer
+from tpu_embedding.optimizers.table_rows import is_in_layer
 
 TableOptimizer = optax.GradientTransformation | str | KerasOptimizer
 """An optax transformation; or the name of a rule of this package, as `"adagrad"`; or a
@@ -85,7 +84,8 @@ class DeclaredRule(optax.GradientTransformation):
         on_arrays = on_arrays or row_optimizer.transformation
 
         def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
-            if _IS_PROBED.get():
+            # A layer calls the rule of rows itself, unless a wrapper hides it.
+            if is_in_layer():
                 _check_not_wrapped(row_optimizer)
             return on_arrays.update(updates, state, params)
 
@@ -138,21 +138,6 @@ def wrap_rule(
         inner, transformation=wrap(inner.transformation), sets_rows=False
     )
     return DeclaredRule(wrapped, on_arrays=wrap(rule))
-
-
-_IS_PROBED: Final[contextvars.ContextVar[bool]] = contextvars.ContextVar(
-    "is_probed", default=False
-)
-
-
-@contextlib.contextmanager
-def refused_wrappers() -> Iterator[None]:
-    """Refuses rules that declare something inside of a wrapper, within this context."""
-    token = _IS_PROBED.set(True)
-    try:
-        yield
-    finally:
-        _IS_PROBED.reset(token)
 
 
 def _check_not_wrapped(inner: RowOptimizer) -> None:

@@ -34,18 +34,11 @@ TF_KERAS = {
     "jit_compile": False,
     "is_legacy_optimizer": False,
 }
-SCHEDULE = {
-    "module": "keras.optimizers.schedules",
-    "class_name": "InverseTimeDecay",
-    "config": {
-        "initial_learning_rate": 0.2,
-        "decay_steps": 2,
-        "decay_rate": 0.7,
-        "staircase": False,
-        "name": "InverseTimeDecay",
-    },
-    "registered_name": None,
-}
+
+
+def inverse_time_decay(step):
+    """Keras' InverseTimeDecay, which runs on JAX as Keras 3's does."""
+    return 0.2 / (1 + 0.7 * step / 2)
 
 
 def keras_3(name, learning_rate: Any = 0.1, **own):
@@ -53,7 +46,7 @@ def keras_3(name, learning_rate: Any = 0.1, **own):
 
 
 def tf_keras(name, learning_rate: Any = 0.1, **own):
-    if not isinstance(learning_rate, dict):
+    if not callable(learning_rate):
         learning_rate = np.float32(learning_rate)  # As tf_keras reads its variable.
     return {"name": name, **TF_KERAS, "learning_rate": learning_rate, **own}
 
@@ -125,9 +118,7 @@ def start_rows():
 
 def rate_of(config, step):
     rate = config["learning_rate"]
-    if isinstance(rate, dict):
-        rate = 0.2 / (1 + 0.7 * step / 2)
-    return float(rate)
+    return float(rate(step) if callable(rate) else rate)
 
 
 def keras_tables(rule, config, lazy=False):

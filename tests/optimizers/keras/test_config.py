@@ -13,12 +13,12 @@ from tests.conftest import mesh_of
 from tests.optimizers.keras.keras_reference import (
     DIM,
     NUM_ROWS,
-    SCHEDULE,
     STEPS,
     adagrad,
     adam,
     ftrl,
     gradients,
+    inverse_time_decay,
     keras_3,
     keras_tables,
     rmsprop,
@@ -27,7 +27,7 @@ from tests.optimizers.keras.keras_reference import (
     tf_keras,
 )
 from tests.optimizers.rule_cases import initial_state, one_table_plan, update
-from tpu_embedding.optimizers.keras.config import from_keras_config
+from tpu_embedding.optimizers.keras import from_keras_config
 from tpu_embedding.optimizers.resolve import resolve_optimizer
 
 NUM_STEPS = len(STEPS)
@@ -81,12 +81,16 @@ CASES = {
     "sgd": (keras_3("sgd", **PLAIN), sgd, False),
     "sgd_momentum": (keras_3("sgd_1", **MOMENTUM), sgd, True),
     "sgd_nesterov": (tf_keras("SGD", **NESTEROV), sgd, True),
-    "sgd_nesterov_schedule": (tf_keras("SGD", SCHEDULE, **NESTEROV), sgd, True),
+    "sgd_nesterov_schedule": (
+        tf_keras("SGD", inverse_time_decay, **NESTEROV),
+        sgd,
+        True,
+    ),
     "adagrad": (keras_3("adagrad", **ADAGRAD), adagrad, False),
     "adagrad_all": (
         keras_3(
             "adagrad",
-            SCHEDULE,
+            inverse_time_decay,
             **ADAGRAD,
             clipvalue=0.1,
             weight_decay=0.2,
@@ -95,9 +99,13 @@ CASES = {
         adagrad,
         True,
     ),
-    "adam_decay": (keras_3("adam_2", SCHEDULE, **ADAM, weight_decay=0.2), adam, True),
+    "adam_decay": (
+        keras_3("adam_2", inverse_time_decay, **ADAM, weight_decay=0.2),
+        adam,
+        True,
+    ),
     "rmsprop_all": (
-        tf_keras("RMSprop", SCHEDULE, **{**CENTERED, "momentum": 0.8}),
+        tf_keras("RMSprop", inverse_time_decay, **{**CENTERED, "momentum": 0.8}),
         rmsprop,
         True,
     ),
@@ -133,7 +141,7 @@ THROUGH_THE_LAYER = {
         (
             keras_3(
                 "sgd",
-                SCHEDULE,
+                inverse_time_decay,
                 **MOMENTUM,
                 gradient_accumulation_steps=2,
                 loss_scale_factor=2.0,

@@ -11,7 +11,7 @@ from flax import nnx
 
 import tpu_embedding as te
 from tests.optimizers.keras.keras_reference import KERAS_3, keras_3, tf_keras
-from tpu_embedding.optimizers.keras.config import from_keras_config
+from tpu_embedding.optimizers.keras import from_keras_config
 
 
 class Base:
@@ -67,6 +67,33 @@ def test_a_table_takes_it():
     assert (expected_slots["accumulators"][1] > 0.2).all()
 
 
+def inverse_time(step):
+    return 0.5 / (1 + step)
+
+
+def on_tensorflow(step):
+    return float(step)
+
+
+def with_schedule(schedule):
+    """Returns an optimizer as Keras keeps one with a schedule."""
+    serialized = {"class_name": "InverseTimeDecay", "config": {"decay_steps": 1}}
+    optimizer = Adagrad({**keras_3("adagrad", **FIELDS), "learning_rate": serialized})
+    optimizer._learning_rate = schedule
+    return optimizer
+
+
+def test_its_schedule_is_called_with_the_step():
+    rule = from_keras_config(with_schedule(inverse_time))
+    expected = te.optimizers.adagrad(inverse_time, 0.2, epsilon=1e-7)
+    rows = np.ones((3, 2), np.float32)
+    state, expected_state = rule.init(rows), expected.init(rows)
+    for _ in range(3):
+        found, state = rule.update(rows, state, rows)
+        updates, expected_state = expected.update(rows, expected_state, rows)
+        np.testing.assert_array_equal(found, updates)
+
+
 FUNCTION = {
     "module": "builtins",
     "class_name": "function",
@@ -86,6 +113,14 @@ WRONG = {
     "a callable rate": (
         Adagrad({**KERAS_3, "learning_rate": FUNCTION}),
         "see te.nn.set_each_step",
+    ),
+    "a schedule without the optimizer": (
+        Adagrad({**KERAS_3, "learning_rate": {"class_name": "CosineDecay"}}),
+        "give the schedule itself",
+    ),
+    "a schedule of another backend": (
+        with_schedule(on_tensorflow),
+        "JAX cannot trace it, .*KERAS_BACKEND=jax",
     ),
     "a class of the user": (
         OwnAdagrad(keras_3("adagrad")),

@@ -14,7 +14,7 @@ import pytest
 
 import tpu_embedding as te
 from tests.conftest import GOLDEN
-from tpu_embedding.optimizers.keras.config import from_keras_config
+from tpu_embedding.optimizers.keras import from_keras_config
 from tpu_embedding.optimizers.table_rows import table_rows, table_rows_context
 
 KEPT_STEPS = (1, 3)

@@ -121,7 +121,6 @@ DEFAULTS = {
         "rho": 0.9,
         "epsilon": 1e-7,
     },
-    rowwise.scale_by_rowwise_rms: {"rho": 0.9, "epsilon": 1e-7},
     optimizers.proximal_yogi: {
         "learning_rate": 0.01,
         "beta_1": 0.9,

@@ -15,42 +15,28 @@ def sgd(gradient, embedding_table, slot_variables, learning_rate, hyperparameter
 
 
 WRONG = {
-    "initializers": (
-        {"slot_names": ["a", "b"], "slot_initializers": [0.0]},
-        "slot_initializers must have one value for each of the 2 slot_names, got 1",
-    ),
-    "dims": (
-        {"slot_names": ["a"], "slot_initializers": [0.0], "slot_dims": [1, 2]},
-        "slot_dims must have one value for each of the 1 slot_names, got 2",
-    ),
-    "dim": (
-        {"slot_names": ["a"], "slot_initializers": [0.0], "slot_dims": [3]},
-        r"slot_dims must each be 1 .* or 2 .*, got \(3,\)",
-    ),
-    "names": (
-        {"slot_names": ["a", "a"], "slot_initializers": [0.0, 0.0]},
-        r"slot_names must be distinct strings, got \('a', 'a'\)",
-    ),
+    "initializers": {"slot_names": ["a", "b"], "slot_initializers": [0.0]},
+    "dims": {"slot_names": ["a"], "slot_initializers": [0.0], "slot_dims": [1, 2]},
+    "dim": {"slot_names": ["a"], "slot_initializers": [0.0], "slot_dims": [3]},
+    "names": {"slot_names": ["a", "a"], "slot_initializers": [0.0, 0.0]},
 }
 
 
-@pytest.mark.parametrize(("options", "match"), WRONG.values(), ids=WRONG)
-def test_wrong_slots(options, match):
-    with pytest.raises(ValueError, match=match):
-        user_defined(sgd, **options)
+@pytest.mark.parametrize("name", WRONG)
+def test_wrong_slots(name):
+    with pytest.raises(ValueError, match="slot_names must be distinct, each with one"):
+        user_defined(sgd, **WRONG[name])
 
 
 WRONG_RESULTS = {
     "too_few": (
         lambda g, w, slots, rate, _: (w, slots[0]),
-        "must return 3 arrays, the row, the slot 'z_momenta', the slot 'a_levels', "
-        "got 2",
+        r"{'the row': \(4,\), 'z_momenta': \(4,\), 'a_levels': \(\)}, got ",
     ),
-    "row_alone": (lambda g, w, slots, rate, _: w, "must return 3 arrays.* got 1"),
+    "row_alone": (lambda g, w, slots, rate, _: w, r"got \[\(4,\)\]"),
     "shapes": (
         lambda g, w, slots, rate, _: (w[:2], g, g),
-        r"the row with shape \(4,\), got \(2,\); the slot 'a_levels' with shape \(\), "
-        r"got \(4,\)",
+        r"got \[\(2,\), \(4,\), \(4,\)\]",
     ),
 }
 
@@ -63,11 +49,3 @@ def test_wrong_results(computation, match):
     rows = jnp.ones((3, DIM))
     with pytest.raises(ValueError, match=match):
         optimizer.update(rows, optimizer.init(rows), rows)
-
-
-def test_initializer_of_another_shape():
-    optimizer = user_defined(
-        sgd, slot_names=["a"], slot_initializers=[lambda shape, dtype: jnp.zeros(2)]
-    )
-    with pytest.raises(ValueError, match=r"slot 'a' must return shape \(3, 4\)"):
-        optimizer.init(jnp.ones((3, DIM)))

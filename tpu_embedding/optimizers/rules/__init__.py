@@ -8,9 +8,8 @@
 * `rowwise`: FBGEMM's optimizers with one value per row.
 * `user_defined`: a rule that the user writes as a function of one row.
 * `assign`: sets rows instead of training them.
-* `refused`: optimizers of TensorFlow whose formula is not public.
 
-Parts of adafactor stand in `_adafactor_settings`, `_adafactor_state` and
-`_adafactor_moments`. Rules share `_accumulation` (of gradients over steps), `_averages`
-(moving averages of rows), `_regularization` (L1 and L2) and `_sums` (compensated sums).
+Parts of adafactor stand in `_adafactor_state`, `_clipping` (of gradients),
+`_adafactor_moments`, `_averages` (moving averages of rows) and `_sums` (compensated
+sums). Rules share `_regularization` (L1 and L2).
 """

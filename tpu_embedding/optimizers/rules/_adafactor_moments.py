@@ -5,22 +5,22 @@ keeps its second moments as they are. Rank 2 is that of tables, whose totals are
 all rows of a table, and whose rows may be skipped in a step.
 """
 
-from typing import Any, NamedTuple
+import dataclasses
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
-from tpu_embedding.optimizers.rules._adafactor_settings import (
-    AdafactorSettings,
-    row_squares,
-)
 from tpu_embedding.optimizers.rules._adafactor_state import AdafactorState
 from tpu_embedding.optimizers.rules._sums import (
+    NO_SUM,
     CompensatedSum,
     coarse_part,
     compensated_sum,
 )
-from tpu_embedding.optimizers.table_rows import TableRows, is_in_layer
+from tpu_embedding.optimizers.table_rows import TableRows, is_in_layer, table_rows
+
+AdafactorMode = Literal["lazy", "exact"]
 
 
 class ScaledGradient(NamedTuple):
@@ -39,153 +39,165 @@ class ScaledGradient(NamedTuple):
     state: AdafactorState
 
 
-def scale_array(
-    settings: AdafactorSettings, gradient: jax.Array, state: AdafactorState, array: Any
-) -> ScaledGradient:
-    """Scales the gradient of a dense array of any rank but 2.
+@dataclasses.dataclass(frozen=True)
+class Moments:
+    """How the second moments of `adafactor` move; see its arguments."""
 
-    Args:
-      settings: arguments of `adafactor`.
-      gradient: the clipped gradient.
-      state: state before the step.
-      array: values after weight decay.
-    """
-    b = settings.decay_at((state.count + 1).astype(jnp.float32))
-    squares = jnp.square(gradient) + settings.epsilon_1
-    if state.velocities is not None:
-        velocities = b * state.velocities + (1 - b) * squares
-        scaled = gradient * _inverse_root(velocities)
-        state = state._replace(velocities=velocities)
-    else:
-        rows = b * state.row_accumulators + (1 - b) * jnp.mean(squares, axis=-1)
-        columns = b * state.column_accumulators + (1 - b) * jnp.mean(squares, axis=-2)
-        means = jnp.mean(rows, axis=-1, keepdims=True)
+    beta_2_decay: Any
+    epsilon_1: Any
+    mode: AdafactorMode
+
+    def init(self, array: Any) -> AdafactorState:
+        """Returns the state of the rows of one stack, or of a dense array."""
+        shape, is_exact = array.shape, self.mode == "exact"
+        state = AdafactorState(
+            count=jnp.zeros((), jnp.int32), clock=NO_SUM if is_exact else None
+        )
+        if len(shape) < 2:
+            return state._replace(velocities=jnp.zeros(shape, jnp.float32))
+        if len(shape) > 2:
+            return state._replace(
+                row_accumulators=jnp.zeros(shape[:-1], jnp.float32),
+                column_accumulators=jnp.zeros((*shape[:-2], shape[-1]), jnp.float32),
+            )
+        tables = table_rows(array)
+        start = self.epsilon_1 if is_exact else 0.0
+        return state._replace(
+            row_accumulators=jnp.full(shape[0], start, jnp.float32),
+            row_clocks=jnp.zeros(shape[0], jnp.float32),
+            column_accumulators=jnp.zeros(
+                (tables.table_sizes.shape[0], shape[1]), jnp.float32
+            ),
+            squares=sum_of_squares(array, tables),
+            clock=compensated_sum(jnp.zeros(())) if is_exact else None,
+        )
+
+    def scale_array(
+        self, gradient: jax.Array, state: AdafactorState, array: Any
+    ) -> ScaledGradient:
+        """Scales the gradient of a dense array of any rank but 2.
+
+        Args:
+          gradient: the clipped gradient.
+          state: state before the step.
+          array: values after weight decay.
+        """
+        b = self._decay_at(state.count + 1)
+        squares = jnp.square(gradient) + self.epsilon_1
+        if state.velocities is not None:
+            velocities = b * state.velocities + (1 - b) * squares
+            scaled = gradient * _inverse_root(velocities)
+            state = state._replace(velocities=velocities)
+        else:
+            rows = b * state.row_accumulators + (1 - b) * jnp.mean(squares, axis=-1)
+            columns = b * state.column_accumulators
+            columns += (1 - b) * jnp.mean(squares, axis=-2)
+            means = jnp.mean(rows, axis=-1, keepdims=True)
+            profile = columns / jnp.where(means > 0, means, 1)
+            # Two roots: the product of both could underflow.
+            scaled = gradient * _inverse_root(rows)[..., None]
+            scaled *= _inverse_root(profile)[..., None, :]
+            state = state._replace(row_accumulators=rows, column_accumulators=columns)
+        return ScaledGradient(scaled, _rms(scaled), _rms(array), state)
+
+    def scale_rows(
+        self,
+        gradient: jax.Array,
+        state: AdafactorState,
+        rows: tuple[jax.Array, jax.Array],
+        tables: TableRows,
+    ) -> ScaledGradient:
+        """Scales the gradients of the rows at hand.
+
+        Args:
+          gradient: the clipped gradient, `[rows, dim]`.
+          state: state before the step.
+          rows: the rows before and after weight decay.
+          tables: the tables of the rows.
+        """
+        before, decayed = rows
+        # Outside of the layer all rows are at hand, and may have been set since.
+        squares = state.squares if is_in_layer() else sum_of_squares(before, tables)
+        state = self._move_rows(gradient, state._replace(squares=squares), tables)
+        change = jnp.sum(jnp.square(decayed) - jnp.square(before), axis=1)
+        columns, change, num_rows = self._move_columns(gradient, state, tables, change)
+        means = jnp.mean(columns, axis=1, keepdims=True)
+        # A table that was never touched has no column moments yet.
         profile = columns / jnp.where(means > 0, means, 1)
-        # Two roots: the product of both could underflow.
-        scaled = gradient * _inverse_root(rows)[..., None]
-        scaled *= _inverse_root(profile)[..., None, :]
-        state = state._replace(row_accumulators=rows, column_accumulators=columns)
-    return ScaledGradient(scaled, _rms(scaled), _rms(array), state)
+        scaled = gradient * _inverse_root(state.row_accumulators)[:, None]
+        scaled *= tables.per_row(_inverse_root(profile))
+        scaled = jnp.where(self.rows_to_update(tables)[:, None], scaled, 0)
+        dim = gradient.shape[1]
+        total = tables.total(jnp.sum(jnp.square(scaled), axis=1))
+        rms = jnp.sqrt(total / (num_rows * dim))
+        num_values = jnp.maximum(tables.table_sizes, 1) * dim
+        scale = jnp.sqrt(jnp.maximum(squares.value + change, 0) / num_values)
+        state = state._replace(column_accumulators=columns)
+        return ScaledGradient(scaled, rms, scale, state)
 
+    def rows_to_update(self, tables: TableRows) -> Any:
+        """Returns the mask of the rows to update: in mode "lazy" the touched ones."""
+        return tables.is_touched if self.mode == "lazy" else tables.is_used
 
-def scale_rows(
-    settings: AdafactorSettings,
-    gradient: jax.Array,
-    state: AdafactorState,
-    rows: tuple[jax.Array, jax.Array],
-    tables: TableRows,
-) -> ScaledGradient:
-    """Scales the gradients of the rows at hand.
+    def _decay_at(self, t: jax.Array) -> jax.Array:
+        """Returns the decay of the accumulators in update `t`, counted from 1."""
+        return 1 - jnp.power(t.astype(jnp.float32), self.beta_2_decay)
 
-    Args:
-      settings: arguments of `adafactor`.
-      gradient: the clipped gradient, `[rows, dim]`.
-      state: state before the step.
-      rows: the rows before and after weight decay.
-      tables: the tables of the rows.
-    """
-    t = (state.count + 1).astype(jnp.float32)
-    before, decayed = rows
-    accumulators, clocks, clock = _row_moments(settings, gradient, state, tables, t)
-    columns, decay_change, num_elements = _column_moments(
-        settings, gradient, state, tables, t, jnp.square(decayed) - jnp.square(before)
-    )
-    means = jnp.mean(columns, axis=1, keepdims=True)
-    # A table that was never touched has no column moments yet.
-    profile = columns / jnp.where(means > 0, means, 1)
-    scaled = gradient * _inverse_root(accumulators)[:, None]
-    scaled *= tables.per_row(_inverse_root(profile))
-    scaled = jnp.where(rows_to_update(settings, tables)[:, None], scaled, 0)
-    rms = jnp.sqrt(tables.total(row_squares(scaled)) / num_elements)
-    # Outside of the layer all rows are at hand, and may have been set since.
-    squares = state.squares if is_in_layer() else sum_of_squares(before, tables)
-    num_values = jnp.maximum(tables.table_sizes, 1) * gradient.shape[1]
-    scale = jnp.sqrt(jnp.maximum(squares.value + decay_change, 0) / num_values)
-    state = state._replace(
-        row_accumulators=accumulators,
-        row_clocks=clocks,
-        column_accumulators=columns,
-        clock=clock,
-        squares=squares,
-    )
-    return ScaledGradient(scaled, rms, scale, state)
-
-
-def rows_to_update(settings: AdafactorSettings, tables: TableRows) -> Any:
-    """Returns the mask of the rows to update: in mode "lazy" the touched ones."""
-    return tables.is_touched if settings.mode == "lazy" else tables.is_used
-
-
-def _row_moments(
-    settings: AdafactorSettings,
-    gradient: Any,
-    state: AdafactorState,
-    tables: TableRows,
-    t: Any,
-) -> tuple[Any, Any, CompensatedSum | None]:
-    """Returns the new `r`, the clock of each row, and the clock of the table."""
-    mean = jnp.mean(jnp.square(gradient), axis=1) + settings.epsilon_1
-    old = state.row_accumulators
-    if state.clock is None:
-        clocks = state.row_clocks + 1
-        b = settings.decay_at(clocks)
-        new = b * old + (1 - b) * mean
-        moves = tables.is_touched
-        return (
-            jnp.where(moves, new, old),
-            jnp.where(moves, clocks, state.row_clocks),
-            None,
+    def _move_rows(
+        self, gradient: Any, state: AdafactorState, tables: TableRows
+    ) -> AdafactorState:
+        """Returns the state with the new `r`, and the new clocks."""
+        mean = jnp.mean(jnp.square(gradient), axis=1) + self.epsilon_1
+        old = state.row_accumulators
+        if state.clock is None:  # Mode "lazy".
+            clocks = state.row_clocks + 1
+            b = self._decay_at(clocks)
+            moves = tables.is_touched
+            return state._replace(
+                row_accumulators=jnp.where(moves, b * old + (1 - b) * mean, old),
+                row_clocks=jnp.where(moves, clocks, state.row_clocks),
+            )
+        # Applies the updates that the row missed. With gradient 0, each of them is
+        # r = b * r + (1 - b) * epsilon_1.
+        missed = jnp.exp(state.clock.value - state.row_clocks)
+        old = missed * old + (1 - missed) * self.epsilon_1
+        b = self._decay_at(state.count + 1)
+        # The first step has b = 0, whose logarithm is infinite. It may be skipped: rows
+        # that it does not touch stay at epsilon_1, their initial value.
+        clock = state.clock.plus(jnp.where(b > 0, jnp.log(jnp.maximum(b, 1e-30)), 0.0))
+        return state._replace(
+            row_accumulators=b * old + (1 - b) * mean,
+            row_clocks=jnp.broadcast_to(clock.value, old.shape),
+            clock=clock,
         )
-    # Applies the updates that the row missed. With gradient 0, each of them is
-    # r = b * r + (1 - b) * epsilon_1.
-    missed = jnp.exp(state.clock.value - state.row_clocks)
-    old = missed * old + (1 - missed) * settings.epsilon_1
-    b = settings.decay_at(t)
-    # The first step has b = 0, whose logarithm is infinite. It may be skipped: rows
-    # that it does not touch stay at epsilon_1, their initial value.
-    clock = state.clock.plus(jnp.where(b > 0, jnp.log(jnp.maximum(b, 1e-30)), 0.0))
-    clocks = jnp.broadcast_to(clock.value, old.shape)
-    return b * old + (1 - b) * mean, clocks, clock
 
+    def _move_columns(
+        self, gradient: Any, state: AdafactorState, tables: TableRows, change: Any
+    ) -> tuple[Any, Any, Any]:
+        """Returns the new `c`, the total of `change`, and the rows that means are over.
 
-def _column_moments(
-    settings: AdafactorSettings,
-    gradient: Any,
-    state: AdafactorState,
-    tables: TableRows,
-    t: Any,
-    decay_change: Any,
-) -> tuple[Any, Any, Any]:
-    """Returns the new `c`, and two values per table.
-
-    The second value is the change of the table's sum of squares by weight decay. The
-    third is the number of elements over which RMS(u) is the mean.
-    """
-    dim = gradient.shape[1]
-    moves = rows_to_update(settings, tables)
-    columns = jnp.where(moves[:, None], jnp.square(gradient), 0)
-    count = moves.astype(jnp.float32)
-    totals = tables.total(
-        jnp.concatenate(
-            [columns, count[:, None], jnp.sum(decay_change, axis=1, keepdims=True)],
-            axis=1,
-        )
-    )
-    sums, counts, change = totals[:, :dim], totals[:, dim], totals[:, dim + 1]
-    num_rows = tables.table_sizes if settings.mode == "exact" else counts
-    is_any = num_rows > 0
-    num_rows = jnp.maximum(num_rows, 1)
-    b = settings.decay_at(t)
-    mean = sums / num_rows[:, None] + settings.epsilon_1
-    old = state.column_accumulators
-    new = jnp.where(is_any[:, None], b * old + (1 - b) * mean, old)
-    return new, change, num_rows * dim
+        All of them are of each table. They take one all-reduce.
+        """
+        dim = gradient.shape[1]
+        moves = self.rows_to_update(tables)
+        columns = jnp.where(moves[:, None], jnp.square(gradient), 0)
+        count = moves.astype(jnp.float32)
+        parts = [columns, count[:, None], change[:, None]]
+        totals = tables.total(jnp.concatenate(parts, axis=1))
+        sums, counts, change = totals[:, :dim], totals[:, dim], totals[:, dim + 1]
+        num_rows = tables.table_sizes if self.mode == "exact" else counts
+        is_any = num_rows > 0
+        num_rows = jnp.maximum(num_rows, 1)
+        b = self._decay_at(state.count + 1)
+        old = state.column_accumulators
+        new = b * old + (1 - b) * (sums / num_rows[:, None] + self.epsilon_1)
+        return jnp.where(is_any[:, None], new, old), change, num_rows
 
 
 def sum_of_squares(rows: Any, tables: TableRows) -> CompensatedSum:
     """Returns the sum of the squares of the elements of each table."""
     rows = rows.astype(jnp.float32)  # Dense parameters may be narrow.
-    about = tables.total(row_squares(rows))
+    about = tables.total(jnp.sum(jnp.square(rows), axis=1))
     nothing = compensated_sum(jnp.zeros_like(about))
     return plus_total(nothing, jnp.square(rows), tables, about)
 

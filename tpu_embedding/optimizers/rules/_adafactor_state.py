@@ -4,7 +4,7 @@ from typing import Any, NamedTuple
 
 import jax
 
-from tpu_embedding.optimizers.rules._sums import CompensatedSum
+from tpu_embedding.optimizers.rules._sums import NO_SUM, CompensatedSum
 
 
 class AdafactorState(NamedTuple):
@@ -27,12 +27,14 @@ class AdafactorState(NamedTuple):
     """
 
     count: jax.Array
-    row_accumulators: Any
-    row_clocks: Any
-    column_accumulators: Any
-    velocities: Any
-    squares: CompensatedSum
-    clock: CompensatedSum | None
-    averages: Any
-    average_counts: Any
-    average_momentum: Any
+    row_accumulators: Any = None
+    row_clocks: Any = None
+    column_accumulators: Any = None
+    velocities: Any = None
+    # All rows of a dense array are at hand in each step, so nothing is tracked. The
+    # sums stand there, empty, so that all states have one structure.
+    squares: CompensatedSum = NO_SUM
+    clock: CompensatedSum | None = None
+    averages: Any = None
+    average_counts: Any = None
+    average_momentum: Any = None

@@ -6,6 +6,8 @@ rule divides by the mean of the column accumulators. Both means are the same mov
 average of the mean squared gradient, but the second is known on every shard.
 """
 
+import dataclasses
+import functools
 from typing import Any
 
 import jax
@@ -13,37 +15,40 @@ import jax.numpy as jnp
 import optax
 
 from tpu_embedding.optimizers.array_rules import for_each_array
-from tpu_embedding.optimizers.checks import check_hyperparameters, flag
-from tpu_embedding.optimizers.equal_calls import equal_calls_are_one
-from tpu_embedding.optimizers.learning_rates import checked_schedule
-from tpu_embedding.optimizers.row_optimizer import DeclaredRule, RowOptimizer
-from tpu_embedding.optimizers.rules._accumulation import collect_gradients
-from tpu_embedding.optimizers.rules._adafactor_moments import (
-    plus_total,
-    rows_to_update,
-    scale_array,
-    scale_rows,
-    sum_of_squares,
+from tpu_embedding.optimizers.checks import (
+    anything,
+    check_hyperparameters,
+    checks_ranges,
+    finite,
+    int_from,
+    or_none,
+    positive_bound,
 )
-from tpu_embedding.optimizers.rules._adafactor_settings import (
+from tpu_embedding.optimizers.equal_calls import equal_calls_are_one
+from tpu_embedding.optimizers.learning_rates import checked_schedule, learning_rate_at
+from tpu_embedding.optimizers.row_optimizer import DeclaredRule, RowOptimizer
+from tpu_embedding.optimizers.rules._adafactor_moments import (
     AdafactorMode,
-    AdafactorSettings,
-    ClipnormOf,
-    EMAStart,
-    clipped,
+    Moments,
+    plus_total,
 )
 from tpu_embedding.optimizers.rules._adafactor_state import AdafactorState
-from tpu_embedding.optimizers.rules._sums import NO_SUM, compensated_sum
-from tpu_embedding.optimizers.table_rows import (
-    TableRows,
-    is_in_layer,
-    model_gradient_context,
-    model_gradient_squares,
-    table_rows,
+from tpu_embedding.optimizers.rules._averages import Averages, EMAStart
+from tpu_embedding.optimizers.rules._clipping import (
+    ClipnormOf,
+    Clipping,
+    with_norm_of_arrays,
 )
+from tpu_embedding.optimizers.table_rows import TableRows, table_rows
 
 
 @equal_calls_are_one
+@checks_ranges(
+    "adafactor",
+    weight_decay=functools.partial(or_none, finite),
+    clipvalue=functools.partial(or_none, positive_bound),
+    name=anything,
+)
 def adafactor(
     learning_rate: optax.ScalarOrSchedule = 0.001,
     *,
@@ -176,66 +181,101 @@ def adafactor(
       >>> [round(x, 4) for x in updates[0].tolist()]
       [-0.1, -0.1]
     """
-    del name
-    check_hyperparameters("adafactor", relative_step=flag(relative_step))
-    settings = AdafactorSettings(
+    del name, relative_step
+    steps = gradient_accumulation_steps or 1
+    rule = _Adafactor(
         learning_rate=checked_schedule("adafactor", learning_rate),
-        beta_2_decay=beta_2_decay,
-        epsilon_1=epsilon_1,
         epsilon_2=epsilon_2,
         clip_threshold=clip_threshold,
         weight_decay=weight_decay,
-        clipnorm=clipnorm,
-        clipvalue=clipvalue,
-        global_clipnorm=global_clipnorm,
-        use_ema=use_ema,
-        ema_momentum=ema_momentum,
-        ema_overwrite_frequency=ema_overwrite_frequency,
-        loss_scale_factor=loss_scale_factor,
-        gradient_accumulation_steps=gradient_accumulation_steps,
-        mode=mode,
-        ema_start=ema_start,
-        clipnorm_of=clipnorm_of,
+        clip=Clipping(
+            loss_scale_factor, clipvalue, clipnorm, global_clipnorm, clipnorm_of
+        ),
+        moments=Moments(beta_2_decay, epsilon_1, mode),
+        averages=(
+            Averages(ema_momentum, ema_overwrite_frequency, ema_start, steps)
+            if use_ema
+            else None
+        ),
+        gradient_steps=steps,
     )
-    rule = _with_norm_of_all(settings, _rule_of(settings))
-    clips_table = settings.clipnorm is not None
+    _check_together(rule)
+    of_occurrences = clipnorm is not None and clipnorm_of == "occurrences"
+    transformation = for_each_array(rule.init, rule.update)
+    if global_clipnorm is not None:
+        transformation = with_norm_of_arrays(transformation, steps)
     row_optimizer = RowOptimizer(
-        transformation=rule,
-        rows="every" if settings.moves_every_row else "touched",
-        duplicates="norm" if clips_table and clipnorm_of == "occurrences" else "sum",
-        gradient_steps=settings.gradient_steps,
-        takes_model_norm=settings.global_clipnorm is not None,
+        transformation=transformation,
+        rows="every" if rule.moves_every_row else "touched",
+        duplicates="norm" if of_occurrences else "sum",
+        gradient_steps=steps,
+        takes_model_norm=global_clipnorm is not None,
     )
+    if steps == 1:
+        return DeclaredRule(row_optimizer)
     # A layer collects the gradients of its tables itself.
-    on_arrays = collect_gradients(rule, settings.gradient_steps)
-    return DeclaredRule(row_optimizer, on_arrays)
+    collects = optax.MultiSteps(transformation, steps)
+    return DeclaredRule(row_optimizer, collects.gradient_transformation())
 
 
-def _rule_of(settings: AdafactorSettings) -> optax.GradientTransformation:
-    """Returns the rule, of the rows of tables and of dense arrays of any rank."""
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Adafactor:
+    """The rule of the rows of tables, and of a dense array of any rank.
 
-    def init(array: Any) -> AdafactorState:
-        return _initial_state(settings, array)
+    Attributes:
+      learning_rate: scalar, or schedule of the step.
+      epsilon_2: see `adafactor`; so are the next two.
+      clip_threshold: largest root mean square of `u`.
+      weight_decay: fraction of the rows, times the learning rate, lost in a step.
+      clip: unscales and clips a gradient.
+      moments: scales a gradient by its second moments.
+      averages: keeps moving averages of the rows; None: it does not.
+      gradient_steps: steps whose gradients one update averages.
+    """
 
-    def update(gradient: Any, state: Any, array: Any) -> tuple[Any, Any]:
+    learning_rate: optax.ScalarOrSchedule
+    epsilon_2: Any
+    clip_threshold: Any
+    weight_decay: Any
+    clip: Clipping
+    moments: Moments
+    averages: Averages | None
+    gradient_steps: int
+
+    @property
+    def moves_every_row(self) -> bool:
+        """True if rows that the step does not look up change in the same step."""
+        decays_all = self.moments.mode == "exact" and self.weight_decay is not None
+        overwrites = self.averages and self.averages.overwrite_frequency is not None
+        return self.gradient_steps > 1 or decays_all or bool(overwrites)
+
+    def init(self, array: Any) -> AdafactorState:
+        """Returns the state of the rows of one stack, or of a dense array."""
+        state = self.moments.init(array)
+        return state if self.averages is None else self.averages.init(state, array)
+
+    def update(self, gradient: Any, state: Any, array: Any) -> tuple[Any, Any]:
+        """Returns the updates of the rows or the array, and the new state."""
         tables = table_rows(gradient) if gradient.ndim == 2 else None
-        rate = settings.rate_at(state.count)
-        gradient = clipped(settings, jnp.asarray(gradient, jnp.float32), tables)
+        # Keras' schedules count steps, of which an update may take several.
+        step = state.count * self.gradient_steps + self.gradient_steps - 1
+        rate = learning_rate_at(self.learning_rate, step)
+        gradient = self.clip(jnp.asarray(gradient, jnp.float32), tables)
         old = jnp.asarray(array, jnp.float32)
-        decayed = _decayed(settings, rate, old, tables)
+        decayed = self._decayed(rate, old, tables)
         if tables is None:
-            scaled = scale_array(settings, gradient, state, decayed)
+            scaled = self.moments.scale_array(gradient, state, decayed)
         else:
-            scaled = scale_rows(settings, gradient, state, (old, decayed), tables)
+            scaled = self.moments.scale_rows(gradient, state, (old, decayed), tables)
         t = (state.count + 1).astype(jnp.float32)
-        alpha = jnp.maximum(settings.epsilon_2, scaled.scale)
+        alpha = jnp.maximum(self.epsilon_2, scaled.scale)
         alpha *= jnp.minimum(rate, jax.lax.rsqrt(t))
-        alpha /= jnp.maximum(1, scaled.rms / settings.clip_threshold)
+        alpha /= jnp.maximum(1, scaled.rms / self.clip_threshold)
         if tables is not None:
             alpha = tables.per_row(alpha)[:, None]
         new, state = decayed - alpha * scaled.values, scaled.state
-        if settings.use_ema:
-            new, state = _averaged(settings, old, new, state, tables)
+        if self.averages is not None:
+            new, state = self.averages.update(old, new, state, tables)
         updates = new - old
         if tables is not None:
             # The sum follows the values that the table will hold, as they are rounded.
@@ -245,105 +285,42 @@ def _rule_of(settings: AdafactorSettings) -> optax.GradientTransformation:
             state = state._replace(squares=total)
         return updates, state._replace(count=state.count + 1)
 
-    return for_each_array(init, update)
+    def _decayed(self, rate: Any, old: Any, tables: TableRows | None) -> Any:
+        """Returns the values after weight decay."""
+        if self.weight_decay is None:
+            return old
+        lost = self.weight_decay * rate * old
+        if tables is not None:
+            lost = jnp.where(self.moments.rows_to_update(tables)[:, None], lost, 0)
+        return old - lost
 
 
-def _initial_state(settings: AdafactorSettings, array: Any) -> AdafactorState:
-    """Returns the state of the rows of one stack, or of a dense array."""
-    shape, is_table = array.shape, array.ndim == 2
-    is_exact = settings.mode == "exact"
-    state = AdafactorState(
-        count=jnp.zeros((), jnp.int32),
-        row_accumulators=None,
-        row_clocks=None,
-        column_accumulators=None,
-        velocities=None,
-        # All rows of a dense array are at hand in each step, so nothing is tracked. The
-        # sums stand there, empty, so that all states have one structure.
-        squares=NO_SUM,
-        clock=NO_SUM if is_exact else None,
-        averages=None,
-        average_counts=None,
-        average_momentum=None,
-    )
-    if is_table:
-        tables = table_rows(array)
-        start = settings.epsilon_1 if is_exact else 0.0
-        state = state._replace(
-            row_accumulators=jnp.full(shape[0], start, jnp.float32),
-            row_clocks=jnp.zeros(shape[0], jnp.float32),
-            column_accumulators=jnp.zeros(
-                (tables.table_sizes.shape[0], shape[1]), jnp.float32
-            ),
-            squares=sum_of_squares(array, tables),
-            clock=compensated_sum(jnp.zeros(())) if is_exact else None,
+def _check_together(rule: _Adafactor) -> None:
+    """Refuses arguments that exclude each other."""
+    clip, steps = rule.clip, rule.gradient_steps
+    bounds = ("clipnorm", "clipvalue", "global_clipnorm")
+    given = [name for name in bounds if getattr(clip, name) is not None]
+    if len(given) > 1:
+        raise ValueError(
+            "adafactor: at most one of clipnorm, clipvalue and global_clipnorm may be "
+            f"given, got {given}. Set the others to None."
         )
-    elif len(shape) < 2:
-        state = state._replace(velocities=jnp.zeros(shape, jnp.float32))
-    else:
-        state = state._replace(
-            row_accumulators=jnp.zeros(shape[:-1], jnp.float32),
-            column_accumulators=jnp.zeros((*shape[:-2], shape[-1]), jnp.float32),
+    is_of_occurrences = clip.clipnorm is not None and clip.clipnorm_of == "occurrences"
+    if is_of_occurrences and rule.moves_every_row:
+        raise ValueError(
+            "adafactor: clipnorm_of must be 'sum' with weight_decay in mode 'exact', "
+            "ema_overwrite_frequency or gradient_accumulation_steps, got "
+            "'occurrences'. They pass over every row, where only the summed gradients "
+            "are known. Write clipnorm_of='sum', or turn them off."
         )
-    if not settings.use_ema:
-        return state
-    return state._replace(
-        averages=jnp.array(array, jnp.float32),
-        average_counts=jnp.zeros(shape[0], jnp.int32) if is_table else None,
-        average_momentum=jnp.asarray(settings.ema_momentum, jnp.float32),
-    )
-
-
-def _decayed(
-    settings: AdafactorSettings, rate: Any, old: Any, tables: TableRows | None
-) -> Any:
-    """Returns the values after weight decay."""
-    if settings.weight_decay is None:
-        return old
-    lost = settings.weight_decay * rate * old
-    if tables is not None:
-        lost = jnp.where(rows_to_update(settings, tables)[:, None], lost, 0)
-    return old - lost
-
-
-def _averaged(
-    settings: AdafactorSettings,
-    old: Any,
-    new: Any,
-    state: AdafactorState,
-    tables: TableRows | None,
-) -> tuple[Any, AdafactorState]:
-    """Returns the new values, and the state with their moving averages."""
-    missed, counts = 0, state.average_counts
-    if tables is not None:
-        new = tables.stored(old, new - old)
-        missed = (state.count - counts)[:, None]
-        counts = jnp.broadcast_to(state.count + 1, counts.shape)
-    averages = settings.new_averages(state.averages, old, new, state.count, missed)
-    state = state._replace(
-        averages=averages,
-        average_counts=counts,
-        average_momentum=jnp.asarray(settings.ema_momentum, jnp.float32),
-    )
-    if settings.ema_overwrite_frequency is None:
-        return new, state
-    return jnp.where(settings.overwrites_at(state.count), averages, new), state
-
-
-def _with_norm_of_all(
-    settings: AdafactorSettings, rule: optax.GradientTransformation
-) -> optax.GradientTransformation:
-    """Tells the rule the norm of all dense arrays, if no model knows that of more."""
-    if settings.global_clipnorm is None:
-        return rule
-
-    def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
-        if is_in_layer() or model_gradient_squares() is not None:
-            return rule.update(updates, state, params)
-        arrays = [jnp.asarray(x, jnp.float32) for x in jax.tree.leaves(updates)]
-        with model_gradient_context(
-            lambda: sum((jnp.sum(jnp.square(x)) for x in arrays), jnp.zeros(()))
-        ):
-            return rule.update(updates, state, params)
-
-    return optax.GradientTransformation(rule.init, update)
+    if steps == 1:
+        return
+    check_hyperparameters("adafactor", gradient_accumulation_steps=int_from(2, steps))
+    if rule.averages is not None and rule.averages.overwrite_frequency is not None:
+        raise ValueError(
+            "adafactor: ema_overwrite_frequency must be None with "
+            "gradient_accumulation_steps, got "
+            f"{rule.averages.overwrite_frequency} and {steps}. Keras would overwrite "
+            "the rows in steps without an update, too. Leave one out, and call "
+            "finalize_variable_values at the end."
+        )

@@ -14,12 +14,11 @@ from jax.core import Tracer
 
 from tpu_embedding.optimizers.array_rules import for_each_array
 from tpu_embedding.optimizers.checks import (
+    PASSED,
     Check,
     check_hyperparameters,
-    flag,
-    fraction,
+    checks_ranges,
     non_negative,
-    one_of,
     positive,
 )
 from tpu_embedding.optimizers.options import CommonOptions, takes_common_options
@@ -37,7 +36,7 @@ class ScaleByAdagradState(NamedTuple):
     accumulators: jax.Array
 
 
-@takes_common_options
+@takes_common_options(epsilon=non_negative)
 def adagrad(
     learning_rate: optax.ScalarOrSchedule = 0.001,
     initial_accumulator_value: float = 0.1,
@@ -83,7 +82,7 @@ def adagrad(
     )
 
 
-@takes_common_options
+@takes_common_options(epsilon=non_negative, initial_accumulator_value=non_negative)
 def rowwise_adagrad(
     learning_rate: optax.ScalarOrSchedule = 0.001,
     initial_accumulator_value: float = 0.1,
@@ -139,6 +138,7 @@ def rowwise_adagrad(
     )
 
 
+@checks_ranges("adagrad", epsilon=non_negative)
 def scale_by_adagrad(
     initial_accumulator_value: float = 0.1, *, epsilon: float = 0.0
 ) -> optax.GradientTransformation:
@@ -153,11 +153,6 @@ def scale_by_adagrad(
     Raises:
       ValueError: if a value is out of its range.
     """
-    check_hyperparameters(
-        "adagrad",
-        initial_accumulator_value=positive(initial_accumulator_value),
-        epsilon=non_negative(epsilon),
-    )
 
     def init(params):
         return ScaleByAdagradState(jnp.full_like(params, initial_accumulator_value))
@@ -173,6 +168,9 @@ def scale_by_adagrad(
     return for_each_array(init, update)
 
 
+@checks_ranges(
+    "rowwise_adagrad", epsilon=non_negative, initial_accumulator_value=non_negative
+)
 def scale_by_rowwise_adagrad(
     initial_accumulator_value: float = 0.1,
     *,
@@ -196,19 +194,12 @@ def scale_by_rowwise_adagrad(
     Raises:
       ValueError: if a value is out of its range.
     """
-    has_epsilon = not positive(epsilon).problem
+    if positive(epsilon).problem:
+        check_hyperparameters(
+            "rowwise_adagrad",
+            initial_accumulator_value=positive(initial_accumulator_value),
+        )
     decays = not positive(weight_decay).problem
-    check_hyperparameters(
-        "rowwise_adagrad",
-        initial_accumulator_value=(
-            non_negative(initial_accumulator_value)
-            if has_epsilon
-            else positive(initial_accumulator_value)
-        ),
-        epsilon=non_negative(epsilon),
-        weight_decay=non_negative(weight_decay),
-        weight_decay_mode=one_of(weight_decay_mode, WeightDecayMode),
-    )
 
     def init(params):
         return ScaleByAdagradState(
@@ -234,7 +225,7 @@ class ScaleByAdagradMomentumState(NamedTuple):
     momenta: jax.Array
 
 
-@takes_common_options
+@takes_common_options()
 def adagrad_momentum(
     learning_rate: optax.ScalarOrSchedule = 0.001,
     momentum: float = 0.0,
@@ -285,6 +276,7 @@ def adagrad_momentum(
     )
 
 
+@checks_ranges("adagrad_momentum")
 def scale_by_adagrad_momentum(
     momentum: float = 0.0,
     use_nesterov: bool = False,
@@ -300,14 +292,7 @@ def scale_by_adagrad_momentum(
     Raises:
       ValueError: if a value is out of its range.
     """
-    check_hyperparameters(
-        "adagrad_momentum",
-        momentum=fraction(momentum),
-        use_nesterov=flag(use_nesterov),
-        exponent=_root(exponent, epsilon),
-        beta2=fraction(beta2),
-        epsilon=positive(epsilon),
-    )
+    check_hyperparameters("adagrad_momentum", exponent=_root(exponent, epsilon))
 
     def init(params):
         return ScaleByAdagradMomentumState(
@@ -329,13 +314,12 @@ def scale_by_adagrad_momentum(
 
 def _root(exponent: Any, epsilon: Any) -> Check:
     """Checks that `epsilon**(-1 / exponent)`, the scale of a fresh row, is finite."""
-    check = positive(exponent)
-    if check.problem or positive(epsilon).problem or isinstance(epsilon, Tracer):
-        return check
+    if isinstance(epsilon, Tracer) or isinstance(exponent, Tracer):
+        return PASSED
     # Half of float32's range remains for the gradient.
     smallest = -math.log(epsilon) / math.log(1e19)
-    if isinstance(exponent, Tracer) or exponent >= smallest:
-        return check
+    if exponent >= smallest:
+        return PASSED
     return Check(
         f"at least {smallest:.3g} for epsilon={epsilon}, because float32 cannot hold "
         f"epsilon**(-1 / exponent) otherwise, got {exponent}; or make epsilon larger"

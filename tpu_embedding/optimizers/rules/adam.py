@@ -12,9 +12,7 @@ import optax
 from tpu_embedding.optimizers.array_rules import for_each_array
 from tpu_embedding.optimizers.checks import (
     check_hyperparameters,
-    flag,
-    fraction_below_one,
-    positive,
+    checks_ranges,
     positive_with_square,
 )
 from tpu_embedding.optimizers.modes import every_row
@@ -35,7 +33,7 @@ class ScaleByAdamState(NamedTuple):
     velocities: jax.Array
 
 
-@takes_common_options
+@takes_common_options()
 def adam(
     learning_rate: optax.ScalarOrSchedule = 0.001,
     beta_1: float = 0.9,
@@ -92,7 +90,6 @@ def adam(
       >>> [round(x, 4) for x in updates[0].tolist()]
       [-0.3162, -0.3162]
     """
-    check_hyperparameters("adam", lazy_adam=flag(lazy_adam))
     if not lazy_adam and not options.get("use_gradient_accumulation", True):
         raise ValueError(
             "adam: lazy_adam=False moves every row once by its summed gradient, so "
@@ -112,6 +109,7 @@ def adam(
     return rule if lazy_adam else every_row(rule)
 
 
+@checks_ranges("adam")
 def scale_by_lazy_adam(
     beta_1: float = 0.9,
     beta_2: float = 0.999,
@@ -128,16 +126,8 @@ def scale_by_lazy_adam(
     Raises:
       ValueError: if a value is out of its range.
     """
-    check_hyperparameters(
-        "adam",
-        beta_1=fraction_below_one(beta_1),
-        beta_2=fraction_below_one(beta_2),
-        epsilon=(
-            positive_with_square(epsilon) if sum_inside_sqrt else positive(epsilon)
-        ),
-        sum_inside_sqrt=flag(sum_inside_sqrt),
-        bias_correction=flag(bias_correction),
-    )
+    if sum_inside_sqrt:
+        check_hyperparameters("adam", epsilon=positive_with_square(epsilon))
 
     def init(params):
         return ScaleByAdamState(

@@ -7,12 +7,6 @@ import jax.numpy as jnp
 import optax
 
 from tpu_embedding.optimizers.array_rules import for_each_array
-from tpu_embedding.optimizers.checks import (
-    check_hyperparameters,
-    flag,
-    non_negative_bound,
-    positive,
-)
 from tpu_embedding.optimizers.learning_rates import learning_rate_at
 from tpu_embedding.optimizers.options import CommonOptions, takes_common_options
 
@@ -24,7 +18,7 @@ class BoundedAdagradState(NamedTuple):
     accumulators: jax.Array
 
 
-@takes_common_options
+@takes_common_options()
 def bounded_adagrad(
     learning_rate: optax.ScalarOrSchedule = 0.001,
     initial_accumulator_value: float = 0.1,
@@ -72,13 +66,6 @@ def bounded_adagrad(
       >>> updates.tolist(), state.accumulators.tolist()
       ([[-0.5, -0.5]], [[2.0, 2.0]])
     """
-    check_hyperparameters(
-        "bounded_adagrad",
-        initial_accumulator_value=positive(initial_accumulator_value),
-        update_accumulator_first=flag(update_accumulator_first),
-        max_var_update=non_negative_bound(max_var_update),
-        max_accumulator=non_negative_bound(max_accumulator),
-    )
 
     def init(params):
         return BoundedAdagradState(

@@ -11,13 +11,7 @@ import jax.numpy as jnp
 import optax
 
 from tpu_embedding.optimizers.array_rules import for_each_array
-from tpu_embedding.optimizers.checks import (
-    check_hyperparameters,
-    flag,
-    non_negative,
-    non_negative_bound,
-    positive,
-)
+from tpu_embedding.optimizers.checks import non_negative
 from tpu_embedding.optimizers.learning_rates import learning_rate_at
 from tpu_embedding.optimizers.options import CommonOptions, takes_common_options
 from tpu_embedding.optimizers.table_rows import table_rows
@@ -30,7 +24,7 @@ class ClippyAdagradState(NamedTuple):
     accumulators: jax.Array
 
 
-@takes_common_options
+@takes_common_options(initial_accumulator_value=non_negative)
 def clippy_adagrad(
     learning_rate: optax.ScalarOrSchedule = 0.001,
     initial_accumulator_value: float = 0.1,
@@ -91,16 +85,6 @@ def clippy_adagrad(
       >>> [round(x, 4) for x in updates[0].tolist()]
       [-0.1, -0.1]
     """
-    check_hyperparameters(
-        "clippy_adagrad",
-        initial_accumulator_value=non_negative(initial_accumulator_value),
-        variable_relative_threshold=non_negative_bound(variable_relative_threshold),
-        accumulator_relative_threshold=non_negative(accumulator_relative_threshold),
-        absolute_threshold=non_negative_bound(absolute_threshold),
-        epsilon=positive(epsilon),
-        use_standard_accumulator_update=flag(use_standard_accumulator_update),
-        clip_accumulator_update=flag(clip_accumulator_update),
-    )
     if use_standard_accumulator_update and clip_accumulator_update:
         raise ValueError(
             "clippy_adagrad: at most one of use_standard_accumulator_update and "

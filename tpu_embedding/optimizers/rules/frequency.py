@@ -11,15 +11,7 @@ import jax.numpy as jnp
 import optax
 
 from tpu_embedding.optimizers.array_rules import for_each_array
-from tpu_embedding.optimizers.checks import (
-    check_hyperparameters,
-    finite,
-    fraction,
-    non_negative,
-    open_fraction,
-    positive,
-    positive_bound,
-)
+from tpu_embedding.optimizers.checks import checks_ranges
 from tpu_embedding.optimizers.learning_rates import learning_rate_at
 from tpu_embedding.optimizers.options import CommonOptions, takes_common_options
 
@@ -38,7 +30,7 @@ class FrequencyAwareAdagradState(NamedTuple):
     counters: jax.Array
 
 
-@takes_common_options
+@takes_common_options()
 def frequency_aware_adagrad(
     learning_rate: optax.ScalarOrSchedule = 0.01,
     initial_accumulator_value: float = 0.1,
@@ -90,15 +82,6 @@ def frequency_aware_adagrad(
       >>> state.accumulators.shape, state.counters.shape
       ((3, 2), (3,))
     """
-    check_hyperparameters(
-        "frequency_aware_adagrad",
-        initial_accumulator_value=positive(initial_accumulator_value),
-        probability_exponent=non_negative(probability_exponent),
-        max_lr_multiplier=positive_bound(max_lr_multiplier),
-        l1=non_negative(l1),
-        l2=non_negative(l2),
-        accumulator_decay=fraction(accumulator_decay),
-    )
 
     def init(params):
         return FrequencyAwareAdagradState(
@@ -138,6 +121,7 @@ class FrequencyEstimatorState(NamedTuple):
     last_hit_step: jax.Array
 
 
+@checks_ranges("frequency_estimator")
 def frequency_estimator(
     tau: float,
     max_delta: float,
@@ -183,13 +167,6 @@ def frequency_estimator(
       >>> (rows + updates)[0].tolist(), state.last_hit_step.tolist()
       ([50.5], [1, 1, 1])
     """
-    check_hyperparameters(
-        "frequency_estimator",
-        tau=open_fraction(tau),
-        max_delta=positive(max_delta),
-        outlier_threshold=positive_bound(outlier_threshold),
-        weight_exponent=finite(weight_exponent),
-    )
 
     def init(params):
         if params.shape[1:] != (1,):

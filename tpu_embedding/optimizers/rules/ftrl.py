@@ -13,9 +13,7 @@ from jax.core import Tracer
 from tpu_embedding.optimizers.array_rules import for_each_array
 from tpu_embedding.optimizers.checks import (
     check_hyperparameters,
-    flag,
     non_negative,
-    non_positive,
     positive,
 )
 from tpu_embedding.optimizers.learning_rates import learning_rate_at
@@ -31,7 +29,7 @@ class FTRLState(NamedTuple):
     linears: jax.Array
 
 
-@takes_common_options
+@takes_common_options(initial_accumulator_value=non_negative)
 def ftrl(
     learning_rate: optax.ScalarOrSchedule = 0.001,
     *,
@@ -95,23 +93,10 @@ def ftrl(
       >>> (rows + updates).tolist()
       [[0.0, 0.0]]
     """
-    check_hyperparameters(
-        "ftrl",
-        learning_rate_power=non_positive(learning_rate_power),
-        l1_regularization_strength=non_negative(l1_regularization_strength),
-        l2_regularization_strength=non_negative(l2_regularization_strength),
-        l2_shrinkage_regularization_strength=non_negative(
-            l2_shrinkage_regularization_strength
-        ),
-        beta=non_negative(beta),
-        initial_accumulator_value=(
-            non_negative(initial_accumulator_value)
-            if allow_zero_accumulator
-            else positive(initial_accumulator_value)
-        ),
-        multiply_linear_by_learning_rate=flag(multiply_linear_by_learning_rate),
-        allow_zero_accumulator=flag(allow_zero_accumulator),
-    )
+    if not allow_zero_accumulator:
+        check_hyperparameters(
+            "ftrl", initial_accumulator_value=positive(initial_accumulator_value)
+        )
     p = -learning_rate_power
     l1, l2 = l1_regularization_strength, l2_regularization_strength
 

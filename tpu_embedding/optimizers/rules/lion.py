@@ -7,11 +7,11 @@ from typing import Unpack
 
 import optax
 
-from tpu_embedding.optimizers.checks import check_hyperparameters, fraction
+from tpu_embedding.optimizers.checks import fraction
 from tpu_embedding.optimizers.options import CommonOptions, takes_common_options
 
 
-@takes_common_options
+@takes_common_options(beta_1=fraction, beta_2=fraction)
 def lion(
     learning_rate: optax.ScalarOrSchedule = 0.001,
     beta_1: float = 0.9,
@@ -49,7 +49,6 @@ def lion(
       >>> optimizer.update(jnp.ones((1, 2)), state)[0].tolist()
       [[-0.5, -0.5]]
     """
-    check_hyperparameters("lion", beta_1=fraction(beta_1), beta_2=fraction(beta_2))
     return optax.chain(
         optax.scale_by_lion(beta_1, beta_2),
         optax.scale_by_learning_rate(learning_rate),

@@ -9,11 +9,10 @@ from typing import Unpack
 
 import optax
 
-from tpu_embedding.optimizers.checks import check_hyperparameters, flag, fraction
 from tpu_embedding.optimizers.options import CommonOptions, takes_common_options
 
 
-@takes_common_options
+@takes_common_options()
 def momentum(
     learning_rate: optax.ScalarOrSchedule = 0.001,
     momentum: float = 0.9,
@@ -54,9 +53,6 @@ def momentum(
       >>> optimizer.update(jnp.ones((1, 2)), state)[0].tolist()
       [[-0.5, -0.5]]
     """
-    check_hyperparameters(
-        "momentum", momentum=fraction(momentum), use_nesterov=flag(use_nesterov)
-    )
     return optax.chain(
         optax.trace(decay=momentum, nesterov=use_nesterov),
         optax.scale_by_learning_rate(learning_rate),

@@ -10,11 +10,6 @@ import jax.numpy as jnp
 import optax
 
 from tpu_embedding.optimizers.array_rules import for_each_array
-from tpu_embedding.optimizers.checks import (
-    check_hyperparameters,
-    non_negative,
-    positive,
-)
 from tpu_embedding.optimizers.learning_rates import learning_rate_at
 from tpu_embedding.optimizers.options import CommonOptions, takes_common_options
 from tpu_embedding.optimizers.rules._regularization import proximal_step
@@ -27,7 +22,7 @@ class ProximalAdagradState(NamedTuple):
     accumulators: jax.Array
 
 
-@takes_common_options
+@takes_common_options()
 def proximal_adagrad(
     learning_rate: optax.ScalarOrSchedule = 0.001,
     *,
@@ -68,12 +63,6 @@ def proximal_adagrad(
       >>> proximal_adagrad(0.1).init(jnp.ones((3, 2))).accumulators.shape
       (3, 2)
     """
-    check_hyperparameters(
-        "proximal_adagrad",
-        l1=non_negative(l1),
-        l2=non_negative(l2),
-        initial_accumulator_value=positive(initial_accumulator_value),
-    )
 
     def init(params):
         return ProximalAdagradState(

@@ -12,13 +12,6 @@ import jax.numpy as jnp
 import optax
 
 from tpu_embedding.optimizers.array_rules import for_each_array
-from tpu_embedding.optimizers.checks import (
-    check_hyperparameters,
-    flag,
-    fraction,
-    non_negative,
-    positive,
-)
 from tpu_embedding.optimizers.learning_rates import learning_rate_at
 from tpu_embedding.optimizers.options import CommonOptions, takes_common_options
 
@@ -39,7 +32,7 @@ class RMSPropState(NamedTuple):
     mg: jax.Array | None
 
 
-@takes_common_options
+@takes_common_options()
 def rmsprop(
     learning_rate: optax.ScalarOrSchedule = 0.001,
     *,
@@ -85,14 +78,6 @@ def rmsprop(
       >>> rmsprop(0.1).init(jnp.ones((3, 2))).ms.shape
       (3, 2)
     """
-    check_hyperparameters(
-        "rmsprop",
-        rho=fraction(rho),
-        momentum=fraction(momentum),
-        epsilon=positive(epsilon),
-        initial_ms=non_negative(initial_ms),
-        centered=flag(centered),
-    )
 
     def init(params: Any) -> Any:
         return RMSPropState(
@@ -125,7 +110,7 @@ class AdadeltaState(NamedTuple):
     updates: jax.Array
 
 
-@takes_common_options
+@takes_common_options()
 def adadelta(
     learning_rate: optax.ScalarOrSchedule = 0.001,
     rho: float = 0.95,
@@ -162,7 +147,6 @@ def adadelta(
       >>> adadelta(1.0).init(jnp.ones((3, 2)))[0].updates.shape
       (3, 2)
     """
-    check_hyperparameters("adadelta", rho=fraction(rho), epsilon=positive(epsilon))
 
     def init(params):
         return AdadeltaState(jnp.zeros_like(params), jnp.zeros_like(params))

@@ -13,18 +13,13 @@ import jax.numpy as jnp
 import optax
 
 from tpu_embedding.optimizers.array_rules import for_each_array
-from tpu_embedding.optimizers.checks import (
-    check_hyperparameters,
-    fraction_below_one,
-    non_negative,
-    positive,
-)
+from tpu_embedding.optimizers.checks import fraction_below_one, positive
 from tpu_embedding.optimizers.options import CommonOptions, takes_common_options
 
 VelocityOf = Literal["element", "row"]
 
 
-@takes_common_options
+@takes_common_options()
 def partial_rowwise_adam(
     learning_rate: optax.ScalarOrSchedule = 0.01,
     beta_1: float = 0.9,
@@ -68,11 +63,11 @@ def partial_rowwise_adam(
       ((3, 2), (3,))
     """
     betas = beta_1, beta_2
-    steps = _moment_steps("partial_rowwise_adam", betas, epsilon, weight_decay, "row")
+    steps = _moment_steps(betas, epsilon, weight_decay, "row")
     return optax.chain(*steps, optax.scale_by_learning_rate(learning_rate))
 
 
-@takes_common_options
+@takes_common_options()
 def lamb(
     learning_rate: optax.ScalarOrSchedule = 0.01,
     beta_1: float = 0.9,
@@ -120,12 +115,12 @@ def lamb(
       >>> [round(x, 4) for x in updates[0].tolist()]
       [-1.7678, -1.7678]
     """
-    steps = _moment_steps("lamb", (beta_1, beta_2), epsilon, weight_decay, "element")
+    steps = _moment_steps((beta_1, beta_2), epsilon, weight_decay, "element")
     rate = optax.scale_by_learning_rate(learning_rate)
     return optax.chain(*steps, scale_by_row_trust_ratio(), rate)
 
 
-@takes_common_options
+@takes_common_options()
 def partial_rowwise_lamb(
     learning_rate: optax.ScalarOrSchedule = 0.01,
     beta_1: float = 0.9,
@@ -167,12 +162,22 @@ def partial_rowwise_lamb(
       (3,)
     """
     betas = beta_1, beta_2
-    steps = _moment_steps("partial_rowwise_lamb", betas, epsilon, weight_decay, "row")
+    steps = _moment_steps(betas, epsilon, weight_decay, "row")
     rate = optax.scale_by_learning_rate(learning_rate)
     return optax.chain(*steps, scale_by_row_trust_ratio(), rate)
 
 
-@takes_common_options
+class ScaleByRowwiseRmsState(NamedTuple):
+    """State of `rowwise_rmsprop`.
+
+    Attributes:
+      ms: moving averages of the rows' mean squared gradients, `[rows]`.
+    """
+
+    ms: jax.Array
+
+
+@takes_common_options(rho=fraction_below_one)
 def rowwise_rmsprop(
     learning_rate: optax.ScalarOrSchedule = 0.001,
     rho: float = 0.9,
@@ -205,9 +210,18 @@ def rowwise_rmsprop(
       >>> rowwise_rmsprop(0.1).init(jnp.ones((3, 2)))[0].ms.shape
       (3,)
     """
+
+    def init(params):
+        return ScaleByRowwiseRmsState(jnp.zeros(params.shape[:1], params.dtype))
+
+    def update(updates: Any, state: Any, params: Any):
+        del params
+        ms = rho * state.ms + (1 - rho) * jnp.mean(jnp.square(updates), axis=1)
+        steps = updates * jax.lax.rsqrt(ms + epsilon)[:, None]
+        return steps, ScaleByRowwiseRmsState(ms)
+
     return optax.chain(
-        scale_by_rowwise_rms(rho, epsilon),
-        optax.scale_by_learning_rate(learning_rate),
+        for_each_array(init, update), optax.scale_by_learning_rate(learning_rate)
     )
 
 
@@ -286,68 +300,16 @@ def scale_by_row_trust_ratio() -> optax.GradientTransformation:
     return optax.stateless_with_tree_map(scale)
 
 
-class ScaleByRowwiseRmsState(NamedTuple):
-    """State of `scale_by_rowwise_rms`.
-
-    Attributes:
-      ms: moving averages of the rows' mean squared gradients, `[rows]`.
-    """
-
-    ms: jax.Array
-
-
-def scale_by_rowwise_rms(
-    rho: float = 0.9, epsilon: float = 1e-7
-) -> optax.GradientTransformation:
-    """Divides gradients by the root of a moving average of the row's mean square.
-
-    Raises:
-      ValueError: if `rho` is not in [0, 1) or `epsilon` is not positive.
-    """
-    check_hyperparameters(
-        "rowwise_rmsprop", rho=fraction_below_one(rho), epsilon=positive(epsilon)
-    )
-
-    def init(params):
-        return ScaleByRowwiseRmsState(jnp.zeros(params.shape[:1], params.dtype))
-
-    def update(updates: Any, state: Any, params: Any):
-        del params
-        ms = rho * state.ms + (1 - rho) * jnp.mean(jnp.square(updates), axis=1)
-        return (
-            updates * jax.lax.rsqrt(ms + epsilon)[:, None],
-            ScaleByRowwiseRmsState(ms),
-        )
-
-    return for_each_array(init, update)
-
-
 def _moment_steps(
-    owner: str,
     betas: tuple[float, float],
     epsilon: float,
     weight_decay: float,
     velocity_of: VelocityOf,
 ) -> tuple[optax.GradientTransformation, optax.GradientTransformation]:
-    """Returns the steps that Adam and LAMB share: moments, then weight decay.
-
-    Raises:
-      ValueError: if a hyper-parameter of the owner is out of range.
-    """
-    beta_1, beta_2 = betas
-    check_hyperparameters(
-        owner,
-        beta_1=fraction_below_one(beta_1),
-        beta_2=fraction_below_one(beta_2),
-        epsilon=positive(epsilon),
-        weight_decay=non_negative(weight_decay),
-    )
-    moments = scale_by_corrected_moments(
-        beta_1, beta_2, epsilon, velocity_of=velocity_of
-    )
+    """Returns the steps that Adam and LAMB share: moments, then weight decay."""
+    moments = scale_by_corrected_moments(*betas, epsilon, velocity_of=velocity_of)
     # A weight decay of 0 does not read rows. Both transformations have an empty state,
     # so the state stays valid if a later step passes a traced weight decay.
     decays = not positive(weight_decay).problem
-    return moments, (
-        optax.add_decayed_weights(weight_decay) if decays else optax.identity()
-    )
+    decay = optax.add_decayed_weights(weight_decay) if decays else optax.identity()
+    return moments, decay

@@ -7,7 +7,7 @@ import optax
 from tpu_embedding.optimizers.options import CommonOptions, takes_common_options
 
 
-@takes_common_options
+@takes_common_options()
 def sgd(
     learning_rate: optax.ScalarOrSchedule = 0.01,
     **options: Unpack[CommonOptions],

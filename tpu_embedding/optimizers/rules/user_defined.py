@@ -1,7 +1,7 @@
 """Optimizers that the user writes as a function of one row."""
 
 from collections.abc import Callable, Sequence
-from typing import Any, Final, NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -10,15 +10,10 @@ import optax
 from tpu_embedding.optimizers.array_rules import for_each_array
 from tpu_embedding.optimizers.checks import check_hyperparameters, finite
 from tpu_embedding.optimizers.equal_calls import equal_calls_are_one
-from tpu_embedding.optimizers.learning_rates import (
-    checked_schedule,
-    learning_rate_at,
-)
+from tpu_embedding.optimizers.learning_rates import checked_schedule, learning_rate_at
 
 SlotInitializer = float | Callable[..., jax.Array]
 """A scalar, or a function of `(shape, dtype)` that gives every row the same values."""
-
-_SLOT_DIMS: Final = (1, 2)
 
 
 class UserDefinedState(NamedTuple):
@@ -105,24 +100,23 @@ def user_defined(
             "user_defined: custom_computation must be a function of one row, got "
             f"{custom_computation!r}."
         )
-    # A string is a sequence of letters.
-    names = (slot_names,) if isinstance(slot_names, str) else tuple(slot_names)
+    names, initializers = tuple(slot_names), tuple(slot_initializers)
     dims = (2,) * len(names) if slot_dims is None else tuple(slot_dims)
-    _check_slots(names, tuple(slot_initializers), dims)
+    _check_slots(names, initializers, dims)
 
     def init(params):
         return UserDefinedState(
             count=jnp.zeros((), jnp.int32),
             slots={
-                name: _initial_slot(name, initializer, params.shape[:dim], params.dtype)
+                name: _initial_slot(initializer, params.shape[:dim], params.dtype)
                 for name, initializer, dim in zip(
-                    names, slot_initializers, dims, strict=True
+                    names, initializers, dims, strict=True
                 )
             },
         )
 
     def update(updates: Any, state: Any, params: Any):
-        old = {"row": params, **{f"slot {x!r}": state.slots[x] for x in names}}
+        old = {"the row": params, **{x: state.slots[x] for x in names}}
         results = jax.vmap(custom_computation, in_axes=(0, 0, 0, None, None))(
             updates,
             params,
@@ -140,51 +134,28 @@ def user_defined(
 def _check_slots(
     names: tuple[Any, ...], initializers: tuple[Any, ...], dims: tuple[Any, ...]
 ) -> None:
-    """Raises one ValueError that names every problem of the slots' arguments."""
-    problems = []
-    if len(set(names)) < len(names) or not all(isinstance(x, str) for x in names):
-        problems.append(f"slot_names must be distinct strings, got {names}")
-    for field, entries in (("slot_initializers", initializers), ("slot_dims", dims)):
-        if len(entries) != len(names):
-            problems.append(
-                f"{field} must have one value for each of the {len(names)} slot_names, "
-                f"got {len(entries)}"
-            )
-    if not all(dim in _SLOT_DIMS for dim in dims):
-        problems.append(
-            f"slot_dims must each be 1 (one scalar per row) or 2 (one per element), "
-            f"got {dims}"
+    """Raises an error if the slots' arguments do not fit each other."""
+    is_one_each = len(set(names)) == len(names) == len(initializers) == len(dims)
+    if not is_one_each or not {1, 2}.issuperset(dims):
+        raise ValueError(
+            "user_defined: slot_names must be distinct, each with one of "
+            "slot_initializers, and one of slot_dims: 1 (one scalar per row) or 2 (one "
+            f"per element); got {names}, {initializers} and {dims}."
         )
-    if problems:
-        raise ValueError("user_defined: " + "; ".join(problems) + ".")
-    check_hyperparameters(
-        "user_defined",
-        **{
-            f"slot_initializers[{i}]": finite(value)
-            for i, value in enumerate(initializers)
-            if not callable(value)
-        },
-    )
+    numbers = {
+        f"slot_initializers[{i}]": finite(value)
+        for i, value in enumerate(initializers)
+        if not callable(value)
+    }
+    check_hyperparameters("user_defined", **numbers)
 
 
 def _initial_slot(
-    name: str, initializer: SlotInitializer, shape: tuple[int, ...], dtype: Any
+    initializer: SlotInitializer, shape: tuple[int, ...], dtype: Any
 ) -> jax.Array:
-    """Returns the initial slot variable, of a given shape and dtype.
-
-    Raises:
-      ValueError: if the initializer returns another shape or dtype.
-    """
-    if not callable(initializer):
-        return jnp.full(shape, initializer, dtype)
-    slot = initializer(shape, dtype)
-    if (slot.shape, slot.dtype) != (shape, dtype):
-        raise ValueError(
-            f"user_defined: the initializer of slot {name!r} must return shape {shape} "
-            f"and dtype {dtype}, which it is called with, got {slot.shape} and "
-            f"{slot.dtype}."
-        )
-    return slot
+    """Returns the initial slot variable, of a given shape and dtype."""
+    values = initializer(shape, dtype) if callable(initializer) else initializer
+    return jnp.broadcast_to(jnp.asarray(values, dtype), shape)
 
 
 def _checked_results(results: Any, old: dict[str, jax.Array]) -> list[jax.Array]:
@@ -194,19 +165,12 @@ def _checked_results(results: Any, old: dict[str, jax.Array]) -> list[jax.Array]
       ValueError: if their number or a shape differs from that of the old ones.
     """
     given = list(results) if isinstance(results, tuple | list) else [results]
-    if len(given) != len(old):
+    shapes = [x.shape[1:] for x in given]
+    expected = {name: x.shape[1:] for name, x in old.items()}
+    if shapes != list(expected.values()):
         raise ValueError(
-            f"user_defined: custom_computation must return {len(old)} arrays, the "
-            f"{', the '.join(old)}, got {len(given)}."
-        )
-    problems = [
-        f"the {name} with shape {before.shape[1:]}, got {after.shape[1:]}"
-        for (name, before), after in zip(old.items(), given, strict=True)
-        if before.shape != after.shape
-    ]
-    if problems:
-        raise ValueError(
-            f"user_defined: custom_computation must return {'; '.join(problems)}."
+            "user_defined: custom_computation must return arrays of these shapes, "
+            f"{expected}, got {shapes}."
         )
     return [
         after.astype(before.dtype)

@@ -10,12 +10,7 @@ import jax.numpy as jnp
 import optax
 
 from tpu_embedding.optimizers.array_rules import for_each_array
-from tpu_embedding.optimizers.checks import (
-    check_hyperparameters,
-    fraction_below_one,
-    non_negative,
-    positive,
-)
+from tpu_embedding.optimizers.checks import non_negative
 from tpu_embedding.optimizers.learning_rates import learning_rate_at
 from tpu_embedding.optimizers.options import CommonOptions, takes_common_options
 from tpu_embedding.optimizers.rules._regularization import (
@@ -33,7 +28,7 @@ class ProximalYogiState(NamedTuple):
     m: jax.Array
 
 
-@takes_common_options
+@takes_common_options(initial_accumulator_value=non_negative)
 def proximal_yogi(
     learning_rate: optax.ScalarOrSchedule = 0.01,
     beta_1: float = 0.9,
@@ -86,15 +81,6 @@ def proximal_yogi(
       >>> [round(x, 4) for x in updates[0].tolist()]
       [-0.05, -0.05]
     """
-    check_hyperparameters(
-        "proximal_yogi",
-        beta_1=fraction_below_one(beta_1),
-        beta_2=fraction_below_one(beta_2),
-        epsilon=positive(epsilon),
-        l1=non_negative(l1),
-        l2=non_negative(l2),
-        initial_accumulator_value=non_negative(initial_accumulator_value),
-    )
 
     def init(params):
         return ProximalYogiState(
@@ -122,7 +108,7 @@ class OnlineYogiState(NamedTuple):
     linears: jax.Array
 
 
-@takes_common_options
+@takes_common_options()
 def online_yogi(
     learning_rate: optax.ScalarOrSchedule = 0.01,
     l1: float = 0.0,
@@ -168,12 +154,6 @@ def online_yogi(
       >>> updates.tolist()
       [[-0.5, -0.5]]
     """
-    check_hyperparameters(
-        "online_yogi",
-        l1=non_negative(l1),
-        l2=non_negative(l2),
-        beta_2=fraction_below_one(beta_2),
-    )
 
     def init(params):
         return OnlineYogiState(

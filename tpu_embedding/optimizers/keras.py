@@ -2,24 +2,27 @@
 
 The formulas are those of `keras/src/optimizers` of Keras 3.15, and of
 `tf_keras/src/optimizers` 2.21. Optimizers older than Keras 2.11, today in
-`tf_keras.optimizers.legacy`, have other formulas and are refused by their fields.
+`tf_keras.optimizers.legacy`, have other formulas and are refused by their fields. Keras
+itself is not imported.
 """
 
-import dataclasses
+import numbers
 import re
 from collections.abc import Iterator, Mapping
 from typing import Any, Final, Literal, get_args
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 
 from tpu_embedding.optimizers.equal_calls import equal_calls_are_one
-from tpu_embedding.optimizers.keras.schedules import at_updates, keras_learning_rate
 from tpu_embedding.optimizers.keras_instances import (
     KerasOptimizer,
     is_keras_optimizer,
     keras_class_name,
 )
+from tpu_embedding.optimizers.learning_rates import check_takes_a_step
 from tpu_embedding.optimizers.modes import every_row
 from tpu_embedding.optimizers.options import clip_gradients, decay_rows
 from tpu_embedding.optimizers.rules.adafactor import adafactor
@@ -42,6 +45,7 @@ _COMMON_FIELDS: Final[Mapping[str, Any]] = {
     "loss_scale_factor": None,
     "gradient_accumulation_steps": None,
 }
+"""Fields of every Keras optimizer, with Keras' defaults."""
 
 _OWN_FIELDS: Final[Mapping[str, Mapping[str, Any]]] = {
     "sgd": {"momentum": 0.0, "nesterov": False},
@@ -70,50 +74,26 @@ _OWN_FIELDS: Final[Mapping[str, Mapping[str, Any]]] = {
         "relative_step": True,
     },
 }
+"""Fields of each class, with Keras' defaults."""
 
-_WITHOUT_EFFECT: Final = {"name", "jit_compile", "is_legacy_optimizer"}
+_OF_TF_KERAS: Final = {"jit_compile", "is_legacy_optimizer"}
+"""Fields that only `tf_keras` has. They do not change numbers."""
 
+_CLIP_THE_MODEL: Final = (
+    "set it to None, and clip the gradients of the model in the step: "
+    "gradients = te.gradients.clip_by_global_norm(gradients, {value}); or bound the "
+    "gradient's elements by clipvalue"
+)
 _REFUSED: Final[Mapping[str, str]] = {
     "amsgrad": "set it to False, or use optax.amsgrad, which corrects the bias before "
     "the maximum",
     "adaptive_epsilon": "set it to False, or use optax.adam, which scales epsilon so",
-    "clipnorm": "set it to None, and clip the gradients of the model in the step: "
-    "gradients = te.gradients.clip_by_global_norm(gradients, {value}); or bound the "
-    "gradient's elements by clipvalue",
-    "global_clipnorm": "set it to None, and clip the gradients of the model in the "
-    "step: gradients = te.gradients.clip_by_global_norm(gradients, {value}); or bound "
-    "the gradient's elements by clipvalue",
+    "clipnorm": _CLIP_THE_MODEL,
+    "global_clipnorm": _CLIP_THE_MODEL,
     "use_ema": "set it to False, and average checkpoints instead; only Adafactor keeps "
     "a moving average of the rows here",
 }
 """The way out for each field that has no equivalent, except in Adafactor."""
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class _KerasFields:
-    """The fields of a Keras optimizer.
-
-    Attributes:
-      class_key: class in lower case, a key of `_OWN_FIELDS`.
-      given: fields that the optimizer has.
-      fields: the given fields, and Keras' defaults of the missing ones.
-      rows: see `from_keras_config`.
-    """
-
-    class_key: str
-    given: Mapping[str, Any]
-    fields: Mapping[str, Any]
-    rows: KerasRows
-
-    def number(self, field: str) -> float:
-        """Returns a field as a float; None, which turns a field off, becomes 0."""
-        return float(self.fields[field] or 0.0)
-
-    def is_on(self, field: str) -> bool:
-        """Returns True if the field's value has an effect in Keras."""
-        value = self.fields.get(field)
-        # Keras ignores a bound of 0 or below.
-        return bool(value) if isinstance(value, bool) else bool(value and value > 0)
 
 
 def from_keras_config(
@@ -145,6 +125,10 @@ def from_keras_config(
     `adafactor` with `clipnorm_of="sum"`. `clipvalue` and `global_clipnorm` clip sums
     here, so numbers differ from those of `tf_keras` where an id repeats in a step.
 
+    A Keras schedule is called with the step in each compiled step, so it must run on
+    JAX: Keras 3 with its JAX backend does. Write another one as a function of the step,
+    such as `optax.exponential_decay`.
+
     Fields with an equivalent are `weight_decay`, `clipvalue`, `loss_scale_factor` and
     `gradient_accumulation_steps`. Fields without one are
     `clipnorm`, `global_clipnorm`, `use_ema` and `amsgrad`; Adafactor takes the first
@@ -154,8 +138,8 @@ def from_keras_config(
 
     Args:
       config: the Keras optimizer, or what its `get_config()` returns. A missing field
-        has Keras' default. `learning_rate` is required: a number, a Keras schedule as
-        `get_config()` serializes it, or a function of the step counted from 0.
+        has Keras' default. `learning_rate` is required: a number, or a function of the
+        step counted from 0, such as a Keras schedule.
       class_name: Keras' class, such as `"Adam"`. None takes the class of the optimizer,
         or the field `name`, which Keras derives from the class by default.
       rows: `"every"` moves every row, as Keras does. `"touched"` moves the rows that
@@ -169,7 +153,6 @@ def from_keras_config(
         equivalent. One error then lists each such field with its value and the way out.
 
     Example:
-      >>> import jax.numpy as jnp
       >>> config = {"name": "SGD", "learning_rate": 0.5, "momentum": 0.0}
       >>> rule = from_keras_config(config)
       >>> rows = jnp.ones((1, 2))
@@ -178,13 +161,22 @@ def from_keras_config(
     """
     if is_keras_optimizer(config):
         class_name = class_name or keras_class_name(config)
-        config = config.get_config()
+        config = _fields_of(config)
     if not isinstance(config, Mapping):
         raise ValueError(
             "config must be a Keras optimizer, or a mapping as get_config() of one "
             f"returns it, got {config!r}."
         )
     return _translate(str(class_name or config.get("name")), config, rows)
+
+
+def _fields_of(optimizer: KerasOptimizer) -> Mapping[str, Any]:
+    """Returns the configuration of an optimizer, with its schedule as a function."""
+    config = optimizer.get_config()
+    schedule = getattr(optimizer, "_learning_rate", None)
+    if isinstance(config.get("learning_rate"), Mapping) and callable(schedule):
+        return {**config, "learning_rate": schedule}
+    return config
 
 
 @equal_calls_are_one
@@ -199,56 +191,68 @@ def _translate(
             f"{name!r}; say which by class_name, or write the optimizer as an optax "
             "transformation, such as te.optimizers.every_row(optax.adamw(0.1))."
         )
-    fields = {**_COMMON_FIELDS, **_OWN_FIELDS[class_key], **config}
-    keras = _KerasFields(class_key=class_key, given=config, fields=fields, rows=rows)
-    problems: list[str] = list(_problems(keras))
-    rate: Any = None
-    try:
-        rate = keras_learning_rate(config.get("learning_rate"))
-    except ValueError as error:
-        problems.append(str(error))
-    if problems:
+    values = {
+        field: value.item() if isinstance(value, np.generic) else value
+        for field, value in config.items()
+    }
+    if problems := list(_problems(class_key, values, rows)):
         raise ValueError(
             f"Keras' {name} has no equivalent with these values:"
             + "".join(f"\n  {problem}." for problem in problems)
         )
+    rate = values["learning_rate"]
+    own, common = (
+        {field: values.get(field, default) for field, default in fields.items()}
+        for fields in (_OWN_FIELDS[class_key], _COMMON_FIELDS)
+    )
     if class_key == "adafactor":
-        return _adafactor(rate, keras)
-    return _with_common_fields(rate, keras)
+        is_tf_keras = not _OF_TF_KERAS.isdisjoint(values)
+        return _adafactor_of(
+            rate,
+            own,
+            common,
+            mode="lazy" if rows == "touched" else "exact",
+            ema_start="initial_values" if is_tf_keras else "first_update",
+            clipnorm_of="occurrences" if is_tf_keras else "sum",
+        )
+    steps = common["gradient_accumulation_steps"] or 1
+    rate = _at_updates(rate, steps)
+    rule = _rule_of_class(class_key, rate, own)
+    rule = _with_common_fields(rule, rate, common)
+    # Without these, a gradient of zero changes neither row nor slot variables.
+    is_moved = class_key not in ("sgd", "adagrad") or own.get("momentum")
+    is_moved = is_moved or common["weight_decay"] or steps > 1
+    if rows == "touched" or not is_moved:
+        return rule
+    return every_row(rule, gradient_steps=int(steps))
 
 
-def _problems(keras: _KerasFields) -> Iterator[str]:
+def _problems(class_key: str, values: Mapping[str, Any], rows: str) -> Iterator[str]:
     """Yields one sentence for each field that cannot be translated."""
-    if keras.rows not in get_args(KerasRows):
-        yield f"rows={keras.rows!r}: must be one of {list(get_args(KerasRows))}"
-    own = _OWN_FIELDS[keras.class_key]
-    known = {*own, *_COMMON_FIELDS, *_WITHOUT_EFFECT, "learning_rate"}
-    for field in sorted(set(keras.given) - known):
+    if rows not in get_args(KerasRows):
+        yield f"rows={rows!r}: must be one of {list(get_args(KerasRows))}"
+    known = {*_OWN_FIELDS[class_key], *_COMMON_FIELDS, *_OF_TF_KERAS}
+    for field in sorted(set(values) - known - {"name", "learning_rate"}):
         yield (
-            f"{field}={keras.given[field]!r}: the field is not known here; remove it "
+            f"{field}={values[field]!r}: the field is not known here; remove it "
             "if it has no effect on numbers. Optimizers before Keras 2.11 had other "
             "fields, such as decay: make yours anew with tf_keras.optimizers or Keras 3"
         )
-    for field, default in {**_COMMON_FIELDS, **own}.items():
-        value = keras.fields[field]
-        types = (
-            bool | np.bool_ if isinstance(default, bool) else float | int | np.number
-        )
-        if not (isinstance(value, types) or (value is None and default is None)):
-            yield f"{field}={value!r}: must be of the type of {default!r}, or a number"
-    if keras.class_key == "adafactor":
+    if problem := _rate_problem(values.get("learning_rate")):
+        yield problem
+    if class_key == "adafactor":
         return
     for field, way_out in _REFUSED.items():
-        if keras.is_on(field):
-            value = keras.fields[field]
+        value = values.get(field)
+        if _is_on(value):
             yield f"{field}={value!r}: {way_out.format(value=value)}"
-    steps = keras.fields["gradient_accumulation_steps"]
+    steps = values.get("gradient_accumulation_steps")
     if steps and (steps != int(steps) or steps < 2):
         yield (
             f"gradient_accumulation_steps={steps!r}: must be None or an integer of at "
             "least 2, as in Keras"
         )
-    elif steps and keras.rows == "touched":
+    elif steps and rows == "touched":
         yield (
             f"gradient_accumulation_steps={steps!r}: rows='touched' cannot apply the "
             "collected gradients of rows that the last step does not look up; use "
@@ -256,91 +260,92 @@ def _problems(keras: _KerasFields) -> Iterator[str]:
         )
 
 
+def _rate_problem(rate: Any) -> str | None:
+    """Says why a value cannot be the learning rate; returns None if it can."""
+    if isinstance(rate, numbers.Real) and not isinstance(rate, bool):
+        return None
+    if not callable(rate):
+        return (
+            f"learning_rate={rate!r}: must be a number or a function of the step; in "
+            "place of a serialized schedule, give the schedule itself, or see "
+            "te.nn.set_each_step for a function without arguments"
+        )
+    check_takes_a_step("from_keras_config", rate, "learning_rate")
+    try:
+        jax.eval_shape(rate, jax.ShapeDtypeStruct((), jnp.int32))
+    except Exception as error:  # Keras may run on any backend, and raise anything.
+        return (
+            f"learning_rate={rate!r}: JAX cannot trace it, which raises "
+            f"{type(error).__name__}. Set KERAS_BACKEND=jax before Keras is imported, "
+            "or write the schedule with optax, such as optax.exponential_decay"
+        )
+    return None
+
+
+def _is_on(value: Any) -> bool:
+    """Returns True if a field's value has an effect; Keras ignores bounds up to 0."""
+    return bool(value and value > 0)
+
+
+def _at_updates(
+    rate: optax.ScalarOrSchedule, gradient_steps: int
+) -> optax.ScalarOrSchedule:
+    """Converts a schedule of steps to a schedule of updates.
+
+    Each update sums the gradients of `gradient_steps` steps, and happens in the last of
+    them. Keras' schedules count steps. A rate that is not a schedule stays as it is.
+    """
+    if not callable(rate) or gradient_steps == 1:
+        return rate
+    return lambda count: rate(count * gradient_steps + gradient_steps - 1)
+
+
 def _with_common_fields(
-    rate: optax.ScalarOrSchedule, keras: _KerasFields
+    rule: optax.GradientTransformation,
+    rate: optax.ScalarOrSchedule,
+    common: Mapping[str, Any],
 ) -> optax.GradientTransformation:
-    """Returns the rule of a class, wrapped in Keras' common fields in Keras' order."""
-    gradient_steps = int(keras.number("gradient_accumulation_steps")) or 1
-    if gradient_steps > 1:
-        rate = at_updates(rate, gradient_steps)
-    rule = _rule_of_class(rate, keras)
-    if keras.number("weight_decay"):
-        rule = decay_rows(rule, keras.number("weight_decay"), rate)
-    if keras.is_on("clipvalue"):
-        rule = optax.chain(clip_gradients(keras.number("clipvalue")), rule)
-    if keras.number("loss_scale_factor"):
-        rule = optax.chain(optax.scale(1 / keras.number("loss_scale_factor")), rule)
-    if keras.rows == "touched" or not _zero_gradient_has_effect(keras):
-        return rule
-    return every_row(rule, gradient_steps=gradient_steps)
+    """Wraps a rule in Keras' common fields, in Keras' order."""
+    if common["weight_decay"]:
+        rule = decay_rows(rule, common["weight_decay"], rate)
+    if _is_on(common["clipvalue"]):
+        rule = optax.chain(clip_gradients(common["clipvalue"]), rule)
+    if common["loss_scale_factor"]:
+        rule = optax.chain(optax.scale(1 / common["loss_scale_factor"]), rule)
+    return rule
 
 
-def _zero_gradient_has_effect(keras: _KerasFields) -> bool:
-    """Returns True if a gradient of zero changes rows or slot variables."""
-    if keras.number("weight_decay") or keras.number("gradient_accumulation_steps"):
-        return True
-    if keras.class_key == "sgd":
-        return bool(keras.number("momentum"))
-    return keras.class_key != "adagrad"
-
-
-def _rule_of_class(rate: Any, keras: _KerasFields) -> optax.GradientTransformation:
-    number, fields = keras.number, keras.fields
-    match keras.class_key:
-        case "sgd" if not number("momentum"):
+def _rule_of_class(
+    class_key: str, rate: Any, own: Mapping[str, Any]
+) -> optax.GradientTransformation:
+    """Returns the rule of a class but Adafactor, with the fields that it alone has."""
+    match class_key:
+        case "sgd" if not own["momentum"]:
             return sgd(rate)
         case "sgd":
             # Keras' momentum accumulates the gradient times the rate of its own step.
-            momentum = optax.trace(number("momentum"), fields["nesterov"])
-            return optax.chain(sgd(rate), momentum)
+            return optax.chain(sgd(rate), optax.trace(own["momentum"], own["nesterov"]))
+        case "adagrad" if own["initial_accumulator_value"] == 0:
+            # `adagrad` refuses it, as TensorFlow's TPU embedding does.
+            return optax.adagrad(rate, 0.0, own["epsilon"])
         case "adagrad":
-            start, epsilon = number("initial_accumulator_value"), number("epsilon")
-            if start == 0:  # `adagrad` refuses it, as TensorFlow's TPU embedding does.
-                return optax.adagrad(rate, start, epsilon)
-            return adagrad(rate, start, epsilon=epsilon)
+            return adagrad(rate, **own)
         case "adam":
+            numbers_of_adam = own["beta_1"], own["beta_2"], own["epsilon"]
             return adam(
-                rate,
-                number("beta_1"),
-                number("beta_2"),
-                number("epsilon"),
-                sum_inside_sqrt=False,
-                bias_correction=True,
+                rate, *numbers_of_adam, sum_inside_sqrt=False, bias_correction=True
             )
         case "rmsprop":
-            return rmsprop(
-                rate,
-                rho=number("rho"),
-                momentum=number("momentum"),
-                epsilon=number("epsilon"),
-                centered=fields["centered"],
-            )
-    own: Any = {field: number(field) for field in _OWN_FIELDS["ftrl"]}
+            return rmsprop(rate, **own)
     return ftrl(rate, **own, allow_zero_accumulator=True)
 
 
-def _adafactor(rate: Any, keras: _KerasFields) -> optax.GradientTransformation:
-    is_tf_keras = not {"is_legacy_optimizer", "jit_compile"}.isdisjoint(keras.given)
-    clips: dict[str, Any] = {
-        field: keras.number(field)
-        for field in ("clipnorm", "clipvalue", "global_clipnorm")
-        if keras.is_on(field)
-    }
-    return adafactor(
-        rate,
-        beta_2_decay=keras.number("beta_2_decay"),
-        epsilon_1=keras.number("epsilon_1"),
-        epsilon_2=keras.number("epsilon_2"),
-        clip_threshold=keras.number("clip_threshold"),
-        relative_step=bool(keras.fields["relative_step"]),
-        weight_decay=keras.number("weight_decay") or None,
-        **clips,
-        use_ema=bool(keras.fields["use_ema"]),
-        ema_momentum=keras.number("ema_momentum"),
-        ema_overwrite_frequency=int(keras.number("ema_overwrite_frequency")) or None,
-        loss_scale_factor=keras.fields["loss_scale_factor"],
-        gradient_accumulation_steps=keras.fields["gradient_accumulation_steps"],
-        mode="lazy" if keras.rows == "touched" else "exact",
-        ema_start="initial_values" if is_tf_keras else "first_update",
-        clipnorm_of="occurrences" if is_tf_keras else "sum",
-    )
+def _adafactor_of(
+    rate: Any, own: Mapping[str, Any], common: Mapping[str, Any], **of_caller: Any
+) -> optax.GradientTransformation:
+    """Returns Adafactor, which takes all common fields itself; Keras' 0 is None."""
+    clips = ("clipnorm", "clipvalue", "global_clipnorm")
+    is_off = {clip: None for clip in clips if not _is_on(common[clip])}
+    fields = {**common, **is_off, "weight_decay": common["weight_decay"] or None}
+    fields["ema_overwrite_frequency"] = common["ema_overwrite_frequency"] or None
+    return adafactor(rate, **own, **fields, **of_caller)
