@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import tpu_embedding as te
-from tests.lookup.placements import AXES, MESHES, placements_on
+from tests.lookup.placements import MESHES, placements_on
 
 PADDING = te.inputs.PADDING_ROW_ID
 INITIAL_ACCUMULATOR = 0.25
@@ -194,13 +194,10 @@ def examples(draw):
     """Draws a layer and a batch."""
     mesh = draw(st.sampled_from(list(MESHES)))
     placements = [None, *placements_on(mesh).values()]
-    axes = AXES[: len(MESHES[mesh])]
-    batch_axes = [None, None, (), axes[:1], axes[-1:], axes[::-1]]
     tables = draw(tables_on(st.sampled_from(placements)))
     options = dict(
         capacity=draw(st.sampled_from([None, 1, 2])),
         placement=draw(st.sampled_from([*placements, te.ReplicateSmall(max_rows=4)])),
-        batch_axes=draw(st.sampled_from(batch_axes)),
     )
     is_prepared = draw(st.sampled_from([True, True, True, False]))
     batch_size = draw(st.integers(1, 7))

@@ -9,7 +9,7 @@ import dataclasses
 import itertools
 import math
 from collections.abc import Iterator, Mapping
-from typing import Final, Literal, get_args
+from typing import Final
 
 import jax
 from jax.sharding import Mesh
@@ -18,10 +18,6 @@ __all__ = ["HardwareInfo", "hardware_by_name"]
 
 MEBIBYTE: Final = 2**20
 GIBIBYTE: Final = 2**30
-
-EmbeddingFeature = Literal["UNSUPPORTED", "V1", "V2"]
-EMBEDDING_FEATURES: Final[tuple[EmbeddingFeature, ...]] = get_args(EmbeddingFeature)
-"""Names of TensorFlow's `HardwareFeature.EmbeddingFeature`, none to newest."""
 
 _MAX_OFFLOADED_BYTES: Final = 16 * GIBIBYTE
 """Bytes per array that a SparseCore is said to take.
@@ -129,7 +125,6 @@ class HardwareInfo:
       num_sparse_cores: SparseCores per chip that XLA can use.
       max_array_bytes: size of the largest array that plans give to a SparseCore, if
         the chip has one.
-      embedding_feature: TensorFlow's name of the chip's embedding hardware.
       compiler_options: XLA options for train steps on this device. XLA rejects
         `xla_tpu_` options on other devices.
     """
@@ -148,7 +143,6 @@ class HardwareInfo:
     slice_shapes: SliceShapes | None = None
     num_sparse_cores: int = 0
     max_array_bytes: int = _MAX_OFFLOADED_BYTES
-    embedding_feature: EmbeddingFeature = "UNSUPPORTED"
     compiler_options: tuple[tuple[str, str], ...] = ()
 
     @property
@@ -240,7 +234,6 @@ _TPU_V4: Final = HardwareInfo(
     bf16_flops_per_second=275e12,
     vmem_bytes=16 * MEBIBYTE,
     chip_config_name="megacore",
-    embedding_feature="V1",
 )
 _TPU_V5E: Final = HardwareInfo(
     name="v5e",
@@ -266,7 +259,6 @@ _TPU_V5P: Final = HardwareInfo(
     bf16_flops_per_second=459e12,
     vmem_bytes=64 * MEBIBYTE,
     num_sparse_cores=4,
-    embedding_feature="V2",
     compiler_options=_SPARSE_CORE_OPTIONS,
 )
 _TPU_V6E: Final = HardwareInfo(
@@ -281,7 +273,6 @@ _TPU_V6E: Final = HardwareInfo(
     bf16_flops_per_second=918e12,
     vmem_bytes=128 * MEBIBYTE,
     num_sparse_cores=2,
-    embedding_feature="V2",
     compiler_options=_SPARSE_CORE_OPTIONS,
 )
 _TPU_7X: Final = HardwareInfo(
@@ -297,7 +288,6 @@ _TPU_7X: Final = HardwareInfo(
     vmem_bytes=64 * MEBIBYTE,
     devices_per_chip=2,
     num_sparse_cores=4,
-    embedding_feature="V2",
     compiler_options=_SPARSE_CORE_OPTIONS,
 )
 _CPU: Final = HardwareInfo(name="cpu")

@@ -127,6 +127,35 @@ class AutoPlacement:
 PlacementPolicy = Sharded | Replicated | ReplicateSmall | AutoPlacement
 
 
+def placement_of_embedding_feature(embedding_feature: Any) -> Replicated | None:
+    """Returns the placement that TensorFlow's `embedding_feature` asks for.
+
+    TensorFlow names the embedding hardware of a TPU. `"UNSUPPORTED"`, no such hardware,
+    replicates all tables. `"V1"` and `"V2"` shard them, which any hardware does here.
+
+    Args:
+      embedding_feature: one of these names, TensorFlow's enum member of that name, or
+        None.
+
+    Returns:
+      The placement of all tables; None: the default one.
+
+    Raises:
+      ValueError: if the name is unknown.
+
+    Example:
+      >>> placement_of_embedding_feature("UNSUPPORTED")
+      Replicated()
+    """
+    name = getattr(embedding_feature, "name", embedding_feature)
+    if name not in ("UNSUPPORTED", "V1", "V2", None):
+        raise ValueError(
+            "embedding_feature must be 'UNSUPPORTED', 'V1', 'V2' or None, got "
+            f"{embedding_feature!r}; 'UNSUPPORTED' replicates all tables."
+        )
+    return Replicated() if name == "UNSUPPORTED" else None
+
+
 def _check_int(field: str, value: Any, minimum: int) -> None:
     if not is_int(value):
         raise TypeError(f"{field} must be an int, got {value!r}; give a whole number.")

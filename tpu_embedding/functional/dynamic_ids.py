@@ -586,7 +586,7 @@ def _row_specs(of_stack: dict[int, Any], plan: EmbeddingPlan) -> list[PartitionS
         if isinstance(leaf.value, ShardedRaggedIds):
             specs.append(plan.sample_spec)
             continue
-        divides = _ids_in(leaf).shape[0] % plan.num_batch_shards == 0
+        divides = _ids_in(leaf).shape[0] % plan.num_shards == 0
         specs.append(plan.batch_sharding.spec if divides else PartitionSpec())
     return specs
 

@@ -163,7 +163,7 @@ def _serve_feature(
     read = _row_reader(table, feature, plan)
     pooled = [gather_and_pool(pooling, read, row_ids)]
     (activations,) = scale_samples(pooled, [pooling])
-    return activations.astype(plan.activation_dtype).reshape(shape.output_shape)
+    return activations.reshape(shape.output_shape)
 
 
 def _row_reader(

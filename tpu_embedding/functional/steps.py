@@ -54,7 +54,7 @@ from tpu_embedding.optimizers.table_rows import model_gradient_context
 from tpu_embedding.plan.check_rows import check_slots, check_tables
 from tpu_embedding.plan.features import FeaturePlan
 from tpu_embedding.plan.plan import PLAN, EmbeddingPlan
-from tpu_embedding.plan.shard_map import constrain, in_auto_axes, on_shards
+from tpu_embedding.plan.shard_map import in_auto_axes, on_shards
 from tpu_embedding.plan.stack_plan import TrainedStackPlan
 from tpu_embedding.rows.id_directory import directory_name
 from tpu_embedding.rows.packed_rows import PackedRows
@@ -123,7 +123,7 @@ class LookupResult:
 
     Attributes:
       activations: nest like the batch's features; `[batch, dim]`, or the feature's
-        sequence or output shape, in the plan's `activation_dtype`. Global.
+        sequence or output shape, float32. Global.
       routing: facts for `compute_gradients`.
       stats: rounds used, ids out of range, and rows requested from each shard.
     """
@@ -152,7 +152,7 @@ def activation_shapes(features: Any, plan: EmbeddingPlan) -> Any:
     structs = [
         jax.ShapeDtypeStruct(
             shape.output_shape,
-            plan.activation_dtype,
+            jnp.float32,
             sharding=NamedSharding(plan.mesh, _activation_spec(shape, plan)),
         )
         for shape in _feature_shapes(leaves, plan)
@@ -624,16 +624,14 @@ def _collect_activations(
             plan.features_of(stack), results[stack.name].activations, strict=True
         ):
             per_sample = max(1, shapes[i].sequence_length)
-            if len(plan.batch_axes) < len(plan.sample_axes):
-                of_feature = constrain(of_feature, plan, plan.batch_sharding.spec)
             used = of_feature[: shapes[i].batch_size * per_sample]
             activations[i] = used.reshape(shapes[i].output_shape)
     return plan.unflatten(activations)
 
 
 def _activation_spec(shape: FeatureShape, plan: EmbeddingPlan) -> PartitionSpec:
-    """Returns the partition of activations; whole if the batch axes do not divide."""
-    divides = shape.output_shape[0] % plan.num_batch_shards == 0
+    """Returns the partition of activations; whole if the devices do not divide."""
+    divides = shape.output_shape[0] % plan.num_shards == 0
     return plan.batch_sharding.spec if divides else PartitionSpec()
 
 

@@ -156,7 +156,7 @@ def shard_batch(batch: Any, plan: EmbeddingPlan, *, samples: Samples = "global")
         array = _check_fits_int32(np.asarray(array))
         if num_parts > 1 and array.ndim:
             return _place_part(array, plan, num_parts)
-        divides = array.ndim and array.shape[0] % plan.num_batch_shards == 0
+        divides = array.ndim and array.shape[0] % plan.num_shards == 0
         sharding = plan.batch_sharding if divides else plan.replicated
         if sharding.is_fully_addressable:
             return jax.device_put(array, sharding)
@@ -167,7 +167,7 @@ def shard_batch(batch: Any, plan: EmbeddingPlan, *, samples: Samples = "global")
 
 def _place_part(array: np.ndarray, plan: EmbeddingPlan, num_parts: int) -> jax.Array:
     """Puts the part of one process on its devices."""
-    num_shards = plan.num_batch_shards // num_parts
+    num_shards = plan.num_shards // num_parts
     if array.shape[0] % num_shards:
         raise ValueError(
             f"shard_batch(samples='process') needs a multiple of {num_shards} samples, "

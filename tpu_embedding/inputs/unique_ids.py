@@ -157,7 +157,7 @@ def unique_ids(
             f"{[x.shape for x in leaves]}."
         )
     leaves = _as_one_dtype(leaves)
-    num_devices = plan.num_batch_shards // num_processes if plan else 1
+    num_devices = plan.num_shards // num_processes if plan else 1
     parts = list(_parts(leaves, num_devices))
     unique, ranks = zip(*map(_rank, parts), strict=True)
     expected_valence = _expected_valence(plan, feature) if plan else None
@@ -170,9 +170,6 @@ def unique_ids(
         (demand,) = agree_on_demands([demand], sizes)
     size = size_of_batch(demand) if sizes is None else sizes.choose([demand])[0]
     size = max(1, min(size, len(parts[0])))
-    # Devices that hold copies of a part of the batch share its ids equally.
-    copies = plan.num_shards // plan.num_batch_shards if plan else 1
-    size = -(-size // copies) * copies
     padded = np.full((num_devices, size), padding_of(leaves[0].dtype))
     for of_device, found in zip(padded, unique, strict=True):
         of_device[: len(found)] = found

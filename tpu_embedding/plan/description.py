@@ -139,6 +139,4 @@ def _summary(plan: "EmbeddingPlan") -> str:
     if plan.hardware.hbm_capacity_bytes is not None:
         hbm = plan.hardware.hbm_capacity_bytes / plan.hardware.devices_per_chip
         summary += f", {100 * total / hbm:.1f} % of {hbm / GIBIBYTE:.0f} GiB HBM"
-    if plan.activation_dtype.name != "float32":
-        summary += f"; activations {plan.activation_dtype.name}"
     return summary

@@ -26,18 +26,16 @@ class InputPlan(FeatureNest):
         tables lack initializers and optimizers.
       feature_tree: the nest.
       num_shards: devices of the layer.
-      num_batch_shards: see `EmbeddingPlan`.
       num_process_parts: see `EmbeddingPlan`.
     """
 
     num_shards: int
-    num_batch_shards: int = 1
     num_process_parts: int | None = 1
 
     def __reduce__(self):
         # JAX pickles trees of its own containers only, so the nest itself is pickled.
         numbers = jax.tree.unflatten(self.feature_tree, range(len(self.features)))
-        counts = self.num_shards, self.num_batch_shards, self.num_process_parts
+        counts = self.num_shards, self.num_process_parts
         return _restore, (self.features, numbers, *counts)
 
 
@@ -46,7 +44,6 @@ def input_plan_of(
     tree: Any,
     *,
     num_shards: int,
-    num_batch_shards: int,
     num_process_parts: int | None,
 ) -> InputPlan:
     """Returns the part of a plan that loaders need, without the user's functions."""
@@ -57,7 +54,6 @@ def input_plan_of(
         ),
         feature_tree=tree,
         num_shards=num_shards,
-        num_batch_shards=num_batch_shards,
         num_process_parts=num_process_parts,
     )
 
@@ -66,14 +62,12 @@ def _restore(
     features: tuple[FeaturePlan, ...],
     numbers: Any,
     num_shards: int,
-    num_batch_shards: int,
     num_process_parts: int | None,
 ) -> InputPlan:
     return InputPlan(
         features=features,
         feature_tree=jax.tree.structure(numbers),
         num_shards=num_shards,
-        num_batch_shards=num_batch_shards,
         num_process_parts=num_process_parts,
     )
 

@@ -4,11 +4,10 @@ import dataclasses
 import functools
 import itertools
 import math
-from typing import Any, Final
+from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.sharding import Mesh
 
 from tpu_embedding.config import TableConfig
@@ -20,12 +19,10 @@ from tpu_embedding.optimizers.row_optimizer import TableOptimizer
 from tpu_embedding.placement import PlacementPolicy
 from tpu_embedding.plan import stacking
 from tpu_embedding.plan.dynamic_rows import refuse_unsuited, rows_of_dynamic_table
-from tpu_embedding.plan.embedding_feature import resolve_embedding_feature
 from tpu_embedding.plan.features import flatten_config, place_features
 from tpu_embedding.plan.forms import choose_gathers, choose_updates
 from tpu_embedding.plan.memory import array_sizes
 from tpu_embedding.plan.mesh_options import (
-    resolve_batch_axes,
     resolve_hardware,
     resolve_mesh,
 )
@@ -40,9 +37,6 @@ from tpu_embedding.rows.packed_rows import (
 )
 from tpu_embedding.types import PADDING_ROW_ID
 
-ACTIVATION_DTYPES: Final = ("float32", "bfloat16")
-"""Names of the types that activations may have."""
-
 
 def make_plan(
     feature_config: Any,
@@ -51,10 +45,7 @@ def make_plan(
     optimizer: TableOptimizer | None = None,
     capacity: int | None = None,
     placement: PlacementPolicy | None = None,
-    batch_axes: tuple[str, ...] | None = None,
-    embedding_feature: Any = None,
     hardware: HardwareInfo | None = None,
-    activation_dtype: Any = jnp.float32,
 ) -> EmbeddingPlan:
     """Makes the plan of an embedding layer.
 
@@ -72,17 +63,7 @@ def make_plan(
         devices. `te.Sharded(axes=...)`: over some mesh axes, copied along the others.
         `te.Replicated()`: a copy on every device. `te.ReplicateSmall(...)` and
         `te.AutoPlacement(...)` choose per table.
-      batch_axes: mesh axes that batches arrive split over, and activations leave split
-        over, copied along the others. Each device looks up an equal share. Use it for a
-        dense model that is sharded over its own axes. None: all axes.
-      embedding_feature: TensorFlow's `"UNSUPPORTED"`, `"V1"` or `"V2"`, or its enum
-        member. `"UNSUPPORTED"` replicates all tables. The others shard them, and are
-        refused on hardware that TensorFlow knows under another name. None: tables are
-        sharded over any hardware.
       hardware: None means that of the mesh's devices.
-      activation_dtype: type of the activations, float32 or bfloat16. Rows are pooled
-        in float32, and gradients summed in float32; only the results are rounded. So
-        bfloat16 halves what a model in bfloat16 reads from the layer.
 
     Returns:
       The plan.
@@ -92,12 +73,10 @@ def make_plan(
       ValueError: if the configuration contradicts itself; the message says where.
     """
     mesh = resolve_mesh(mesh)
-    batch_axes = resolve_batch_axes(batch_axes, mesh)
     hardware = resolve_hardware(hardware, mesh)
     _check_options(capacity, optimizer)
     capacity = None if capacity is None else int(capacity)
     check_policy(placement, mesh)
-    placement = resolve_embedding_feature(embedding_feature, placement, hardware)
     features = flatten_config(feature_config)
     tables = stacking.name_tables(features.tables, optimizer)
     placements = place_tables(tables, features.configs, placement, mesh, _row_bytes)
@@ -117,22 +96,8 @@ def make_plan(
         features=place_features(features, table_names, stacks),
         feature_tree=features.tree,
         mesh=mesh,
-        batch_axes=batch_axes,
         hardware=hardware,
-        activation_dtype=_activation_dtype(activation_dtype),
     )
-
-
-def _activation_dtype(dtype: Any) -> np.dtype:
-    try:
-        name = np.dtype(dtype).name
-    except TypeError:
-        name = None
-    if dtype is None or name not in ACTIVATION_DTYPES:
-        raise ValueError(
-            f"activation_dtype must be one of {list(ACTIVATION_DTYPES)}, got {dtype!r}."
-        )
-    return np.dtype(dtype)
 
 
 def _check_options(

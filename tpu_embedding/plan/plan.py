@@ -6,11 +6,9 @@ table. `make_plan.py` makes it.
 """
 
 import dataclasses
-import math
 from typing import Any, Final
 
 import jax
-import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from tpu_embedding.argument_checks import Wanted
@@ -42,10 +40,7 @@ class EmbeddingPlan(FeatureNest):
       features: one per lookup, in the order of the leaves of the user's nest.
       feature_tree: the nest.
       mesh: devices of the tables, the batches and the dense model.
-      batch_axes: mesh axes that batches and activations are split over. They are copied
-        along the others, which a dense model may use for its own weights.
       hardware: hardware of the mesh's devices.
-      activation_dtype: type of activations, float32 or bfloat16.
 
     Example:
       >>> import tpu_embedding as te
@@ -57,9 +52,7 @@ class EmbeddingPlan(FeatureNest):
 
     stacks: tuple[StackPlan, ...]
     mesh: Mesh
-    batch_axes: tuple[str, ...]
     hardware: HardwareInfo
-    activation_dtype: np.dtype = np.dtype(np.float32)
 
     @property
     def num_shards(self) -> int:
@@ -75,23 +68,13 @@ class EmbeddingPlan(FeatureNest):
 
     @property
     def sample_axes(self) -> tuple[str, ...]:
-        """All mesh axes. Samples are dealt to devices in this order of the axes.
-
-        The part of a batch shard is the same on all of its devices, and each of these
-        looks up an equal share of it.
-        """
-        rest = tuple(a for a in self.mesh.axis_names if a not in self.batch_axes)
-        return (*self.batch_axes, *rest)
+        """All mesh axes: samples are split over the devices in this order."""
+        return tuple(self.mesh.axis_names)
 
     @property
     def sample_spec(self) -> PartitionSpec:
         """Partition of the first axis over all devices, in the order of samples."""
         return PartitionSpec(self.sample_axes)
-
-    @property
-    def num_batch_shards(self) -> int:
-        """Devices along the `batch_axes`: parts that batches arrive in."""
-        return math.prod(self.mesh.shape[axis] for axis in self.batch_axes)
 
     def rows_sharding(self, stack: StackPlan) -> NamedSharding:
         """Returns the sharding of a stacked table and of its slot variables."""
@@ -100,7 +83,7 @@ class EmbeddingPlan(FeatureNest):
     @property
     def batch_sharding(self) -> NamedSharding:
         """Sharding of batches, activations and cotangents, along their first axis."""
-        return NamedSharding(self.mesh, PartitionSpec(self.batch_axes))
+        return NamedSharding(self.mesh, self.sample_spec)
 
     def process_samples(
         self, batch_size: int, process_index: int | None = None
@@ -238,7 +221,6 @@ class EmbeddingPlan(FeatureNest):
             self.features,
             self.feature_tree,
             num_shards=self.num_shards,
-            num_batch_shards=self.num_batch_shards,
             num_process_parts=self.num_process_parts,
         )
 

@@ -213,7 +213,7 @@ def abstract_batch(batch: Tree, plan: EmbeddingPlan) -> Tree:
     """Returns the shapes of a batch with the shardings that `shard_batch` gives."""
 
     def place(leaf: Any) -> Any:
-        divides = bool(leaf.ndim) and leaf.shape[0] % plan.num_batch_shards == 0
+        divides = bool(leaf.ndim) and leaf.shape[0] % plan.num_shards == 0
         return _struct(leaf, plan.batch_sharding if divides else plan.replicated)
 
     return jax.tree.map(place, batch)
