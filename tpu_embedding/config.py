@@ -13,7 +13,7 @@ from typing import Any, Final, Literal, get_args
 import jax.numpy as jnp
 import numpy as np
 
-from tpu_embedding.argument_checks import NoArray, by_name, describe_value
+from tpu_embedding.argument_checks import describe_value
 from tpu_embedding.dynamic import Dynamic
 from tpu_embedding.field_checks import convert_ints, is_finite, is_int, raise_all
 from tpu_embedding.initializers import (
@@ -39,7 +39,6 @@ MAX_VOCABULARY_SIZE: Final = PADDING_ROW_ID - 1
 """Largest number of rows: row ids are int32, and the largest int32 marks padding."""
 
 
-@by_name
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class QuantizationConfig:
     """Simulated quantization of looked-up elements, before they are combined.
@@ -75,7 +74,6 @@ class QuantizationConfig:
         raise_all(problems)
 
 
-@by_name
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TableConfig:
     """One embedding table.
@@ -239,9 +237,8 @@ class TableConfig:
         return np.dtype(self.dtype).name
 
 
-@by_name
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class FeatureConfig(NoArray):
+class FeatureConfig:
     """One input column of ids, looked up in a table.
 
     Attributes:

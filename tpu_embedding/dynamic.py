@@ -8,7 +8,7 @@ and takes rows back from ids that are no longer used. Two ids never share a row.
 import dataclasses
 from typing import Any, Final, Literal
 
-from tpu_embedding.argument_checks import by_name, describe_value
+from tpu_embedding.argument_checks import describe_value
 from tpu_embedding.field_checks import convert_ints, is_finite, is_int, raise_all
 
 __all__ = [
@@ -147,7 +147,6 @@ Eviction = LeastRecentlyUsed | TimeToLive | LeastFrequentlyUsed
 Admission = AdmitAfter | AdmitWithProbability
 
 
-@by_name
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Dynamic:
     """The vocabulary of a table whose ids come and go: any integers of 64 bits.

@@ -13,8 +13,6 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from tpu_embedding.argument_checks import by_name
-
 PADDING_ROW_ID: Final = 2**31 - 1
 """Row id of unused places, in padded user input and in internal buffers.
 
@@ -28,7 +26,6 @@ AxisSize = Any
 
 
 @jax.tree_util.register_dataclass
-@by_name
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DenseIds:
     """Ids of a feature with a fixed number of places per sample, and their weights.
@@ -46,7 +43,6 @@ class DenseIds:
 
 
 @jax.tree_util.register_dataclass
-@by_name
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RaggedIds:
     """Ids of a feature with any number of ids per sample, on the host.
@@ -136,7 +132,6 @@ class RaggedIds:
 
 
 @jax.tree_util.register_dataclass
-@by_name
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SparseIds:
     """Ids of a feature with their coordinates, as in `tf.sparse.SparseTensor`.
@@ -210,7 +205,6 @@ class ShardedRaggedIds:
 
 
 @jax.tree_util.register_dataclass
-@by_name
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Ids64:
     """Ids of 64 bits, for dynamic tables. It stands wherever an array of ids may stand.

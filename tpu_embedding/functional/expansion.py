@@ -12,18 +12,14 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float
 
-from tpu_embedding.argument_checks import Wanted, takes
-from tpu_embedding.plan.plan import PLAN, EmbeddingPlan
+from tpu_embedding.plan.plan import EmbeddingPlan
 from tpu_embedding.plan.shard_map import in_auto_axes, on_shards
 from tpu_embedding.types import AxisSize, IdArray
-
-_PLAN_OR_NONE: Final = Wanted(EmbeddingPlan | None, PLAN.text)
 
 _MAX_SUMMED_PLACES: Final = 2**15
 """Places whose gradients are converted to float32 at a time."""
 
 
-@takes("te.functional.", plan=_PLAN_OR_NONE)
 def expand(
     values: Float[Array, "rows ..."], index: Any, plan: EmbeddingPlan | None
 ) -> Any:

@@ -14,14 +14,13 @@ All functions take global arrays, sharded over the plan's mesh, and run inside
 
 import dataclasses
 import functools
-from typing import Any, Final
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
-from tpu_embedding.argument_checks import Wanted, takes
 from tpu_embedding.functional.dynamic_ids import (
     find_ids,
     holds_raw_ids,
@@ -53,7 +52,7 @@ from tpu_embedding.lookup._forward import (
 from tpu_embedding.optimizers.table_rows import model_gradient_context
 from tpu_embedding.plan.check_rows import check_slots, check_tables
 from tpu_embedding.plan.features import FeaturePlan
-from tpu_embedding.plan.plan import PLAN, EmbeddingPlan
+from tpu_embedding.plan.plan import EmbeddingPlan
 from tpu_embedding.plan.shard_map import in_auto_axes, on_shards
 from tpu_embedding.plan.stack_plan import TrainedStackPlan
 from tpu_embedding.rows.id_directory import directory_name
@@ -105,17 +104,6 @@ class Routed:
     plan: EmbeddingPlan = dataclasses.field(metadata={"static": True})
 
 
-ROUTING: Final = Wanted(
-    Routing, "the Routing of te.functional.lookup, as result.routing"
-)
-GRADIENTS: Final = Wanted(
-    TableGradients,
-    "the TableGradients of te.functional.compute_gradients, or "
-    "gradients.tables['embedding'] of te.value_and_grad",
-)
-ROUTED: Final = Wanted(Routed, "the batch that te.functional.route returned")
-
-
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LookupResult:
@@ -133,7 +121,6 @@ class LookupResult:
     stats: LookupStats
 
 
-@takes("te.functional.", plan=PLAN)
 def activation_shapes(features: Any, plan: EmbeddingPlan) -> Any:
     """Returns the shapes of the activations of a batch, without a lookup.
 
@@ -160,7 +147,6 @@ def activation_shapes(features: Any, plan: EmbeddingPlan) -> Any:
     return plan.unflatten(structs)
 
 
-@takes("te.functional.", plan=PLAN)
 def lookup(
     tables: dict[str, PackedRows], features: Any, plan: EmbeddingPlan
 ) -> LookupResult:
@@ -201,7 +187,6 @@ def lookup(
     return dataclasses.replace(result, routing=routing)
 
 
-@takes("te.functional.", plan=PLAN)
 def route(features: Any, plan: EmbeddingPlan) -> Routed:
     """Sends the ids of a batch to the owners of their rows; the first half of `lookup`.
 
@@ -239,7 +224,6 @@ def route(features: Any, plan: EmbeddingPlan) -> Routed:
     return Routed(stacks=stacks, shapes=tuple(shapes), plan=plan)
 
 
-@takes("te.functional.", routed=ROUTED, plan=PLAN)
 def read_rows(
     tables: dict[str, PackedRows], routed: Routed, plan: EmbeddingPlan
 ) -> LookupResult:
@@ -285,7 +269,6 @@ def _read_routed(tables: dict[str, PackedRows], routed: Routed) -> LookupResult:
     return LookupResult(activations=activations, routing=routing, stats=stats)
 
 
-@takes("te.functional.", routing=ROUTING, plan=PLAN)
 @functools.partial(jax.jit, static_argnames="plan")
 def compute_gradients(
     routing: Routing, cotangents: Any, plan: EmbeddingPlan
@@ -348,7 +331,6 @@ def compute_gradients(
     return TableGradients(stacks, layer_plan)
 
 
-@takes("te.functional.", plan=PLAN)
 @functools.partial(jax.jit, static_argnames="plan")
 def init_slots(tables: dict[str, PackedRows], plan: EmbeddingPlan) -> dict[str, Any]:
     """Returns the optimizer state of each stack that has an optimizer.
@@ -378,7 +360,6 @@ def init_slots(tables: dict[str, PackedRows], plan: EmbeddingPlan) -> dict[str, 
     return in_shards(out_specs=slot_specs(structure, plan))(trained)
 
 
-@takes("te.functional.", gradients=GRADIENTS, plan=PLAN)
 @functools.partial(jax.jit, static_argnames="plan")
 def apply_gradients(
     tables: dict[str, PackedRows],

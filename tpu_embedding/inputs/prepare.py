@@ -6,12 +6,11 @@ id, read 64-bit ids, and split ragged features by shard.
 """
 
 import dataclasses
-from typing import Any, Final, Literal, get_args
+from typing import Any, Literal, get_args
 
 import jax
 import numpy as np
 
-from tpu_embedding.argument_checks import Wanted, takes
 from tpu_embedding.inputs.agreed_sizes import agree_on_demands
 from tpu_embedding.inputs.buffer_sizes import BufferSizes, size_of_batch
 from tpu_embedding.inputs.forms import HostIds, is_real, read_ids
@@ -28,8 +27,8 @@ from tpu_embedding.inputs.wide_ids import (
     refuse_unreadable,
     with_words,
 )
-from tpu_embedding.plan.features import FeatureNest, FeaturePlan
-from tpu_embedding.plan.plan import PLAN, AnyPlan, EmbeddingPlan
+from tpu_embedding.plan.features import FeaturePlan
+from tpu_embedding.plan.plan import AnyPlan, EmbeddingPlan
 from tpu_embedding.types import (
     PADDING_ROW_ID,
     DenseIds,
@@ -43,11 +42,6 @@ Samples = Literal["global", "process"]
 """Samples that a process passes: the global batch, or those of its own devices."""
 
 
-PLAN_OF_INPUTS: Final = Wanted(FeatureNest, PLAN.text)
-"""The argument `plan` of `prepare_features`, which also takes a part of a plan."""
-
-
-@takes("te.inputs.", plan=PLAN_OF_INPUTS)
 def prepare_features(
     features: Any,
     plan: AnyPlan,
@@ -131,7 +125,6 @@ def prepare_features(
     return jax.tree.unflatten(plan.feature_tree, prepared)
 
 
-@takes("te.inputs.", plan=PLAN)
 def shard_batch(batch: Any, plan: EmbeddingPlan, *, samples: Samples = "global") -> Any:
     """Puts a nest of arrays on the plan's devices, split along their first axis.
 

@@ -11,7 +11,6 @@ from typing import Any, Final, NamedTuple
 import jax
 import numpy as np
 
-from tpu_embedding.argument_checks import Wanted, takes
 from tpu_embedding.inputs.agreed_sizes import agree_on_demands
 from tpu_embedding.inputs.buffer_sizes import (
     BufferSizes,
@@ -20,11 +19,8 @@ from tpu_embedding.inputs.buffer_sizes import (
 )
 from tpu_embedding.inputs.prepare import Samples, num_parts_of
 from tpu_embedding.inputs.wide_ids import padding_of
-from tpu_embedding.plan.features import FeatureNest
-from tpu_embedding.plan.plan import PLAN, AnyPlan
+from tpu_embedding.plan.plan import AnyPlan
 from tpu_embedding.types import RaggedIds
-
-_PLAN_OR_NONE: Final = Wanted(FeatureNest | None, PLAN.text)
 
 _MAX_RANGE_PER_ID: Final = 16
 """Range of ids, per id, up to which a mark per value is faster than a sort."""
@@ -93,7 +89,6 @@ class UniqueIds(NamedTuple):
         return found.reshape(-1)
 
 
-@takes("te.inputs.", plan=_PLAN_OR_NONE)
 def unique_ids(
     ids: Any,
     plan: AnyPlan | None,

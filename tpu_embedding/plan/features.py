@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 import jax
 
-from tpu_embedding.argument_checks import NoArray, describe_value
+from tpu_embedding.argument_checks import describe_value
 from tpu_embedding.config import FeatureConfig, TableConfig
 from tpu_embedding.plan.stacking import name_features
 
@@ -43,7 +43,7 @@ class FeaturePlan:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class FeatureNest(NoArray):
+class FeatureNest:
     """The user's nest of features.
 
     Attributes:
