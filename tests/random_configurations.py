@@ -31,10 +31,10 @@ WEIGHTS = (1, 2, 0.5, 0, -1, -2, -0.5)
 BAD_IDS = (-1, -7, -(2**31), 12, 13, 2**31 - 2)
 FOREIGN_IDS = (2**31, 2**40, -(2**40))
 ABSENT = object()
-DENSE_FORMS = ("one", "matrix", "masked")
+DENSE_FORMS = ("one", "matrix")
 MAX_VALENCE = 5
 STEP_FORMS = ("one", "matrix", "matrix")
-HOST_FORMS = ("ragged", "ragged", "sparse", "lists", "masked")
+HOST_FORMS = ("ragged", "ragged", "sparse", "lists")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -119,9 +119,6 @@ class RandomFeature:
             matrix = matrix[:, 0]
         elif self.is_reshaped:
             matrix = matrix.reshape(*self.config.output_shape, matrix.shape[1])
-        if self.form == "masked":
-            is_padding = matrix == PADDING
-            matrix = np.ma.masked_array(np.where(is_padding, 0, matrix), is_padding)
         if weights is None:
             return matrix, None
         of_ids = np.asarray(weights, np.float32).reshape(matrix.shape)
@@ -267,7 +264,7 @@ def features_of(draw, tables, batch_size, is_prepared):
         expected_valence=draw(st.sampled_from([None, 0.5, 3])),
         **shape,
     )
-    may_be_weighted = not (form == "masked" or config.max_sequence_length)
+    may_be_weighted = not config.max_sequence_length
     has_bad_ids = policy != "error" or not is_prepared
     return RandomFeature(
         config=config,
