@@ -8,13 +8,17 @@ import tpu_embedding as te
 from tpu_embedding.placement import placement_of_embedding_feature
 
 WRONG = {
-    "axes as a string": (lambda: te.Sharded(axes="data"), TypeError, "Sharded.axes"),
+    "axes as a string": (lambda: te.Sharded(axes="data"), ValueError, "Sharded.axes"),
     "no axes": (lambda: te.Sharded(axes=()), ValueError, "te.Replicated()"),
-    "an axis twice": (lambda: te.Sharded(axes=("a", "a")), ValueError, "each once"),
-    "rows as text": (lambda: te.ReplicateSmall(max_rows="9"), TypeError, "max_rows"),
+    "an axis twice": (
+        lambda: te.Sharded(axes=("a", "a")),
+        ValueError,
+        "different names",
+    ),
+    "rows as text": (lambda: te.ReplicateSmall(max_rows="9"), ValueError, "max_rows"),
     "otherwise replicated": (
         lambda: te.ReplicateSmall(otherwise=te.Replicated()),
-        TypeError,
+        ValueError,
         "ReplicateSmall.otherwise",
     ),
     "an empty batch": (
