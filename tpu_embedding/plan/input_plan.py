@@ -10,7 +10,6 @@ from typing import Any
 
 import jax
 
-from tpu_embedding.config import FeatureConfig
 from tpu_embedding.plan.features import FeatureNest, FeaturePlan
 
 
@@ -34,28 +33,13 @@ class InputPlan(FeatureNest):
 
     def __reduce__(self):
         # JAX pickles trees of its own containers only, so the nest itself is pickled.
-        numbers = jax.tree.unflatten(self.feature_tree, range(len(self.features)))
-        counts = self.num_shards, self.num_process_parts
-        return _restore, (self.features, numbers, *counts)
-
-
-def input_plan_of(
-    features: tuple[FeaturePlan, ...],
-    tree: Any,
-    *,
-    num_shards: int,
-    num_process_parts: int | None,
-) -> InputPlan:
-    """Returns the part of a plan that loaders need, without the user's functions."""
-    return InputPlan(
-        features=tuple(
-            dataclasses.replace(feature, config=_without_functions(feature.config))
-            for feature in features
-        ),
-        feature_tree=tree,
-        num_shards=num_shards,
-        num_process_parts=num_process_parts,
-    )
+        numbers = self.unflatten(range(len(self.features)))
+        return _restore, (
+            self.features,
+            numbers,
+            self.num_shards,
+            self.num_process_parts,
+        )
 
 
 def _restore(
@@ -72,6 +56,8 @@ def _restore(
     )
 
 
-def _without_functions(config: FeatureConfig) -> FeatureConfig:
-    table = dataclasses.replace(config.table, initializer=None, optimizer=None)
-    return dataclasses.replace(config, table=table)
+def without_functions(feature: FeaturePlan) -> FeaturePlan:
+    """Returns a feature without the initializer and the optimizer of its table."""
+    table = dataclasses.replace(feature.table, initializer=None, optimizer=None)
+    config = dataclasses.replace(feature.config, table=table)
+    return dataclasses.replace(feature, config=config)

@@ -9,7 +9,7 @@ from tpu_embedding.hardware import HardwareInfo, hardware_of_device
 from tpu_embedding.plan.device_mesh import device_mesh
 
 
-def resolve_mesh(mesh: Any) -> Mesh:
+def choose_mesh(mesh: Any) -> Mesh:
     """Returns the user's mesh, or else that of `jax.set_mesh`, or else all devices.
 
     Raises:
@@ -36,7 +36,7 @@ def resolve_mesh(mesh: Any) -> Mesh:
     return mesh
 
 
-def resolve_hardware(hardware: Any, mesh: Mesh) -> HardwareInfo:
+def choose_hardware(hardware: Any, mesh: Mesh) -> HardwareInfo:
     """Returns the user's hardware, or else that of the mesh's devices.
 
     Raises:
@@ -56,7 +56,7 @@ def _mesh_of_context() -> Mesh:
     if jax.sharding.get_abstract_mesh() == AbstractMesh((), ()):
         return device_mesh()
     try:
-        return resolve_mesh(jax.sharding.get_mesh())
+        return choose_mesh(jax.sharding.get_mesh())
     except ValueError as error:
         raise ValueError(
             "mesh must be given where a plan is made inside jax.jit under "

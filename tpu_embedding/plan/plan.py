@@ -20,9 +20,9 @@ from tpu_embedding.plan.features import (
     FeatureNest,
     find_tables,
     flatten_config,
-    place_features,
+    plan_features,
 )
-from tpu_embedding.plan.input_plan import InputPlan, input_plan_of
+from tpu_embedding.plan.input_plan import InputPlan, without_functions
 from tpu_embedding.plan.process_samples import process_shards
 from tpu_embedding.plan.stack_plan import StackPlan, TrainedStackPlan
 from tpu_embedding.rows.packed_rows import LANE_BYTES
@@ -107,7 +107,7 @@ class EmbeddingPlan(FeatureNest):
         """
         if process_index is None:
             process_index = jax.process_index()
-        shards = process_shards(self.batch_sharding, self.num_shards)
+        shards = self._process_shards
         if shards is None or batch_size % self.num_shards:
             return range(batch_size)
         size = batch_size // self.num_shards
@@ -121,8 +121,12 @@ class EmbeddingPlan(FeatureNest):
         None if the devices of some process are not consecutive in the mesh. Each
         process then loads the global batch.
         """
-        shards = process_shards(self.batch_sharding, self.num_shards)
-        return None if shards is None else len(set(shards.values()))
+        return None if self._process_shards is None else len(self._process_shards)
+
+    @property
+    def _process_shards(self) -> dict[int, range] | None:
+        devices = self.mesh.devices.flat
+        return process_shards([device.process_index for device in devices])
 
     @property
     def replicated(self) -> NamedSharding:
@@ -198,7 +202,7 @@ class EmbeddingPlan(FeatureNest):
         table_names = find_tables(features, self.stacks)
         return dataclasses.replace(
             self,
-            features=place_features(features, table_names, self.stacks),
+            features=plan_features(features, table_names, self.stacks),
             feature_tree=features.tree,
         )
 
@@ -217,9 +221,9 @@ class EmbeddingPlan(FeatureNest):
           >>> batch["watched"].tolist()
           [3, 5]
         """
-        return input_plan_of(
-            self.features,
-            self.feature_tree,
+        return InputPlan(
+            features=tuple(map(without_functions, self.features)),
+            feature_tree=self.feature_tree,
             num_shards=self.num_shards,
             num_process_parts=self.num_process_parts,
         )
