@@ -1,7 +1,7 @@
 """Reads the ids or weights of one feature from any container whose meaning is clear.
 
 Each container becomes `DenseIds`, `RaggedIds` or `SparseIds` of NumPy arrays. One with
-several meanings is refused, and the error says how to choose. `lookup.prepare` reads
+several meanings is refused, and the error says how to choose. `prepare` reads
 integer ids by this module, `tpu_embedding.strings` reads strings.
 """
 
