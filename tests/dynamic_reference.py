@@ -28,12 +28,6 @@ def mixed(ids) -> dict[int, tuple[int, int]]:
     return dict(zip(ids.tolist(), words, strict=True))
 
 
-def lowbias(number: int) -> int:
-    number = ((number ^ (number >> 16)) * 0x7FEB352D) % 2**32
-    number = ((number ^ (number >> 15)) * 0x846CA68B) % 2**32
-    return number ^ (number >> 16)
-
-
 class DynamicTable:
     """One dynamic table.
 
@@ -166,12 +160,6 @@ class DynamicTable:
 
     def _admit(self, keys: list[tuple[int, int]], now: int) -> list[bool]:
         match self.dynamic.admit:
-            case te.dynamic.AdmitWithProbability(probability):
-                limit = min(int(probability * 2**32), 2**32 - 1)
-                return [
-                    probability == 1 or lowbias(a ^ lowbias(b ^ lowbias(now))) < limit
-                    for a, b in keys
-                ]
             case te.dynamic.AdmitAfter() as rule:
                 return self._count(keys, rule, now)
         return [True] * len(keys)

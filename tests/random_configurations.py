@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import tpu_embedding as te
-from tests.lookup.placements import AXES, MESHES, placements_on
+from tests.lookup.placements import MESHES, placements_on
 
 PADDING = te.inputs.PADDING_ROW_ID
 INITIAL_ACCUMULATOR = 0.25
@@ -31,10 +31,10 @@ WEIGHTS = (1, 2, 0.5, 0, -1, -2, -0.5)
 BAD_IDS = (-1, -7, -(2**31), 12, 13, 2**31 - 2)
 FOREIGN_IDS = (2**31, 2**40, -(2**40))
 ABSENT = object()
-DENSE_FORMS = ("one", "matrix", "masked")
+DENSE_FORMS = ("one", "matrix")
 MAX_VALENCE = 5
 STEP_FORMS = ("one", "matrix", "matrix")
-HOST_FORMS = ("ragged", "ragged", "sparse", "lists", "masked")
+HOST_FORMS = ("ragged", "ragged", "sparse", "lists")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -119,9 +119,6 @@ class RandomFeature:
             matrix = matrix[:, 0]
         elif self.is_reshaped:
             matrix = matrix.reshape(*self.config.output_shape, matrix.shape[1])
-        if self.form == "masked":
-            is_padding = matrix == PADDING
-            matrix = np.ma.masked_array(np.where(is_padding, 0, matrix), is_padding)
         if weights is None:
             return matrix, None
         of_ids = np.asarray(weights, np.float32).reshape(matrix.shape)
@@ -194,13 +191,10 @@ def examples(draw):
     """Draws a layer and a batch."""
     mesh = draw(st.sampled_from(list(MESHES)))
     placements = [None, *placements_on(mesh).values()]
-    axes = AXES[: len(MESHES[mesh])]
-    batch_axes = [None, None, (), axes[:1], axes[-1:], axes[::-1]]
     tables = draw(tables_on(st.sampled_from(placements)))
     options = dict(
         capacity=draw(st.sampled_from([None, 1, 2])),
         placement=draw(st.sampled_from([*placements, te.ReplicateSmall(max_rows=4)])),
-        batch_axes=draw(st.sampled_from(batch_axes)),
     )
     is_prepared = draw(st.sampled_from([True, True, True, False]))
     batch_size = draw(st.integers(1, 7))
@@ -270,7 +264,7 @@ def features_of(draw, tables, batch_size, is_prepared):
         expected_valence=draw(st.sampled_from([None, 0.5, 3])),
         **shape,
     )
-    may_be_weighted = not (form == "masked" or config.max_sequence_length)
+    may_be_weighted = not config.max_sequence_length
     has_bad_ids = policy != "error" or not is_prepared
     return RandomFeature(
         config=config,

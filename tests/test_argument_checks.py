@@ -91,7 +91,6 @@ def one_branch(model):
     return jnp.sum(nnx.cond(jnp.array(True), lambda m: m(IDS), zeros, model))
 
 
-MAKE_BEFORE = "lambda batch: f(batch, config)"
 BEFORE_IT = "activations = model.embedding(features)"
 
 LAYERS = {
@@ -106,26 +105,6 @@ LAYERS = {
         "got TableConfig at",
         "a nest of FeatureConfig",
         "te.FeatureConfig(table=table)",
-    ),
-    "table by position": (
-        lambda x: te.TableConfig(50, 8),  # pyright: ignore
-        "got 2",
-        "no positional arguments",
-        "te.TableConfig(vocabulary_size=50, dim=8)",
-    ),
-    "field of PyTorch": (
-        lambda x: te.TableConfig(num_embeddings=50),  # pyright: ignore
-        "'num_embeddings'",
-        "no argument",
-        "it takes vocabulary_size, dim",
-    ),
-    "serving_config: argument of jit": (
-        lambda x: nnx.jit(lambda m, ids, c: m.embedding(ids, serving_config=c))(
-            x.model, IDS, FEATURES
-        ),
-        "FeatureConfig",
-        "no array",
-        MAKE_BEFORE,
     ),
     "values of tables in jit": (
         lambda x: nnx.jit(lambda m: m.embedding.embedding_tables())(x.model),
@@ -215,57 +194,7 @@ TRAINING = {
     ),
 }
 
-FUNCTIONS = {
-    "lookup: plan first": (
-        lambda x: te.functional.lookup(x.plan, x.tables, IDS),
-        "got dict with the keys ['watched']",
-        "an EmbeddingPlan",
-        "te.functional.lookup(tables, features, plan)",
-    ),
-    "compute_gradients: result": (
-        lambda x: te.functional.compute_gradients(
-            x.result, x.result.activations, x.plan
-        ),
-        "got LookupResult",
-        "the Routing of te.functional.lookup",
-        "te.functional.compute_gradients(routing, cotangents, plan)",
-    ),
-    "apply_gradients: of the layer": (
-        lambda x: te.functional.apply_gradients(x.tables, x.slots, x.gradients, x.plan),
-        "got Gradients",
-        "gradients.tables['embedding']",
-        "te.functional.apply_gradients(tables, slots, gradients, plan)",
-    ),
-    "apply_gradients: no plan": (
-        lambda x: te.functional.apply_gradients(x.tables, x.slots, x.gradients),
-        "missing",
-        "'plan'",
-        "te.functional.apply_gradients(tables, slots, gradients, plan)",
-    ),
-}
-
-FILES = {
-    "save: swapped": (
-        lambda x: te.save(x.model, "checkpoint"),
-        "got Model",
-        "a path",
-        "te.save(directory, state)",
-    ),
-    "export: as te.save": (
-        lambda x: te.export.save_tables("export", x.model),
-        "got 'export'",
-        "an nnx.Module",
-        "te.export.save_tables(model, directory)",
-    ),
-    "import: variables": (
-        lambda x: te.checkpoint.import_tables("values.npz", x.variables),
-        "got dict with the keys",
-        "an nnx.Module",
-        "te.checkpoint.import_tables(source, model)",
-    ),
-}
-
-CASES = LAYERS | OPTIMIZERS | TRAINING | FUNCTIONS | FILES
+CASES = LAYERS | OPTIMIZERS | TRAINING
 
 
 @pytest.mark.parametrize("case", CASES)

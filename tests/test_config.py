@@ -155,7 +155,6 @@ RIGHT = [
     (feature, dict(default_id=np.int64(6))),
     (quantization, dict(lower=np.float32(-2), upper=np.float64(2))),
     (quantization, dict(num_buckets=np.int64(16))),
-    (row_ids, dict(offset=np.int64(2**31 - 1))),
     (quantization, dict(lower=0, upper=1)),
     (table, dict(optimizer="adagrad")),
 ]
@@ -227,10 +226,6 @@ CONTRADICTIONS = {
     "default of a sequence": (
         lambda: feature(max_sequence_length=2, default_id=3),
         ["default_id", "3", "max_sequence_length=2", "'f'"],
-    ),
-    "row ids beyond 32 bits": (
-        lambda: te.initializers.RowIdInitializer(2**31 - 2)(None, (3, 1), jnp.float32),
-        ["RowIdInitializer.offset", "2147483646", "3 rows"],
     ),
 }
 

@@ -9,8 +9,6 @@ from tpu_embedding.hardware import hardware_by_name, hardware_of_device
 
 TPUS = ["v4", "v5e", "v5p", "v6e", "tpu7x"]
 WITH_SPARSE_CORES = {"v4": 0, "v5e": 0, "v5p": 4, "v6e": 2, "tpu7x": 4}
-# GB/s that a chip can send: links times the rate of one.
-LINKS = {"v4": 6 * 50, "v5e": 4 * 50, "v5p": 6 * 100, "v6e": 4 * 100, "tpu7x": 6 * 100}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,15 +59,8 @@ def test_tpus(name):
     assert info.sublanes == 8
     assert info.hbm_capacity_bytes % 2**30 == 0
     assert 16 * 2**30 <= info.hbm_capacity_bytes <= 192 * 2**30
-    assert 8e11 < info.hbm_bytes_per_second < 8e12
     assert info.devices_per_chip == (2 if name == "tpu7x" else 1)
     assert info.num_sparse_cores == WITH_SPARSE_CORES[name]
-    assert info.ici_bytes_per_second == LINKS[name] * 1e9
-    assert info.ici_bytes_per_second < info.hbm_bytes_per_second
-    if info.dcn_bytes_per_second is not None:
-        assert 20 < info.ici_bytes_per_second / info.dcn_bytes_per_second < 100
-    assert 1e14 < info.bf16_flops_per_second < 3e15
-    assert 16 * 2**20 <= info.vmem_bytes <= 128 * 2**20
     assert info.is_tpu
 
 

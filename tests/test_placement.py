@@ -1,17 +1,24 @@
 """The values that place tables: what they refuse."""
 
+import enum
+
 import pytest
 
 import tpu_embedding as te
+from tpu_embedding.placement import placement_of_embedding_feature
 
 WRONG = {
-    "axes as a string": (lambda: te.Sharded(axes="data"), TypeError, "Sharded.axes"),
+    "axes as a string": (lambda: te.Sharded(axes="data"), ValueError, "Sharded.axes"),
     "no axes": (lambda: te.Sharded(axes=()), ValueError, "te.Replicated()"),
-    "an axis twice": (lambda: te.Sharded(axes=("a", "a")), ValueError, "each once"),
-    "rows as text": (lambda: te.ReplicateSmall(max_rows="9"), TypeError, "max_rows"),
+    "an axis twice": (
+        lambda: te.Sharded(axes=("a", "a")),
+        ValueError,
+        "different names",
+    ),
+    "rows as text": (lambda: te.ReplicateSmall(max_rows="9"), ValueError, "max_rows"),
     "otherwise replicated": (
         lambda: te.ReplicateSmall(otherwise=te.Replicated()),
-        TypeError,
+        ValueError,
         "ReplicateSmall.otherwise",
     ),
     "an empty batch": (
@@ -33,3 +40,20 @@ WRONG = {
 def test_wrong_values_are_refused(make, kind, message):
     with pytest.raises(kind, match=message):
         make()
+
+
+class EmbeddingFeature(enum.Enum):
+    """As TensorFlow's."""
+
+    UNSUPPORTED = 0
+    V1 = 1
+    V2 = 2
+
+
+def test_only_hardware_without_embeddings_replicates():
+    for feature in ("UNSUPPORTED", EmbeddingFeature.UNSUPPORTED):
+        assert placement_of_embedding_feature(feature) == te.Replicated()
+    for feature in ("V1", "V2", EmbeddingFeature.V2, None):
+        assert placement_of_embedding_feature(feature) is None
+    with pytest.raises(ValueError, match="embedding_feature must be .* got 'V3'"):
+        placement_of_embedding_feature("V3")

@@ -13,15 +13,20 @@ from typing import Any, Final, Literal, get_args
 import jax.numpy as jnp
 import numpy as np
 
-from tpu_embedding.argument_checks import NoArray, by_name, describe_value
 from tpu_embedding.dynamic import Dynamic
-from tpu_embedding.field_checks import convert_ints, is_finite, is_int, raise_all
-from tpu_embedding.initializers import (
-    Initializer,
-    RowIdInitializer,
-    row_initializer,
-    takes_key,
+from tpu_embedding.field_checks import (
+    BOOL_RULE,
+    Rule,
+    broken_rules,
+    choice_rule,
+    convert_ints,
+    int_rule,
+    is_finite,
+    is_int,
+    optional,
+    raise_all,
 )
+from tpu_embedding.initializers import Initializer, starts_any_row, takes_key
 from tpu_embedding.optimizers.names import optimizer_problem
 from tpu_embedding.optimizers.row_optimizer import TableOptimizer
 from tpu_embedding.placement import Placement
@@ -39,7 +44,6 @@ MAX_VOCABULARY_SIZE: Final = PADDING_ROW_ID - 1
 """Largest number of rows: row ids are int32, and the largest int32 marks padding."""
 
 
-@by_name
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class QuantizationConfig:
     """Simulated quantization of looked-up elements, before they are combined.
@@ -61,21 +65,74 @@ class QuantizationConfig:
 
     def __post_init__(self):
         convert_ints(self, "num_buckets")
-        problems = []
-        if not is_int(self.num_buckets) or self.num_buckets < 2:
-            problems.append(
-                "QuantizationConfig.num_buckets must be an int of at least 2, got "
-                f"{self.num_buckets!r}; give the number of distinct values"
-            )
+        raise_all(self._problems())
+
+    def _problems(self):
+        yield from broken_rules(self, {"num_buckets": int_rule(2)})
         if not is_finite(self.lower, self.upper) or not self.lower < self.upper:
-            problems.append(
+            yield (
                 "QuantizationConfig.lower and upper must be finite with lower < upper, "
                 f"got lower={self.lower!r} and upper={self.upper!r}"
             )
-        raise_all(problems)
 
 
-@by_name
+def _is_name(value: Any) -> bool:
+    """Returns True for text that files and seeds can be made of."""
+    try:
+        return isinstance(value, str) and bool(value.encode())
+    except UnicodeEncodeError:  # half of a pair of surrogates
+        return False
+
+
+def _dtype_name(dtype: Any) -> str | None:
+    try:
+        return np.dtype(dtype).name
+    except TypeError:
+        return None
+
+
+_NAME_RULE: Final = optional(Rule(_is_name, "a non-empty string of UTF-8"))
+
+_ROWS_RULE: Final = int_rule(1, MAX_VOCABULARY_SIZE)
+
+_TABLE_RULES: Final = {
+    "vocabulary_size": Rule(
+        lambda x: isinstance(x, Dynamic) or _ROWS_RULE.is_met(x),
+        f"{_ROWS_RULE.text}, or a te.Dynamic",
+        "give the number of different ids",
+    ),
+    "dim": int_rule(1, way_out="give the number of columns"),
+    "initializer": optional(
+        Rule(
+            callable,
+            "a function (key, shape, dtype) -> array",
+            "jax.nn.initializers has ready ones",
+        )
+    ),
+    "combiner": choice_rule(
+        get_args(Combiner),
+        "to pool in another way, set FeatureConfig.max_sequence_length and pool in the "
+        "model",
+    ),
+    "name": _NAME_RULE,
+    "quantization_config": optional(
+        Rule(lambda x: isinstance(x, QuantizationConfig), "a QuantizationConfig")
+    ),
+    "dtype": Rule(
+        lambda x: _dtype_name(x) in STORAGE_DTYPES,
+        f"one of {list(STORAGE_DTYPES)}",
+        "bfloat16 has the size of float16 and the range of float32",
+    ),
+    "placement": optional(
+        Rule(
+            lambda x: isinstance(x, Placement),
+            "a te.Sharded, te.Replicated",
+            "write te.Replicated(), and give policies to make_plan",
+        )
+    ),
+}
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TableConfig:
     """One embedding table.
@@ -130,94 +187,39 @@ class TableConfig:
 
     def __post_init__(self):
         convert_ints(self, "vocabulary_size", "dim")
-        raise_all(list(self._problems()))
+        raise_all(self._problems())
         # Equal types have several spellings, of which some differ in their hash.
         object.__setattr__(self, "dtype", np.dtype(self.dtype))
 
     def _problems(self):
-        owner = f"for table {self.name!r}"
-        if isinstance(self.vocabulary_size, Dynamic):
-            yield from self._dynamic_problems(owner)
-        elif not is_int(self.vocabulary_size) or not (
-            1 <= self.vocabulary_size <= MAX_VOCABULARY_SIZE
-        ):
-            yield (
-                "TableConfig.vocabulary_size must be an int from 1 to "
-                f"{MAX_VOCABULARY_SIZE}, or a te.Dynamic, got "
-                f"{self.vocabulary_size!r} {owner}; give the number of different ids"
-            )
-        if not is_int(self.dim) or self.dim < 1:
-            yield (
-                f"TableConfig.dim must be an int of at least 1, got {self.dim!r} "
-                f"{owner}; give the number of columns"
-            )
-        if self.initializer is not None and not callable(self.initializer):
-            yield (
-                "TableConfig.initializer must be a function (key, shape, dtype) -> "
-                f"array or None, got {self.initializer!r} {owner}; "
-                "jax.nn.initializers has ready ones"
-            )
-        elif self.initializer is not None and not takes_key(self.initializer):
+        owner = f" for table {self.name!r}"
+        yield from broken_rules(self, _TABLE_RULES, owner)
+        initializer = self.initializer
+        if callable(initializer) and not takes_key(initializer):
             yield (
                 "TableConfig.initializer must take (key, shape, dtype), got "
-                f"{self.initializer!r} with arguments "
-                f"{inspect.signature(self.initializer)} {owner}; call it if it makes "
-                "an initializer, as jax.nn.initializers.normal() does, or wrap it: "
-                "lambda key, shape, dtype: jnp.asarray(initializer(shape), dtype)"
+                f"{initializer!r} with arguments {inspect.signature(initializer)}"
+                f"{owner}; call it if it makes an initializer, as "
+                "jax.nn.initializers.normal() does, or wrap it: lambda key, shape, "
+                "dtype: jnp.asarray(initializer(shape), dtype)"
             )
-        problem = optimizer_problem(
-            "TableConfig.optimizer", self.optimizer, f" {owner}"
-        )
+        problem = optimizer_problem("TableConfig.optimizer", self.optimizer, owner)
         if problem is not None:
             yield problem
-        if self.combiner not in get_args(Combiner):
-            yield (
-                f"TableConfig.combiner must be one of {list(get_args(Combiner))}, got "
-                f"{self.combiner!r} {owner}; to pool in another way, set "
-                "FeatureConfig.max_sequence_length and pool in the model"
-            )
-        if self.name is not None and not _is_name(self.name):
-            yield (
-                "TableConfig.name must be a non-empty string of UTF-8 or None, got "
-                f"{self.name!r}; None picks a name"
-            )
-        if not isinstance(self.quantization_config, QuantizationConfig | None):
-            yield (
-                "TableConfig.quantization_config must be a QuantizationConfig or "
-                f"None, got {self.quantization_config!r} {owner}"
-            )
-        if _dtype_name(self.dtype) not in STORAGE_DTYPES:
-            way_out = ""
-            if _dtype_name(self.dtype) == "float16":
-                way_out = (
-                    "; take bfloat16, which has the size of float16 and the range of "
-                    "float32; te.checkpoint.import_tables reads float16 rows into it"
-                )
-            yield (
-                f"TableConfig.dtype must be one of {list(STORAGE_DTYPES)}, got "
-                f"{self.dtype!r} {owner}{way_out}"
-            )
-        if not isinstance(self.placement, Placement | None):
-            yield (
-                "TableConfig.placement must be a te.Sharded, te.Replicated or None, "
-                f"got {describe_value(self.placement)} {owner}; write te.Replicated(), "
-                "and give policies to make_plan"
-            )
+        if isinstance(self.vocabulary_size, Dynamic):
+            yield from self._dynamic_problems(owner)
 
     def _dynamic_problems(self, owner: str):
         """Says what a table of any ids cannot have."""
         if _dtype_name(self.dtype) == "int8":
             yield (
                 "TableConfig.dtype must not be int8 for a te.Dynamic vocabulary, got "
-                f"int8 {owner}; a new row has float values, so give bfloat16"
+                f"int8{owner}; a new row has float values, so give bfloat16"
             )
-        if callable(self.initializer) and (
-            row_initializer(self.initializer, 0, 1) is None
-            or isinstance(self.initializer, RowIdInitializer)
-        ):
+        if callable(self.initializer) and not starts_any_row(self.initializer):
             yield (
                 "TableConfig.initializer must be able to start one row at a time for a "
-                f"te.Dynamic vocabulary, got {self.initializer!r} {owner}; take one of "
+                f"te.Dynamic vocabulary, got {self.initializer!r}{owner}; take one of "
                 "te.initializers, or te.initializers.rowwise(initializer)"
             )
 
@@ -239,9 +241,32 @@ class TableConfig:
         return np.dtype(self.dtype).name
 
 
-@by_name
+def _is_shape(value: Any) -> bool:
+    """Returns True for sizes of axes, and for `(-1,)`."""
+    return value == (-1,) or (
+        isinstance(value, tuple) and all(is_int(n) and n >= 1 for n in value)
+    )
+
+
+_FEATURE_RULES: Final = {
+    "max_sequence_length": int_rule(0, way_out="0 combines the ids"),
+    "validate_weights_and_indices": BOOL_RULE,
+    "output_shape": optional(Rule(_is_shape, "a tuple of positive ints, (-1,)")),
+    "name": _NAME_RULE,
+    "out_of_range_ids": choice_rule(get_args(OutOfRangePolicy)),
+    "expected_valence": optional(
+        Rule(
+            lambda x: is_finite(x) and x > 0,
+            "a positive number",
+            "give the mean number of ids per sample",
+        )
+    ),
+    "find_only": BOOL_RULE,
+}
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class FeatureConfig(NoArray):
+class FeatureConfig:
     """One input column of ids, looked up in a table.
 
     Attributes:
@@ -290,7 +315,7 @@ class FeatureConfig(NoArray):
 
     def __post_init__(self):
         convert_ints(self, "max_sequence_length", "output_shape", "default_id")
-        raise_all(list(self._problems()))
+        raise_all(self._problems())
 
     @property
     def has_own_batch(self) -> bool:
@@ -298,109 +323,47 @@ class FeatureConfig(NoArray):
         return self.output_shape == (-1,)
 
     def _problems(self):
-        owner = f"for feature {self.name!r}"
+        owner = f" for feature {self.name!r}"
         if not isinstance(self.table, TableConfig):
             yield (
                 "FeatureConfig.table must be one TableConfig, got "
-                f"{self.table!r} {owner}; give te.TableConfig(vocabulary_size=..., "
+                f"{self.table!r}{owner}; give te.TableConfig(vocabulary_size=..., "
                 "dim=...), and one feature per table to ids of several tables"
             )
             return
-        if not is_int(self.max_sequence_length) or self.max_sequence_length < 0:
-            yield (
-                "FeatureConfig.max_sequence_length must be an int of at least 0, got "
-                f"{self.max_sequence_length!r} {owner}; 0 combines the ids"
-            )
-        if not isinstance(self.validate_weights_and_indices, bool):
-            yield (
-                "FeatureConfig.validate_weights_and_indices must be a bool, got "
-                f"{self.validate_weights_and_indices!r} {owner}"
-            )
-        shape = self.output_shape
-        if not (shape is None or self.has_own_batch) and not (
-            isinstance(shape, tuple) and all(is_int(n) and n >= 1 for n in shape)
-        ):
-            yield (
-                "FeatureConfig.output_shape must be a tuple of positive ints, (-1,) or "
-                f"None, got {shape!r} {owner}; None means (batch,)"
-            )
+        yield from broken_rules(self, _FEATURE_RULES, owner)
         if self.output_shape is not None and self.max_sequence_length:
             yield (
                 "FeatureConfig.max_sequence_length has no effect beside output_shape, "
-                f"got {self.max_sequence_length!r} and {self.output_shape!r} {owner}; "
+                f"got {self.max_sequence_length!r} and {self.output_shape!r}{owner}; "
                 "leave out one of the two"
             )
-        yield from self._default_id_problems(owner)
-        if self.name is not None and not _is_name(self.name):
-            yield (
-                "FeatureConfig.name must be a non-empty string of UTF-8 or None, got "
-                f"{self.name!r}; None means its path in the nest of features"
-            )
-        if self.out_of_range_ids not in get_args(OutOfRangePolicy):
-            yield (
-                "FeatureConfig.out_of_range_ids must be one of "
-                f"{list(get_args(OutOfRangePolicy))}, got {self.out_of_range_ids!r} "
-                f"{owner}"
-            )
-        elif self.out_of_range_ids == "clip" and self.table.dynamic:
-            yield (
-                "FeatureConfig.out_of_range_ids must be 'error' or 'drop' for a "
-                f"te.Dynamic vocabulary, got 'clip' {owner}; its ids have no nearest "
-                "row"
-            )
-        if self.expected_valence is not None and not (
-            is_finite(self.expected_valence) and self.expected_valence > 0
-        ):
-            yield (
-                "FeatureConfig.expected_valence must be a positive number or None, got "
-                f"{self.expected_valence!r} {owner}; give the mean number of ids per "
-                "sample"
-            )
-
-        if not isinstance(self.find_only, bool):
-            yield (
-                f"FeatureConfig.find_only must be a bool, got {self.find_only!r} "
-                f"{owner}"
-            )
-        elif self.find_only and not self.table.dynamic:
-            yield (
-                "FeatureConfig.find_only is for a table with a te.Dynamic vocabulary, "
-                f"got True {owner}; leave it out"
-            )
-
-    def _default_id_problems(self, owner: str):
-        if self.default_id is None:
-            return
-        if self.table.dynamic:
-            yield (
-                "FeatureConfig.default_id must be None for a te.Dynamic vocabulary, "
-                f"got {self.default_id!r} {owner}; put the id into empty samples"
-            )
-            return
-        num_rows = self.table.max_rows
-        if not is_int(self.default_id) or not 0 <= self.default_id < num_rows:
-            yield (
-                f"FeatureConfig.default_id must be a row of the table, 0 to "
-                f"{num_rows - 1}, or None, got {self.default_id!r} {owner}"
-            )
-        if self.max_sequence_length:
+        if self.default_id is not None and self.max_sequence_length:
             yield (
                 "FeatureConfig.default_id is for samples that are combined, got "
                 f"{self.default_id!r} with max_sequence_length="
-                f"{self.max_sequence_length!r} {owner}; leave out one of the two"
+                f"{self.max_sequence_length!r}{owner}; leave out one of the two"
             )
+        yield from self._problems_of_vocabulary(owner)
 
-
-def _is_name(value: Any) -> bool:
-    """Returns True for text that files and seeds can be made of."""
-    try:
-        return isinstance(value, str) and bool(value.encode())
-    except UnicodeEncodeError:  # half of a pair of surrogates
-        return False
-
-
-def _dtype_name(dtype: Any) -> str | None:
-    try:
-        return np.dtype(dtype).name
-    except TypeError:
-        return None
+    def _problems_of_vocabulary(self, owner: str):
+        """Says what is wrong with fields that depend on the table's vocabulary."""
+        if not self.table.dynamic:
+            row = optional(int_rule(0, self.table.max_rows - 1, "give a row's number"))
+            yield from broken_rules(self, {"default_id": row}, owner)
+            if self.find_only is True:
+                yield (
+                    "FeatureConfig.find_only is for a table with a te.Dynamic "
+                    f"vocabulary, got True{owner}; leave it out"
+                )
+            return
+        if self.default_id is not None:
+            yield (
+                "FeatureConfig.default_id must be None for a te.Dynamic vocabulary, "
+                f"got {self.default_id!r}{owner}; put the id into empty samples"
+            )
+        if self.out_of_range_ids == "clip":
+            yield (
+                "FeatureConfig.out_of_range_ids must be 'error' or 'drop' for a "
+                f"te.Dynamic vocabulary, got 'clip'{owner}; its ids have no nearest row"
+            )

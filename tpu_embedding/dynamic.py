@@ -8,12 +8,18 @@ and takes rows back from ids that are no longer used. Two ids never share a row.
 import dataclasses
 from typing import Any, Final, Literal
 
-from tpu_embedding.argument_checks import by_name, describe_value
-from tpu_embedding.field_checks import convert_ints, is_finite, is_int, raise_all
+from tpu_embedding.field_checks import (
+    Rule,
+    broken_rules,
+    choice_rule,
+    convert_ints,
+    int_rule,
+    optional,
+    raise_all,
+)
 
 __all__ = [
     "AdmitAfter",
-    "AdmitWithProbability",
     "Dynamic",
     "LeastFrequentlyUsed",
     "LeastRecentlyUsed",
@@ -26,7 +32,7 @@ SLOTS_PER_BUCKET: Final = 64
 MAX_CAPACITY: Final = 2**31 - 2**21
 """Largest capacity: row numbers are int32, and shards round up."""
 
-_MAX_CLOCK: Final = 2**32 - 1
+_CLOCK_RULE: Final = int_rule(1, 2**32 - 1)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,7 +64,7 @@ class TimeToLive:
 
     def __post_init__(self):
         convert_ints(self, "ttl")
-        raise_all(list(_int_problems(self, "ttl", 1, _MAX_CLOCK)))
+        raise_all(broken_rules(self, {"ttl": _CLOCK_RULE}))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -78,8 +84,7 @@ class LeastFrequentlyUsed:
 
     def __post_init__(self):
         convert_ints(self, "half_life")
-        if self.half_life is not None:
-            raise_all(list(_int_problems(self, "half_life", 1, _MAX_CLOCK)))
+        raise_all(broken_rules(self, {"half_life": optional(_CLOCK_RULE)}))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -108,10 +113,8 @@ class AdmitAfter:
 
     def __post_init__(self):
         convert_ints(self, "count", "window")
-        problems = list(_int_problems(self, "count", 1, 255))
-        if self.window is not None:
-            problems += _int_problems(self, "window", 1, _MAX_CLOCK)
-        raise_all(problems)
+        rules = {"count": int_rule(1, 255), "window": optional(_CLOCK_RULE)}
+        raise_all(broken_rules(self, rules))
 
     @property
     def ids_per_halving(self) -> int:
@@ -119,49 +122,37 @@ class AdmitAfter:
         return SLOTS_PER_BUCKET // 4 * max(1, self.count - 1)
 
 
-@dataclasses.dataclass(frozen=True)
-class AdmitWithProbability:
-    """Admits an unknown id with a probability, by a hash of id and step.
-
-    An id that occurs in n steps has a row with probability `1 - (1 - probability)**n`.
-
-    Attributes:
-      probability: above 0, at most 1.
-
-    Example:
-      >>> AdmitWithProbability(0.1).probability
-      0.1
-    """
-
-    probability: float
-
-    def __post_init__(self):
-        if not is_finite(self.probability) or not 0 < self.probability <= 1:
-            raise ValueError(
-                "AdmitWithProbability.probability must be above 0 and at most 1, got "
-                f"{self.probability!r}."
-            )
-
-
 Eviction = LeastRecentlyUsed | TimeToLive | LeastFrequentlyUsed
-Admission = AdmitAfter | AdmitWithProbability
 
 
-@by_name
+_DYNAMIC_RULES: Final = {
+    "capacity": int_rule(1, MAX_CAPACITY),
+    "evict": optional(
+        Rule(
+            lambda x: isinstance(x, Eviction),
+            "a te.dynamic.LeastRecentlyUsed, TimeToLive, LeastFrequentlyUsed",
+        )
+    ),
+    "admit": optional(
+        Rule(lambda x: isinstance(x, AdmitAfter), "a te.dynamic.AdmitAfter")
+    ),
+    "default_row": choice_rule(("none", "learned")),
+}
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Dynamic:
     """The vocabulary of a table whose ids come and go: any integers of 64 bits.
 
     Each id belongs to one bucket of 64 places. If all are taken, an id of this bucket
     is evicted, or the new id gets no row. So choose a capacity of 1.33 times the ids in
-    use: fewer than 0.1 % of them find no place. `print(plan)` shows the shares.
+    use: fewer than 0.1 % of them find no place.
 
     Attributes:
       capacity: number of rows, rounded up to a multiple of 64; 1 to 2**31 - 2**21.
       evict: whose row a new id takes in a full bucket: `LeastRecentlyUsed`,
         `TimeToLive` or `LeastFrequentlyUsed`. None: no one's.
-      admit: which unknown ids get a row: `AdmitAfter` or `AdmitWithProbability`. None:
-        all.
+      admit: which unknown ids get a row: an `AdmitAfter`. None: all.
       default_row: row that ids without a row read. `"none"`: they contribute nothing,
         like ids outside a static table. `"learned"`: one row, which they share and
         train together.
@@ -175,30 +166,12 @@ class Dynamic:
 
     capacity: int
     evict: Eviction | None = LeastRecentlyUsed()
-    admit: Admission | None = None
+    admit: AdmitAfter | None = None
     default_row: Literal["none", "learned"] = "none"
 
     def __post_init__(self):
         convert_ints(self, "capacity")
-        raise_all(list(self._problems()))
-
-    def _problems(self):
-        yield from _int_problems(self, "capacity", 1, MAX_CAPACITY)
-        for field, kinds in (("evict", Eviction), ("admit", Admission)):
-            value = getattr(self, field)
-            if not isinstance(value, kinds | None):
-                names = " or a ".join(
-                    f"te.dynamic.{k.__name__}" for k in kinds.__args__
-                )
-                yield (
-                    f"Dynamic.{field} must be None or a {names}, got "
-                    f"{describe_value(value)}"
-                )
-        if self.default_row not in ("none", "learned"):
-            yield (
-                "Dynamic.default_row must be 'none' or 'learned', got "
-                f"{self.default_row!r}"
-            )
+        raise_all(broken_rules(self, _DYNAMIC_RULES))
 
     @property
     def num_buckets(self) -> int:
@@ -214,12 +187,3 @@ class Dynamic:
     def policy(self) -> tuple[Any, ...]:
         """Policies, which are equal in tables that share a stack."""
         return self.evict, self.admit, self.default_row
-
-
-def _int_problems(owner: Any, field: str, low: int, high: int):
-    value = getattr(owner, field)
-    if not is_int(value) or not low <= value <= high:
-        yield (
-            f"{type(owner).__name__}.{field} must be an int from {low} to {high}, got "
-            f"{value!r}"
-        )

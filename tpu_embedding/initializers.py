@@ -17,7 +17,14 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int, UInt32
 
-from tpu_embedding.field_checks import convert_ints, is_finite, is_int
+from tpu_embedding.field_checks import (
+    Rule,
+    broken_rules,
+    convert_ints,
+    is_finite,
+    is_int,
+    raise_all,
+)
 from tpu_embedding.row_random_bits import key_words, row_bits
 
 __all__ = [
@@ -35,6 +42,20 @@ Initializer = Callable[[jax.Array, tuple[int, ...], Any], jax.Array]
 
 RowFunction = Callable[..., jax.Array]
 """Computes rows, `(key, row_ids, dim, *parameters) -> float32 [rows, dim]`."""
+
+
+def _is_parameter(value: Any) -> bool:
+    return is_finite(value) and (not is_int(value) or -(2**31) <= value < 2**31)
+
+
+_ROW_INITIALIZER_RULES: Final = {
+    "function": Rule(callable, "a function (key, row_ids, dim, *parameters)"),
+    "parameters": Rule(
+        lambda x: isinstance(x, tuple) and all(map(_is_parameter, x)),
+        "a tuple of finite floats and ints of 32 bits",
+        "write large numbers as floats",
+    ),
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,22 +85,7 @@ class RowInitializer:
 
     def __post_init__(self):
         convert_ints(self, "parameters")
-        parameters = self.parameters
-        if not callable(self.function):
-            raise TypeError(
-                "RowInitializer.function must be a function (key, row_ids, dim, "
-                f"*parameters), got {self.function!r}."
-            )
-        if not isinstance(parameters, tuple) or not is_finite(*parameters):
-            raise ValueError(
-                "RowInitializer.parameters must be a tuple of finite numbers, got "
-                f"{parameters!r}."
-            )
-        if any(is_int(p) and not -(2**31) <= p < 2**31 for p in parameters):
-            raise ValueError(
-                "RowInitializer.parameters must be ints of 32 bits or floats, got "
-                f"{parameters!r}; write large numbers as floats."
-            )
+        raise_all(broken_rules(self, _ROW_INITIALIZER_RULES))
 
     def __repr__(self) -> str:
         name = getattr(self.function, "__name__", repr(self.function))
@@ -217,13 +223,13 @@ def truncated_normal_initializer(dim: int) -> RowInitializer:
     return truncated_normal(1.0 / math.sqrt(dim))
 
 
-@dataclasses.dataclass(frozen=True)
-class RowIdInitializer:
-    """Initial values that show where a row comes from: row `i` is all `offset + i`.
+def RowIdInitializer(offset: int = 0) -> RowInitializer:  # noqa: N802
+    """Returns initial values that show where a row comes from: row `i` is `offset + i`.
 
     Use it to check lookups and checkpoints. float32 holds row ids up to 2**24 exactly.
+    The name is TensorFlow's.
 
-    Attributes:
+    Args:
       offset: value of row 0, an int of 32 bits.
 
     Example:
@@ -231,59 +237,39 @@ class RowIdInitializer:
       >>> RowIdInitializer(10)(key, (3, 2), jnp.float32).tolist()
       [[10.0, 10.0], [11.0, 11.0], [12.0, 12.0]]
     """
-
-    offset: int = 0
-
-    def __post_init__(self):
-        convert_ints(self, "offset")
-        if not is_int(self.offset) or not -(2**31) <= self.offset < 2**31:
-            raise ValueError(
-                "RowIdInitializer.offset must be an int of 32 bits, got "
-                f"{self.offset!r}; give the value of row 0."
-            )
-
-    def __call__(self, key: jax.Array, shape: tuple[int, ...], dtype: Any) -> jax.Array:
-        """Returns the values of a table of this shape; the key has no effect."""
-        return self.for_rows(shape[0])(key, shape, dtype)
-
-    def for_rows(self, num_rows: int) -> RowInitializer:
-        """Returns the row initializer of a table of `num_rows` rows.
-
-        Raises:
-          ValueError: if the last row's value is beyond 32 bits.
-        """
-        if self.offset + num_rows > 2**31:
-            raise ValueError(
-                "RowIdInitializer.offset must leave 32 bits for the last row, got "
-                f"{self.offset} for {num_rows} rows."
-            )
-        return RowInitializer(_row_id_rows, (self.offset,))
+    if not is_int(offset) or not _is_parameter(offset):
+        raise ValueError(
+            f"RowIdInitializer.offset must be an int of 32 bits, got {offset!r}; give "
+            "the value of row 0."
+        )
+    return RowInitializer(_row_id_rows, (int(offset),))
 
 
 _CONSTANTS: Final = {jax.nn.initializers.zeros: 0.0, jax.nn.initializers.ones: 1.0}
 """Initializers of JAX that can be recognised: the others are anonymous closures."""
 
 
-def row_initializer(
-    initializer: Initializer | None, num_rows: int, dim: int
-) -> RowInitializer | None:
+def row_initializer(initializer: Initializer | None, dim: int) -> RowInitializer | None:
     """Returns the row initializer of a table; None if it needs the whole shape.
 
     Args:
       initializer: initializer of the table; None: the default one.
-      num_rows: rows of the table.
       dim: columns of the table.
     """
     if initializer is None:
         return truncated_normal_initializer(dim)
     if isinstance(initializer, RowInitializer):
         return initializer
-    if isinstance(initializer, RowIdInitializer):
-        return initializer.for_rows(num_rows)
     for known, value in _CONSTANTS.items():
         if initializer is known:
             return constant(value)
     return None
+
+
+def starts_any_row(initializer: Initializer) -> bool:
+    """Returns True if the value of a row does not depend on its number."""
+    of_rows = row_initializer(initializer, 1)
+    return of_rows is not None and of_rows.function is not _row_id_rows
 
 
 def takes_key(initializer: Callable[..., Any]) -> bool:

@@ -6,9 +6,28 @@ table. The plan shows the placement of each stack, and its reason.
 """
 
 import dataclasses
-from typing import Any
+from typing import Any, Final
 
-from tpu_embedding.field_checks import convert_ints, is_int
+from tpu_embedding.field_checks import (
+    Rule,
+    broken_rules,
+    convert_ints,
+    int_rule,
+    optional,
+    raise_all,
+)
+
+
+def _are_axes(value: Any) -> bool:
+    is_names = isinstance(value, tuple) and all(isinstance(x, str) for x in value)
+    return is_names and 0 < len(value) == len(set(value))
+
+
+_AXES_RULE: Final = Rule(
+    _are_axes,
+    "a tuple of different names of mesh axes",
+    "a single axis is written axes=('model',), and te.Replicated() is for no axis",
+)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -31,21 +50,7 @@ class Sharded:
     axes: tuple[str, ...] | None = None
 
     def __post_init__(self):
-        if self.axes is None:
-            return
-        is_names = isinstance(self.axes, tuple) and all(
-            isinstance(axis, str) for axis in self.axes
-        )
-        if not is_names:
-            raise TypeError(
-                "Sharded.axes must be a tuple of names of mesh axes or None, got "
-                f"{self.axes!r}; a single axis is written axes=('model',)."
-            )
-        if not self.axes or len(set(self.axes)) < len(self.axes):
-            raise ValueError(
-                "Sharded.axes must name at least one mesh axis, each once, got "
-                f"{self.axes!r}; for a copy on every device, give te.Replicated()."
-            )
+        raise_all(broken_rules(self, {"axes": optional(_AXES_RULE)}))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -58,6 +63,12 @@ class Replicated:
 
 
 Placement = Sharded | Replicated
+
+_SHARDED_RULE: Final = Rule(
+    lambda x: isinstance(x, Sharded),
+    "a te.Sharded",
+    "te.Sharded() splits rows over the whole mesh",
+)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -81,8 +92,8 @@ class ReplicateSmall:
 
     def __post_init__(self):
         convert_ints(self, "max_rows")
-        _check_int("ReplicateSmall.max_rows", self.max_rows, 0)
-        _check_sharded("ReplicateSmall.otherwise", self.otherwise)
+        rules = {"max_rows": int_rule(0), "otherwise": _SHARDED_RULE}
+        raise_all(broken_rules(self, rules))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -119,26 +130,37 @@ class AutoPlacement:
 
     def __post_init__(self):
         convert_ints(self, "batch_size", "max_bytes")
-        _check_int("AutoPlacement.batch_size", self.batch_size, 1)
-        _check_int("AutoPlacement.max_bytes", self.max_bytes, 0)
-        _check_sharded("AutoPlacement.otherwise", self.otherwise)
+        rules = {"batch_size": int_rule(1), "max_bytes": int_rule(0)}
+        raise_all(broken_rules(self, rules | {"otherwise": _SHARDED_RULE}))
 
 
 PlacementPolicy = Sharded | Replicated | ReplicateSmall | AutoPlacement
 
 
-def _check_int(field: str, value: Any, minimum: int) -> None:
-    if not is_int(value):
-        raise TypeError(f"{field} must be an int, got {value!r}; give a whole number.")
-    if value < minimum:
+def placement_of_embedding_feature(embedding_feature: Any) -> Replicated | None:
+    """Returns the placement that TensorFlow's `embedding_feature` asks for.
+
+    TensorFlow names the embedding hardware of a TPU. `"UNSUPPORTED"`, no such hardware,
+    replicates all tables. `"V1"` and `"V2"` shard them, which any hardware does here.
+
+    Args:
+      embedding_feature: one of these names, TensorFlow's enum member of that name, or
+        None.
+
+    Returns:
+      The placement of all tables; None: the default one.
+
+    Raises:
+      ValueError: if the name is unknown.
+
+    Example:
+      >>> placement_of_embedding_feature("UNSUPPORTED")
+      Replicated()
+    """
+    name = getattr(embedding_feature, "name", embedding_feature)
+    if name not in ("UNSUPPORTED", "V1", "V2", None):
         raise ValueError(
-            f"{field} must be at least {minimum}, got {value}; give a larger number."
+            "embedding_feature must be 'UNSUPPORTED', 'V1', 'V2' or None, got "
+            f"{embedding_feature!r}; 'UNSUPPORTED' replicates all tables."
         )
-
-
-def _check_sharded(field: str, value: Any) -> None:
-    if not isinstance(value, Sharded):
-        raise TypeError(
-            f"{field} must be a te.Sharded, got {value!r}; te.Sharded() splits rows "
-            "over the whole mesh."
-        )
+    return Replicated() if name == "UNSUPPORTED" else None

@@ -13,8 +13,6 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from tpu_embedding.argument_checks import by_name
-
 PADDING_ROW_ID: Final = 2**31 - 1
 """Row id of unused places, in padded user input and in internal buffers.
 
@@ -28,7 +26,6 @@ AxisSize = Any
 
 
 @jax.tree_util.register_dataclass
-@by_name
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DenseIds:
     """Ids of a feature with a fixed number of places per sample, and their weights.
@@ -46,7 +43,6 @@ class DenseIds:
 
 
 @jax.tree_util.register_dataclass
-@by_name
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RaggedIds:
     """Ids of a feature with any number of ids per sample, on the host.
@@ -109,34 +105,8 @@ class RaggedIds:
         flat = [weight for of_sample in weights for weight in of_sample]
         return dataclasses.replace(ragged, weights=np.asarray(flat, np.float32))
 
-    @classmethod
-    def from_scipy(cls, matrix: Any) -> "RaggedIds":
-        """Makes ragged ids of a SciPy matrix whose columns are ids.
-
-        Such a matrix holds the interactions of users with items, or bags of words. See
-        `SparseIds.from_scipy` for matrices whose data are ids.
-
-        Args:
-          matrix: sparse `[batch, vocabulary_size]`. The stored data are the weights,
-            explicit zeros included. Data of type bool mean weight 1.
-
-        Raises:
-          TypeError: if it is no sparse matrix of SciPy.
-
-        Example:
-          >>> import scipy.sparse
-          >>> matrix = scipy.sparse.csr_array([[0, 0.5, 2.0], [1.0, 0, 0]])
-          >>> RaggedIds.from_scipy(matrix).values.tolist()
-          [1, 2, 0]
-        """
-        csr = _check_scipy(matrix).tocsr(copy=True)
-        csr.sum_duplicates()
-        weights = None if csr.data.dtype == bool else csr.data.astype(np.float32)
-        return cls(values=csr.indices, row_splits=csr.indptr, weights=weights)
-
 
 @jax.tree_util.register_dataclass
-@by_name
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SparseIds:
     """Ids of a feature with their coordinates, as in `tf.sparse.SparseTensor`.
@@ -158,30 +128,6 @@ class SparseIds:
     dense_shape: IdArray
     weights: IdArray | None = None
 
-    @classmethod
-    def from_scipy(cls, matrix: Any) -> "SparseIds":
-        """Makes sparse ids of a SciPy matrix whose data are ids.
-
-        A matrix made from a dense one stores no zeros, so it has lost all ids 0. See
-        `RaggedIds.from_scipy` for matrices whose columns are ids.
-
-        Args:
-          matrix: sparse `[batch, positions]`; the stored data are the ids.
-
-        Raises:
-          TypeError: if it is no sparse matrix of SciPy.
-
-        Example:
-          >>> import scipy.sparse
-          >>> coordinates = ([0, 0, 1], [0, 1, 0])
-          >>> matrix = scipy.sparse.coo_array(([7, 0, 5], coordinates), shape=(2, 4))
-          >>> SparseIds.from_scipy(matrix).values.tolist()
-          [7, 0, 5]
-        """
-        coo = _check_scipy(matrix).tocoo()
-        indices = np.stack([np.asarray(coo.row), np.asarray(coo.col)], axis=1)
-        return cls(indices=indices, values=coo.data, dense_shape=np.array(coo.shape))
-
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -198,19 +144,15 @@ class ShardedRaggedIds:
         each shard start at 0.
       weights: float32, shaped like `values`. None means weight 1 for every id.
       batch_size: number of samples in the batch, without the empty ones.
-      min_valence: minimum number of places of a sample. It is 1 if samples without ids
-        hold padding, which `FeatureConfig.default_id` needs.
     """
 
     values: IdArray
     row_splits: IdArray
     weights: IdArray | None = None
     batch_size: AxisSize = dataclasses.field(metadata={"static": True})
-    min_valence: int = dataclasses.field(default=0, metadata={"static": True})
 
 
 @jax.tree_util.register_dataclass
-@by_name
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Ids64:
     """Ids of 64 bits, for dynamic tables. It stands wherever an array of ids may stand.
@@ -356,12 +298,3 @@ class DynamicStats:
     not_admitted: Array
     no_place: Array
     used_rows: Array
-
-
-def _check_scipy(matrix: Any) -> Any:
-    if not hasattr(matrix, "tocsr") or len(matrix.shape) != 2:
-        raise TypeError(
-            "from_scipy takes a sparse matrix of scipy.sparse with two axes, got "
-            f"{type(matrix).__name__}."
-        )
-    return matrix

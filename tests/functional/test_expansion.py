@@ -147,17 +147,13 @@ def two_axes(kind):
     return jax.make_mesh((2, 2), ("data", "model"), axis_types=(kind, kind))
 
 
-@pytest.mark.parametrize(
-    ("kind", "batch_axes"),
-    [(AxisType.Auto, ("data",)), (AxisType.Explicit, ("model",))],
-    ids=["auto", "explicit"],
-)
-def test_meshes_of_two_axes_give_equal_numbers(kind, batch_axes):
-    check_step(train_by_nnx, plan_of(two_axes(kind), batch_axes=batch_axes))
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+def test_meshes_of_two_axes_give_equal_numbers(kind):
+    check_step(train_by_nnx, plan_of(two_axes(kind)))
 
 
 def test_events_never_cross_the_network():
-    plan = plan_of(two_axes(AxisType.Auto), batch_axes=("data",))
+    plan = plan_of(two_axes(AxisType.Auto))
     ids = np.random.default_rng(0).integers(0, 9, (8, LENGTH))
     unique = te.inputs.unique_ids(ids, plan, "items")
     values = jnp.ones((len(unique.ids), 16))

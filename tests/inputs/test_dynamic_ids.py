@@ -67,11 +67,9 @@ def test_the_reserved_id_is_refused_or_dropped():
     assert prepared.to_numpy().ravel().tolist() == [NONE, 4]
 
 
-def test_clip_and_masks_are_refused():
+def test_clip_is_refused():
     with pytest.raises(ValueError, match="must be 'error' or 'drop'"):
         prepare(np.array([1, 2]), out_of_range_ids="clip")
-    with pytest.raises(TypeError, match="no masked places"):
-        prepare(np.ma.masked_equal([1, 2], 2))
 
 
 CUT = jnp.asarray(np.array([2**40 + 7], np.uint64).astype(np.uint32))

@@ -75,33 +75,6 @@ def test_sizes_of_a_feature(ids, num_devices, options, expected):
     )
 
 
-ANY_VALENCE = te.FeatureConfig(table=TABLE, name="f")
-WITH_DEFAULT = te.FeatureConfig(table=TABLE, default_id=3, name="f")
-
-
-@pytest.mark.parametrize(
-    ("prepared_for", "looked_up_as", "shown"),
-    [
-        (
-            ANY_VALENCE,
-            WITH_DEFAULT,
-            "'f' has default_id=3, but .* without one, .* no p",
-        ),
-        (WITH_DEFAULT, ANY_VALENCE, None),
-    ],
-)
-def test_ragged_ids_prepared_by_another_plan(prepared_for, looked_up_as, shown):
-    """The empty sample would be zero."""
-    ids = te.RaggedIds(values=np.array([1, 2, 3]), row_splits=np.array([0, 0, 2, 3]))
-    prepared = te.inputs.prepare_features(ids, te.make_plan(prepared_for, mesh_of(1)))
-    plan = te.make_plan(looked_up_as, mesh_of(1))
-    if shown is None:
-        assert te.functional.activation_shapes(prepared, plan).shape == (3, 4)
-        return
-    with pytest.raises(ValueError, match=shown + ".*pass the raw ids through prepare"):
-        te.functional.activation_shapes(prepared, plan)
-
-
 @pytest.mark.parametrize(
     "values",
     [
@@ -158,14 +131,18 @@ def test_batches_without_a_place_for_ids_get_one():
     assert shardable.weights is None
 
 
-def stage_input(ids, row_splits=None, weights=None, samples=2, length=0):
+def stage_input(ids, row_splits=None, weights=None, samples=2, length=0, **options):
     shardable = ShardableInput(
         ids=jnp.array(ids, jnp.int32),
         weights=None if weights is None else jnp.array(weights, jnp.float32),
         row_splits=None if row_splits is None else jnp.array([row_splits], jnp.int32),
     )
     shape = FeatureShape(
-        batch_size=0, samples_per_shard=samples, sequence_length=length, output_shape=()
+        batch_size=0,
+        samples_per_shard=samples,
+        sequence_length=length,
+        output_shape=(),
+        **options,
     )
     return to_feature_input(shardable, shape)
 
@@ -195,6 +172,14 @@ def test_ragged_sequences_are_cut_or_filled(length, expected):
     given = stage_input([[7, 8, 9, 6]], [0, 2, 2, 3], samples=3, length=length)
     assert as_lists(given) == [expected, None, None]
     assert (given.num_samples, given.valence) == (3 * length, 1)
+
+
+def test_a_default_id_gets_a_place_in_each_ragged_sample():
+    given = stage_input([[7, 8, 9, 6]], [0, 2, 2, 3], [[1, 2, 3, 4]], 3, default_id=5)
+    ids, weights, sample_ids = as_lists(given)
+    assert ids == [7, 8, P, P, 9, P, P]
+    assert sample_ids == [0, 0, 0, 1, 2, 2, 3]
+    assert weights == [1, 2, 0, 0, 3, 0, 4]
 
 
 @pytest.mark.parametrize(

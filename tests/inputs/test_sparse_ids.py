@@ -47,8 +47,7 @@ def test_sparse_sequences_keep_their_places():
     # As wide as the sequence, whatever the batch; column 3 is beyond it.
     expected = np.full((3, 2), PADDING)
     expected[0, 1], expected[2, 0] = 8, 9
-    np.testing.assert_array_equal(prepared.ids, expected)
-    assert prepared.weights is None
+    np.testing.assert_array_equal(prepared, expected)
 
 
 @pytest.mark.parametrize("dtype", [np.uint64, np.int64])
@@ -108,4 +107,4 @@ def test_sequences_in_any_order(drawn, length):
     for (sample, position), value in zip(places, values, strict=True):
         if position < length:
             expected[sample, position] = value
-    np.testing.assert_array_equal(prepared.ids, expected)
+    np.testing.assert_array_equal(prepared, expected)

@@ -102,18 +102,3 @@ def test_keys_and_gains(form, is_weighted, keeps_duplicates):
     if is_weighted:
         used = np.asarray(pooling.gains)[is_row[order]]
         np.testing.assert_array_equal(used, gains[order][is_row[order]])
-
-
-def test_prepare_gives_every_empty_sample_a_place():
-    plan = make_plan(mesh_of(2), default_id=3)
-    ids = te.RaggedIds(
-        values=np.array([1, 2, 3]),
-        row_splits=[0, 0, 2, 2, 2, 3],
-        weights=np.float32([4, 5, 6]),
-    )
-    prepared = te.inputs.prepare_features(dict.fromkeys("abcd", ids), plan)["a"]
-    # Three samples of the first shard, two of the second and one that fills it up.
-    assert prepared.values[0, :5].tolist() == [PADDING, 1, 2, PADDING, PADDING]
-    assert prepared.row_splits.tolist() == [[0, 1, 3, 4], [0, 1, 2, 2]]
-    assert prepared.weights[0, :4].tolist() == [0, 4, 5, 0]
-    assert prepared.weights[1, :2].tolist() == [0, 6]

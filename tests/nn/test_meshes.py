@@ -39,7 +39,7 @@ class Model(nnx.Module):
     def __init__(self, plan, rngs):
         self.embedding = te.TPUEmbedding(None, plan=plan, rngs=rngs)
         generator = np.random.default_rng(0)
-        is_split = plan.batch_axes == ("data",) and plan.num_shards > 1
+        is_split = plan.num_shards > 1
         columns = PartitionSpec(None, "model") if is_split else PartitionSpec()
         rows = PartitionSpec("model") if is_split else PartitionSpec()
         for name, shape, spec in (
@@ -56,15 +56,27 @@ class Model(nnx.Module):
     def __call__(self, features):
         activations = self.embedding(features)
         joined = jnp.concatenate([activations["many"], activations["one"]], axis=1)
+        joined = over_data(joined, self.embedding.plan.mesh)
         hidden = jax.nn.relu(joined @ self.first[...])
         # With sharding in types, sums over a split axis ask for their result's type.
         is_explicit = AxisType.Explicit in jax.typeof(hidden).sharding.mesh.axis_types
-        plan = self.embedding.plan
-        kind = dict(out_sharding=plan.batch_sharding) if is_explicit else {}
+        sharding = NamedSharding(self.embedding.plan.mesh, PartitionSpec("data", None))
+        kind = dict(out_sharding=sharding) if is_explicit else {}
         return jnp.dot(hidden, self.second[...], **kind)[:, 0]
 
 
+def over_data(activations, mesh):
+    """Copies activations along the axis of the dense weights."""
+    if AxisType.Explicit in mesh.axis_types:
+        return jax.sharding.reshard(activations, PartitionSpec("data", None))
+    if "data" not in mesh.axis_names:
+        return activations
+    sharding = NamedSharding(mesh, PartitionSpec("data"))
+    return jax.lax.with_sharding_constraint(activations, sharding)
+
+
 def loss_fn(model, features, labels):
+    labels = over_data(labels[:, None], model.embedding.plan.mesh)[:, 0]
     return jnp.mean((model(features) - labels) ** 2)
 
 
@@ -128,7 +140,6 @@ def check_equal(found, expected):
 def test_a_dense_model_over_its_own_axis_gives_equal_numbers(on_one_device):
     plan = make_plan(
         mesh_of_shape("4x2"),
-        batch_axes=("data",),
         placement=te.Sharded(axes=("model",)),
     )
     check_equal(train(plan), on_one_device)
@@ -139,7 +150,7 @@ def test_explicit_axes_give_equal_numbers(on_one_device):
     mesh = jax.make_mesh((4, 2), ("data", "model"))
     assert set(mesh.axis_types) == {AxisType.Explicit}
     with jax.set_mesh(mesh):
-        found = train(make_plan(mesh, batch_axes=("data",)))
+        found = train(make_plan(mesh))
     check_equal(found, on_one_device)
 
 
@@ -171,14 +182,14 @@ def collectives_of(text):
 
 @full
 def test_activations_are_gathered_once_and_tables_never():
-    plan = make_plan(mesh_of_shape("4x2"), batch_axes=("data",))
+    plan = make_plan(mesh_of_shape("4x2"))
     model, optimizer, step = make_step(plan)
     text = step.lower(model, optimizer, *batch_of(plan)).compile().as_text()
     found = collectives_of(text)
     samples = BATCH // 4
-    # One of each feature; samples of the other devices of a data shard.
+    # Labels and joined activations: samples of the other devices of a data shard.
     gathered = [shape for kind, shape in found if kind == "all-gather"]
-    assert gathered == [f"f32[{samples},{DIM}]"] * 2
+    assert gathered == [f"f32[{samples}]", f"f32[{samples},{2 * DIM}]"]
     # Ids out, rows back, gradients out, all of the sharded table.
     assert sum(kind == "all-to-all" for kind, _ in found) == 3
     assert not any("permute" in kind for kind, _ in found)

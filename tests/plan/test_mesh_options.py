@@ -1,13 +1,12 @@
-"""The mesh, the batch axes and the hardware of a plan."""
+"""The mesh and the hardware of a plan."""
 
 import jax
 import numpy as np
 import pytest
-from jax.sharding import AbstractMesh, AxisType, Mesh, PartitionSpec
+from jax.sharding import AbstractMesh, AxisType, Mesh
 
 import tpu_embedding as te
 from tests.conftest import mesh_of
-from tests.lookup.placements import mesh_of_shape
 
 FEATURE = te.FeatureConfig(table=te.TableConfig(vocabulary_size=10, dim=2))
 
@@ -34,16 +33,6 @@ WRONG = {
         "hardware must be a HardwareInfo or None, got 'v5p'; "
         "te.hardware.hardware_by_name",
     ),
-    "batch axes as a string": (
-        dict(batch_axes="shard"),
-        TypeError,
-        r"batch_axes must be a tuple .*'shard'; .*batch_axes=\('data',\)",
-    ),
-    "an unknown batch axis": (
-        dict(batch_axes=("data",)),
-        ValueError,
-        r"batch_axes must name axes of the mesh, \['shard'\].*'data'",
-    ),
 }
 
 
@@ -69,28 +58,3 @@ def test_no_mesh_means_that_of_the_context():
     assert plan.mesh == mesh
     assert set(plan.auto_mesh.axis_types) == {AxisType.Auto}
     np.testing.assert_array_equal(plan.auto_mesh.devices, mesh.devices)
-
-
-@pytest.mark.parametrize(
-    ("batch_axes", "sample_axes", "num_batch_shards"),
-    [
-        (("data",), ("data", "model"), 4),
-        (("model",), ("model", "data"), 2),
-        (("model", "data"), ("model", "data"), 8),
-        ((), ("data", "model"), 1),
-    ],
-)
-def test_samples_of_a_batch_shard_are_split_over_its_devices(
-    batch_axes, sample_axes, num_batch_shards
-):
-    plan = te.make_plan(FEATURE, mesh_of_shape("4x2"), batch_axes=batch_axes)
-    assert plan.sample_axes == sample_axes
-    assert plan.sample_spec == PartitionSpec(sample_axes)
-    assert plan.num_batch_shards == num_batch_shards
-    # The samples of a device lie in the batch shard that the device holds.
-    batch = np.arange(16)
-    held = plan.batch_sharding.devices_indices_map(batch.shape)
-    looked_up = jax.sharding.NamedSharding(plan.mesh, plan.sample_spec)
-    for device, index in looked_up.devices_indices_map(batch.shape).items():
-        assert set(batch[index]) <= set(batch[held[device]])
-        assert len(batch[index]) == 2

@@ -163,18 +163,3 @@ def test_a_warning_of_arrays_above_the_limit_of_a_sparse_core(num_rows, dtype, w
         hardware=v5p,
     )
     assert ("warning: the largest array of stack_0 takes" in str(plan)) == warns
-
-
-@pytest.mark.parametrize(
-    ("rule", "num_stacks"),
-    [(te.optimizers.adagrad(0.1), 2), (te.optimizers.rowwise_adagrad(0.1), 1)],
-)
-def test_the_largest_slot_splits_a_stack(rule, num_stacks):
-    tables = [
-        te.TableConfig(vocabulary_size=6_000_000, dim=512, name=name, dtype="bfloat16")
-        for name in "ab"
-    ]
-    features = {x.name: te.FeatureConfig(table=x) for x in tables}
-    v5p = te.hardware.hardware_by_name("v5p")
-    plan = te.make_plan(features, mesh_of(1), optimizer=rule, hardware=v5p)
-    assert len(plan.stacks) == num_stacks

@@ -150,14 +150,9 @@ def named(name, vocabulary_size, **options):
     )
 
 
-def stacks_of(tables):
-    shard_axes = {table.name: ("shard",) for table in tables}
-    return stack_tables(tables, shard_axes, lambda num_rows, table: True)
-
-
 def test_a_stack_never_has_more_rows_than_int32_counts():
     tables = [named(f"t{i}", 2**29) for i in range(9)]
-    stacks = stacks_of(tables)
+    stacks = stack_tables(tables)
     # Four would have 2**31 rows.
     assert [len(stack) for stack in stacks] == [3, 3, 3]
     names = [t.name for stack in stacks for t in stack]
@@ -169,30 +164,5 @@ def test_a_stack_never_has_more_rows_than_int32_counts():
 )
 def test_a_stack_leaves_room_for_the_rows_that_shards_add(surplus, num_stacks):
     rest = 2**31 - 1 - 2**20 - 1000 + surplus
-    stacks = stacks_of([named("a", 1000), named("b", rest)])
+    stacks = stack_tables([named("a", 1000), named("b", rest)])
     assert len(stacks) == num_stacks
-
-
-LARGE = {
-    name: te.FeatureConfig(
-        table=te.TableConfig(vocabulary_size=size, dim=512, name=name)
-    )
-    for name, size in (("a", 5_000_000), ("b", 3_000_000), ("c", 2_000_000))
-}
-
-
-@pytest.mark.parametrize(
-    ("hardware", "num_devices", "wanted"),
-    [
-        ("v5p", 1, [["a", "b"], ["c"]]),  # 9.5, 5.7 and 3.8 GiB
-        ("v5p", 2, [["a", "b", "c"]]),
-        ("v5e", 1, [["a", "b", "c"]]),  # no SparseCore
-        ("cpu", 1, [["a", "b", "c"]]),
-    ],
-)
-def test_a_stack_is_no_larger_than_a_sparse_core_is_said_to_take(
-    hardware, num_devices, wanted
-):
-    hardware = te.hardware.hardware_by_name(hardware)
-    plan = te.make_plan(LARGE, mesh_of(num_devices), hardware=hardware)
-    assert groups(plan) == wanted

@@ -30,12 +30,10 @@ def main(coordinator, num_processes, process, num_devices, path):
     mesh = jax.sharding.Mesh(
         np.asarray(jax.devices()).reshape(2, -1), ("data", "model")
     )
-    results = train(mesh, None, "all axes")
-    results |= train(mesh, ("data",), "data axis")
-    np.savez(path, devices=jax.device_count(), **results)
+    np.savez(path, devices=jax.device_count(), **train(mesh))
 
 
-def train(mesh, batch_axes, label):
+def train(mesh):
     """Returns losses, tables, and the copies of rows that this process holds."""
     tables = {
         name: te.TableConfig(
@@ -49,9 +47,7 @@ def train(mesh, batch_axes, label):
     }
     features = {name: te.FeatureConfig(table=t) for name, t in tables.items()}
     features["many"] = te.FeatureConfig(table=tables["sharded"])
-    plan = te.make_plan(
-        features, mesh, optimizer=te.optimizers.adagrad(0.1), batch_axes=batch_axes
-    )
+    plan = te.make_plan(features, mesh, optimizer=te.optimizers.adagrad(0.1))
     model = te.TPUEmbedding(None, plan=plan, rngs=nnx.Rngs(0))
     optimizer = te.Optimizer(model, optax.sgd(0.1))
 
@@ -78,7 +74,7 @@ def train(mesh, batch_axes, label):
             lines = model.tables.get_value()[stack.name].lines
             for index, shards in shards_by_index(lines).items():
                 results[f"copies of {table.name} {index}"] = shards
-    return {f"{label}: {name}": value for name, value in results.items()}
+    return results
 
 
 def batch_of(generator):

@@ -10,7 +10,6 @@ import numpy as np
 import orbax.checkpoint as ocp
 from etils import epath
 
-from tpu_embedding.argument_checks import PATH, takes
 from tpu_embedding.checkpoint.differences import (
     DenseChoice,
     DtypesChoice,
@@ -30,7 +29,6 @@ from tpu_embedding.file_locks import locked_file
 from tpu_embedding.plan.plan import EmbeddingPlan
 
 
-@takes(directory=PATH)
 def save(
     directory: str | os.PathLike[str],
     state: Any,
@@ -140,7 +138,6 @@ def _replace(path: epath.Path, new: epath.Path) -> None:
     ocp.multihost.sync_global_processes(f"te.save:{path}")
 
 
-@takes(directory=PATH)
 def restore(
     directory: str | os.PathLike[str],
     state: Any,

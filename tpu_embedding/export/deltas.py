@@ -18,7 +18,6 @@ from typing import Final
 import numpy as np
 import safetensors.numpy
 
-from tpu_embedding.argument_checks import PATH, takes
 from tpu_embedding.export.directories import new_directory
 from tpu_embedding.export.documents import (
     DOCUMENT_FILE,
@@ -50,7 +49,6 @@ class DeltaDocument:
     format: str = "tpu_embedding.delta 3"
 
 
-@takes("te.export.", export=PATH, base=PATH, directory=PATH)
 def save_delta(
     export: str | pathlib.Path,
     base: str | pathlib.Path,
@@ -136,7 +134,6 @@ def _changed_rows(new: pathlib.Path, old: pathlib.Path) -> dict[str, np.ndarray]
     return changed
 
 
-@takes("te.export.", export=PATH, delta=PATH, directory=PATH)
 def apply_delta(
     export: str | pathlib.Path,
     delta: str | pathlib.Path,

@@ -16,7 +16,7 @@ from tpu_embedding.dynamic import Dynamic
 from tpu_embedding.export.example import nest_of
 from tpu_embedding.export.signature import WIDE_DTYPE, ExportError, Input, Signature
 from tpu_embedding.inputs.buffer_sizes import BufferSizes
-from tpu_embedding.inputs.forms import is_integer
+from tpu_embedding.inputs.containers import is_integer
 from tpu_embedding.inputs.prepare import prepare_features
 from tpu_embedding.plan.features import FeaturePlan
 from tpu_embedding.plan.input_plan import InputPlan

@@ -19,7 +19,6 @@ import jax.export
 from flax import nnx
 from jax.extend.mlir.dialects import stablehlo
 
-from tpu_embedding.argument_checks import PATH, takes
 from tpu_embedding.export.directories import new_directory
 from tpu_embedding.export.row_formats import RowFormat
 from tpu_embedding.export.signature import WIDE_DTYPE, ExportError, Input
@@ -29,12 +28,10 @@ from tpu_embedding.export.stablehlo import (
     read_export,
     save,
 )
-from tpu_embedding.nn.training import MODEL
 from tpu_embedding.rows.id_mixing import NO_ID
 from tpu_embedding.types import PADDING_ROW_ID
 
 
-@takes("te.export.", model=MODEL, directory=PATH)
 def save_saved_model(
     model: nnx.Module,
     directory: str | pathlib.Path,

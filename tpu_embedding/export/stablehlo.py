@@ -14,7 +14,6 @@ from flax import nnx
 from jax.experimental.layout import Format, Layout
 from jax.sharding import SingleDeviceSharding
 
-from tpu_embedding.argument_checks import PATH, takes
 from tpu_embedding.export.directories import new_directory
 from tpu_embedding.export.documents import (
     DENSE_FILE,
@@ -35,11 +34,9 @@ from tpu_embedding.export.row_formats import RowFormat, check_row_format
 from tpu_embedding.export.serving_program import make_program
 from tpu_embedding.export.signature import ExportError, Signature
 from tpu_embedding.export.tensor_files import read_tensors
-from tpu_embedding.nn.training import MODEL
 from tpu_embedding.paths import local_path
 
 
-@takes("te.export.", model=MODEL, directory=PATH)
 def save(
     model: nnx.Module,
     directory: str | pathlib.Path,
@@ -97,7 +94,6 @@ def save(
         write_document(path, errors, program.signature)
 
 
-@takes("te.export.", model=MODEL, directory=PATH)
 def save_tables(
     model: nnx.Module, directory: str | pathlib.Path, *, dtype: RowFormat = "float32"
 ) -> None:
@@ -176,7 +172,6 @@ class ServedModel:
         return self._call(self.tables, self.dense, arrays)
 
 
-@takes("te.export.", directory=PATH)
 def load(directory: str | pathlib.Path, *, verify: bool = True) -> ServedModel:
     """Reads a directory of `save`, without the code of the model; see there.
 

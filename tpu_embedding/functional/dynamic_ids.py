@@ -18,7 +18,7 @@ from jax.experimental import multihost_utils
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Int
 
-from tpu_embedding.argument_checks import describe_value, takes
+from tpu_embedding.argument_checks import describe_value
 from tpu_embedding.field_checks import is_int
 from tpu_embedding.inputs.shard_inputs import feature_shape, positions_of
 from tpu_embedding.inputs.wide_ids import narrow_ids
@@ -28,7 +28,7 @@ from tpu_embedding.lookup._translate import SourceIds, find_rows, insert_rows
 from tpu_embedding.plan.check_rows import check_slots, check_tables
 from tpu_embedding.plan.dynamic_rows import DynamicTablePlan, dynamic_tables
 from tpu_embedding.plan.features import FeaturePlan
-from tpu_embedding.plan.plan import PLAN, EmbeddingPlan
+from tpu_embedding.plan.plan import EmbeddingPlan
 from tpu_embedding.plan.shard_map import in_auto_axes, on_shards
 from tpu_embedding.plan.stack_plan import StackPlan
 from tpu_embedding.rows.id_directory import IdDirectory, directory_name
@@ -104,7 +104,6 @@ class DynamicRows:
     counts: np.ndarray
 
 
-@takes("te.functional.", plan=PLAN)
 def insert_ids(
     tables: dict[str, Any],
     slots: dict[str, Any],
@@ -211,7 +210,6 @@ def _insert_ids(
     )
 
 
-@takes("te.functional.", plan=PLAN)
 def find_ids(tables: dict[str, Any], features: Any, plan: EmbeddingPlan) -> FindResult:
     """Finds the rows of a batch's ids, and changes nothing.
 
@@ -586,7 +584,7 @@ def _row_specs(of_stack: dict[int, Any], plan: EmbeddingPlan) -> list[PartitionS
         if isinstance(leaf.value, ShardedRaggedIds):
             specs.append(plan.sample_spec)
             continue
-        divides = _ids_in(leaf).shape[0] % plan.num_batch_shards == 0
+        divides = _ids_in(leaf).shape[0] % plan.num_shards == 0
         specs.append(plan.batch_sharding.spec if divides else PartitionSpec())
     return specs
 

@@ -12,18 +12,14 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float
 
-from tpu_embedding.argument_checks import Wanted, takes
-from tpu_embedding.plan.plan import PLAN, EmbeddingPlan
+from tpu_embedding.plan.plan import EmbeddingPlan
 from tpu_embedding.plan.shard_map import in_auto_axes, on_shards
 from tpu_embedding.types import AxisSize, IdArray
-
-_PLAN_OR_NONE: Final = Wanted(EmbeddingPlan | None, PLAN.text)
 
 _MAX_SUMMED_PLACES: Final = 2**15
 """Places whose gradients are converted to float32 at a time."""
 
 
-@takes("te.functional.", plan=_PLAN_OR_NONE)
 def expand(
     values: Float[Array, "rows ..."], index: Any, plan: EmbeddingPlan | None
 ) -> Any:
@@ -51,7 +47,7 @@ def expand(
       >>> expand(values, jnp.array([[1, 1, 0], [2, 0, 2]]), None)[:, :, 0].tolist()
       [[3.0, 3.0, 1.0], [0.0, 1.0, 0.0]]
     """
-    num_parts = 1 if plan is None else plan.num_batch_shards
+    num_parts = 1 if plan is None else plan.num_shards
     if values.shape[0] % num_parts:
         raise ValueError(
             "expand needs one value per unique id, with as many ids on each of "
@@ -74,7 +70,7 @@ def expand(
 
 def _expand_on_mesh(values: Array, index: Array, plan: EmbeddingPlan) -> Array:
     """Expands values on the devices that hold them."""
-    spec, num_parts = plan.batch_sharding.spec, plan.num_batch_shards
+    spec, num_parts = plan.batch_sharding.spec, plan.num_shards
     batch_size, per_part = index.shape[0], values.shape[0] // num_parts
 
     def run(values: Array, index: Array) -> Array:

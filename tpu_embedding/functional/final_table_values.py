@@ -5,16 +5,14 @@ from typing import Any
 
 import jax
 
-from tpu_embedding.argument_checks import takes
 from tpu_embedding.plan.check_rows import check_slots, check_tables
-from tpu_embedding.plan.plan import PLAN, EmbeddingPlan
+from tpu_embedding.plan.plan import EmbeddingPlan
 from tpu_embedding.plan.shard_map import on_shards
 from tpu_embedding.rows.packed_rows import PackedRows
 from tpu_embedding.update.averages import averaged_nodes, swap_in_averages
 from tpu_embedding.update.partition_specs import slot_specs, table_specs
 
 
-@takes("te.functional.", plan=PLAN)
 @functools.partial(jax.jit, static_argnames="plan")
 def finalize_variable_values(
     tables: dict[str, PackedRows], slots: dict[str, Any], plan: EmbeddingPlan

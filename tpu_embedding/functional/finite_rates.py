@@ -7,15 +7,13 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool
 
-from tpu_embedding.argument_checks import takes
 from tpu_embedding.optimizers.finite_rates import rates_are_finite
-from tpu_embedding.plan.plan import PLAN, EmbeddingPlan
+from tpu_embedding.plan.plan import EmbeddingPlan
 from tpu_embedding.update.every_row import KeptGradientState
 from tpu_embedding.update.lazy_update import is_slot
 from tpu_embedding.update.table_writer import RoundedState
 
 
-@takes("te.functional.", plan=PLAN)
 @functools.partial(jax.jit, static_argnames="plan")
 def finite_rates(slots: dict[str, Any], plan: EmbeddingPlan) -> Bool[Array, ""]:
     """Returns False if the next step has a learning rate that is NaN or infinite.

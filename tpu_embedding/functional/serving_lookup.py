@@ -18,7 +18,6 @@ from jaxtyping import Array, Float, Int, Shaped, UInt8, UInt32
 from tpu_embedding.dynamic import SLOTS_PER_BUCKET, Dynamic
 from tpu_embedding.inputs.shard_inputs import (
     feature_shape,
-    sample_ids_of,
     to_feature_input,
     to_shardable,
 )
@@ -155,15 +154,13 @@ def _float_of_bytes(ends: UInt8[Array, "ids 4"]) -> Float[Array, "ids 1"]:
 def _serve_feature(
     table: Array, ids: Any, feature: FeaturePlan, plan: EmbeddingPlan, shard: InputPlan
 ) -> Array:
-    if isinstance(ids, ShardedRaggedIds):
-        ids = _with_places(ids, feature)
     shape = feature_shape(ids, feature, shard)
     feature_input = to_feature_input(to_shardable(ids, shape, shard), shape)
     row_ids, (pooling,), _ = resolve([feature_input], [feature])
     read = _row_reader(table, feature, plan)
     pooled = [gather_and_pool(pooling, read, row_ids)]
     (activations,) = scale_samples(pooled, [pooling])
-    return activations.astype(plan.activation_dtype).reshape(shape.output_shape)
+    return activations.reshape(shape.output_shape)
 
 
 def _row_reader(
@@ -181,27 +178,3 @@ def _row_reader(
         return jnp.where(is_row[:, None], quantize(rows, quantization), 0.0)
 
     return read
-
-
-def _with_places(ids: ShardedRaggedIds, feature: FeaturePlan) -> ShardedRaggedIds:
-    """Gives ragged ids the places that `prepare_features` makes on the host.
-
-    A default id needs a place in each sample; one with padding is added behind it.
-    """
-    if feature.config.default_id is None:
-        return ids
-    row_splits, values = jnp.asarray(ids.row_splits), jnp.asarray(ids.values)
-    num_values, batch_size = values.shape[1], ids.batch_size
-    places = jnp.arange(num_values) + sample_ids_of(row_splits[0], num_values)
-
-    def spread(array: Any, padding: Any) -> Array:
-        wider = jnp.full((num_values + batch_size,), padding, array.dtype)
-        return wider.at[places].set(array[0])[None]
-
-    return dataclasses.replace(
-        ids,
-        values=spread(values, PADDING_ROW_ID),
-        weights=None if ids.weights is None else spread(jnp.asarray(ids.weights), 0),
-        row_splits=row_splits + jnp.arange(batch_size + 1, dtype=jnp.int32)[None],
-        min_valence=1,
-    )

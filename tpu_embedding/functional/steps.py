@@ -14,14 +14,13 @@ All functions take global arrays, sharded over the plan's mesh, and run inside
 
 import dataclasses
 import functools
-from typing import Any, Final
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
-from tpu_embedding.argument_checks import Wanted, takes
 from tpu_embedding.functional.dynamic_ids import (
     find_ids,
     holds_raw_ids,
@@ -53,8 +52,8 @@ from tpu_embedding.lookup._forward import (
 from tpu_embedding.optimizers.table_rows import model_gradient_context
 from tpu_embedding.plan.check_rows import check_slots, check_tables
 from tpu_embedding.plan.features import FeaturePlan
-from tpu_embedding.plan.plan import PLAN, EmbeddingPlan
-from tpu_embedding.plan.shard_map import constrain, in_auto_axes, on_shards
+from tpu_embedding.plan.plan import EmbeddingPlan
+from tpu_embedding.plan.shard_map import in_auto_axes, on_shards
 from tpu_embedding.plan.stack_plan import TrainedStackPlan
 from tpu_embedding.rows.id_directory import directory_name
 from tpu_embedding.rows.packed_rows import PackedRows
@@ -105,17 +104,6 @@ class Routed:
     plan: EmbeddingPlan = dataclasses.field(metadata={"static": True})
 
 
-ROUTING: Final = Wanted(
-    Routing, "the Routing of te.functional.lookup, as result.routing"
-)
-GRADIENTS: Final = Wanted(
-    TableGradients,
-    "the TableGradients of te.functional.compute_gradients, or "
-    "gradients.tables['embedding'] of te.value_and_grad",
-)
-ROUTED: Final = Wanted(Routed, "the batch that te.functional.route returned")
-
-
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LookupResult:
@@ -123,7 +111,7 @@ class LookupResult:
 
     Attributes:
       activations: nest like the batch's features; `[batch, dim]`, or the feature's
-        sequence or output shape, in the plan's `activation_dtype`. Global.
+        sequence or output shape, float32. Global.
       routing: facts for `compute_gradients`.
       stats: rounds used, ids out of range, and rows requested from each shard.
     """
@@ -133,7 +121,6 @@ class LookupResult:
     stats: LookupStats
 
 
-@takes("te.functional.", plan=PLAN)
 def activation_shapes(features: Any, plan: EmbeddingPlan) -> Any:
     """Returns the shapes of the activations of a batch, without a lookup.
 
@@ -152,7 +139,7 @@ def activation_shapes(features: Any, plan: EmbeddingPlan) -> Any:
     structs = [
         jax.ShapeDtypeStruct(
             shape.output_shape,
-            plan.activation_dtype,
+            jnp.float32,
             sharding=NamedSharding(plan.mesh, _activation_spec(shape, plan)),
         )
         for shape in _feature_shapes(leaves, plan)
@@ -160,7 +147,6 @@ def activation_shapes(features: Any, plan: EmbeddingPlan) -> Any:
     return plan.unflatten(structs)
 
 
-@takes("te.functional.", plan=PLAN)
 def lookup(
     tables: dict[str, PackedRows], features: Any, plan: EmbeddingPlan
 ) -> LookupResult:
@@ -201,7 +187,6 @@ def lookup(
     return dataclasses.replace(result, routing=routing)
 
 
-@takes("te.functional.", plan=PLAN)
 def route(features: Any, plan: EmbeddingPlan) -> Routed:
     """Sends the ids of a batch to the owners of their rows; the first half of `lookup`.
 
@@ -239,7 +224,6 @@ def route(features: Any, plan: EmbeddingPlan) -> Routed:
     return Routed(stacks=stacks, shapes=tuple(shapes), plan=plan)
 
 
-@takes("te.functional.", routed=ROUTED, plan=PLAN)
 def read_rows(
     tables: dict[str, PackedRows], routed: Routed, plan: EmbeddingPlan
 ) -> LookupResult:
@@ -285,7 +269,6 @@ def _read_routed(tables: dict[str, PackedRows], routed: Routed) -> LookupResult:
     return LookupResult(activations=activations, routing=routing, stats=stats)
 
 
-@takes("te.functional.", routing=ROUTING, plan=PLAN)
 @functools.partial(jax.jit, static_argnames="plan")
 def compute_gradients(
     routing: Routing, cotangents: Any, plan: EmbeddingPlan
@@ -348,7 +331,6 @@ def compute_gradients(
     return TableGradients(stacks, layer_plan)
 
 
-@takes("te.functional.", plan=PLAN)
 @functools.partial(jax.jit, static_argnames="plan")
 def init_slots(tables: dict[str, PackedRows], plan: EmbeddingPlan) -> dict[str, Any]:
     """Returns the optimizer state of each stack that has an optimizer.
@@ -378,7 +360,6 @@ def init_slots(tables: dict[str, PackedRows], plan: EmbeddingPlan) -> dict[str, 
     return in_shards(out_specs=slot_specs(structure, plan))(trained)
 
 
-@takes("te.functional.", gradients=GRADIENTS, plan=PLAN)
 @functools.partial(jax.jit, static_argnames="plan")
 def apply_gradients(
     tables: dict[str, PackedRows],
@@ -624,16 +605,14 @@ def _collect_activations(
             plan.features_of(stack), results[stack.name].activations, strict=True
         ):
             per_sample = max(1, shapes[i].sequence_length)
-            if len(plan.batch_axes) < len(plan.sample_axes):
-                of_feature = constrain(of_feature, plan, plan.batch_sharding.spec)
             used = of_feature[: shapes[i].batch_size * per_sample]
             activations[i] = used.reshape(shapes[i].output_shape)
     return plan.unflatten(activations)
 
 
 def _activation_spec(shape: FeatureShape, plan: EmbeddingPlan) -> PartitionSpec:
-    """Returns the partition of activations; whole if the batch axes do not divide."""
-    divides = shape.output_shape[0] % plan.num_batch_shards == 0
+    """Returns the partition of activations; whole if the devices do not divide."""
+    divides = shape.output_shape[0] % plan.num_shards == 0
     return plan.batch_sharding.spec if divides else PartitionSpec()
 
 

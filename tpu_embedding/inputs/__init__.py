@@ -1,7 +1,7 @@
-"""Ids on the host: forms in which users hold them, and batches that are fit for a step.
+"""Ids on the host: containers of users, and batches that are fit for a step.
 
-`forms` reads the ids of one feature from any container. `prepare` checks a batch and
-gives ragged features a static size, which `buffer_sizes` chooses and `agreed_sizes`
+`containers` reads the ids of one feature from any container. `prepare` checks a batch
+and gives ragged features a static size, which `buffer_sizes` chooses and `agreed_sizes`
 agrees on over the processes of a job. `ragged_shards` and `sparse_ids` convert for it.
 `wide_ids` holds the ids of dynamic tables. `unique_ids` names each id of a device once,
 for a plain feature.

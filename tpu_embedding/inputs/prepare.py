@@ -6,16 +6,23 @@ id, read 64-bit ids, and split ragged features by shard.
 """
 
 import dataclasses
-from typing import Any, Final, Literal, get_args
+import math
+from typing import Any, Literal, get_args
 
 import jax
 import numpy as np
 
-from tpu_embedding.argument_checks import Wanted, takes
 from tpu_embedding.inputs.agreed_sizes import agree_on_demands
 from tpu_embedding.inputs.buffer_sizes import BufferSizes, size_of_batch
-from tpu_embedding.inputs.forms import HostIds, is_real, read_ids
-from tpu_embedding.inputs.ragged_shards import RaggedShards
+from tpu_embedding.inputs.containers import (
+    HostIds,
+    batch_shape_of,
+    is_real,
+    read_ids,
+    values_of,
+    with_values,
+)
+from tpu_embedding.inputs.ragged_shards import demand_of, pad_to_shards
 from tpu_embedding.inputs.shard_inputs import (
     check_dtypes,
     feature_shape,
@@ -28,12 +35,12 @@ from tpu_embedding.inputs.wide_ids import (
     refuse_unreadable,
     with_words,
 )
-from tpu_embedding.plan.features import FeatureNest, FeaturePlan
-from tpu_embedding.plan.plan import PLAN, AnyPlan, EmbeddingPlan
+from tpu_embedding.plan.features import FeaturePlan
+from tpu_embedding.plan.input_plan import InputPlan
+from tpu_embedding.plan.plan import AnyPlan, EmbeddingPlan
 from tpu_embedding.types import (
     PADDING_ROW_ID,
     DenseIds,
-    FeatureIds,
     RaggedIds,
     ShardedRaggedIds,
     SparseIds,
@@ -43,11 +50,6 @@ Samples = Literal["global", "process"]
 """Samples that a process passes: the global batch, or those of its own devices."""
 
 
-PLAN_OF_INPUTS: Final = Wanted(FeatureNest, PLAN.text)
-"""The argument `plan` of `prepare_features`, which also takes a part of a plan."""
-
-
-@takes("te.inputs.", plan=PLAN_OF_INPUTS)
 def prepare_features(
     features: Any,
     plan: AnyPlan,
@@ -105,33 +107,30 @@ def prepare_features(
         for ids, feature in zip(leaves, plan.features, strict=True)
     ]
     refuse_unequal_batches(
-        (feature, host_ids.batch_size)
-        for host_ids, feature in zip(read, plan.features, strict=True)
-        if host_ids.batch_shape
+        (feature, math.prod(batch_shape_of(ids)))
+        for ids, feature in zip(read, plan.features, strict=True)
+        if batch_shape_of(ids)
     )
     _refuse_uneven_parts(read, num_parts, plan)
     checked = [
-        _check_feature(host_ids, weight, feature, plan, num_parts)
-        for host_ids, weight, feature in zip(
-            read, weight_leaves, plan.features, strict=True
-        )
+        _check_feature(ids, weight, feature)
+        for ids, weight, feature in zip(read, weight_leaves, plan.features, strict=True)
     ]
-    prepared = _pad_ragged(checked, plan, sizes, num_parts)
-    for i, (ids, leaf) in enumerate(zip(prepared, leaves, strict=True)):
+    part = InputPlan(
+        features=plan.features,
+        feature_tree=plan.feature_tree,
+        num_shards=plan.num_shards // num_parts,
+    )
+    prepared = _pad_ragged(checked, part, sizes, num_parts)
+    for i, (ids, feature) in enumerate(zip(prepared, plan.features, strict=True)):
+        feature_shape(ids, feature, part)
         if isinstance(ids, DenseIds) and ids.weights is None:
-            if not isinstance(leaf, DenseIds | SparseIds):
-                prepared[i] = ids.ids
-    nest = jax.tree.unflatten(plan.feature_tree, prepared)
-    shapes = plan.flatten(global_shapes(nest, num_parts))
-    for ids, feature in zip(shapes, plan.features, strict=True):
-        feature_shape(ids, feature, plan)
-    for i, feature in enumerate(plan.features):
+            prepared[i] = ids.ids
         if feature.table.dynamic:
             prepared[i] = with_words(prepared[i])
-    return jax.tree.unflatten(plan.feature_tree, prepared)
+    return plan.unflatten(prepared)
 
 
-@takes("te.inputs.", plan=PLAN)
 def shard_batch(batch: Any, plan: EmbeddingPlan, *, samples: Samples = "global") -> Any:
     """Puts a nest of arrays on the plan's devices, split along their first axis.
 
@@ -152,22 +151,22 @@ def shard_batch(batch: Any, plan: EmbeddingPlan, *, samples: Samples = "global")
     """
     num_parts = num_parts_of(samples, plan)
 
-    def place(array):
+    def put(array):
         array = _check_fits_int32(np.asarray(array))
         if num_parts > 1 and array.ndim:
-            return _place_part(array, plan, num_parts)
-        divides = array.ndim and array.shape[0] % plan.num_batch_shards == 0
+            return _put_part(array, plan, num_parts)
+        divides = array.ndim and array.shape[0] % plan.num_shards == 0
         sharding = plan.batch_sharding if divides else plan.replicated
         if sharding.is_fully_addressable:
             return jax.device_put(array, sharding)
         return jax.make_array_from_callback(array.shape, sharding, array.__getitem__)
 
-    return jax.tree.map(place, batch)
+    return jax.tree.map(put, batch)
 
 
-def _place_part(array: np.ndarray, plan: EmbeddingPlan, num_parts: int) -> jax.Array:
+def _put_part(array: np.ndarray, plan: EmbeddingPlan, num_parts: int) -> jax.Array:
     """Puts the part of one process on its devices."""
-    num_shards = plan.num_batch_shards // num_parts
+    num_shards = plan.num_shards // num_parts
     if array.shape[0] % num_shards:
         raise ValueError(
             f"shard_batch(samples='process') needs a multiple of {num_shards} samples, "
@@ -200,21 +199,6 @@ def num_parts_of(samples: Samples, plan: AnyPlan) -> int:
     return plan.num_process_parts
 
 
-def global_shapes(nest: Any, num_parts: int) -> Any:
-    """Returns arrays like the global batch that prepared parts form, without values.
-
-    They are views of one element, and take no memory.
-    """
-    if num_parts == 1:
-        return nest
-
-    def view(array: np.ndarray) -> np.ndarray:
-        shape = (array.shape[0] * num_parts, *array.shape[1:])
-        return np.broadcast_to(np.zeros((), array.dtype), shape)
-
-    return jax.tree.map(view, nest)
-
-
 def _check_fits_int32(array: np.ndarray) -> np.ndarray:
     """Refuses integers of which JAX would keep the lower half only."""
     is_wide = np.issubdtype(array.dtype, np.integer) and array.dtype.itemsize > 4
@@ -240,14 +224,14 @@ def _read_feature(ids: Any, feature: FeaturePlan) -> HostIds:
         ids = join_words(ids, feature)
         refuse_unreadable(ids, feature)
     host_ids = read_ids(ids, f"feature {feature.name!r}")
-    shape = host_ids.batch_shape
-    if not isinstance(host_ids.ids, DenseIds):
+    shape = batch_shape_of(host_ids)
+    if isinstance(host_ids, SparseIds):
         if len(shape) > 1 and feature.config.output_shape is None:
             raise ValueError(
                 f"Ids of feature {feature.name!r} have {len(shape)} axes of samples, "
                 f"{shape}; set FeatureConfig.output_shape to {shape}."
             )
-    if host_ids.batch_size == 0:
+    if math.prod(shape) == 0:
         raise ValueError(
             f"Feature {feature.name!r} must have at least one sample, got a batch of "
             f"shape {shape}."
@@ -260,54 +244,36 @@ def _refuse_uneven_parts(read: list[HostIds], num_parts: int, plan: AnyPlan) -> 
     if num_parts == 1:
         return
     num_shards = plan.num_shards // num_parts
-    for host_ids, feature in zip(read, plan.features, strict=True):
+    for ids, feature in zip(read, plan.features, strict=True):
+        batch_size = math.prod(batch_shape_of(ids))
         if feature.config.output_shape is not None and not feature.config.has_own_batch:
             raise ValueError(
                 f"Feature {feature.name!r} has an output_shape, so processes cannot "
                 "pass parts of it; pass the global batch with samples='global'."
             )
-        if host_ids.batch_size % num_shards:
+        if batch_size % num_shards:
             raise ValueError(
                 f"Feature {feature.name!r} must have a multiple of {num_shards} "
                 "samples with samples='process', as many as the process has devices, "
-                f"got {host_ids.batch_size}; pad the batch with samples of weight 0."
+                f"got {batch_size}; pad the batch with samples of weight 0."
             )
 
 
 def _check_feature(
-    host_ids: HostIds,
-    weights: Any,
-    feature: FeaturePlan,
-    plan: AnyPlan,
-    num_parts: int,
-) -> DenseIds | RaggedShards:
-    """Returns int32 ids and float32 weights, checked; ragged ids dealt to shards."""
-    array = _read_weights(weights, host_ids, feature)
-    ids = _check_ids(host_ids, array, feature)
-    if isinstance(ids, RaggedIds):
-        min_valence = 0
-        if feature.config.default_id is not None:
-            ids, min_valence = _fill_empty_samples(ids), 1
-        return RaggedShards.of(
-            ids,
-            plan.num_shards // num_parts,
-            num_parts=num_parts,
-            min_valence=min_valence,
-        )
-    return ids
-
-
-def _check_ids(
-    host_ids: HostIds, weights: np.ndarray | None, feature: FeaturePlan
+    host_ids: HostIds, weights: Any, feature: FeaturePlan
 ) -> DenseIds | RaggedIds:
-    """Returns int32 or uint64 ids, checked and with weights; none stays sparse."""
-    ids, values = host_ids.ids, host_ids.values
-    if not values.size and not isinstance(ids, DenseIds):
+    """Returns int32 or uint64 ids and float32 weights, checked; none stays sparse."""
+    weights = _read_weights(weights, host_ids, feature)
+    is_dense, values = isinstance(host_ids, DenseIds), values_of(host_ids)
+    if not values.size and not is_dense:
         values = values.astype(np.int32)  # NumPy takes empty lists for floats.
     check_dtypes(values, weights, feature)
-    where = "position" if isinstance(ids, DenseIds) else "value"
+    # Dense ids need marks of places without an id. Ragged and sparse ids have them
+    # where `hash_ids` or a `Vocabulary`, which return int32, was given padding.
+    holds_padding = is_dense or values.dtype == np.int32
     check = check_wide if feature.table.dynamic else _check_range
-    ids = host_ids.with_values(check(values, _holds_padding(host_ids), feature, where))
+    where = "position" if is_dense else "value"
+    ids = with_values(host_ids, check(values, holds_padding, feature, where))
     if isinstance(ids, SparseIds):
         return from_sparse(ids, weights, feature)
     return dataclasses.replace(ids, weights=weights)
@@ -318,19 +284,19 @@ def _read_weights(
 ) -> np.ndarray | None:
     """Returns the weights as float32, in the order of the values of the ids."""
     if weights is None:
-        weights = host_ids.ids.weights
+        weights = host_ids.weights
     if weights is None:
         return None
     owner = f"feature {feature.name!r}"
     read = read_ids(weights, owner, "Weights")
-    if read.ids.weights is not None:
+    if read.weights is not None:
         raise ValueError(
             f"Weights of {owner} must be held in place of ids, got a "
-            f"{type(read.ids).__name__} that has weights of its own."
+            f"{type(read).__name__} that has weights of its own."
         )
-    if not isinstance(read.ids, DenseIds):
+    if not isinstance(read, DenseIds):
         _check_same_places(read, host_ids, owner)
-    array = read.values
+    array = values_of(read)
     if not is_real(array.dtype):
         raise TypeError(
             f"Weights of {owner} must be real numbers, got dtype {array.dtype}."
@@ -346,9 +312,8 @@ def _read_weights(
     return array
 
 
-def _check_same_places(read: HostIds, host_ids: HostIds, owner: str) -> None:
+def _check_same_places(weights: HostIds, ids: HostIds, owner: str) -> None:
     """Refuses ragged or sparse weights whose structure is not that of the ids."""
-    ids, weights = host_ids.ids, read.ids
     if type(ids) is not type(weights):
         raise TypeError(
             f"Weights of {owner} must be an array or {type(ids).__name__}, as its ids "
@@ -369,16 +334,6 @@ def _check_same_places(read: HostIds, host_ids: HostIds, owner: str) -> None:
 
 def _shorten(array: np.ndarray) -> str:
     return np.array2string(array, threshold=20, separator=", ")
-
-
-def _holds_padding(host_ids: HostIds) -> bool:
-    """Returns whether `PADDING_ROW_ID` marks places without an id, and is no id itself.
-
-    Dense ids need such marks. Ragged and sparse ids have them where `hash_ids` or a
-    `Vocabulary`, which return int32, was given padding.
-    """
-    is_dense = isinstance(host_ids.ids, DenseIds)
-    return is_dense or host_ids.values.dtype == np.int32
 
 
 def _check_range(
@@ -415,16 +370,16 @@ def _check_range(
 
 
 def _pad_ragged(
-    checked: list[DenseIds | RaggedShards],
-    plan: AnyPlan,
+    checked: list[DenseIds | RaggedIds],
+    part: InputPlan,
     sizes: BufferSizes | None,
     num_parts: int,
-) -> list[FeatureIds]:
+) -> list[Any]:
     """Pads ragged features, whose sizes are chosen together."""
     demands = {
-        i: ids.demand(feature)
-        for i, (ids, feature) in enumerate(zip(checked, plan.features, strict=True))
-        if isinstance(ids, RaggedShards)
+        i: demand_of(ids, feature, part.num_shards)
+        for i, (ids, feature) in enumerate(zip(checked, part.features, strict=True))
+        if isinstance(ids, RaggedIds)
     }
     if num_parts > 1 and demands:
         agreed = agree_on_demands(list(demands.values()), sizes)
@@ -433,20 +388,7 @@ def _pad_ragged(
         chosen = [size_of_batch(demand) for demand in demands.values()]
     else:
         chosen = sizes.choose(list(demands.values()))
-    size_of = dict(zip(demands, chosen, strict=True))
-    return [
-        ids if isinstance(ids, DenseIds) else ids.padded(size_of[i])
-        for i, ids in enumerate(checked)
-    ]
-
-
-def _fill_empty_samples(ids: RaggedIds) -> RaggedIds:
-    """Gives each sample without a place one that holds padding, for `default_id`."""
-    row_splits, weights = np.asarray(ids.row_splits), ids.weights
-    is_empty = row_splits[1:] == row_splits[:-1]
-    places = row_splits[:-1][is_empty]
-    return RaggedIds(
-        values=np.insert(np.asarray(ids.values), places, PADDING_ROW_ID),
-        row_splits=row_splits + np.concatenate([[0], np.cumsum(is_empty)]),
-        weights=None if weights is None else np.insert(weights, places, 0.0),
-    )
+    padded: list[Any] = list(checked)
+    for i, size in zip(demands, chosen, strict=True):
+        padded[i] = pad_to_shards(padded[i], part.num_shards, size, num_parts)
+    return padded

@@ -7,14 +7,14 @@ shards, samples without ids fill up the last shards. Their activations are cut o
 import dataclasses
 import math
 from collections.abc import Iterable
-from typing import Any, Final, cast
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array
 
-from tpu_embedding.inputs.forms import is_integer, is_real
+from tpu_embedding.inputs.containers import is_integer, is_real
 from tpu_embedding.lookup._flatten_to_owners import FeatureInput
 from tpu_embedding.lookup._running_sums import running_sum
 from tpu_embedding.plan.features import FeaturePlan
@@ -27,14 +27,8 @@ from tpu_embedding.types import (
     IdArray,
     Ids64,
     RaggedIds,
-    RowIds,
     ShardedRaggedIds,
     SparseIds,
-)
-
-PREPARE_AGAIN: Final = (
-    "pass the raw ids through prepare of the layer that looks them up, or through "
-    "prepare_features with its plan"
 )
 
 
@@ -77,16 +71,6 @@ class ShardableInput:
     is_sample: Array | None = None
 
 
-def as_dense_ids(
-    ids: FeatureIds,
-) -> DenseIds | RaggedIds | SparseIds | ShardedRaggedIds:
-    """Wraps a plain array of ids in `DenseIds`; returns other ids as they are."""
-    assert not isinstance(ids, RowIds)
-    if isinstance(ids, DenseIds | RaggedIds | SparseIds | ShardedRaggedIds):
-        return ids
-    return DenseIds(ids=cast(IdArray, ids))
-
-
 def attach_weights(features: Any, weights: Any, plan: EmbeddingPlan) -> Any:
     """Joins a nest of dense ids with the same nest of weights.
 
@@ -119,16 +103,17 @@ def feature_shape(ids: FeatureIds, feature: FeaturePlan, plan: AnyPlan) -> Featu
       TypeError: if the ids are no integers, or ragged ids were not prepared.
       ValueError: if the shape of the ids does not fit the feature's configuration.
     """
-    ids = as_dense_ids(_with_one_word(ids))
     if isinstance(ids, RaggedIds | SparseIds):
         raise TypeError(
             f"Feature {feature.name!r} is a {type(ids).__name__}, whose size changes "
             "from batch to batch; pass the batch through "
             "tpu_embedding.inputs.prepare_features on the host first."
         )
-    values = ids.values if isinstance(ids, ShardedRaggedIds) else ids.ids
+    ids = _in_container(_with_one_word(ids))
+    is_ragged = isinstance(ids, ShardedRaggedIds)
+    values = ids.values if is_ragged else ids.ids
     check_dtypes(values, ids.weights, feature)
-    if isinstance(ids, ShardedRaggedIds):
+    if is_ragged:
         if values.shape[0] != plan.num_shards:
             raise ValueError(
                 f"Feature {feature.name!r} was prepared for {values.shape[0]} shards, "
@@ -137,24 +122,30 @@ def feature_shape(ids: FeatureIds, feature: FeaturePlan, plan: AnyPlan) -> Featu
             )
         batch_size = ids.batch_size
     else:
-        refuse_empty_batch(values, feature)
         batch_size, _ = _matrix_shape(values)
+    if batch_size == 0:
+        raise ValueError(
+            f"Feature {feature.name!r} must have at least one sample, got ids of shape "
+            f"{values.shape}."
+        )
     refuse_weighted_sequence(ids.weights, feature)
-    is_ragged = isinstance(ids, ShardedRaggedIds)
     length = _sequence_length(values, batch_size, is_ragged, feature)
-    if length:
-        _refuse_default_id(feature)
-    else:
-        _refuse_missing_places(ids, feature)
-    leading = feature.config.output_shape
-    if leading is None or feature.config.has_own_batch:
+    config = feature.config
+    if length and config.default_id is not None:
+        raise ValueError(
+            f"FeatureConfig.default_id of feature {feature.name!r} is for samples that "
+            f"are combined, got {config.default_id} with output_shape="
+            f"{config.output_shape}, which makes sequences."
+        )
+    leading = config.output_shape
+    if leading is None or config.has_own_batch:
         leading = (batch_size, length) if length else (batch_size,)
     return FeatureShape(
         batch_size=batch_size,
         samples_per_shard=-(-batch_size // plan.num_shards),
         sequence_length=length,
         output_shape=(*leading, feature.table.dim),
-        default_id=feature.config.default_id,
+        default_id=config.default_id,
     )
 
 
@@ -181,15 +172,6 @@ def refuse_unequal_batches(sizes: Iterable[tuple[FeaturePlan, AxisSize]]) -> Non
         )
 
 
-def refuse_empty_batch(ids: Any, feature: FeaturePlan) -> None:
-    """Raises a ValueError for dense ids without a sample."""
-    if _matrix_shape(ids)[0] == 0:
-        raise ValueError(
-            f"Feature {feature.name!r} must have at least one sample, got ids of shape "
-            f"{ids.shape}."
-        )
-
-
 def refuse_weighted_sequence(weights: Any, feature: FeaturePlan) -> None:
     """Raises a ValueError for weights of a sequence, which would have no effect."""
     if weights is not None and feature.config.max_sequence_length:
@@ -200,27 +182,11 @@ def refuse_weighted_sequence(weights: Any, feature: FeaturePlan) -> None:
         )
 
 
-def _refuse_default_id(feature: FeaturePlan) -> None:
-    if feature.config.default_id is not None:
-        raise ValueError(
-            f"FeatureConfig.default_id of feature {feature.name!r} is for samples that "
-            f"are combined, got {feature.config.default_id} with output_shape="
-            f"{feature.config.output_shape}, which makes sequences."
-        )
-
-
-def _refuse_missing_places(
-    ids: DenseIds | ShardedRaggedIds, feature: FeaturePlan
-) -> None:
-    """Refuses ragged ids whose empty samples have no place for the default id."""
-    default_id = feature.config.default_id
-    if default_id is None or not isinstance(ids, ShardedRaggedIds) or ids.min_valence:
-        return
-    raise ValueError(
-        f"Feature {feature.name!r} has default_id={default_id}, but its ragged ids "
-        "were prepared without one, so that samples without ids have no place for it; "
-        f"{PREPARE_AGAIN}."
-    )
+def _in_container(ids: FeatureIds) -> DenseIds | ShardedRaggedIds:
+    """Wraps a plain array of ids in `DenseIds`."""
+    if isinstance(ids, DenseIds | ShardedRaggedIds):
+        return ids
+    return DenseIds(ids=cast(IdArray, ids))
 
 
 def _with_one_word(ids: FeatureIds) -> FeatureIds:
@@ -303,35 +269,32 @@ def _way_to_integers(ids: Any, feature: FeaturePlan) -> str:
 
 def to_shardable(ids: FeatureIds, shape: FeatureShape, plan: AnyPlan) -> ShardableInput:
     """Fills up the batch to a multiple of the number of shards. Global."""
-    ids = as_dense_ids(ids)
-    assert not isinstance(ids, RaggedIds | SparseIds)
+    ids = _in_container(ids)
+    is_ragged = isinstance(ids, ShardedRaggedIds)
+    matrix = _to_int32(ids.values if is_ragged else ids.ids)
+    matrix = matrix.reshape(_matrix_shape(matrix))
     weights = None
     if ids.weights is not None:
-        weights = jnp.asarray(ids.weights, jnp.float32)
-    if isinstance(ids, ShardedRaggedIds):
-        values = _to_int32(ids.values)
-        if values.shape[1] == 0:
-            # No place for an id in any shard; the stages want at least one.
-            values = jnp.full((values.shape[0], 1), PADDING_ROW_ID, jnp.int32)
-            weights = None
-        return ShardableInput(
-            ids=values, weights=weights, row_splits=jnp.asarray(ids.row_splits)
-        )
-    matrix = _to_int32(ids.ids).reshape(_matrix_shape(ids.ids))
+        weights = jnp.asarray(ids.weights, jnp.float32).reshape(matrix.shape)
     if matrix.shape[1] == 0:
-        # No place for an id in any sample; the stages want at least one.
-        matrix = jnp.full((shape.batch_size, 1), PADDING_ROW_ID, jnp.int32)
+        # No place for an id in any row; the stages want at least one.
+        matrix = jnp.full((matrix.shape[0], 1), PADDING_ROW_ID, jnp.int32)
         weights = None
     missing = plan.num_shards * shape.samples_per_shard - shape.batch_size
-    room = ((0, missing), (0, 0))
-    if weights is not None:
-        weights = jnp.pad(weights.reshape(matrix.shape), room)
     is_sample = None
     if missing and shape.default_id is not None:
         is_sample = jnp.arange(shape.batch_size + missing) < shape.batch_size
+    if is_ragged:
+        return ShardableInput(
+            ids=matrix,
+            weights=weights,
+            row_splits=jnp.asarray(ids.row_splits),
+            is_sample=is_sample,
+        )
+    room = ((0, missing), (0, 0))
     return ShardableInput(
         ids=jnp.pad(matrix, room, constant_values=PADDING_ROW_ID),
-        weights=weights,
+        weights=None if weights is None else jnp.pad(weights, room),
         row_splits=None,
         is_sample=is_sample,
     )
@@ -339,47 +302,63 @@ def to_shardable(ids: FeatureIds, shape: FeatureShape, plan: AnyPlan) -> Shardab
 
 def to_feature_input(shardable: ShardableInput, shape: FeatureShape) -> FeatureInput:
     """Converts a feature into the input of the stages. Per shard."""
-    num_samples = shape.samples_per_shard
-    length = shape.sequence_length
+    if shape.sequence_length:
+        return _to_sequences(shardable, shape)
     ids, weights = shardable.ids, shardable.weights
+    sample_ids = None
     if shardable.row_splits is None:
-        if not length:
-            return FeatureInput(
-                ids=ids.T.reshape(-1),
-                weights=None if weights is None else weights.T.reshape(-1),
-                sample_ids=None,
-                num_samples=num_samples,
-                valence=ids.shape[1],
-                is_sample=shardable.is_sample,
-            )
-        missing = max(0, length - ids.shape[1])
-        ids = jnp.pad(
-            ids[:, :length], ((0, 0), (0, missing)), constant_values=PADDING_ROW_ID
-        )
-        return FeatureInput(
-            ids=ids.reshape(-1),
-            weights=None,
-            sample_ids=None,
-            num_samples=num_samples * length,
-            valence=1,
-        )
-    ids = ids.reshape(-1)
-    sample_ids = sample_ids_of(shardable.row_splits[0], ids.shape[0])
-    is_used = sample_ids < num_samples
-    if not length:
-        return FeatureInput(
-            ids=jnp.where(is_used, ids, PADDING_ROW_ID),
-            weights=None if weights is None else weights.reshape(-1),
-            sample_ids=sample_ids,
-            num_samples=num_samples,
-            valence=1,
-        )
-    positions = positions_of(shardable.row_splits[0], ids.shape[0])
-    is_used &= positions < length
-    places = jnp.where(is_used, sample_ids * length + positions, num_samples * length)
-    sequences = jnp.full((num_samples * length,), PADDING_ROW_ID, jnp.int32)
+        # The first ids of all samples, then the second ones, and so on.
+        ids, weights = ids.T, None if weights is None else weights.T
+    else:
+        ids, row_splits = ids.reshape(-1), shardable.row_splits[0]
+        sample_ids = sample_ids_of(row_splits, ids.shape[0])
+        ids = jnp.where(sample_ids < shape.samples_per_shard, ids, PADDING_ROW_ID)
+        if shape.default_id is not None:
+            # Each sample gets one more place, which the default id may take.
+            size = ids.shape[0] + shape.samples_per_shard
+            places = jnp.arange(ids.shape[0]) + sample_ids
+            ids = _spread(ids, places, size, PADDING_ROW_ID)
+            if weights is not None:
+                weights = _spread(weights.reshape(-1), places, size, 0)
+            row_splits = row_splits + jnp.arange(row_splits.shape[0], dtype=jnp.int32)
+            sample_ids = sample_ids_of(row_splits, size)
     return FeatureInput(
-        ids=sequences.at[places].set(ids, mode="drop"),
+        ids=ids.reshape(-1),
+        weights=None if weights is None else weights.reshape(-1),
+        sample_ids=sample_ids,
+        num_samples=shape.samples_per_shard,
+        valence=shardable.ids.shape[1] if sample_ids is None else 1,
+        is_sample=shardable.is_sample,
+    )
+
+
+def _spread(array: Array, places: Array, size: AxisSize, padding: int) -> Array:
+    """Puts elements into places of a longer array; the places rise."""
+    return (
+        jnp.full((size,), padding, array.dtype)
+        .at[places]
+        .set(array, indices_are_sorted=True, unique_indices=True)
+    )
+
+
+def _to_sequences(shardable: ShardableInput, shape: FeatureShape) -> FeatureInput:
+    """Cuts or fills up each sample to the length; each place becomes a sample."""
+    num_samples, length = shape.samples_per_shard, shape.sequence_length
+    ids = shardable.ids
+    if shardable.row_splits is None:
+        missing = max(0, length - ids.shape[1])
+        room = ((0, 0), (0, missing))
+        ids = jnp.pad(ids[:, :length], room, constant_values=PADDING_ROW_ID)
+    else:
+        ids, row_splits = ids.reshape(-1), shardable.row_splits[0]
+        sample_ids = sample_ids_of(row_splits, ids.shape[0])
+        positions = positions_of(row_splits, ids.shape[0])
+        # Positions beyond the length would fall into the next sample.
+        places = jnp.where(positions < length, sample_ids, num_samples) * length
+        sequences = jnp.full((num_samples * length,), PADDING_ROW_ID, jnp.int32)
+        ids = sequences.at[places + positions].set(ids, mode="drop")
+    return FeatureInput(
+        ids=ids.reshape(-1),
         weights=None,
         sample_ids=None,
         num_samples=num_samples * length,

@@ -5,29 +5,14 @@ other orders are sorted.
 """
 
 import math
-from typing import NamedTuple
 
 import numpy as np
 
-from tpu_embedding.inputs.forms import MAX_SAMPLES
+from tpu_embedding.inputs.containers import MAX_SAMPLES
 from tpu_embedding.inputs.shard_inputs import refuse_weighted_sequence
 from tpu_embedding.inputs.wide_ids import padding_of
 from tpu_embedding.plan.features import FeaturePlan
 from tpu_embedding.types import DenseIds, RaggedIds, SparseIds
-
-
-class Coordinates(NamedTuple):
-    """Places of ids.
-
-    Attributes:
-      samples: int32 `[num_values]`, sample of each id, in `[0, batch_size)`.
-      positions: int32 or int64 `[num_values]`, position within the sample.
-      batch_size: number of samples.
-    """
-
-    samples: np.ndarray
-    positions: np.ndarray
-    batch_size: int
 
 
 def from_sparse(
@@ -48,13 +33,19 @@ def from_sparse(
       ValueError: if a coordinate lies outside `dense_shape`, or two ids have one place
         of a sequence.
     """
-    coordinates = _coordinates(ids, feature)
+    samples, positions = _coordinates(ids, feature)
+    batch_size = math.prod(int(size) for size in ids.dense_shape[:-1])
     values = np.asarray(ids.values)
     length = feature.config.max_sequence_length
     if length:
         refuse_weighted_sequence(weights, feature)
-        return DenseIds(ids=_sequences(coordinates, values, length, feature))
-    samples, positions, batch_size = coordinates
+        _refuse_many_samples(batch_size, length, feature)
+        is_kept = positions < length
+        places = samples[is_kept] * np.int64(length) + positions[is_kept]
+        _refuse_equal_places(places, length, feature)
+        matrix = np.full(batch_size * length, padding_of(values.dtype))
+        matrix[places] = values[is_kept]
+        return DenseIds(ids=matrix.reshape(batch_size, length))
     if not _is_row_major(samples, positions):
         order = np.lexsort((positions, samples))
         values = values[order]
@@ -64,7 +55,8 @@ def from_sparse(
     return RaggedIds(values=values, row_splits=row_splits, weights=weights)
 
 
-def _coordinates(ids: SparseIds, feature: FeaturePlan) -> Coordinates:
+def _coordinates(ids: SparseIds, feature: FeaturePlan) -> tuple[np.ndarray, np.ndarray]:
+    """Returns the sample of each id and its position there, both checked."""
     indices = np.asarray(ids.indices).astype(np.int64, copy=False)
     shape = [int(size) for size in ids.dense_shape]
     # As unsigned numbers, negative coordinates are large too.
@@ -78,7 +70,7 @@ def _coordinates(ids: SparseIds, feature: FeaturePlan) -> Coordinates:
         samples = samples * np.int32(shape[axis]) + indices[:, axis].astype(np.int32)
     is_narrow = shape[-1] <= np.iinfo(np.int32).max
     positions = indices[:, -1].astype(np.int32 if is_narrow else np.int64)
-    return Coordinates(samples, positions, math.prod(shape[:-1]))
+    return samples, positions
 
 
 def _raise_outside(ids: SparseIds, shape: list[int], feature: FeaturePlan) -> None:
@@ -97,22 +89,12 @@ def _is_row_major(samples: np.ndarray, positions: np.ndarray) -> bool:
     return bool(in_order.all()) and bool((after >= before).all())
 
 
-def _sequences(
-    coordinates: Coordinates, values: np.ndarray, length: int, feature: FeaturePlan
-) -> np.ndarray:
-    """Returns the ids as `[batch, length]`; those of later positions are cut."""
-    samples, positions, batch_size = coordinates
+def _refuse_many_samples(batch_size: int, length: int, feature: FeaturePlan) -> None:
     if batch_size * length > MAX_SAMPLES:
         raise ValueError(
             f"dense_shape of feature {feature.name!r}, a sequence of length {length}, "
             f"must have at most {MAX_SAMPLES // length} samples, got {batch_size}."
         )
-    is_kept = positions < length
-    places = samples[is_kept] * np.int64(length) + positions[is_kept]
-    _refuse_equal_places(places, length, feature)
-    matrix = np.full(batch_size * length, padding_of(values.dtype))
-    matrix[places] = values[is_kept]
-    return matrix.reshape(batch_size, length)
 
 
 def _refuse_equal_places(places: np.ndarray, length: int, feature: FeaturePlan) -> None:

@@ -11,7 +11,6 @@ from typing import Any, Final, NamedTuple
 import jax
 import numpy as np
 
-from tpu_embedding.argument_checks import Wanted, takes
 from tpu_embedding.inputs.agreed_sizes import agree_on_demands
 from tpu_embedding.inputs.buffer_sizes import (
     BufferSizes,
@@ -20,11 +19,8 @@ from tpu_embedding.inputs.buffer_sizes import (
 )
 from tpu_embedding.inputs.prepare import Samples, num_parts_of
 from tpu_embedding.inputs.wide_ids import padding_of
-from tpu_embedding.plan.features import FeatureNest
-from tpu_embedding.plan.plan import PLAN, AnyPlan
+from tpu_embedding.plan.plan import AnyPlan
 from tpu_embedding.types import RaggedIds
-
-_PLAN_OR_NONE: Final = Wanted(FeatureNest | None, PLAN.text)
 
 _MAX_RANGE_PER_ID: Final = 16
 """Range of ids, per id, up to which a mark per value is faster than a sort."""
@@ -93,7 +89,6 @@ class UniqueIds(NamedTuple):
         return found.reshape(-1)
 
 
-@takes("te.inputs.", plan=_PLAN_OR_NONE)
 def unique_ids(
     ids: Any,
     plan: AnyPlan | None,
@@ -157,7 +152,7 @@ def unique_ids(
             f"{[x.shape for x in leaves]}."
         )
     leaves = _as_one_dtype(leaves)
-    num_devices = plan.num_batch_shards // num_processes if plan else 1
+    num_devices = plan.num_shards // num_processes if plan else 1
     parts = list(_parts(leaves, num_devices))
     unique, ranks = zip(*map(_rank, parts), strict=True)
     expected_valence = _expected_valence(plan, feature) if plan else None
@@ -170,9 +165,6 @@ def unique_ids(
         (demand,) = agree_on_demands([demand], sizes)
     size = size_of_batch(demand) if sizes is None else sizes.choose([demand])[0]
     size = max(1, min(size, len(parts[0])))
-    # Devices that hold copies of a part of the batch share its ids equally.
-    copies = plan.num_shards // plan.num_batch_shards if plan else 1
-    size = -(-size // copies) * copies
     padded = np.full((num_devices, size), padding_of(leaves[0].dtype))
     for of_device, found in zip(padded, unique, strict=True):
         of_device[: len(found)] = found

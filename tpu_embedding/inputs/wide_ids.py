@@ -10,7 +10,7 @@ from typing import Any, Final
 import jax
 import numpy as np
 
-from tpu_embedding.inputs.forms import is_integer
+from tpu_embedding.inputs.containers import is_integer
 from tpu_embedding.plan.features import FeaturePlan
 from tpu_embedding.types import (
     PADDING_ROW_ID,
@@ -50,19 +50,12 @@ def join_words(ids: Any, feature: FeaturePlan) -> Any:
 
 
 def refuse_unreadable(ids: Any, feature: FeaturePlan) -> None:
-    """Refuses arrays that do not hold whole ids of 64 bits.
+    """Refuses arrays of JAX that may hold only the lower halves of ids.
 
     Raises:
-      TypeError: if a place is masked, as no integer is free to mark it; or if an array
-        of JAX may hold only the lower halves of ids.
+      TypeError: if there is one.
     """
     for array in _arrays_in(ids):
-        if isinstance(array, np.ma.MaskedArray) and np.ma.is_masked(array):
-            raise TypeError(
-                f"Ids of feature {feature.name!r}, whose table is dynamic, must have "
-                "no masked places, got a masked array; give te.RaggedIds, or int32 ids "
-                f"with {PADDING_ROW_ID} in unused places."
-            )
         is_of_jax = isinstance(array, jax.Array)
         if is_of_jax and is_integer(array.dtype) and array.dtype.itemsize < 8:
             raise narrow_ids(f"a JAX array of {array.dtype}", feature)
@@ -93,7 +86,6 @@ def _arrays_in(ids: Any) -> Iterator[Any]:
                 yield from _arrays_in(part)
         return
     yield ids
-    # A masked array has an attribute `ids` of its own.
     for name in ("ids", "values"):
         part = getattr(ids, name, None)
         if part is not None:

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, UInt32
 
-from tpu_embedding.dynamic import AdmitAfter, AdmitWithProbability, Dynamic
+from tpu_embedding.dynamic import AdmitAfter, Dynamic
 from tpu_embedding.lookup._owned_ids import (
     OwnedIds,
     Pass,
@@ -16,7 +16,6 @@ from tpu_embedding.lookup._owned_ids import (
     set_elements,
 )
 from tpu_embedding.rows.id_directory import LINE_LANES, IdDirectory
-from tpu_embedding.rows.narrow_rows import mix_bits
 
 _COUNT_BITS: Final = 8
 _MAX_COUNT: Final = 2**_COUNT_BITS - 1
@@ -36,11 +35,6 @@ def admit(
     match dynamic.admit:
         case None:
             return directory, is_unknown
-        case AdmitWithProbability(probability):
-            draws = mix_bits(ids.first ^ mix_bits(ids.second ^ mix_bits(now)))
-            limit = min(int(probability * 2**32), 2**32 - 1)
-            is_admitted = draws < np.uint32(limit)
-            return directory, is_unknown & (is_admitted | (probability == 1))
         case AdmitAfter() as rule:
             sketch = directory.sketch
             assert sketch is not None

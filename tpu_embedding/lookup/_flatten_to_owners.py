@@ -262,8 +262,7 @@ def _fill_empty_samples(
 ) -> tuple[FeatureInput, Int[Array, " ids"]]:
     """Puts the default id, with weight 1, into the first place of empty samples.
 
-    A sample is empty if none of its places has a row. Ragged samples without a place
-    stay empty; `prepare_features` leaves none.
+    A sample is empty if none of its places has a row. Each sample has a place.
     """
     is_row = row_ids != PADDING_ROW_ID
     sample_ids, num_samples = feature_input.sample_ids, feature_input.num_samples

@@ -55,8 +55,7 @@ class StackLookup:
     """Result of the lookup of one stack. Per shard.
 
     Attributes:
-      activations: `[samples, dim]` per feature of the stack, in the plan's
-        `activation_dtype`.
+      activations: float32 `[samples, dim]` per feature of the stack.
       routing: facts for the backward pass.
       rounds: int32 `[1]`.
       num_ids: int32 `[1]`, ids of the shard without padding; None if this device reads
@@ -118,7 +117,7 @@ def read_stack(
         )
         activations, routing = _order(samples_of(sums, poolings), routing)
         return StackLookup(
-            activations=[x.astype(plan.activation_dtype) for x in activations],
+            activations=activations,
             routing=routing,
             rounds=jnp.ones((1,), jnp.int32),
         )
@@ -135,7 +134,7 @@ def read_stack(
     )
     activations, routing = _order(samples_of(sums, poolings), routing)
     return StackLookup(
-        activations=[x.astype(plan.activation_dtype) for x in activations],
+        activations=activations,
         routing=routing,
         rounds=rounds[None],
         num_ids=sent.unique.first_places[-1:],

@@ -33,6 +33,7 @@ from tpu_embedding.nn.recording import (
     zero_activations,
 )
 from tpu_embedding.optimizers.row_optimizer import TableOptimizer
+from tpu_embedding.placement import placement_of_embedding_feature
 from tpu_embedding.plan.make_plan import make_plan
 from tpu_embedding.plan.plan import PLAN, EmbeddingPlan
 from tpu_embedding.tables.initial_values import init_tables
@@ -158,7 +159,9 @@ class TPUEmbedding(nnx.Module):
           mesh: devices to shard tables and batch over; None: all, on one axis.
           plan: made by `make_plan` from the same `feature_config`, instead of
             `optimizer` and `mesh`; it sets more options.
-          embedding_feature: see `make_plan`; with a `plan`, give it to `make_plan`.
+          embedding_feature: TensorFlow's `"UNSUPPORTED"`, `"V1"` or `"V2"`, or its enum
+            member. `"UNSUPPORTED"` replicates all tables, the others shard them. Only
+            without a `plan`, whose placement says it.
           pipeline_execution_with_tensor_core: TensorFlow's name; only False. Pipelining
             is a property of the train step here: see
             `tpu_embedding.PipelinedTrainStep`.
@@ -191,12 +194,13 @@ class TPUEmbedding(nnx.Module):
                 feature_config,
                 mesh,
                 optimizer=optimizer,
-                embedding_feature=embedding_feature,
+                placement=placement_of_embedding_feature(embedding_feature),
             )
         elif (optimizer, mesh, embedding_feature) != (None, None, None):
             raise ValueError(
                 "TPUEmbedding takes a plan, or optimizer, mesh and embedding_feature "
-                "to make one, got both; give them to make_plan."
+                "to make one, got both; give them to make_plan, whose placement stands "
+                "for embedding_feature."
             )
         elif feature_config is not None and not plan.is_for(feature_config):
             raise ValueError(

@@ -174,7 +174,7 @@ class PipelineProgram:
             )
         plan = next(iter(embedding_layers(model).values())).plan
         found = jax.tree.map(
-            lambda leaf: constrain_first_axis(leaf, plan, plan.batch_axes), found
+            lambda leaf: constrain_first_axis(leaf, plan, plan.sample_axes), found
         )
         new_batch = (found, {})
         return InFlight(calls=self._route(model, new_batch), batch=new_batch)
@@ -253,7 +253,7 @@ def _read(model: nnx.Module, routed: Calls) -> Calls:
             lambda x: constrain_first_axis(x, plan, plan.sample_axes), result
         )
         activations = jax.tree.map(
-            lambda x: constrain_first_axis(x, plan, plan.batch_axes),
+            lambda x: constrain_first_axis(x, plan, plan.sample_axes),
             result.activations,
         )
         return dataclasses.replace(constrained, activations=activations)

@@ -11,7 +11,6 @@
 * `capacity`: ids and rows per round. `replicas`: how copies of a shard add gradients.
 * `dynamic_rows`: places the buckets and rows of dynamic tables on shards.
 * `memory`: bytes of packed rows. `description`: `print(plan)`.
-* `embedding_feature`: TensorFlow's option of that name.
 * `shard_map`: runs functions on the devices of a plan, on a mesh of any axis type.
 * `process_samples`: samples of a batch on each process.
 * `check_rows`: refuses arrays of another plan.

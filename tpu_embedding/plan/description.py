@@ -1,20 +1,25 @@
 """Prints a plan: memory and placement of its tables."""
 
-from typing import TYPE_CHECKING
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Final
 
 from tpu_embedding.hardware import GIBIBYTE
 from tpu_embedding.plan import memory
-from tpu_embedding.plan.dynamic_rows import (
-    directory_bytes,
-    dynamic_tables,
-    share_without_place,
-)
-from tpu_embedding.plan.replicas import describe_reduction
+from tpu_embedding.plan.dynamic_rows import directory_bytes, dynamic_tables
 from tpu_embedding.rows.packed_rows import LANE_BYTES
 
 if TYPE_CHECKING:
     from tpu_embedding.plan.plan import EmbeddingPlan
     from tpu_embedding.plan.stack_plan import StackPlan
+
+_MAX_SPARSE_CORE_BYTES: Final = 16 * GIBIBYTE
+"""Bytes per array that a SparseCore is said to take.
+
+A note in the source code of TorchRec (`torchrec/experimental/torch_tpu`) says so of
+XLA, of each tensor. Libtpu 0.0.50.1 compiles gathers and scatters of larger arrays for
+SparseCores: it did so for v5p and v6e, up to 24 GiB. What a chip does with them was not
+tried, so the plan warns.
+"""
 
 
 def describe(plan: "EmbeddingPlan") -> str:
@@ -23,110 +28,76 @@ def describe(plan: "EmbeddingPlan") -> str:
         [
             memory.format_table(_memory_rows(plan), num_left_aligned=2),
             _summary(plan),
-            *_whole_initial_values(plan),
-            *_array_limit(plan),
-            *_dynamic_tables(plan),
+            *(note for stack in plan.stacks for note in _notes(stack, plan)),
             "",
-            memory.format_table(_placement_rows(plan), num_left_aligned=5),
+            memory.format_table(_placement_rows(plan), num_left_aligned=4),
         ]
     )
 
 
-def _whole_initial_values(plan: "EmbeddingPlan") -> list[str]:
-    """Returns a line for each table whose initial values are computed all at once."""
-    lines = []
-    for stack in plan.stacks:
-        for table in stack.tables:
-            if table.row_initializer is None:
-                num_bytes = memory.whole_table_init_bytes(
-                    table.num_rows, stack.num_shards, stack.layout
-                )
-                lines.append(
-                    f"initial values of table {table.name!r} take at least "
-                    f"{memory.format_bytes(num_bytes)} more per device: its "
-                    "initializer needs the whole shape; see te.initializers"
-                )
-    return lines
-
-
-def _array_limit(plan: "EmbeddingPlan") -> list[str]:
-    """Returns a warning for each stack with an array above the hardware's limit."""
-    limit = plan.hardware.max_offloaded_bytes
-    if limit is None:
-        return []
-    lines = []
-    for stack in plan.stacks:
-        size = max(memory.array_sizes(stack.layout, stack.slots, plan.hardware))
-        if size > limit:
-            lines.append(
-                f"warning: the largest array of {stack.name} takes "
-                f"{memory.format_bytes(size)} per device, more than the "
-                f"{memory.format_bytes(limit)} that a SparseCore is said to take; "
-                "more devices make it smaller"
+def _notes(stack: "StackPlan", plan: "EmbeddingPlan") -> Iterator[str]:
+    """Yields what to know about the memory of a stack."""
+    for table in stack.tables:
+        if table.row_initializer is None:
+            num_bytes = memory.whole_table_init_bytes(
+                table.num_rows, stack.num_shards, stack.layout
             )
-    return lines
-
-
-def _dynamic_tables(plan: "EmbeddingPlan") -> list[str]:
-    """Returns lines about the memory of ids, and about full buckets."""
-    lines = []
-    for stack in plan.stacks:
-        if not stack.is_dynamic:
-            continue
+            yield (
+                f"initial values of table {table.name!r} take at least "
+                f"{memory.format_bytes(num_bytes)} more per device: its "
+                "initializer needs the whole shape; see te.initializers"
+            )
+    largest = max(memory.array_sizes(stack.layout, stack.slots, plan.hardware))
+    if plan.hardware.num_sparse_cores and largest > _MAX_SPARSE_CORE_BYTES:
+        yield (
+            f"warning: the largest array of {stack.name} takes "
+            f"{memory.format_bytes(largest)} per device, more than the "
+            f"{memory.format_bytes(_MAX_SPARSE_CORE_BYTES)} that a SparseCore is said "
+            "to take; more devices make it smaller"
+        )
+    if stack.is_dynamic:
         num_places = sum(t.dynamic.num_places for t in dynamic_tables(stack))
-        losses = ", ".join(
-            f"{share_without_place(load):.2%} at {load:.0%} load"
-            for load in (0.75, 0.9)
-        )
         num_bytes = directory_bytes(stack, plan.hardware)
-        lines.append(
+        yield (
             f"{stack.name}: {num_places:,} places for ids, which take "
-            f"{memory.format_bytes(num_bytes)} per device; without "
-            f"eviction, so many ids find none: {losses}"
+            f"{memory.format_bytes(num_bytes)} per device"
         )
-    return lines
 
 
 def _placement_rows(plan: "EmbeddingPlan") -> list[tuple[str, ...]]:
     """Returns the cells of the table of placements, a row per stack and reason."""
-    rows = [("stack", "rows over", "copies", "why", "how copies add gradients")]
+    rows = [("stack", "rows over", "copies", "why")]
     for stack in plan.stacks:
         axes = ", ".join(stack.shard_axes) or "no axis"
         copies = f"{stack.num_replicas:,}"
         if stack.replica_axes:
             copies += f" over {', '.join(stack.replica_axes)}"
-        reduction = describe_reduction(stack)
         reasons = dict.fromkeys(table.placement_reason for table in stack.tables)
-        rows += [(stack.name, axes, copies, reason, reduction) for reason in reasons]
+        rows += [(stack.name, axes, copies, reason) for reason in reasons]
     return rows
 
 
 def _memory_rows(plan: "EmbeddingPlan") -> list[tuple[str, ...]]:
-    head = (
-        *("stack", "table", "rows", "dim", "dtype", "first row"),
-        *("rows/shard", "packing"),
-    )
-    rows: list[tuple[str, ...]] = [(*head, "bytes/device")]
+    """Returns the cells of the table of memory, a row per table and per stack."""
+    head = "stack,table,rows,dim,dtype,first row,rows/shard,packing,bytes/device"
+    rows: list[tuple[str, ...]] = [tuple(head.split(","))]
     for stack in plan.stacks:
+        layout = stack.layout
+        facts = (str(stack.dim), layout.dtype_name)
         for table in stack.tables:
-            num_rows = f"{table.config.max_rows:,}"
-            facts = (str(stack.dim), table.config.dtype_name, f"{table.row_offset:,}")
-            rows.append((stack.name, table.name, num_rows, *facts, "", "", ""))
-        rows.append((stack.name, "(whole stack)", *_stack_cells(stack, plan)))
+            num_rows, offset = f"{table.config.max_rows:,}", f"{table.row_offset:,}"
+            rows.append((stack.name, table.name, num_rows, *facts, offset, "", "", ""))
+        elements = layout.rows_per_lane * layout.lanes
+        packing = f"{layout.rows_per_line} x {layout.row_lanes} of {elements}"
+        table_bytes = memory.rows_bytes(layout, plan.hardware, LANE_BYTES)
+        sizes = (
+            f"{memory.format_bytes(table_bytes)} + "
+            f"{memory.format_bytes(plan.slot_bytes_of(stack))} slots"
+        )
+        of_stack = ("", f"{stack.rows_per_shard:,}", packing, sizes)
+        whole = (stack.name, "(whole stack)", f"{stack.num_rows:,}")
+        rows.append((*whole, *facts, *of_stack))
     return rows
-
-
-def _stack_cells(stack: "StackPlan", plan: "EmbeddingPlan") -> tuple[str, ...]:
-    layout = stack.layout
-    table_bytes = memory.rows_bytes(layout, plan.hardware, LANE_BYTES)
-    size = memory.format_bytes(table_bytes)
-    size += f" + {memory.format_bytes(plan.slot_bytes_of(stack))} slots"
-    elements = layout.rows_per_lane * layout.lanes
-    packing = f"{layout.rows_per_line} x {layout.row_lanes} of {elements}"
-    rows_per_shard = f"{stack.rows_per_shard:,}"
-    dtype = layout.dtype_name
-    facts = (str(stack.dim), dtype, "", rows_per_shard, packing)
-    return f"{stack.num_rows:,}", *facts, size
 
 
 def _summary(plan: "EmbeddingPlan") -> str:
@@ -139,6 +110,4 @@ def _summary(plan: "EmbeddingPlan") -> str:
     if plan.hardware.hbm_capacity_bytes is not None:
         hbm = plan.hardware.hbm_capacity_bytes / plan.hardware.devices_per_chip
         summary += f", {100 * total / hbm:.1f} % of {hbm / GIBIBYTE:.0f} GiB HBM"
-    if plan.activation_dtype.name != "float32":
-        summary += f"; activations {plan.activation_dtype.name}"
     return summary

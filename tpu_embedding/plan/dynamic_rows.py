@@ -7,7 +7,6 @@ row `64 * b + lane` of the table, and the table's row `that * num_shards + s`.
 """
 
 import dataclasses
-import math
 
 from tpu_embedding.dynamic import SLOTS_PER_BUCKET, AdmitAfter, Dynamic
 from tpu_embedding.hardware import HardwareInfo
@@ -92,26 +91,6 @@ def directory_bytes(stack: StackPlan, hardware: HardwareInfo) -> int:
     bytes_of_line = 4 * 2 * SLOTS_PER_BUCKET
     num_arrays = 3 if isinstance(tables[0].dynamic.admit, AdmitAfter) else 2
     return num_arrays * round_up(num_buckets, hardware.sublanes) * bytes_of_line
-
-
-def share_without_place(load: float) -> float:
-    """Returns the expected share of ids that find no place, without eviction.
-
-    The ids of a bucket are nearly Poisson distributed, with a mean of `64 * load`.
-
-    Args:
-      load: ids divided by places, above 0.
-
-    Example:
-      >>> [f"{share_without_place(load):.2%}" for load in (0.7, 0.8, 0.9)]
-      ['0.02%', '0.25%', '1.53%']
-    """
-    mean = SLOTS_PER_BUCKET * load
-    excess, probability = 0.0, math.exp(-mean)
-    for count in range(1, 8 * SLOTS_PER_BUCKET):
-        probability *= mean / count
-        excess += max(0, count - SLOTS_PER_BUCKET) * probability
-    return excess / mean
 
 
 def refuse_unsuited(table: NamedTable) -> None:

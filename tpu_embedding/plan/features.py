@@ -10,9 +10,8 @@ from typing import TYPE_CHECKING, Any, Self
 
 import jax
 
-from tpu_embedding.argument_checks import NoArray, describe_value
+from tpu_embedding.argument_checks import describe_value
 from tpu_embedding.config import FeatureConfig, TableConfig
-from tpu_embedding.plan.stacking import name_features
 
 if TYPE_CHECKING:
     from tpu_embedding.plan.stack_plan import StackPlan
@@ -43,7 +42,7 @@ class FeaturePlan:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class FeatureNest(NoArray):
+class FeatureNest:
     """The user's nest of features.
 
     Attributes:
@@ -151,17 +150,32 @@ def flatten_config(feature_config: Any) -> NamedFeatures:
             "feature_config must hold at least one FeatureConfig, got "
             f"{feature_config!r}."
         )
-    named = []
-    for path, leaf in with_paths:
-        name = jax.tree_util.keystr(path, simple=True, separator="/") or "feature"
+    leaves = [
+        (jax.tree_util.keystr(path, simple=True, separator="/") or "feature", leaf)
+        for path, leaf in with_paths
+    ]
+    for path, leaf in leaves:
         if not isinstance(leaf, FeatureConfig):
             raise ValueError(
                 "feature_config must be a nest of FeatureConfig, got "
-                f"{describe_value(leaf)} at {name!r}. {_way_to_feature(leaf)}"
+                f"{describe_value(leaf)} at {path!r}. {_way_to_feature(leaf)}"
             )
-        named.append((name, leaf))
-    configs = tuple(config for _, config in named)
-    return NamedFeatures(configs=configs, names=name_features(named), tree=tree)
+    configs = tuple(config for _, config in leaves)
+    return NamedFeatures(configs=configs, names=_names_of(leaves), tree=tree)
+
+
+def _names_of(features: Sequence[tuple[str, FeatureConfig]]) -> tuple[str, ...]:
+    """Returns one name per feature: its own, or else its path in the nest."""
+    paths: dict[str, str] = {}
+    for path, config in features:
+        name = config.name or path
+        if name in paths:
+            raise ValueError(
+                f"FeatureConfig.name must be unique, got {name!r} twice, for the "
+                f"features at {paths[name]!r} and {path!r} of feature_config."
+            )
+        paths[name] = path
+    return tuple(paths)
 
 
 def _way_to_feature(leaf: Any) -> str:
@@ -172,7 +186,7 @@ def _way_to_feature(leaf: Any) -> str:
     return "Write {'movie': te.FeatureConfig(table=table)}."
 
 
-def place_features(
+def plan_features(
     features: NamedFeatures, table_names: Sequence[str], stacks: Sequence["StackPlan"]
 ) -> tuple[FeaturePlan, ...]:
     """Returns one plan per feature.
@@ -182,47 +196,39 @@ def place_features(
       table_names: name of each of `features.tables`.
       stacks: hold these tables.
     """
-    places = {
+    found = {
         table.name: (i, table)
         for i, stack in enumerate(stacks)
         for table in stack.tables
     }
-    placed = []
-    for name, config, table_name in zip(
-        features.names, features.configs, table_names, strict=True
-    ):
-        stack_index, table = places[table_name]
-        placed.append(
-            FeaturePlan(
-                name=name,
-                config=config,
-                stack_index=stack_index,
-                row_offset=table.row_offset,
-                num_rows=table.num_rows,
-            )
+    return tuple(
+        FeaturePlan(
+            name=name,
+            config=config,
+            stack_index=found[table_name][0],
+            row_offset=found[table_name][1].row_offset,
+            num_rows=found[table_name][1].num_rows,
         )
-    return tuple(placed)
+        for name, config, table_name in zip(
+            features.names, features.configs, table_names, strict=True
+        )
+    )
 
 
 def find_tables(features: NamedFeatures, stacks: Sequence["StackPlan"]) -> list[str]:
     """Returns the name of each of `features.tables` among the tables of some stacks.
 
-    A table with a name is found by its name. A table without one is found as the same
-    object, or else as the only equal one.
+    A table is found as the same object, or else as the only equal one.
 
     Raises:
       ValueError: if the stacks lack a table, or have another one of its name.
     """
     tables = [(table.name, table.config) for s in stacks for table in s.tables]
-    by_name = dict(tables)
     names, problems = [], []
     for owner, table in zip(features.names, features.tables, strict=True):
-        if table.name is not None:
-            found = [table.name] if by_name.get(table.name) == table else []
-        else:
-            found = [name for name, config in tables if config is table] or [
-                name for name, config in tables if config == table
-            ]
+        found = [name for name, config in tables if config is table] or [
+            name for name, config in tables if config == table
+        ]
         if len(found) != 1:
             problems.append(f"  {owner!r}: {table}")
         names += found[:1]

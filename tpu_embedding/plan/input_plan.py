@@ -10,7 +10,6 @@ from typing import Any
 
 import jax
 
-from tpu_embedding.config import FeatureConfig
 from tpu_embedding.plan.features import FeatureNest, FeaturePlan
 
 
@@ -26,58 +25,39 @@ class InputPlan(FeatureNest):
         tables lack initializers and optimizers.
       feature_tree: the nest.
       num_shards: devices of the layer.
-      num_batch_shards: see `EmbeddingPlan`.
       num_process_parts: see `EmbeddingPlan`.
     """
 
     num_shards: int
-    num_batch_shards: int = 1
     num_process_parts: int | None = 1
 
     def __reduce__(self):
         # JAX pickles trees of its own containers only, so the nest itself is pickled.
-        numbers = jax.tree.unflatten(self.feature_tree, range(len(self.features)))
-        counts = self.num_shards, self.num_batch_shards, self.num_process_parts
-        return _restore, (self.features, numbers, *counts)
-
-
-def input_plan_of(
-    features: tuple[FeaturePlan, ...],
-    tree: Any,
-    *,
-    num_shards: int,
-    num_batch_shards: int,
-    num_process_parts: int | None,
-) -> InputPlan:
-    """Returns the part of a plan that loaders need, without the user's functions."""
-    return InputPlan(
-        features=tuple(
-            dataclasses.replace(feature, config=_without_functions(feature.config))
-            for feature in features
-        ),
-        feature_tree=tree,
-        num_shards=num_shards,
-        num_batch_shards=num_batch_shards,
-        num_process_parts=num_process_parts,
-    )
+        numbers = self.unflatten(range(len(self.features)))
+        return _restore, (
+            self.features,
+            numbers,
+            self.num_shards,
+            self.num_process_parts,
+        )
 
 
 def _restore(
     features: tuple[FeaturePlan, ...],
     numbers: Any,
     num_shards: int,
-    num_batch_shards: int,
     num_process_parts: int | None,
 ) -> InputPlan:
     return InputPlan(
         features=features,
         feature_tree=jax.tree.structure(numbers),
         num_shards=num_shards,
-        num_batch_shards=num_batch_shards,
         num_process_parts=num_process_parts,
     )
 
 
-def _without_functions(config: FeatureConfig) -> FeatureConfig:
-    table = dataclasses.replace(config.table, initializer=None, optimizer=None)
-    return dataclasses.replace(config, table=table)
+def without_functions(feature: FeaturePlan) -> FeaturePlan:
+    """Returns a feature without the initializer and the optimizer of its table."""
+    table = dataclasses.replace(feature.table, initializer=None, optimizer=None)
+    config = dataclasses.replace(feature.config, table=table)
+    return dataclasses.replace(feature, config=config)

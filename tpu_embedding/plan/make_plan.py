@@ -1,14 +1,11 @@
 """Makes the plan from configuration, mesh and hardware, and refuses contradictions."""
 
-import dataclasses
-import functools
 import itertools
 import math
-from typing import Any, Final
+from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.sharding import Mesh
 
 from tpu_embedding.config import TableConfig
@@ -19,17 +16,13 @@ from tpu_embedding.optimizers.probe import probe_rule
 from tpu_embedding.optimizers.row_optimizer import TableOptimizer
 from tpu_embedding.placement import PlacementPolicy
 from tpu_embedding.plan import stacking
-from tpu_embedding.plan.dynamic_rows import refuse_unsuited, rows_of_dynamic_table
-from tpu_embedding.plan.embedding_feature import resolve_embedding_feature
-from tpu_embedding.plan.features import flatten_config, place_features
+from tpu_embedding.plan.features import flatten_config, plan_features
 from tpu_embedding.plan.forms import choose_gathers, choose_updates
-from tpu_embedding.plan.memory import array_sizes
 from tpu_embedding.plan.mesh_options import (
-    resolve_batch_axes,
-    resolve_hardware,
-    resolve_mesh,
+    choose_hardware,
+    choose_mesh,
 )
-from tpu_embedding.plan.placing import TablePlacement, check_policy, place_tables
+from tpu_embedding.plan.placing import check_policy, place_tables
 from tpu_embedding.plan.plan import EmbeddingPlan
 from tpu_embedding.plan.stack_plan import StackPlan, TablePlan, TrainedStackPlan
 from tpu_embedding.rows.narrow_rows import NARROW_DTYPES, NarrowDtype
@@ -40,9 +33,6 @@ from tpu_embedding.rows.packed_rows import (
 )
 from tpu_embedding.types import PADDING_ROW_ID
 
-ACTIVATION_DTYPES: Final = ("float32", "bfloat16")
-"""Names of the types that activations may have."""
-
 
 def make_plan(
     feature_config: Any,
@@ -51,10 +41,7 @@ def make_plan(
     optimizer: TableOptimizer | None = None,
     capacity: int | None = None,
     placement: PlacementPolicy | None = None,
-    batch_axes: tuple[str, ...] | None = None,
-    embedding_feature: Any = None,
     hardware: HardwareInfo | None = None,
-    activation_dtype: Any = jnp.float32,
 ) -> EmbeddingPlan:
     """Makes the plan of an embedding layer.
 
@@ -72,17 +59,7 @@ def make_plan(
         devices. `te.Sharded(axes=...)`: over some mesh axes, copied along the others.
         `te.Replicated()`: a copy on every device. `te.ReplicateSmall(...)` and
         `te.AutoPlacement(...)` choose per table.
-      batch_axes: mesh axes that batches arrive split over, and activations leave split
-        over, copied along the others. Each device looks up an equal share. Use it for a
-        dense model that is sharded over its own axes. None: all axes.
-      embedding_feature: TensorFlow's `"UNSUPPORTED"`, `"V1"` or `"V2"`, or its enum
-        member. `"UNSUPPORTED"` replicates all tables. The others shard them, and are
-        refused on hardware that TensorFlow knows under another name. None: tables are
-        sharded over any hardware.
       hardware: None means that of the mesh's devices.
-      activation_dtype: type of the activations, float32 or bfloat16. Rows are pooled
-        in float32, and gradients summed in float32; only the results are rounded. So
-        bfloat16 halves what a model in bfloat16 reads from the layer.
 
     Returns:
       The plan.
@@ -91,48 +68,25 @@ def make_plan(
       TypeError: if an option has a wrong type.
       ValueError: if the configuration contradicts itself; the message says where.
     """
-    mesh = resolve_mesh(mesh)
-    batch_axes = resolve_batch_axes(batch_axes, mesh)
-    hardware = resolve_hardware(hardware, mesh)
+    mesh = choose_mesh(mesh)
+    hardware = choose_hardware(hardware, mesh)
     _check_options(capacity, optimizer)
     capacity = None if capacity is None else int(capacity)
     check_policy(placement, mesh)
-    placement = resolve_embedding_feature(embedding_feature, placement, hardware)
     features = flatten_config(feature_config)
     tables = stacking.name_tables(features.tables, optimizer)
-    placements = place_tables(tables, features.configs, placement, mesh, _row_bytes)
-    tables = [_with_num_rows(table, placements[table.name]) for table in tables]
-    groups = stacking.stack_tables(
-        tables,
-        {name: placed.shard_axes for name, placed in placements.items()},
-        functools.partial(_fits, placements=placements, hardware=hardware),
-    )
+    placed = place_tables(tables, features.configs, placement, mesh, _row_bytes)
     stacks = tuple(
-        _plan_stack(f"stack_{i}", group, placements, mesh, capacity, hardware)
-        for i, group in enumerate(groups)
+        _plan_stack(f"stack_{i}", group, mesh, capacity, hardware)
+        for i, group in enumerate(stacking.stack_tables(placed))
     )
-    table_names = [table.name for table in tables]
     return EmbeddingPlan(
         stacks=stacks,
-        features=place_features(features, table_names, stacks),
+        features=plan_features(features, [table.name for table in tables], stacks),
         feature_tree=features.tree,
         mesh=mesh,
-        batch_axes=batch_axes,
         hardware=hardware,
-        activation_dtype=_activation_dtype(activation_dtype),
     )
-
-
-def _activation_dtype(dtype: Any) -> np.dtype:
-    try:
-        name = np.dtype(dtype).name
-    except TypeError:
-        name = None
-    if dtype is None or name not in ACTIVATION_DTYPES:
-        raise ValueError(
-            f"activation_dtype must be one of {list(ACTIVATION_DTYPES)}, got {dtype!r}."
-        )
-    return np.dtype(dtype)
 
 
 def _check_options(
@@ -151,85 +105,45 @@ def _check_options(
 def _plan_stack(
     name: str,
     tables: list[stacking.NamedTable],
-    placements: dict[str, TablePlacement],
     mesh: Mesh,
     capacity: int | None,
     hardware: HardwareInfo,
 ) -> StackPlan:
     first = tables[0]
-    placed = _tables_of_stack(tables, placements)
-    shard_axes = placements[first.name].shard_axes
-    num_shards = placements[first.name].num_shards
-    slots = _slots_of_tables(tables)
-    layout = _layout_of_stack(placed, num_shards, hardware)
+    placed = _tables_of_stack(tables)
     facts: dict[str, Any] = dict(
         name=name,
         tables=placed,
-        shard_axes=shard_axes,
-        replica_axes=tuple(a for a in mesh.axis_names if a not in shard_axes),
-        num_shards=num_shards,
-        num_replicas=mesh.size // num_shards,
-        layout=layout,
+        shard_axes=first.shard_axes,
+        replica_axes=tuple(a for a in mesh.axis_names if a not in first.shard_axes),
+        num_shards=first.num_shards,
+        num_replicas=mesh.size // first.num_shards,
+        layout=_layout_of_stack(placed, first.num_shards, hardware),
         quantization=first.config.quantization_config,
         capacity=capacity,
         gathers=choose_gathers(hardware),
         updates=choose_updates(
             hardware, first.optimizer, num_devices=mesh.size, capacity=capacity
         ),
+        slots=_slots_of(first),
     )
     if first.optimizer is None:
-        return StackPlan(**facts, optimizer=None, slots=())
-    return TrainedStackPlan(**facts, optimizer=first.optimizer, slots=slots)
+        return StackPlan(**facts, optimizer=None)
+    return TrainedStackPlan(**facts, optimizer=first.optimizer)
 
 
-def _fits(
-    num_rows: int,
-    table: stacking.NamedTable,
-    *,
-    placements: dict[str, TablePlacement],
-    hardware: HardwareInfo,
-) -> bool:
-    """Returns True if the arrays of so many rows are within the hardware's limit."""
-    limit = hardware.max_offloaded_bytes
-    if limit is None:
-        return True
-    layout = RowLayout(
-        num_rows=-(-num_rows // placements[table.name].num_shards),
-        row_shape=(table.config.dim,),
-        line_lanes=hardware.line_lanes,
-        narrow_dtype=_narrow_dtype(table.config),
-    )
-    return max(array_sizes(layout, _slots_of_tables([table]), hardware)) <= limit
-
-
-def _with_num_rows(
-    table: stacking.NamedTable, placement: TablePlacement
-) -> stacking.NamedTable:
-    """Returns the table with the number of its rows over all shards."""
-    dynamic = table.config.dynamic
-    num_rows = table.config.max_rows
-    if dynamic is not None:
-        refuse_unsuited(table)
-        num_rows = rows_of_dynamic_table(dynamic, placement.num_shards)
-    return dataclasses.replace(table, num_rows=num_rows)
-
-
-def _tables_of_stack(
-    tables: list[stacking.NamedTable], placements: dict[str, TablePlacement]
-) -> tuple[TablePlan, ...]:
+def _tables_of_stack(tables: list[stacking.NamedTable]) -> tuple[TablePlan, ...]:
     """Places tables one after the other."""
-    sizes = [table.num_rows for table in tables]
+    ends = itertools.accumulate(table.num_rows for table in tables)
     return tuple(
         TablePlan(
             name=table.name,
             config=table.config,
-            row_offset=row_offset,
+            row_offset=end - table.num_rows,
             num_rows=table.num_rows,
-            placement_reason=placements[table.name].reason,
+            placement_reason=table.placement_reason,
         )
-        for table, row_offset in zip(
-            tables, itertools.accumulate(sizes[:-1], initial=0), strict=True
-        )
+        for table, end in zip(tables, ends, strict=True)
     )
 
 
@@ -267,16 +181,14 @@ def _row_bytes(table: stacking.NamedTable) -> int:
         row_shape=(table.config.dim,),
         narrow_dtype=_narrow_dtype(table.config),
     )
-    slots = _slots_of_tables([table])
+    slots = _slots_of(table)
     slot_bytes = sum(math.prod(slot.shape) * slot.dtype.itemsize for slot in slots)
     return row.row_bytes + slot_bytes
 
 
-def _slots_of_tables(
-    tables: list[stacking.NamedTable],
-) -> tuple[jax.ShapeDtypeStruct, ...]:
-    """Returns the slot variables of the tables' optimizer."""
-    optimizer, dim = tables[0].optimizer, tables[0].config.dim
+def _slots_of(table: stacking.NamedTable) -> tuple[jax.ShapeDtypeStruct, ...]:
+    """Returns the slot variables of a table's optimizer."""
+    optimizer, dim = table.optimizer, table.config.dim
     if optimizer is None:
         return ()
     slots = [slot.row for slot in probe_rule(optimizer, dim).slots]

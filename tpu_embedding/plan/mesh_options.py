@@ -9,7 +9,7 @@ from tpu_embedding.hardware import HardwareInfo, hardware_of_device
 from tpu_embedding.plan.device_mesh import device_mesh
 
 
-def resolve_mesh(mesh: Any) -> Mesh:
+def choose_mesh(mesh: Any) -> Mesh:
     """Returns the user's mesh, or else that of `jax.set_mesh`, or else all devices.
 
     Raises:
@@ -36,33 +36,7 @@ def resolve_mesh(mesh: Any) -> Mesh:
     return mesh
 
 
-def resolve_batch_axes(batch_axes: Any, mesh: Mesh) -> tuple[str, ...]:
-    """Returns the axes that batches are split over; None means all.
-
-    Raises:
-      TypeError: if they are no tuple of names.
-      ValueError: if the mesh lacks one of them, or one comes twice.
-    """
-    if batch_axes is None:
-        return tuple(mesh.axis_names)
-    is_names = isinstance(batch_axes, tuple) and all(
-        isinstance(axis, str) for axis in batch_axes
-    )
-    if not is_names:
-        raise TypeError(
-            "batch_axes must be a tuple of names of mesh axes or None, got "
-            f"{batch_axes!r}; a single axis is written batch_axes=('data',)."
-        )
-    unknown = [axis for axis in batch_axes if axis not in mesh.axis_names]
-    if unknown or len(set(batch_axes)) < len(batch_axes):
-        raise ValueError(
-            f"batch_axes must name axes of the mesh, {list(mesh.axis_names)}, each "
-            f"once, got {batch_axes!r}; None means all of them."
-        )
-    return batch_axes
-
-
-def resolve_hardware(hardware: Any, mesh: Mesh) -> HardwareInfo:
+def choose_hardware(hardware: Any, mesh: Mesh) -> HardwareInfo:
     """Returns the user's hardware, or else that of the mesh's devices.
 
     Raises:
@@ -82,7 +56,7 @@ def _mesh_of_context() -> Mesh:
     if jax.sharding.get_abstract_mesh() == AbstractMesh((), ()):
         return device_mesh()
     try:
-        return resolve_mesh(jax.sharding.get_mesh())
+        return choose_mesh(jax.sharding.get_mesh())
     except ValueError as error:
         raise ValueError(
             "mesh must be given where a plan is made inside jax.jit under "

@@ -21,6 +21,7 @@ from tpu_embedding.placement import (
     ReplicateSmall,
     Sharded,
 )
+from tpu_embedding.plan.dynamic_rows import refuse_unsuited, rows_of_dynamic_table
 from tpu_embedding.plan.stacking import NamedTable
 
 _DEFAULT: Final = "the default"
@@ -29,21 +30,6 @@ _BY_PLAN: Final = "make_plan(placement=...)"
 
 RowBytesOf = Callable[[NamedTable], int]
 """Returns the bytes of a row of a table and of its slot variables."""
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class TablePlacement:
-    """The mesh axes that the rows of a table are split over.
-
-    Attributes:
-      shard_axes: in the order of the mesh; none if every device has all rows.
-      num_shards: devices along these axes.
-      reason: the setting that chose them.
-    """
-
-    shard_axes: tuple[str, ...]
-    num_shards: int
-    reason: str
 
 
 def check_policy(policy: Any, mesh: Mesh) -> None:
@@ -69,8 +55,8 @@ def place_tables(
     policy: PlacementPolicy | None,
     mesh: Mesh,
     row_bytes_of: RowBytesOf,
-) -> dict[str, TablePlacement]:
-    """Returns the placement of each table, by name.
+) -> list[NamedTable]:
+    """Returns each table once, with its place on the mesh.
 
     Args:
       tables: the table of each lookup.
@@ -94,29 +80,32 @@ def place_tables(
             chosen = _by_traffic(free, lookups, policy, row_bytes_of)
         case _:
             chosen = {table.name: (policy, _BY_PLAN) for table in free}
-    return {
-        name: _placement_of(table, chosen.get(name), mesh)
+    return [
+        _place(table, *chosen.get(name, (table.config.placement, _BY_TABLE)), mesh)
         for name, table in unique.items()
-    }
+    ]
 
 
-def _placement_of(
-    table: NamedTable, chosen: tuple[Placement, str] | None, mesh: Mesh
-) -> TablePlacement:
-    if chosen is None:
-        placement, reason = table.config.placement, _BY_TABLE
-    else:
-        placement, reason = chosen
+def _place(
+    table: NamedTable, placement: Placement | None, reason: str, mesh: Mesh
+) -> NamedTable:
     axes = ()
     if isinstance(placement, Sharded):
         _check_axes(f"TableConfig.placement of table {table.name!r}", placement, mesh)
         axes = placement.axes or mesh.axis_names
     # The order of the mesh, so that equal placements share a stack.
     shard_axes = tuple(axis for axis in mesh.axis_names if axis in axes)
-    return TablePlacement(
+    num_shards = math.prod(mesh.shape[axis] for axis in shard_axes)
+    dynamic, num_rows = table.config.dynamic, table.config.max_rows
+    if dynamic is not None:
+        refuse_unsuited(table)
+        num_rows = rows_of_dynamic_table(dynamic, num_shards)
+    return dataclasses.replace(
+        table,
         shard_axes=shard_axes,
-        num_shards=math.prod(mesh.shape[axis] for axis in shard_axes),
-        reason=reason,
+        num_shards=num_shards,
+        placement_reason=reason,
+        num_rows=num_rows,
     )
 
 

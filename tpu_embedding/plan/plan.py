@@ -6,11 +6,9 @@ table. `make_plan.py` makes it.
 """
 
 import dataclasses
-import math
 from typing import Any, Final
 
 import jax
-import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from tpu_embedding.argument_checks import Wanted
@@ -22,9 +20,9 @@ from tpu_embedding.plan.features import (
     FeatureNest,
     find_tables,
     flatten_config,
-    place_features,
+    plan_features,
 )
-from tpu_embedding.plan.input_plan import InputPlan, input_plan_of
+from tpu_embedding.plan.input_plan import InputPlan, without_functions
 from tpu_embedding.plan.process_samples import process_shards
 from tpu_embedding.plan.stack_plan import StackPlan, TrainedStackPlan
 from tpu_embedding.rows.packed_rows import LANE_BYTES
@@ -42,10 +40,7 @@ class EmbeddingPlan(FeatureNest):
       features: one per lookup, in the order of the leaves of the user's nest.
       feature_tree: the nest.
       mesh: devices of the tables, the batches and the dense model.
-      batch_axes: mesh axes that batches and activations are split over. They are copied
-        along the others, which a dense model may use for its own weights.
       hardware: hardware of the mesh's devices.
-      activation_dtype: type of activations, float32 or bfloat16.
 
     Example:
       >>> import tpu_embedding as te
@@ -57,9 +52,7 @@ class EmbeddingPlan(FeatureNest):
 
     stacks: tuple[StackPlan, ...]
     mesh: Mesh
-    batch_axes: tuple[str, ...]
     hardware: HardwareInfo
-    activation_dtype: np.dtype = np.dtype(np.float32)
 
     @property
     def num_shards(self) -> int:
@@ -75,23 +68,13 @@ class EmbeddingPlan(FeatureNest):
 
     @property
     def sample_axes(self) -> tuple[str, ...]:
-        """All mesh axes. Samples are dealt to devices in this order of the axes.
-
-        The part of a batch shard is the same on all of its devices, and each of these
-        looks up an equal share of it.
-        """
-        rest = tuple(a for a in self.mesh.axis_names if a not in self.batch_axes)
-        return (*self.batch_axes, *rest)
+        """All mesh axes: samples are split over the devices in this order."""
+        return tuple(self.mesh.axis_names)
 
     @property
     def sample_spec(self) -> PartitionSpec:
         """Partition of the first axis over all devices, in the order of samples."""
         return PartitionSpec(self.sample_axes)
-
-    @property
-    def num_batch_shards(self) -> int:
-        """Devices along the `batch_axes`: parts that batches arrive in."""
-        return math.prod(self.mesh.shape[axis] for axis in self.batch_axes)
 
     def rows_sharding(self, stack: StackPlan) -> NamedSharding:
         """Returns the sharding of a stacked table and of its slot variables."""
@@ -100,7 +83,7 @@ class EmbeddingPlan(FeatureNest):
     @property
     def batch_sharding(self) -> NamedSharding:
         """Sharding of batches, activations and cotangents, along their first axis."""
-        return NamedSharding(self.mesh, PartitionSpec(self.batch_axes))
+        return NamedSharding(self.mesh, self.sample_spec)
 
     def process_samples(
         self, batch_size: int, process_index: int | None = None
@@ -124,7 +107,7 @@ class EmbeddingPlan(FeatureNest):
         """
         if process_index is None:
             process_index = jax.process_index()
-        shards = process_shards(self.batch_sharding, self.num_shards)
+        shards = self._process_shards
         if shards is None or batch_size % self.num_shards:
             return range(batch_size)
         size = batch_size // self.num_shards
@@ -138,8 +121,12 @@ class EmbeddingPlan(FeatureNest):
         None if the devices of some process are not consecutive in the mesh. Each
         process then loads the global batch.
         """
-        shards = process_shards(self.batch_sharding, self.num_shards)
-        return None if shards is None else len(set(shards.values()))
+        return None if self._process_shards is None else len(self._process_shards)
+
+    @property
+    def _process_shards(self) -> dict[int, range] | None:
+        devices = self.mesh.devices.flat
+        return process_shards([device.process_index for device in devices])
 
     @property
     def replicated(self) -> NamedSharding:
@@ -215,7 +202,7 @@ class EmbeddingPlan(FeatureNest):
         table_names = find_tables(features, self.stacks)
         return dataclasses.replace(
             self,
-            features=place_features(features, table_names, self.stacks),
+            features=plan_features(features, table_names, self.stacks),
             feature_tree=features.tree,
         )
 
@@ -234,11 +221,10 @@ class EmbeddingPlan(FeatureNest):
           >>> batch["watched"].tolist()
           [3, 5]
         """
-        return input_plan_of(
-            self.features,
-            self.feature_tree,
+        return InputPlan(
+            features=tuple(map(without_functions, self.features)),
+            feature_tree=self.feature_tree,
             num_shards=self.num_shards,
-            num_batch_shards=self.num_batch_shards,
             num_process_parts=self.num_process_parts,
         )
 

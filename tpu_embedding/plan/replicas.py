@@ -29,25 +29,8 @@ def choose_reduction(stack: "StackPlan", received_rows: int) -> ReplicaReduction
     """
     if stack.num_replicas == 1:
         return "none"
-    if stack.keeps_duplicates or received_rows < _table_min_rows(stack):
+    # From so many received rows on, the all-reduce sends no more.
+    table_min_rows = -(-2 * stack.rows_per_shard // stack.num_replicas)
+    if stack.keeps_duplicates or received_rows < table_min_rows:
         return "rows"
     return "table"
-
-
-def describe_reduction(stack: "StackPlan") -> str:
-    """Says how the replicas of a stack add up their gradients."""
-    if stack.num_replicas == 1:
-        return "-"
-    if stack.optimizer is None:
-        return "not trained"
-    if stack.keeps_duplicates:
-        return "all-gather of rows: the optimizer sees each occurrence of an id"
-    return (
-        "all-gather of rows; all-reduce of the shard from "
-        f"{_table_min_rows(stack):,} rows a round"
-    )
-
-
-def _table_min_rows(stack: "StackPlan") -> int:
-    """Returns the received rows from which the all-reduce sends no more."""
-    return -(-2 * stack.rows_per_shard // stack.num_replicas)

@@ -34,8 +34,7 @@ class TablePlan:
     @property
     def row_initializer(self) -> RowInitializer | None:
         """Computes its initial values row by row; None: all rows at once."""
-        config = self.config
-        return row_initializer(config.initializer, self.num_rows, config.dim)
+        return row_initializer(self.config.initializer, self.config.dim)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

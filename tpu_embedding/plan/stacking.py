@@ -1,19 +1,17 @@
 """Groups tables into stacks, which are stored and looked up as one array.
 
 Tables of equal dim, dtype, quantization, optimizer and placement share one dedup, one
-exchange and one gather. The grouping depends on nothing else, except that a group is
-split where it is too large for one array of a SparseCore. `AutoPlacement` places tables
-by the batch size and the number of devices, too. Within a stack, tables lie in the
-order of their names. The rows of one table follow those of the previous one without a
-gap.
+exchange and one gather. The grouping depends on nothing else. `AutoPlacement` places
+tables by the batch size and the number of devices, too. Within a stack, tables lie in
+the order of their names. The rows of one table follow those of the previous one without
+a gap.
 """
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, Final
 
 from tpu_embedding.config import (
-    FeatureConfig,
     TableConfig,
 )
 from tpu_embedding.optimizers.resolve import resolve_optimizer
@@ -29,39 +27,27 @@ margin leaves space for one more row on each of 2**20 shards."""
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class NamedTable:
-    """A table with its resolved name and optimizer.
+    """A table with its name, its optimizer and its place on the mesh.
 
     Attributes:
       name: the user's name for the table, or a generated one.
       config: the table as the user declared it.
       optimizer: the table's own optimizer, or else the shared one; None if the table is
         not trained.
-      num_rows: rows in its stack; 0: not yet known.
+      shard_axes: mesh axes that its rows are split over, in the order of the mesh; none
+        if every device has all rows.
+      num_shards: devices along these axes.
+      placement_reason: the setting that chose the axes.
+      num_rows: rows in its stack, spare ones of a dynamic table included.
     """
 
     name: str
     config: TableConfig
     optimizer: RowOptimizer | None
+    shard_axes: tuple[str, ...] = ()
+    num_shards: int = 1
+    placement_reason: str = ""
     num_rows: int = 0
-
-
-def name_features(
-    paths_and_configs: Sequence[tuple[str, FeatureConfig]],
-) -> tuple[str, ...]:
-    """Returns one name per feature: its own, or else its path in the nest.
-
-    Raises:
-      ValueError: if two features have the same name.
-    """
-    names = tuple(config.name or path for path, config in paths_and_configs)
-    for i, name in enumerate(names):
-        if name in names[:i]:
-            raise ValueError(
-                f"FeatureConfig.name must be unique, got {name!r} twice, for the "
-                f"features at {paths_and_configs[names.index(name)][0]!r} and "
-                f"{paths_and_configs[i][0]!r} of feature_config."
-            )
-    return names
 
 
 def name_tables(
@@ -118,39 +104,29 @@ def _optimizer_of(
     return resolve_optimizer(own_or_shared, name, config.dim)
 
 
-def stack_tables(
-    tables: Sequence[NamedTable],
-    shard_axes: Mapping[str, tuple[str, ...]],
-    fits: Callable[[int, NamedTable], bool],
-) -> list[list[NamedTable]]:
+def stack_tables(tables: Sequence[NamedTable]) -> list[list[NamedTable]]:
     """Groups tables into stacks.
 
-    No stack has more rows than an int32 can identify, or arrays above the limit of the
-    hardware. A larger group is split into several stacks; each table goes into the
-    first that has room.
+    No stack has more rows than an int32 can identify. A larger group is split into
+    several stacks; each table goes into the first that has room.
 
     Args:
-      tables: the table of each feature.
-      shard_axes: by table name, the mesh axes that its rows are split over.
-      fits: tells whether so many rows like those of a table can be one stack.
+      tables: different tables, placed on the mesh.
     """
-    unique = {table.name: table for table in tables}
     groups: dict[Any, list[list[NamedTable]]] = {}
-    for name in sorted(unique):
-        table = unique[name]
+    for table in sorted(tables, key=lambda table: table.name):
         config = table.config
         key = (
             config.dim,
             config.dtype_name,
             config.quantization_config,
             table.optimizer,
-            shard_axes[name],
+            table.shard_axes,
             config.dynamic and config.dynamic.policy,
         )
         stacks = groups.setdefault(key, [])
         for stack in stacks:
-            num_rows = sum(t.num_rows for t in (*stack, table))
-            if num_rows <= _MAX_ROWS_OF_STACK and fits(num_rows, table):
+            if sum(t.num_rows for t in (*stack, table)) <= _MAX_ROWS_OF_STACK:
                 stack.append(table)
                 break
         else:

@@ -11,7 +11,14 @@ from typing import Any, Final
 
 import numpy as np
 
-from tpu_embedding.inputs.forms import HostIds, are_strings, is_integer, read_ids
+from tpu_embedding.inputs.containers import (
+    HostIds,
+    are_strings,
+    is_integer,
+    read_ids,
+    values_of,
+    with_values,
+)
 from tpu_embedding.paths import local_path
 from tpu_embedding.strings.fingerprints import (
     ByteStrings,
@@ -83,7 +90,7 @@ def hash_ids(
         )
     key = _check_salt(salt)
     read = read_ids(strings, "hash_ids", "Strings")
-    values = read.values.reshape(-1)
+    values = values_of(read).reshape(-1)
     if is_integer(values.dtype):
         values = values.astype(np.bytes_)
     encoded = encode(_check_strings(values, "hash_ids"))
@@ -114,7 +121,7 @@ def fingerprint_ids(strings: Any) -> Any:
       (dtype('uint64'), True)
     """
     read = read_ids(strings, "fingerprint_ids", "Strings")
-    values = _check_strings(read.values.reshape(-1), "fingerprint_ids")
+    values = _check_strings(values_of(read).reshape(-1), "fingerprint_ids")
     words = farmhash64(encode(values))
     words = np.minimum(words, np.uint64(2**64 - 2))
     return _in_container_of(strings, read, words)
@@ -252,7 +259,7 @@ class Vocabulary:
           ValueError: if a string is unknown and there are no buckets for it.
         """
         read = read_ids(strings, "Vocabulary.ids", "Strings")
-        flat = _check_strings(read.values.reshape(-1), "Vocabulary.ids").tolist()
+        flat = _check_strings(values_of(read).reshape(-1), "Vocabulary.ids").tolist()
         if not are_strings(flat):
             encode(flat)  # It raises an error that shows the value.
         ids = np.fromiter(
@@ -342,7 +349,7 @@ def _is_padding(encoded: ByteStrings, padding: str | bytes | int) -> np.ndarray:
 
 
 def _in_container_of(strings: Any, read: HostIds, ids: np.ndarray) -> Any:
-    container = read.with_values(ids.reshape(read.values.shape))
+    container = with_values(read, ids.reshape(values_of(read).shape))
     if isinstance(container, DenseIds) and not isinstance(strings, DenseIds):
         return container.ids
     return container

@@ -19,7 +19,7 @@ rounded to the nearest numbers of their type.
 import functools
 import hashlib
 from collections.abc import Callable, Sequence
-from typing import Any, Final, NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -27,12 +27,12 @@ import numpy as np
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Int, UInt32
 
-from tpu_embedding.argument_checks import Wanted, describe_value, takes
+from tpu_embedding.argument_checks import describe_value
 from tpu_embedding.dynamic import AdmitAfter
 from tpu_embedding.initializers import RowFunction, threefry_key
 from tpu_embedding.plan.dynamic_rows import dynamic_tables
 from tpu_embedding.plan.memory import rows_per_slab
-from tpu_embedding.plan.plan import PLAN, EmbeddingPlan
+from tpu_embedding.plan.plan import EmbeddingPlan
 from tpu_embedding.plan.shard_map import constrain, in_auto_axes, on_shards
 from tpu_embedding.plan.stack_plan import StackPlan, TablePlan
 from tpu_embedding.row_random_bits import key_words
@@ -49,10 +49,7 @@ from tpu_embedding.rows.packed_rows import (
     store_rows,
 )
 
-KEY: Final = Wanted(jax.Array | np.ndarray, "a random key such as jax.random.key(0)")
 
-
-@takes("te.functional.", plan=PLAN, key=KEY)
 @functools.partial(jax.jit, static_argnames="plan")
 def init_tables(plan: EmbeddingPlan, key: jax.Array) -> dict[str, Any]:
     """Returns the stacked tables with their initial values.

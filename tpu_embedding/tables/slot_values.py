@@ -12,8 +12,8 @@ from typing import Any, Literal, get_args
 import jax
 import numpy as np
 
-from tpu_embedding.argument_checks import check_mapping, takes
-from tpu_embedding.plan.plan import PLAN, EmbeddingPlan
+from tpu_embedding.argument_checks import check_mapping
+from tpu_embedding.plan.plan import EmbeddingPlan
 from tpu_embedding.plan.stack_plan import TrainedStackPlan
 from tpu_embedding.rows.packed_rows import PackedRows
 from tpu_embedding.tables.table_values import unstack_tables, with_table_values
@@ -28,7 +28,6 @@ _PARTS_OF_A_SUM = {"value", "rest"}
 """Fields of a compensated sum, which say little without the field that holds it."""
 
 
-@takes("te.functional.", plan=PLAN)
 def slot_values(
     slots: Mapping[str, Any], plan: EmbeddingPlan, parts: StateParts = "rows"
 ) -> dict[str, dict[str, np.ndarray]]:
@@ -83,7 +82,6 @@ def slot_values(
     return values
 
 
-@takes("te.functional.", plan=PLAN)
 def with_slot_values(
     slots: Mapping[str, Any],
     values: Mapping[str, Mapping[str, Any]],

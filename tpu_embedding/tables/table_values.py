@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from tpu_embedding.argument_checks import check_mapping, check_type, takes
+from tpu_embedding.argument_checks import check_mapping, check_type
 from tpu_embedding.plan.check_rows import check_stack
 from tpu_embedding.plan.plan import PLAN, EmbeddingPlan
 from tpu_embedding.plan.stack_plan import StackPlan, TablePlan
@@ -69,7 +69,6 @@ class NotFinite:
             )
 
 
-@takes("te.functional.", plan=PLAN)
 def unstack_tables(
     stacked: dict[str, PackedRows], plan: EmbeddingPlan
 ) -> dict[str, np.ndarray]:

@@ -11,7 +11,6 @@ from typing import Any
 import numpy as np
 from flax import nnx
 
-from tpu_embedding.argument_checks import takes
 from tpu_embedding.checkpoint.errors import CheckpointError
 from tpu_embedding.checkpoint.imports.match import (
     ImportedSlots,
@@ -25,7 +24,7 @@ from tpu_embedding.checkpoint.imports.report import ImportReport
 from tpu_embedding.checkpoint.imports.source import RowArray, TableSource, array_of
 from tpu_embedding.functional.following_slots import with_following_slots
 from tpu_embedding.functional.placed_ids import place_ids, with_placed_ids
-from tpu_embedding.nn.training import MODEL, Optimizer, embedding_layers
+from tpu_embedding.nn.training import Optimizer, embedding_layers
 from tpu_embedding.optimizers.probe import probe_rule
 from tpu_embedding.plan.dynamic_rows import dynamic_tables
 from tpu_embedding.plan.plan import EmbeddingPlan
@@ -38,7 +37,6 @@ from tpu_embedding.tables.slot_values import slot_rows, with_slot_rows
 from tpu_embedding.tables.table_values import NotFinite
 
 
-@takes("te.checkpoint.", model=MODEL)
 def import_tables(
     source: Any,
     model: nnx.Module,

@@ -3,7 +3,7 @@
 * `step_report`: compiles a step, and prints the report.
 * `memory`: memory of a program on one device.
 * `table_accesses`: how a program treats its tables. `hlo` parses the program.
-* `topology`: meshes of TPUs that are not there.
+* `topology`: meshes of TPUs that are not there, of `slice_shapes` that exist.
 """
 
 from tpu_embedding.tools.compile_report.memory import Memory as Memory

@@ -12,7 +12,7 @@ from typing import Any
 
 import jax
 
-from tpu_embedding.hardware import HardwareInfo, num_slices_of
+from tpu_embedding.hardware import HardwareInfo
 from tpu_embedding.plan.memory import format_bytes
 from tpu_embedding.plan.plan import EmbeddingPlan
 from tpu_embedding.tools.compile_report.memory import (
@@ -24,6 +24,7 @@ from tpu_embedding.tools.compile_report.table_accesses import (
     TableAccesses,
     inspect_program,
 )
+from tpu_embedding.tools.compile_report.topology import num_slices_of
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -5,7 +5,6 @@ No function of this module touches a device.
 """
 
 import contextlib
-import math
 import os
 import re
 from collections.abc import Iterator, Sequence
@@ -16,19 +15,19 @@ import numpy as np
 from jax.experimental import topologies
 from jax.sharding import Mesh
 
-from tpu_embedding.hardware import (
-    EXAMPLE_TOPOLOGIES,
-    MAX_SLICES,
-    TPU_GENERATIONS,
-    HardwareInfo,
-    hardware_by_name,
-)
+from tpu_embedding.hardware import EXAMPLE_TOPOLOGIES, HardwareInfo, hardware_by_name
 from tpu_embedding.host_without_tpus import ONE_HOST
 from tpu_embedding.plan.dynamic_rows import dynamic_tables
 from tpu_embedding.plan.plan import EmbeddingPlan
 from tpu_embedding.plan.stack_plan import StackPlan
 from tpu_embedding.rows.id_directory import IdDirectory
 from tpu_embedding.rows.packed_rows import PackedRows
+from tpu_embedding.tools.compile_report.slice_shapes import (
+    CHIP_CONFIG_NAMES,
+    MAX_SLICES,
+    SLICE_SHAPES,
+    TPU_GENERATIONS,
+)
 
 Tree = TypeVar("Tree")
 
@@ -87,8 +86,8 @@ def topology_mesh(
             "pip install 'tpu-embedding[tpu]'."
         ) from None
     options: dict[str, Any] = {}
-    if hardware.chip_config_name is not None:
-        options["chip_config_name"] = hardware.chip_config_name
+    if hardware.name in CHIP_CONFIG_NAMES:
+        options["chip_config_name"] = CHIP_CONFIG_NAMES[hardware.name]
     if num_slices > 1:
         options["num_slices"] = num_slices
     try:
@@ -115,24 +114,18 @@ def topology_hardware(topology: str) -> HardwareInfo:
         raise _unknown(topology, f"known generations: {', '.join(TPU_GENERATIONS)}")
     hardware = hardware_by_name(match[1])
     grid = tuple(map(int, match[2].split("x")))
-    shapes = hardware.slice_shapes
-    if shapes is None or not shapes.has(grid):
-        raise ValueError(_no_slice(topology, hardware, grid))
+    shapes = SLICE_SHAPES[hardware.name]
+    if not shapes.has(grid):
+        raise ValueError(
+            f"topology {topology!r} does not exist; slices of {hardware.name} have "
+            f"{shapes.describe()}."
+        )
     return hardware
 
 
-def _no_slice(topology: str, hardware: HardwareInfo, grid: tuple[int, ...]) -> str:
-    shapes = hardware.slice_shapes
-    assert shapes is not None
-    num_chips = math.prod(max(side, 1) for side in grid)
-    nearest = " and ".join(
-        f"{hardware.name}:{'x'.join(map(str, near))}"
-        for near in shapes.nearest(num_chips)
-    )
-    return (
-        f"topology {topology!r} does not exist; slices of {hardware.name} have "
-        f"{shapes.describe()}. Nearest in size: {nearest}."
-    )
+def num_slices_of(mesh: Mesh) -> int:
+    """Returns the number of slices that the devices of a mesh span."""
+    return len({getattr(device, "slice_index", 0) for device in mesh.devices.flat})
 
 
 def _unknown(topology: str, reason: str) -> ValueError:
@@ -213,7 +206,7 @@ def abstract_batch(batch: Tree, plan: EmbeddingPlan) -> Tree:
     """Returns the shapes of a batch with the shardings that `shard_batch` gives."""
 
     def place(leaf: Any) -> Any:
-        divides = bool(leaf.ndim) and leaf.shape[0] % plan.num_batch_shards == 0
+        divides = bool(leaf.ndim) and leaf.shape[0] % plan.num_shards == 0
         return _struct(leaf, plan.batch_sharding if divides else plan.replicated)
 
     return jax.tree.map(place, batch)

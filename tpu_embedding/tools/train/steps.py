@@ -27,7 +27,7 @@ from tpu_embedding.nn.training import Optimizer, embedding_layers, value_and_gra
 from tpu_embedding.placement import Sharded
 from tpu_embedding.plan.device_mesh import SLICE_AXIS
 from tpu_embedding.plan.make_plan import make_plan
-from tpu_embedding.plan.mesh_options import resolve_mesh
+from tpu_embedding.plan.mesh_options import choose_mesh
 from tpu_embedding.plan.plan import EmbeddingPlan
 from tpu_embedding.tools.compile_report.topology import abstract_arrays, abstract_batch
 from tpu_embedding.tools.data.batch import Batch, Dataset
@@ -69,7 +69,7 @@ def make_run_plan(
       compiler_options: XLA options of the train step, only for TPUs. They are added to
         the hardware's defaults, and override them.
     """
-    mesh = resolve_mesh(mesh)
+    mesh = choose_mesh(mesh)
     device = mesh.devices.flat[0]
     hardware = hardware or hardware_of_device(device)
     hardware = hardware.with_compiler_options(compiler_options or {})

@@ -223,7 +223,7 @@ class DLRMv4(nnx.Module):
         @jax.named_scope(DENSE_SCOPE)
         def of_devices(inputs: HSTUInputs, *rest: Any) -> Float[Array, " batch"]:
             samples = jax.tree.map(
-                lambda x: _fill_up(x, plan.num_batch_shards), inputs.samples
+                lambda x: _fill_up(x, plan.num_shards), inputs.samples
             )
             logits = jax.shard_map(
                 of_device,
@@ -234,7 +234,7 @@ class DLRMv4(nnx.Module):
             )(dataclasses.replace(inputs, samples=samples), *rest)
             return logits[:batch]
 
-        divides = batch % plan.num_batch_shards == 0
+        divides = batch % plan.num_shards == 0
         out_spec = plan.batch_sharding.spec if divides else whole
         return in_auto_axes(of_devices, plan, out_spec)(*arguments)
 

@@ -1,7 +1,7 @@
 """Reads the ids or weights of one feature from any container whose meaning is clear.
 
 Each container becomes `DenseIds`, `RaggedIds` or `SparseIds` of NumPy arrays. One with
-several meanings is refused, and the error says how to choose. `lookup.prepare` reads
+several meanings is refused, and the error says how to choose. `prepare` reads
 integer ids by this module, `tpu_embedding.strings` reads strings.
 """
 
@@ -28,41 +28,13 @@ Row splits of so many samples take 1 GiB. A larger shape is a mistake, such as t
 of the vocabulary in place of the batch.
 """
 
-MAX_AXES: Final = 32
-"""Deepest nest of lists, far above any batch; it ends the search in cyclic lists."""
+_LISTS: Final = (list, tuple, np.ndarray, jax.Array)
 
 What = Literal["Ids", "Strings", "Weights"]
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class HostIds:
-    """The values of one feature as NumPy arrays, and the shape of its batch.
-
-    Attributes:
-      ids: the values in one of three containers. Its `weights` are those of the user.
-      batch_shape: sizes of all axes but the last, which holds the ids of a sample;
-        `(batch,)` for values of one axis, `()` for a scalar.
-    """
-
-    ids: DenseIds | RaggedIds | SparseIds
-    batch_shape: tuple[int, ...]
-
-    @property
-    def batch_size(self) -> int:
-        """Number of samples."""
-        return math.prod(self.batch_shape)
-
-    @property
-    def values(self) -> np.ndarray:
-        """The ids alone: all places of a dense feature, the values of another."""
-        ids = self.ids
-        return np.asarray(ids.ids if isinstance(ids, DenseIds) else ids.values)
-
-    def with_values(self, values: np.ndarray) -> DenseIds | RaggedIds | SparseIds:
-        """Returns the container with other values in the same places."""
-        if isinstance(self.ids, DenseIds):
-            return dataclasses.replace(self.ids, ids=values)
-        return dataclasses.replace(self.ids, values=values)
+HostIds = DenseIds | RaggedIds | SparseIds
+"""Ids as NumPy arrays. Their `weights` are those of the user, unread."""
 
 
 def read_ids(ids: Any, owner: str, what: What = "Ids") -> HostIds:
@@ -71,8 +43,7 @@ def read_ids(ids: Any, owner: str, what: What = "Ids") -> HostIds:
     Args:
       ids: array, nested lists, `DenseIds`, `RaggedIds`, `SparseIds`, an object with
         `values` and `row_splits` (`tf.RaggedTensor`), or one with `indices`, `values`
-        and `dense_shape` (`tf.SparseTensor`). Masked places of a NumPy masked array
-        become `PADDING_ROW_ID`.
+        and `dense_shape` (`tf.SparseTensor`).
       owner: owner of the ids, for errors, such as `"feature 'movie'"`.
       what: name of the values, for errors.
 
@@ -87,29 +58,57 @@ def read_ids(ids: Any, owner: str, what: What = "Ids") -> HostIds:
     _refuse_unclear(ids, owner, what)
     if isinstance(ids, DenseIds):
         inner = read_ids(ids.ids, owner, what)
-        if not isinstance(inner.ids, DenseIds):
+        if not isinstance(inner, DenseIds):
             raise TypeError(
                 f"{what} of {owner}: DenseIds.ids must be an array, got "
                 f"{type(ids.ids).__name__}; pass it without DenseIds around it."
             )
-        dense = dataclasses.replace(inner.ids, weights=ids.weights)
-        return dataclasses.replace(inner, ids=dense)
+        return dataclasses.replace(inner, weights=ids.weights)
     if hasattr(ids, "values") and hasattr(ids, "row_splits"):
         return _read_ragged(ids, owner, what)
     if all(hasattr(ids, name) for name in ("indices", "values", "dense_shape")):
         return _read_sparse(ids, owner, what)
     if isinstance(ids, list | tuple):
-        return _read_lists(ids, owner, what)
+        return _read_lists(list(ids), owner, what)
     array = as_array(ids, owner, what)
     if array.dtype == object and array.ndim:
         return _read_lists(array.tolist(), owner, what)
-    return _dense(array)
+    return DenseIds(ids=array)
+
+
+def values_of(ids: HostIds) -> np.ndarray:
+    """Returns the ids alone: all places of dense ids, the values of others."""
+    return np.asarray(ids.ids if isinstance(ids, DenseIds) else ids.values)
+
+
+def with_values(ids: HostIds, values: np.ndarray) -> HostIds:
+    """Returns the container with other values in the same places."""
+    if isinstance(ids, DenseIds):
+        return dataclasses.replace(ids, ids=values)
+    return dataclasses.replace(ids, values=values)
+
+
+def batch_shape_of(ids: HostIds) -> tuple[int, ...]:
+    """Returns the sizes of all axes but the last, which holds the ids of a sample.
+
+    It is `(batch,)` for dense ids of one axis, and `()` for a scalar.
+    """
+    match ids:
+        case RaggedIds():
+            return (np.shape(ids.row_splits)[0] - 1,)
+        case SparseIds():
+            return tuple(int(size) for size in ids.dense_shape[:-1])
+    shape = np.shape(ids.ids)
+    return shape if len(shape) <= 1 else shape[:-1]
 
 
 def as_array(values: Any, owner: str, what: str = "Ids") -> np.ndarray:
     """Converts values to a NumPy array, with errors that name their owner."""
     if isinstance(values, np.ma.MaskedArray):
-        return _without_mask(values, owner, what)
+        raise TypeError(
+            f"{what} of {owner} must be a plain array, got a masked array; write "
+            f".filled({PADDING_ROW_ID}) for ids, .filled(0) for weights."
+        )
     if isinstance(values, jax.core.Tracer):
         raise TypeError(
             f"{what} of {owner} must be on the host, got {values}; call prepare "
@@ -171,54 +170,21 @@ def is_real(dtype: Any) -> bool:
     )
 
 
-def _dense(array: np.ndarray) -> HostIds:
-    shape = array.shape if array.ndim <= 1 else array.shape[:-1]
-    return HostIds(ids=DenseIds(ids=array), batch_shape=shape)
-
-
-def _without_mask(values: np.ma.MaskedArray, owner: str, what: str) -> np.ndarray:
-    if not np.ma.is_masked(values):
-        return np.asarray(values.data)
-    if what != "Ids" or not is_integer(values.dtype):
-        raise TypeError(
-            f"{what} of {owner} must have no masked places, got a masked array of "
-            f"dtype {values.dtype}; choose their value with .filled(value)."
-        )
-    # The ids' own type may be too narrow for the padding.
-    data = values.data.astype(np.promote_types(values.dtype, np.uint32))
-    data[np.ma.getmaskarray(values)] = PADDING_ROW_ID
-    return data
-
-
 def _read_ragged(ids: Any, owner: str, what: What) -> HostIds:
     row_splits = as_array(ids.row_splits, owner, "row_splits")
     weights = ids.weights if isinstance(ids, RaggedIds) else None
     if hasattr(ids.values, "row_splits"):
-        return _read_nested_ragged(row_splits, weights, ids.values, owner, what)
+        raise ValueError(
+            f"{what} of {owner} must have one ragged axis, got several; merge the "
+            "inner lists of each sample, or give lists."
+        )
     values = as_array(ids.values, owner, what)
     if values.ndim != 1:
         raise ValueError(
             f"values of {owner} must have one axis, got shape {values.shape}."
         )
     check_row_splits(row_splits, values.shape[0], owner)
-    ragged = RaggedIds(values=values, row_splits=row_splits, weights=weights)
-    return HostIds(ids=ragged, batch_shape=(row_splits.shape[0] - 1,))
-
-
-def _read_nested_ragged(
-    row_splits: np.ndarray, weights: Any, inner_ids: Any, owner: str, what: What
-) -> HostIds:
-    """Reads several ragged axes, of which all but the last must have equal rows."""
-    inner = _read_ragged(inner_ids, owner, what)
-    num_rows, *further = inner.batch_shape
-    check_row_splits(row_splits, num_rows, owner)
-    lengths = np.diff(row_splits)
-    if (lengths != lengths[0]).any():
-        _raise_uneven(lengths.tolist(), owner, what)
-    return HostIds(
-        ids=dataclasses.replace(inner.ids, weights=weights),
-        batch_shape=(lengths.shape[0], int(lengths[0]), *further),
-    )
+    return RaggedIds(values=values, row_splits=row_splits, weights=weights)
 
 
 def _read_sparse(ids: Any, owner: str, what: What) -> HostIds:
@@ -254,57 +220,50 @@ def _read_sparse(ids: Any, owner: str, what: What) -> HostIds:
             f"dense_shape of {owner} must be [batch, positions], with at most "
             f"{MAX_SAMPLES} samples, got {list(shape)}."
         )
-    sparse = SparseIds(
+    return SparseIds(
         indices=indices, values=values, dense_shape=dense_shape, weights=weights
     )
-    return HostIds(ids=sparse, batch_shape=shape[:-1])
 
 
-def _read_lists(items: Any, owner: str, what: What) -> HostIds:
-    """Reads nested lists: rectangular ones as dense, others as ragged."""
-    if not isinstance(_first_leaf(items), str | bytes):
+def _read_lists(items: list[Any], owner: str, what: What) -> HostIds:
+    """Reads nested lists: rectangular ones as dense, lists of uneven ones as ragged."""
+    if not items or not isinstance(_first_id(items), str | bytes):
         try:
             array = np.asarray(items)
         except Exception:  # Uneven lists, or elements that NumPy cannot read.
             array = None
         if array is not None and array.dtype != object:
             # NumPy takes empty lists for floats.
-            return _dense(array if array.size else array.astype(np.int32))
-    shape = [len(items)]
-    level = list(items)
-    while _has_lists(level):
-        if not all(map(_is_list, level)):
-            i = [_is_list(item) for item in level].index(False)
-            raise ValueError(
-                f"{what} of {owner} must be lists of one depth, got {level[i]!r} "
-                "beside lists; write [x] for a sample with one id, [] for one without."
-            )
-        rows = [_as_list(item) for item in level]
-        lengths = [len(row) for row in rows]
-        level = [item for row in rows for item in row]
-        is_last = not _has_lists(level)
-        if is_last and len(set(lengths)) > 1:
-            row_splits = np.cumsum([0, *lengths])
-            ragged = RaggedIds(values=_flat_array(level), row_splits=row_splits)
-            return HostIds(ids=ragged, batch_shape=tuple(shape))
-        if len(set(lengths)) > 1:
-            _raise_uneven(lengths, owner, what)
-        if len(shape) == MAX_AXES:
-            raise ValueError(
-                f"{what} of {owner} must have fewer than {MAX_AXES} axes, got lists "
-                "that are nested deeper."
-            )
-        shape.append(lengths[0])
-    return _dense(_flat_array(level).reshape(shape))
+            return DenseIds(ids=array if array.size else array.astype(np.int32))
+    if not _has_lists(items):
+        return DenseIds(ids=_flat_array(items))
+    if not all(map(_is_list, items)):
+        i = [_is_list(item) for item in items].index(False)
+        raise ValueError(
+            f"{what} of {owner} must be lists of one depth, got {items[i]!r} beside "
+            "lists; write [x] for a sample with one id, [] for one without."
+        )
+    rows = [_as_list(item) for item in items]
+    lengths = [len(row) for row in rows]
+    values = [value for row in rows for value in row]
+    if _has_lists(values):
+        raise ValueError(
+            f"{what} of {owner} must be one list of ids per sample if lengths differ, "
+            "got lists within these lists; merge them, or give te.SparseIds."
+        )
+    array = _flat_array(values)
+    if len(set(lengths)) == 1:
+        return DenseIds(ids=array.reshape(len(rows), -1))
+    return RaggedIds(values=array, row_splits=np.cumsum([0, *lengths]))
 
 
-def _raise_uneven(lengths: list[int], owner: str, what: str) -> None:
-    i = next(i for i, length in enumerate(lengths) if length != lengths[0])
-    raise ValueError(
-        f"{what} of {owner} may vary in length along their last axis only, got "
-        f"{lengths[0]} and {lengths[i]} lists of ids at 0 and {i}; fill up the shorter "
-        "with empty lists, or merge the lists of a sample."
-    )
+def _first_id(items: list[Any]) -> Any:
+    """Returns the first id of a list of ids, or of lists of ids; None if none has one.
+
+    An empty sample at the front tells nothing.
+    """
+    rows = (item if _is_list(item) else [item] for item in items)
+    return next((row[0] for row in rows if len(row)), None)
 
 
 def are_strings(items: list[Any]) -> bool:
@@ -314,26 +273,17 @@ def are_strings(items: list[Any]) -> bool:
 
 
 def _has_lists(items: list[Any]) -> bool:
-    return not are_strings(items) and any(map(_is_list, items))
+    kinds = set(map(type, items))
+    return any(issubclass(x, _LISTS) for x in kinds) and any(map(_is_list, items))
 
 
 def _is_list(item: Any) -> bool:
-    return isinstance(item, list | tuple) or bool(
-        isinstance(item, np.ndarray | jax.Array) and item.ndim
-    )
+    # Arrays without an axis are ids.
+    return isinstance(item, _LISTS) and getattr(item, "ndim", 1) > 0
 
 
 def _as_list(item: Any) -> list[Any]:
     return list(item) if isinstance(item, list | tuple) else np.asarray(item).tolist()
-
-
-def _first_leaf(items: Any) -> Any:
-    for _ in range(MAX_AXES):
-        if not _is_list(items) or not len(items):
-            return items
-        # An empty sample at the front tells nothing.
-        items = next((item for item in items if not _is_list(item) or len(item)), None)
-    return items
 
 
 def _flat_array(items: list[Any]) -> np.ndarray:
@@ -351,15 +301,9 @@ _STREAM = "is no batch; pass one batch of it, such as next(iter(data))"
 _UNCLEAR: Final = (
     (
         lambda ids: hasattr(ids, "tocoo") and hasattr(ids, "shape"),
-        "is a SciPy matrix, whose columns may be ids or positions; write "
-        "te.RaggedIds.from_scipy(matrix) if columns are ids and the data their "
-        "weights, te.SparseIds.from_scipy(matrix) if columns are positions and the "
-        "data the ids",
-    ),
-    (
-        lambda ids: all(hasattr(ids, name) for name in ("indices", "data", "todense")),
-        "is a sparse matrix, whose columns may be ids or positions; write "
-        "te.SparseIds(indices=..., values=..., dense_shape=...) if the data are ids",
+        "is a SciPy matrix, whose columns may be ids or positions; if columns are ids, "
+        "write te.RaggedIds(values=m.indices, row_splits=m.indptr, weights=m.data) of "
+        "m = matrix.tocsr()",
     ),
     (
         lambda ids: hasattr(ids, "values") and hasattr(ids, "offsets"),
@@ -372,10 +316,6 @@ _UNCLEAR: Final = (
     ),
     (lambda ids: hasattr(ids, "element_spec"), _STREAM),
     (lambda ids: isinstance(ids, collections.abc.Iterator), _STREAM),
-    (
-        lambda ids: isinstance(ids, collections.abc.Set),
-        "is a set, which has no order; write list(...)",
-    ),
 )
 
 
