@@ -28,12 +28,6 @@ def mixed(ids) -> dict[int, tuple[int, int]]:
     return dict(zip(ids.tolist(), words, strict=True))
 
 
-def lowbias(number: int) -> int:
-    number = ((number ^ (number >> 16)) * 0x7FEB352D) % 2**32
-    number = ((number ^ (number >> 15)) * 0x846CA68B) % 2**32
-    return number ^ (number >> 16)
-
-
 class DynamicTable:
     """One dynamic table.
 
@@ -165,16 +159,9 @@ class DynamicTable:
         return sorted(free, key=value)
 
     def _admit(self, keys: list[tuple[int, int]], now: int) -> list[bool]:
-        match self.dynamic.admit:
-            case te.dynamic.AdmitWithProbability(probability):
-                limit = min(int(probability * 2**32), 2**32 - 1)
-                return [
-                    probability == 1 or lowbias(a ^ lowbias(b ^ lowbias(now))) < limit
-                    for a, b in keys
-                ]
-            case te.dynamic.AdmitAfter() as rule:
-                return self._count(keys, rule, now)
-        return [True] * len(keys)
+        if self.dynamic.admit is None:
+            return [True] * len(keys)
+        return self._count(keys, self.dynamic.admit, now)
 
     def _count(self, keys, rule, now):
         ids_per_halving = 16 * max(1, rule.count - 1)

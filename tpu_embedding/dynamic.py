@@ -9,11 +9,10 @@ import dataclasses
 from typing import Any, Final, Literal
 
 from tpu_embedding.argument_checks import by_name, describe_value
-from tpu_embedding.field_checks import convert_ints, is_finite, is_int, raise_all
+from tpu_embedding.field_checks import convert_ints, is_int, raise_all
 
 __all__ = [
     "AdmitAfter",
-    "AdmitWithProbability",
     "Dynamic",
     "LeastFrequentlyUsed",
     "LeastRecentlyUsed",
@@ -119,32 +118,7 @@ class AdmitAfter:
         return SLOTS_PER_BUCKET // 4 * max(1, self.count - 1)
 
 
-@dataclasses.dataclass(frozen=True)
-class AdmitWithProbability:
-    """Admits an unknown id with a probability, by a hash of id and step.
-
-    An id that occurs in n steps has a row with probability `1 - (1 - probability)**n`.
-
-    Attributes:
-      probability: above 0, at most 1.
-
-    Example:
-      >>> AdmitWithProbability(0.1).probability
-      0.1
-    """
-
-    probability: float
-
-    def __post_init__(self):
-        if not is_finite(self.probability) or not 0 < self.probability <= 1:
-            raise ValueError(
-                "AdmitWithProbability.probability must be above 0 and at most 1, got "
-                f"{self.probability!r}."
-            )
-
-
 Eviction = LeastRecentlyUsed | TimeToLive | LeastFrequentlyUsed
-Admission = AdmitAfter | AdmitWithProbability
 
 
 @by_name
@@ -160,8 +134,7 @@ class Dynamic:
       capacity: number of rows, rounded up to a multiple of 64; 1 to 2**31 - 2**21.
       evict: whose row a new id takes in a full bucket: `LeastRecentlyUsed`,
         `TimeToLive` or `LeastFrequentlyUsed`. None: no one's.
-      admit: which unknown ids get a row: `AdmitAfter` or `AdmitWithProbability`. None:
-        all.
+      admit: which unknown ids get a row: `AdmitAfter`. None: all.
       default_row: row that ids without a row read. `"none"`: they contribute nothing,
         like ids outside a static table. `"learned"`: one row, which they share and
         train together.
@@ -175,7 +148,7 @@ class Dynamic:
 
     capacity: int
     evict: Eviction | None = LeastRecentlyUsed()
-    admit: Admission | None = None
+    admit: AdmitAfter | None = None
     default_row: Literal["none", "learned"] = "none"
 
     def __post_init__(self):
@@ -184,12 +157,13 @@ class Dynamic:
 
     def _problems(self):
         yield from _int_problems(self, "capacity", 1, MAX_CAPACITY)
-        for field, kinds in (("evict", Eviction), ("admit", Admission)):
+        for field, kinds in (
+            ("evict", (LeastRecentlyUsed, TimeToLive, LeastFrequentlyUsed)),
+            ("admit", (AdmitAfter,)),
+        ):
             value = getattr(self, field)
-            if not isinstance(value, kinds | None):
-                names = " or a ".join(
-                    f"te.dynamic.{k.__name__}" for k in kinds.__args__
-                )
+            if not (value is None or isinstance(value, kinds)):
+                names = " or a ".join(f"te.dynamic.{k.__name__}" for k in kinds)
                 yield (
                     f"Dynamic.{field} must be None or a {names}, got "
                     f"{describe_value(value)}"

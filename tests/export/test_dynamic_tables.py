@@ -26,8 +26,8 @@ ExportError = te.export.ExportError
 )
 def trained(request):
     num_devices, default_row = request.param
-    # Half of the users get no row, so they train a learned default row.
-    options = {"admit": te.dynamic.AdmitWithProbability(0.5)}
+    # A user that came once has no row, and trains the learned default row.
+    options = {"admit": te.dynamic.AdmitAfter(2)}
     trainer = DynamicTrainer(
         num_devices=num_devices, default_row=default_row, **options
     )

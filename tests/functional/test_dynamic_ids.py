@@ -252,18 +252,6 @@ def test_admission_counts_calls_and_starts_anew_with_each_window():
     assert admitted([9, 10, 11]) == [0, 0, 1]
 
 
-@pytest.mark.full(every_case=True)
-def test_admission_by_probability_repeats_itself():
-    admit = te.dynamic.AdmitWithProbability(0.25)
-    plan = plan_of(dynamic=te.Dynamic(capacity=8000, admit=admit))
-    admitted = []
-    for _ in range(2):
-        result = insert(*start(plan), plan, np.arange(4000))
-        admitted.append(functional.dynamic_rows(result.tables, plan)["user"].ids)
-    np.testing.assert_array_equal(*admitted)
-    assert abs(len(admitted[0]) - 1000) < 100
-
-
 def ids_of_bucket(bucket, num_ids, num_buckets):
     """Returns ids that all belong to one bucket."""
     first = np.uint32(-(-bucket * 2**32 // num_buckets) + 5)

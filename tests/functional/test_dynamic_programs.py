@@ -30,7 +30,6 @@ ADMISSIONS = [
     None,
     te.dynamic.AdmitAfter(2),
     te.dynamic.AdmitAfter(2, window=3),
-    te.dynamic.AdmitWithProbability(0.5),
 ]
 SGD_RATE = 0.125
 OPTIMIZERS = [

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, UInt32
 
-from tpu_embedding.dynamic import AdmitAfter, AdmitWithProbability, Dynamic
+from tpu_embedding.dynamic import AdmitAfter, Dynamic
 from tpu_embedding.lookup._owned_ids import (
     OwnedIds,
     Pass,
@@ -16,7 +16,6 @@ from tpu_embedding.lookup._owned_ids import (
     set_elements,
 )
 from tpu_embedding.rows.id_directory import LINE_LANES, IdDirectory
-from tpu_embedding.rows.narrow_rows import mix_bits
 
 _COUNT_BITS: Final = 8
 _MAX_COUNT: Final = 2**_COUNT_BITS - 1
@@ -33,29 +32,19 @@ def admit(
     of_pass: Pass,
 ) -> tuple[IdDirectory, Bool[Array, " ids"]]:
     """Decides which unknown ids may have a row."""
-    match dynamic.admit:
-        case None:
-            return directory, is_unknown
-        case AdmitWithProbability(probability):
-            draws = mix_bits(ids.first ^ mix_bits(ids.second ^ mix_bits(now)))
-            limit = min(int(probability * 2**32), 2**32 - 1)
-            is_admitted = draws < np.uint32(limit)
-            return directory, is_unknown & (is_admitted | (probability == 1))
-        case AdmitAfter() as rule:
-            sketch = directory.sketch
-            assert sketch is not None
-            noted, filled = is_unknown & of_pass.notes, is_unknown & of_pass.fills
-            sketch = _count_in_sketch(sketch, ids, noted, rule, now)
-            found = [
-                read_elements(sketch, ids.buckets, lanes) & _MAX_COUNT
-                for lanes in _counters(ids)
-            ]
-            is_admitted = is_unknown & (jnp.minimum(*found) >= rule.count)
-            # Only now, as all ids of a call count in one epoch.
-            sketch = add_to_elements(
-                sketch, ids.buckets, jnp.int32(_TOTAL_LANE), filled
-            )
-            return dataclasses.replace(directory, sketch=sketch), is_admitted
+    rule, sketch = dynamic.admit, directory.sketch
+    if rule is None:
+        return directory, is_unknown
+    noted, filled = is_unknown & of_pass.notes, is_unknown & of_pass.fills
+    sketch = _count_in_sketch(sketch, ids, noted, rule, now)
+    found = [
+        read_elements(sketch, ids.buckets, lanes) & _MAX_COUNT
+        for lanes in _counters(ids)
+    ]
+    is_admitted = is_unknown & (jnp.minimum(*found) >= rule.count)
+    # Only now, as all ids of a call count in one epoch.
+    sketch = add_to_elements(sketch, ids.buckets, jnp.int32(_TOTAL_LANE), filled)
+    return dataclasses.replace(directory, sketch=sketch), is_admitted
 
 
 def _counters(ids: OwnedIds) -> tuple[Array, Array]:
