@@ -15,7 +15,7 @@ from tpu_embedding.lookup._dedup import (
     broadcast_to_ids,
     count_below,
     dedup,
-    key_at_rank,
+    id_at_rank,
 )
 from tpu_embedding.optimizers.row_optimizer import RowOptimizer
 
@@ -50,13 +50,18 @@ QUERIES = jnp.array([0, 1, 4, 5, 9, 10, 13, 14, 15, PADDING], jnp.int32)
 
 
 def run(keys, stack):
-    unique = dedup(keys, stack)
+    unique = dedup(
+        (keys,),
+        stack.num_shards,
+        stack.rows_per_shard,
+        keeps_duplicates=stack.keeps_duplicates,
+    )
     by_shard = jnp.array([7, 3, 5], jnp.int32)
     return (
         unique,
-        count_below(QUERIES, unique),
+        count_below((QUERIES,), unique),
         broadcast_to_ids(by_shard, unique),
-        key_at_rank(jnp.arange(12, dtype=jnp.int32), unique),
+        id_at_rank(jnp.arange(12, dtype=jnp.int32), unique)[0],
     )
 
 

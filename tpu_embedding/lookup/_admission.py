@@ -9,7 +9,7 @@ from jaxtyping import Array, Bool, UInt32
 
 from tpu_embedding.dynamic import AdmitAfter, Dynamic
 from tpu_embedding.lookup._owned_ids import (
-    OwnedIds,
+    MixedIds,
     Pass,
     add_to_elements,
     read_elements,
@@ -25,7 +25,7 @@ _TOTAL_LANE: Final = LINE_LANES - 1
 
 def admit(
     directory: IdDirectory,
-    ids: OwnedIds,
+    ids: MixedIds,
     is_unknown: Bool[Array, " ids"],
     dynamic: Dynamic,
     now: UInt32[Array, ""],
@@ -47,7 +47,7 @@ def admit(
     return dataclasses.replace(directory, sketch=sketch), is_admitted
 
 
-def _counters(ids: OwnedIds) -> tuple[Array, Array]:
+def _counters(ids: MixedIds) -> tuple[Array, Array]:
     """Returns the lanes of the two counters of each id."""
     lanes = np.uint32(_TOTAL_LANE)
     first, second = ids.second % lanes, ids.second // lanes % lanes
@@ -56,7 +56,7 @@ def _counters(ids: OwnedIds) -> tuple[Array, Array]:
 
 def _count_in_sketch(
     sketch: UInt32[Array, "buckets _"],
-    ids: OwnedIds,
+    ids: MixedIds,
     is_counted: Bool[Array, " ids"],
     rule: AdmitAfter,
     now: UInt32[Array, ""],
