@@ -18,7 +18,7 @@ from tests.update.update_cases import (
 )
 from tpu_embedding.rows import consecutive_rows
 from tpu_embedding.update.apply import apply_gradient, init_state
-from tpu_embedding.update.table_writer import RoundingWriter
+from tpu_embedding.update.table_writer import bits_of_rows
 
 SIZES = [5, 1, 6]
 DIM = 3
@@ -32,8 +32,7 @@ def random_bits(sizes, num_devices, *, step=0, occurrence=0):
     row_ids = np.arange(stack.rows_per_shard, dtype=np.int32)
 
     def run(row_ids):
-        writer = RoundingWriter(stack=stack, step=jnp.int32(step))
-        return writer._random_bits(row_ids, occurrence)
+        return bits_of_rows(row_ids, jnp.int32(step), occurrence, stack)
 
     shards = sharded(plan, run)([row_ids] * num_devices)
     rows = np.stack([np.asarray(x) for x in shards], axis=1).reshape(-1, DIM)
