@@ -8,7 +8,7 @@ import numpy as np
 from jaxtyping import Array, Bool, UInt32
 
 from tpu_embedding.dynamic import AdmitAfter, Dynamic
-from tpu_embedding.lookup._owned_ids import (
+from tpu_embedding.lookup._mixed_ids import (
     MixedIds,
     Pass,
     add_to_elements,

@@ -24,7 +24,7 @@ from tpu_embedding.dynamic import (
 )
 from tpu_embedding.lookup._admission import admit
 from tpu_embedding.lookup._dedup import rank_unique
-from tpu_embedding.lookup._owned_ids import MixedIds, Pass, read_elements, set_elements
+from tpu_embedding.lookup._mixed_ids import MixedIds, Pass, read_elements, set_elements
 from tpu_embedding.lookup._running_sums import running_sum
 from tpu_embedding.plan.dynamic_rows import DynamicTablePlan
 from tpu_embedding.rows.id_directory import IdDirectory, NewRows

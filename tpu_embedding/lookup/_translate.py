@@ -26,7 +26,7 @@ from tpu_embedding.lookup._directory import (
     no_counts,
 )
 from tpu_embedding.lookup._exchange import exchange
-from tpu_embedding.lookup._owned_ids import MixedIds, Pass
+from tpu_embedding.lookup._mixed_ids import MixedIds, Pass
 from tpu_embedding.lookup._rounds import (
     Round,
     SentIds,
