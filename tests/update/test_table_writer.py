@@ -16,6 +16,7 @@ from tests.update.update_cases import (
     sharded,
     unshard,
 )
+from tpu_embedding.optimizers.table_rows import table_rows
 from tpu_embedding.rows import consecutive_rows
 from tpu_embedding.update.apply import apply_gradient, init_state
 from tpu_embedding.update.table_writer import bits_of_rows
@@ -88,12 +89,13 @@ class Table:
         return unshard(self.tables, self.num_rows)
 
 
-def sgd_that_sees_rows():
-    """SGD that is not elementwise, so the state keeps a dense gradient."""
+def sgd_that_asks_for_totals():
+    """SGD whose state keeps a dense gradient, as it asks for a total of the table."""
 
     def update(updates, state, params=None):
         del params
-        return -(updates + 0 * updates.sum(axis=1, keepdims=True)), state
+        rows = table_rows(updates)
+        return -(updates + 0 * rows.per_row(rows.total(updates))), state
 
     return optax.GradientTransformation(lambda params: optax.EmptyState(), update)
 
@@ -102,7 +104,7 @@ RULES = {
     "touched": te.optimizers.sgd(1.0),
     "sequence": te.optimizers.in_sequence(te.optimizers.sgd(1.0)),
     "every_element": te.optimizers.every_row(te.optimizers.sgd(1.0)),
-    "every_row": te.optimizers.every_row(sgd_that_sees_rows()),
+    "every_row": te.optimizers.every_row(sgd_that_asks_for_totals()),
 }
 
 

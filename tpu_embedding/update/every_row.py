@@ -1,11 +1,11 @@
 """Updates every row of a table, touched or not.
 
-The rule runs over the table block by block, in place. An elementwise rule runs once for
-each round of the gradient, on the rows that the round covers.
+The rule runs over the table block by block, in place: once for each round of the
+gradient, on the rows that the round covers.
 
-Any other rule, and one that runs once per several steps, must see the gradient of all
-rounds. Its state keeps a dense gradient, a slot variable of the table's size. Each step
-adds its gradient to it, and the pass over the table clears it.
+A rule that asks for totals over the table, or runs once per several steps, must see the
+gradient of all rounds. Its state keeps a dense gradient, a slot variable of the table's
+size. Each step adds its gradient to it, and the pass over the table clears it.
 """
 
 import dataclasses
@@ -271,7 +271,10 @@ def _run_on_block(
     rows, inner, *kept = sweep.tree.unflatten(old)
     if writer.sets_rows:
         rows = jnp.zeros_like(rows)
-    gradient, touches = kept or sweep.of_round.of_block(start, size)
+    if sweep.of_round is None:
+        gradient, touches = kept
+    else:
+        gradient, touches = sweep.of_round.of_block(start, size)
     row_ids = start + jnp.arange(size, dtype=jnp.int32)
     known = dataclasses.replace(
         shard_rows(row_ids, touches > 0, all_reduce, stack),
