@@ -159,10 +159,9 @@ class DynamicTable:
         return sorted(free, key=value)
 
     def _admit(self, keys: list[tuple[int, int]], now: int) -> list[bool]:
-        match self.dynamic.admit:
-            case te.dynamic.AdmitAfter() as rule:
-                return self._count(keys, rule, now)
-        return [True] * len(keys)
+        if self.dynamic.admit is None:
+            return [True] * len(keys)
+        return self._count(keys, self.dynamic.admit, now)
 
     def _count(self, keys, rule, now):
         ids_per_halving = 16 * max(1, rule.count - 1)

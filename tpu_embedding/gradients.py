@@ -30,6 +30,7 @@ from tpu_embedding.plan.stack_plan import TrainedStackPlan
 from tpu_embedding.rows.opaque_row_ids import Sealed
 from tpu_embedding.rows.row_gradients import RowGradients
 from tpu_embedding.types import RowUpdates
+from tpu_embedding.xla import run_if
 
 __all__ = [
     "Gradients",
@@ -144,12 +145,7 @@ def update_if(condition: Any, update: Callable[[T], T], state: T) -> T:
             "Write te.gradients.update_if(condition, update, state)."
         )
 
-    def run_once(carry: tuple[Array, T]) -> tuple[Array, T]:
-        return jnp.zeros((), bool), update(carry[1])
-
-    # A loop of at most one turn: XLA copies the tables for a conditional.
-    condition = jnp.asarray(condition, bool)
-    return jax.lax.while_loop(lambda carry: carry[0], run_once, (condition, state))[1]
+    return run_if(condition, update, state)
 
 
 def scale(gradients: T, factor: Any) -> T:

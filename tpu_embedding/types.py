@@ -227,6 +227,26 @@ FeatureIds = (
 )
 
 
+def ids_of(feature: Any) -> Any:
+    """Returns the array of ids of a feature with a static shape."""
+    match feature:
+        case DenseIds():
+            return feature.ids
+        case ShardedRaggedIds():
+            return feature.values
+    return feature
+
+
+def with_ids(feature: Any, ids: Any) -> Any:
+    """Returns a feature with a static shape, with other ids in place of its own."""
+    match feature:
+        case DenseIds():
+            return dataclasses.replace(feature, ids=ids)
+        case ShardedRaggedIds():
+            return dataclasses.replace(feature, values=ids)
+    return ids
+
+
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RowUpdates:

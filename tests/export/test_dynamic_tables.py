@@ -26,7 +26,7 @@ ExportError = te.export.ExportError
 )
 def trained(request):
     num_devices, default_row = request.param
-    # Users that come once get no row, so they train a learned default row.
+    # A user that came once has no row, and trains the learned default row.
     options = {"admit": te.dynamic.AdmitAfter(2)}
     trainer = DynamicTrainer(
         num_devices=num_devices, default_row=default_row, **options

@@ -9,7 +9,7 @@ import pytest
 import tpu_embedding as te
 from tests.conftest import mesh_of
 from tpu_embedding.optimizers import NotRowLocalError, check_row_local
-from tpu_embedding.optimizers.probe import is_elementwise, probe_rule
+from tpu_embedding.optimizers.probe import probe_rule
 
 DIM = 8
 
@@ -137,20 +137,6 @@ def test_slots_that_a_difference_moves(name):
     assert slot.initial_value == 1
 
 
-@pytest.mark.parametrize(
-    ("rule", "expected"),
-    [
-        (optax.adam(0.1), True),
-        (te.optimizers.ftrl(0.1), True),
-        (optax.chain(optax.centralize(), optax.sgd(0.1)), False),
-        (te.optimizers.rowwise_adagrad(0.1), False),
-        (te.optimizers.lamb(0.1), False),
-    ],
-)
-def test_rules_of_elements(rule, expected):
-    assert is_elementwise(rule, DIM) is expected
-
-
 def of_rows(operation):
     return optax.stateless(operation)
 
@@ -177,12 +163,3 @@ MIXED = {
 def test_rows_that_are_mixed_only_sometimes_are_refused(case):
     with pytest.raises(NotRowLocalError):
         check_row_local(MIXED[case](), DIM)
-
-
-@pytest.mark.parametrize("bound", [0.1, 10.0, 100.0])
-def test_a_bound_of_the_norm_of_a_row_is_not_elementwise(bound):
-    def project(gradient, rows):
-        norm = jnp.sqrt(jnp.sum(rows**2, axis=-1, keepdims=True))
-        return -gradient + rows * (jnp.minimum(1.0, bound / norm) - 1.0)
-
-    assert not is_elementwise(of_rows(project), DIM)

@@ -92,7 +92,7 @@ MODES = {
         te.optimizers.every_row(te.optimizers.rowwise_adagrad(0.1)),
         "every",
         "sum",
-        True,
+        False,
     ),
     "collected": (
         te.optimizers.every_row(optax.sgd(0.1), gradient_steps=3),

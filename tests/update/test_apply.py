@@ -95,10 +95,10 @@ def test_every_element(dim, hardware):
     reference, table = Counted(rows), packed(rows, stack.layout)
     state = init_state(table, stack, plan)
     ranges = [tuple(map(np.int32, rows)) for rows in RANGES]
-    step = stepper(plan, stack, rounds, ranges)
+    step = sharded(plan, stepper(plan, stack, rounds, ranges))
     for seed in range(2):
         values = values_of(rounds, dim, seed)
-        table, state = step(table, state, values)
+        ((table, state),) = step([table], [state], [values])
         dense = np.zeros((NUM_ROWS, dim), np.float32)
         for ids, of_round in zip(rounds, values, strict=True):
             is_used = np.array(ids) != PADDING

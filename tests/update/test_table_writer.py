@@ -16,9 +16,10 @@ from tests.update.update_cases import (
     sharded,
     unshard,
 )
+from tpu_embedding.optimizers.table_rows import table_rows
 from tpu_embedding.rows import consecutive_rows
 from tpu_embedding.update.apply import apply_gradient, init_state
-from tpu_embedding.update.table_writer import RoundingWriter
+from tpu_embedding.update.table_writer import bits_of_rows
 
 SIZES = [5, 1, 6]
 DIM = 3
@@ -32,8 +33,7 @@ def random_bits(sizes, num_devices, *, step=0, occurrence=0):
     row_ids = np.arange(stack.rows_per_shard, dtype=np.int32)
 
     def run(row_ids):
-        writer = RoundingWriter(stack=stack, step=jnp.int32(step))
-        return writer._random_bits(row_ids, occurrence)
+        return bits_of_rows(row_ids, jnp.int32(step), occurrence, stack)
 
     shards = sharded(plan, run)([row_ids] * num_devices)
     rows = np.stack([np.asarray(x) for x in shards], axis=1).reshape(-1, DIM)
@@ -89,12 +89,13 @@ class Table:
         return unshard(self.tables, self.num_rows)
 
 
-def sgd_that_sees_rows():
-    """SGD that is not elementwise, so the state keeps a dense gradient."""
+def sgd_that_asks_for_totals():
+    """SGD whose state keeps a dense gradient, as it asks for a total of the table."""
 
     def update(updates, state, params=None):
         del params
-        return -(updates + 0 * updates.sum(axis=1, keepdims=True)), state
+        rows = table_rows(updates)
+        return -(updates + 0 * rows.per_row(rows.total(updates))), state
 
     return optax.GradientTransformation(lambda params: optax.EmptyState(), update)
 
@@ -103,7 +104,7 @@ RULES = {
     "touched": te.optimizers.sgd(1.0),
     "sequence": te.optimizers.in_sequence(te.optimizers.sgd(1.0)),
     "every_element": te.optimizers.every_row(te.optimizers.sgd(1.0)),
-    "every_row": te.optimizers.every_row(sgd_that_sees_rows()),
+    "every_row": te.optimizers.every_row(sgd_that_asks_for_totals()),
 }
 
 

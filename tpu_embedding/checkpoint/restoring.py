@@ -40,7 +40,7 @@ from tpu_embedding.checkpoint.restored_tables import (
     restored_tables,
 )
 from tpu_embedding.checkpoint.split_state import LayerState, SplitState
-from tpu_embedding.functional.following_slots import with_measured_totals
+from tpu_embedding.functional.following_slots import with_following_slots
 from tpu_embedding.functional.steps import init_slots
 from tpu_embedding.plan.plan import EmbeddingPlan
 from tpu_embedding.tables.slot_values import slot_values, with_slot_values
@@ -244,8 +244,12 @@ def _restored(layer: LayerState, saved: SavedTables, args: RestoreState) -> Laye
         return new
     new = restored_slots(new, saved, placed)
     # The tables may hold other rows than the saved ones, or round them otherwise.
-    slots = with_measured_totals(
-        new.slots or {}, dict(new.tables), saved.records, new.plan
+    slots = with_following_slots(
+        new.slots or {},
+        dict(new.tables),
+        dict.fromkeys(saved.records, 1),
+        new.plan,
+        parts="totals",
     )
     return dataclasses.replace(new, slots=slots)
 

@@ -24,7 +24,7 @@ from tpu_embedding.functional.following_slots import (
     with_table_values as with_table_values,
 )
 from tpu_embedding.functional.steps import LookupResult as LookupResult
-from tpu_embedding.functional.steps import Routed as Routed
+from tpu_embedding.functional.steps import Routing as Routing
 from tpu_embedding.functional.steps import activation_shapes as activation_shapes
 from tpu_embedding.functional.steps import apply_gradients as apply_gradients
 from tpu_embedding.functional.steps import compute_gradients as compute_gradients

@@ -7,6 +7,7 @@ of training call it. All other functions see row numbers, as those of a static t
 
 import dataclasses
 import functools
+import math
 from collections.abc import Sequence
 from typing import Any, Final
 
@@ -16,13 +17,13 @@ import jax.numpy as jnp
 import numpy as np
 from jax.experimental import multihost_utils
 from jax.sharding import PartitionSpec
-from jaxtyping import Array, Int
+from jaxtyping import Array
 
 from tpu_embedding.argument_checks import describe_value
 from tpu_embedding.field_checks import is_int
 from tpu_embedding.inputs.shard_inputs import feature_shape, positions_of
 from tpu_embedding.inputs.wide_ids import narrow_ids
-from tpu_embedding.lookup._directory import Counts, NewRows, no_counts
+from tpu_embedding.lookup._directory import Counts, no_counts
 from tpu_embedding.lookup._flatten_to_owners import leaves_out_weights
 from tpu_embedding.lookup._translate import SourceIds, find_rows, insert_rows
 from tpu_embedding.plan.check_rows import check_slots, check_tables
@@ -31,16 +32,17 @@ from tpu_embedding.plan.features import FeaturePlan
 from tpu_embedding.plan.plan import EmbeddingPlan
 from tpu_embedding.plan.shard_map import in_auto_axes, on_shards
 from tpu_embedding.plan.stack_plan import StackPlan
-from tpu_embedding.rows.id_directory import IdDirectory, directory_name
+from tpu_embedding.rows.id_directory import IdDirectory, NewRows, directory_name
 from tpu_embedding.rows.id_mixing import NO_ID, unmix_ids
 from tpu_embedding.types import (
-    DenseIds,
     DynamicStats,
     Ids64,
     RaggedIds,
     RowIds,
     ShardedRaggedIds,
     SparseIds,
+    ids_of,
+    with_ids,
 )
 from tpu_embedding.update.partition_specs import slot_specs
 from tpu_embedding.update.start_rows import start_rows
@@ -148,7 +150,7 @@ def insert_ids(
       >>> int(result.stats["table_0"].inserts)
       2
     """
-    _refuse_narrow(features, plan)
+    features = _with_words(features, plan)
     return _insert_ids(tables, slots, features, _clock(now), plan)
 
 
@@ -179,35 +181,61 @@ def _insert_ids(
     now: Any,
     plan: EmbeddingPlan,
 ) -> InsertResult:
-    batch_plan = plan.for_batch(features)
-    leaves = batch_plan.flatten(features)
-    stacks = _dynamic_stacks(leaves, batch_plan)
-    check_tables(tables, stacks)
-    check_slots(slots, [s for s in plan.trained_stacks if s in stacks])
-    stats = {}
-    for stack in stacks:
+    batch = _DynamicBatch(features, plan)
+    check_tables(tables, batch.stacks)
+    check_slots(slots, [s for s in plan.trained_stacks if s in batch.stacks])
+    if now is not None:
+        is_clock = now > 0
+        if now.dtype.itemsize == 8:
+            is_clock &= now < 2**32
+        now = jnp.where(is_clock, now, 0).astype(jnp.uint32)
+    for stack in batch.stacks:
         name = directory_name(stack.name)
-        directory, rows, state, translated, found = _insert_in_stack(
-            tables[name],
-            tables[stack.name],
-            slots.get(stack.name),
-            _features_of(stack, leaves, batch_plan),
-            now,
+        state = slots.get(stack.name)
+        specs = (stack.rows_spec, stack.rows_spec, _slot_specs(state, stack, plan))
+        tables[name], tables[stack.name], state = batch.translate(
+            functools.partial(_insert_shard, stack=stack, plan=plan),
+            (tables[name], tables[stack.name], state, now),
+            (*specs, PartitionSpec()),
+            specs,
             stack,
-            batch_plan,
         )
-        tables = {**tables, name: directory, stack.name: rows}
         if state is not None:
-            slots = {**slots, stack.name: state}
-        for i, leaf in translated.items():
-            leaves[i] = leaf
-        stats |= found
+            slots[stack.name] = state
     return InsertResult(
-        tables=tables,
-        slots=slots,
-        features=batch_plan.unflatten(leaves),
-        stats=stats,
+        tables=tables, slots=slots, features=batch.features, stats=batch.stats
     )
+
+
+def _slot_specs(state: Any, stack: StackPlan, plan: EmbeddingPlan) -> Any:
+    return slot_specs({stack.name: state}, plan)[stack.name]
+
+
+def _insert_shard(
+    directory: IdDirectory,
+    table: Any,
+    state: Any,
+    now: Any,
+    sources: list[SourceIds],
+    stack: StackPlan,
+    plan: EmbeddingPlan,
+) -> tuple[Any, list[Array], DynamicStats]:
+    """Gives the new ids of a batch rows, which start as new. Per shard."""
+    clock = directory.clock[0]
+    if now is not None:
+        clock = jnp.where(now > 0, now, clock)
+        directory = dataclasses.replace(directory, clock=clock[None])
+
+    def start(rows, new: NewRows):
+        table, state = rows
+        reduce = across_shards(stack, plan)
+        return start_rows(table, state, new, directory.init_keys, stack, reduce)
+
+    directory, rows, found, hits, counts = insert_rows(
+        directory, start, (table, state), sources, clock, stack, plan
+    )
+    stats = _stats(sources, hits, counts, directory, stack, plan)
+    return (directory, *rows), found, stats
 
 
 def find_ids(tables: dict[str, Any], features: Any, plan: EmbeddingPlan) -> FindResult:
@@ -221,121 +249,117 @@ def find_ids(tables: dict[str, Any], features: Any, plan: EmbeddingPlan) -> Find
     Returns:
       The batch with row numbers, and counts.
     """
-    _refuse_narrow(features, plan)
-    return _find_ids(tables, features, plan)
+    return _find_ids(tables, _with_words(features, plan), plan)
 
 
 @functools.partial(jax.jit, static_argnames="plan")
 def _find_ids(tables: dict[str, Any], features: Any, plan: EmbeddingPlan) -> FindResult:
-    plan = plan.for_batch(features)
-    leaves = plan.flatten(features)
-    stats = {}
-    for stack in _dynamic_stacks(leaves, plan):
-        translated, found = _find_in_stack(
-            tables[directory_name(stack.name)],
-            _features_of(stack, leaves, plan),
+    batch = _DynamicBatch(features, plan)
+
+    def find_shard(directory, sources, stack):
+        rows, hits = find_rows(directory, sources, stack, plan)
+        counts = no_counts(len(stack.tables))
+        return (), rows, _stats(sources, hits, counts, directory, stack, plan)
+
+    for stack in batch.stacks:
+        batch.translate(
+            functools.partial(find_shard, stack=stack),
+            (tables[directory_name(stack.name)],),
+            (stack.rows_spec,),
+            (),
             stack,
-            plan,
         )
-        for i, leaf in translated.items():
-            leaves[i] = leaf
-        stats |= found
-    return FindResult(features=plan.unflatten(leaves), stats=stats)
+    return FindResult(features=batch.features, stats=batch.stats)
 
 
-def _find_in_stack(
-    directory: IdDirectory,
-    of_stack: dict[int, Any],
-    stack: StackPlan,
-    plan: EmbeddingPlan,
-) -> tuple[dict[int, Any], dict[str, DynamicStats]]:
-    members = dynamic_tables(stack)
+class _DynamicBatch:
+    """A batch whose ids of dynamic tables are replaced by rows, stack by stack.
 
-    def find_shard(directory, words):
-        sources = _sources(words, of_stack, members)
-        rows, hits = find_rows(directory, sources, members, stack, plan)
-        counts = no_counts(len(members))
-        return rows, _totals(sources, hits, counts, directory, stack, plan)
+    It exists while a step is traced.
 
-    def find(directory, values):
-        leaves = _with_values(of_stack, values)
-        rows, counts = on_shards(
-            find_shard,
-            plan,
-            in_specs=(stack.rows_spec, plan.sample_spec),
-            out_specs=(plan.sample_spec, PartitionSpec()),
-        )(directory, [_words_of(leaf, plan) for leaf in leaves])
-        return _shaped_like(leaves, rows), counts
+    Attributes:
+      stacks: stacks of dynamic tables whose features hold ids.
+      stats: table name to counts, of the stacks that are done.
+    """
 
-    values = [leaf.value for leaf in of_stack.values()]
-    out_specs = (_row_specs(of_stack, plan), PartitionSpec())
-    rows, counts = in_auto_axes(find, plan, out_specs)(directory, values)
-    return _translated(of_stack, rows), _stats_of(counts, stack)
+    def __init__(self, features: Any, plan: EmbeddingPlan):
+        self.plan = plan.for_batch(features)
+        self.leaves = self.plan.flatten(features)
+        self.stats: dict[str, DynamicStats] = {}
+        pairs = zip(self.leaves, self.plan.features, strict=True)
+        self.raw = [i for i, pair in enumerate(pairs) if holds_raw_ids(*pair)]
+        wanted = {self.plan.features[i].stack_index for i in self.raw}
+        self.stacks = [self.plan.stacks[i] for i in sorted(wanted)]
 
+    @property
+    def features(self) -> Any:
+        """The batch, with `RowIds` for the features of stacks that are done."""
+        return self.plan.unflatten(self.leaves)
 
-def _insert_in_stack(
-    directory: IdDirectory,
-    table: Any,
-    state: Any,
-    of_stack: dict[int, Any],
-    now: Any,
-    stack: StackPlan,
-    plan: EmbeddingPlan,
-) -> tuple[IdDirectory, Any, Any, dict[int, Any], dict[str, DynamicStats]]:
-    members = dynamic_tables(stack)
+    def translate(
+        self,
+        translate_shard: Any,
+        arrays: tuple[Any, ...],
+        specs: Any,
+        out_specs: Any,
+        stack: StackPlan,
+    ) -> Any:
+        """Replaces the ids of the features of a stack by rows.
 
-    def insert_shard(directory, table, state, words, now):
-        sources = _sources(words, of_stack, members)
-        clock = directory.clock[0]
-        if now is not None:
-            clock = jnp.where(now > 0, now, clock)
-            directory = dataclasses.replace(directory, clock=clock[None])
+        Args:
+          translate_shard: called as `translate_shard(*arrays, sources)` for each shard;
+            returns new arrays, the rows per source, and the counts.
+          arrays: directory, table and others, global.
+          specs: partitions of the arrays.
+          out_specs: partitions of the new arrays.
+          stack: plan of the stack.
 
-        def start(rows, new: NewRows):
-            table, state = rows
-            return start_rows(
-                table,
-                state,
-                new.rows,
-                (new.first, new.second),
-                new.tables,
-                new.count,
-                directory.init_keys,
-                stack,
-                across_shards(stack, plan),
-            )
+        Returns:
+          The new arrays.
+        """
+        plan = self.plan
+        positions = [
+            i for i in self.raw if plan.stacks[plan.features[i].stack_index] is stack
+        ]
+        features = [plan.features[i] for i in positions]
+        offsets = [table.row_offset for table in stack.tables]
 
-        directory, rows, found, hits, counts = insert_rows(
-            directory, start, (table, state), sources, members, clock, stack, plan
-        )
-        totals = _totals(sources, hits, counts, directory, stack, plan)
-        return directory, rows, found, totals
+        def run(arrays, leaves):
+            words = [
+                _flat_words(leaf, feature, plan)
+                for leaf, feature in zip(leaves, features, strict=True)
+            ]
 
-    spec = stack.rows_spec
-    state_spec = slot_specs({stack.name: state}, plan)[stack.name]
+            def run_shard(arrays, words):
+                sources = [
+                    SourceIds(*of_feature, table=offsets.index(feature.row_offset))
+                    for of_feature, feature in zip(words, features, strict=True)
+                ]
+                return translate_shard(*arrays, sources)
 
-    def insert(directory, table, state, values, now):
-        leaves = _with_values(of_stack, values)
-        directory, rows, found, counts = on_shards(
-            insert_shard,
-            plan,
-            in_specs=(spec, spec, state_spec, plan.sample_spec, PartitionSpec()),
-            out_specs=(spec, (spec, state_spec), plan.sample_spec, PartitionSpec()),
-        )(directory, table, state, [_words_of(leaf, plan) for leaf in leaves], now)
-        return directory, rows, _shaped_like(leaves, found), counts
+            arrays, rows, stats = on_shards(
+                run_shard,
+                plan,
+                in_specs=(specs, plan.sample_spec),
+                out_specs=(out_specs, plan.sample_spec, PartitionSpec()),
+            )(arrays, words)
+            shapes = [ids_of(leaf).shape for leaf in leaves]
+            rows = [
+                of_feature[: math.prod(shape)].reshape(shape)
+                for of_feature, shape in zip(rows, shapes, strict=True)
+            ]
+            return arrays, rows, stats
 
-    if now is not None:
-        is_clock = now > 0
-        if now.dtype.itemsize == 8:
-            is_clock &= now < 2**32
-        now = jnp.where(is_clock, now, 0).astype(jnp.uint32)
-    values = [leaf.value for leaf in of_stack.values()]
-    out_specs = (spec, (spec, state_spec), _row_specs(of_stack, plan), PartitionSpec())
-    directory, (table, state), found, counts = in_auto_axes(insert, plan, out_specs)(
-        directory, table, state, values, now
-    )
-    translated = _translated(of_stack, found)
-    return directory, table, state, translated, _stats_of(counts, stack)
+        leaves = [self.leaves[i] for i in positions]
+        row_specs = [_spec_of(leaf, plan) for leaf in leaves]
+        new_arrays, rows, stats = in_auto_axes(
+            run, plan, (out_specs, row_specs, PartitionSpec())
+        )(arrays, leaves)
+        for i, of_feature in zip(positions, rows, strict=True):
+            self.leaves[i] = RowIds(with_ids(self.leaves[i], of_feature))
+        for i, table in enumerate(stack.tables):
+            self.stats[table.name] = jax.tree.map(lambda x, i=i: x[i], stats)
+        return new_arrays
 
 
 def dynamic_rows(tables: dict[str, Any], plan: EmbeddingPlan) -> dict[str, DynamicRows]:
@@ -448,85 +472,48 @@ def raw_feature(features: Any, plan: EmbeddingPlan) -> str | None:
     return next((x.name for leaf, x in pairs if holds_raw_ids(leaf, x)), None)
 
 
-def _dynamic_stacks(leaves: Sequence[Any], plan: EmbeddingPlan) -> list[StackPlan]:
-    """Returns the stacks of dynamic tables whose features hold ids."""
-    wanted = {
-        feature.stack_index
-        for leaf, feature in zip(leaves, plan.features, strict=True)
-        if holds_raw_ids(leaf, feature)
-    }
-    return [plan.stacks[i] for i in sorted(wanted)]
-
-
-def _features_of(
-    stack: StackPlan, leaves: Sequence[Any], plan: EmbeddingPlan
-) -> dict[int, Any]:
-    """Returns the leaves of a stack that hold ids, by position; see `_Leaf`."""
-    return {
-        i: _Leaf(leaves[i], plan.features[i])
-        for i in plan.features_of(stack)
-        if not isinstance(leaves[i], RowIds)
-    }
-
-
-@dataclasses.dataclass(frozen=True)
-class _Leaf:
-    """A feature of a batch and its plan."""
-
-    value: Any
-    feature: FeaturePlan
-
-
-def _ids_in(leaf: _Leaf) -> Any:
-    """Returns the array of ids of a feature."""
-    match leaf.value:
-        case DenseIds():
-            return leaf.value.ids
-        case ShardedRaggedIds():
-            return leaf.value.values
-        case RaggedIds() | SparseIds():
-            raise TypeError(
-                f"Feature {leaf.feature.name!r} is a {type(leaf.value).__name__}, "
-                "whose size changes from batch to batch; pass the batch through "
-                "prepare first."
-            )
-    return leaf.value
-
-
-def _refuse_narrow(features: Any, plan: EmbeddingPlan) -> None:
-    """Refuses integers of 32 bits, which may be the lower halves of ids.
+def _with_words(features: Any, plan: EmbeddingPlan) -> Any:
+    """Returns the batch with `Ids64` as the ids of all features of dynamic tables.
 
     Raises:
-      TypeError: if a feature of a dynamic table holds such integers.
+      TypeError: if a feature holds integers of 32 bits, which may be the lower halves
+        of ids, or has no static shape.
     """
     plan = plan.for_batch(features)
-    for value, feature in zip(plan.flatten(features), plan.features, strict=True):
-        if feature.table.dynamic is None or isinstance(value, RowIds):
+    leaves = plan.flatten(features)
+    for i, feature in enumerate(plan.features):
+        if not holds_raw_ids(leaves[i], feature):
             continue
-        ids = _ids_in(_Leaf(value, feature))
-        is_wide = isinstance(ids, jax.Array) and ids.dtype.itemsize == 8
-        if not isinstance(ids, Ids64) and not is_wide:
-            found = getattr(ids, "dtype", type(ids).__name__)
-            raise narrow_ids(str(found), feature)
+        if isinstance(leaves[i], RaggedIds | SparseIds):
+            raise TypeError(
+                f"Feature {feature.name!r} is a {type(leaves[i]).__name__}, whose size "
+                "changes from batch to batch; pass the batch through prepare first."
+            )
+        ids = ids_of(leaves[i])
+        if isinstance(ids, Ids64):
+            continue
+        if not isinstance(ids, jax.Array) or ids.dtype.itemsize < 8:
+            raise narrow_ids(str(getattr(ids, "dtype", type(ids).__name__)), feature)
+        leaves[i] = with_ids(leaves[i], Ids64.of_array(ids))
+    return plan.unflatten(leaves)
 
 
-def _with_values(of_stack: dict[int, Any], values: Sequence[Any]) -> list[Any]:
-    return [
-        dataclasses.replace(leaf, value=value)
-        for leaf, value in zip(of_stack.values(), values, strict=True)
-    ]
-
-
-def _words_of(leaf: _Leaf, plan: EmbeddingPlan) -> tuple[Array, Array, Array]:
+def _flat_words(
+    leaf: Any, feature: FeaturePlan, plan: EmbeddingPlan
+) -> tuple[Array, Array, Array]:
     """Returns the words of a feature's ids, and which may get rows. Global.
 
     They are filled up for the devices.
     """
-    ids = _ids_in(leaf)
-    if not isinstance(ids, Ids64):
-        ids = Ids64.of_array(jnp.asarray(ids))
-    inserts = jnp.full(ids.shape, not leaf.feature.config.find_only)
-    inserts &= _is_looked_up(leaf, plan)
+    ids = ids_of(leaf)
+    inserts = jnp.full(ids.shape, not feature.config.find_only)
+    # Ids that add nothing to a lookup need no row.
+    weights = getattr(leaf, "weights", None)
+    if weights is not None:
+        weights = jnp.asarray(weights)
+        inserts &= weights > 0 if leaves_out_weights(feature) else weights != 0
+    if length := feature_shape(leaf, feature, plan).sequence_length:
+        inserts &= _positions(leaf, plan) < length
     room = -ids.high.size % plan.num_shards
 
     def flat(values, fill):
@@ -536,138 +523,55 @@ def _words_of(leaf: _Leaf, plan: EmbeddingPlan) -> tuple[Array, Array, Array]:
     return flat(ids.high, NO_ID), flat(ids.low, NO_ID), flat(inserts, False)
 
 
-def _is_looked_up(leaf: _Leaf, plan: EmbeddingPlan) -> Any:
-    """Returns False for ids that add nothing to a lookup, which need no row. Global."""
-    ids, feature = leaf.value, leaf.feature
-    result: Any = True
-    weights = getattr(ids, "weights", None)
-    if weights is not None:
-        weights = jnp.asarray(weights)
-        is_left_out = weights <= 0 if leaves_out_weights(feature) else weights == 0
-        result = ~is_left_out
-    length = feature_shape(ids, feature, plan).sequence_length
-    if length:
-        result &= _positions(ids, plan) < length
-    return result
-
-
-def _positions(ids: Any, plan: EmbeddingPlan) -> Array:
+def _positions(leaf: Any, plan: EmbeddingPlan) -> Array:
     """Returns the position of each id in its sample. Global."""
-    if not isinstance(ids, ShardedRaggedIds):
-        shape = ids.ids.shape if isinstance(ids, DenseIds) else ids.shape
+    if not isinstance(leaf, ShardedRaggedIds):
+        shape = ids_of(leaf).shape
         if len(shape) == 1:
             return jnp.zeros(shape, jnp.int32)
         return jax.lax.broadcasted_iota(jnp.int32, shape, len(shape) - 1)
-    num_values = ids.values.shape[1]
+    num_values = leaf.values.shape[1]
 
     def of_shard(row_splits):
         return positions_of(row_splits[0], num_values)[None]
 
     spec = plan.sample_spec
     on_all = on_shards(of_shard, plan, in_specs=spec, out_specs=spec)
-    return on_all(jnp.asarray(ids.row_splits))
+    return on_all(jnp.asarray(leaf.row_splits))
 
 
-def _shaped_like(leaves: Sequence[_Leaf], rows: Sequence[Array]) -> list[Array]:
-    """Returns the rows of each feature in the shape of its ids."""
-    shapes = [_ids_in(leaf).shape for leaf in leaves]
-    return [
-        of_feature[: int(np.prod(shape))].reshape(shape)
-        for shape, of_feature in zip(shapes, rows, strict=True)
-    ]
+def _spec_of(leaf: Any, plan: EmbeddingPlan) -> PartitionSpec:
+    """Returns the partition of the rows of a feature, on explicit axes."""
+    if isinstance(leaf, ShardedRaggedIds):
+        return plan.sample_spec
+    divides = ids_of(leaf).shape[0] % plan.num_shards == 0
+    return plan.batch_sharding.spec if divides else PartitionSpec()
 
 
-def _row_specs(of_stack: dict[int, Any], plan: EmbeddingPlan) -> list[PartitionSpec]:
-    """Returns the partition of the rows of each feature, on explicit axes."""
-    specs = []
-    for leaf in of_stack.values():
-        if isinstance(leaf.value, ShardedRaggedIds):
-            specs.append(plan.sample_spec)
-            continue
-        divides = _ids_in(leaf).shape[0] % plan.num_shards == 0
-        specs.append(plan.batch_sharding.spec if divides else PartitionSpec())
-    return specs
-
-
-def _with_rows(leaf: _Leaf, rows: Int[Array, "..."]) -> RowIds:
-    """Returns the feature with row numbers in place of its ids."""
-    match leaf.value:
-        case DenseIds():
-            return RowIds(dataclasses.replace(leaf.value, ids=rows))
-        case ShardedRaggedIds():
-            return RowIds(dataclasses.replace(leaf.value, values=rows))
-    return RowIds(rows)
-
-
-def _translated(of_stack: dict[int, Any], rows: Sequence[Array]) -> dict[int, RowIds]:
-    return {
-        i: _with_rows(leaf, found)
-        for (i, leaf), found in zip(of_stack.items(), rows, strict=True)
-    }
-
-
-def _sources(
-    words: Sequence[tuple[Array, Array, Array]],
-    of_stack: dict[int, Any],
-    members: Sequence[DynamicTablePlan],
-) -> list[SourceIds]:
-    offsets = [member.table.row_offset for member in members]
-    return [
-        SourceIds(
-            high=high,
-            low=low,
-            inserts=inserts,
-            table=offsets.index(leaf.feature.row_offset),
-        )
-        for (high, low, inserts), leaf in zip(words, of_stack.values(), strict=True)
-    ]
-
-
-def _totals(
+def _stats(
     sources: Sequence[SourceIds],
     hits: Sequence[Array],
     counts: Counts,
     directory: IdDirectory,
     stack: StackPlan,
     plan: EmbeddingPlan,
-) -> Any:
-    """Adds counts over the devices; those of owners are the same on all copies."""
-    places = [
-        jnp.sum(~((x.high == NO_ID) & (x.low == NO_ID)), dtype=jnp.int32)
-        for x in sources
-    ]
-    zero = jnp.int32(0)
-    of_places = [
-        jnp.stack(
-            [
-                sum(
-                    (n for n, x in zip(numbers, sources, strict=True) if x.table == i),
-                    zero,
-                )
-                for i in range(len(stack.tables))
-            ]
-        )
-        for numbers in (places, hits)
-    ]
-    of_owners = (counts, directory.used_rows)
+) -> DynamicStats:
+    """Returns the counts of all devices, `[tables]` each. Per shard."""
+    num_tables = len(stack.tables)
+
+    def by_table(numbers):
+        """Adds the numbers of the features of each table."""
+        sums = [jnp.int32(0)] * num_tables
+        for number, source in zip(numbers, sources, strict=True):
+            sums[source.table] += number
+        return jnp.stack(sums)
+
+    num_ids = [jnp.sum(x.is_id, dtype=jnp.int32) for x in sources]
+    of_samples = by_table(num_ids), by_table(hits)
+    of_owners = counts._asdict() | {"used_rows": directory.used_rows}
     if plan.mesh.size > 1:
-        of_places = jax.lax.psum(of_places, plan.sample_axes)
+        of_samples = jax.lax.psum(of_samples, plan.sample_axes)
     if stack.num_shards > 1:
+        # Copies of a shard have the same counts.
         of_owners = jax.lax.psum(of_owners, stack.shard_axes)
-    return of_places, of_owners
-
-
-def _stats_of(totals: Any, stack: StackPlan) -> dict[str, DynamicStats]:
-    (places, hits), (found, used) = totals
-    return {
-        table.name: DynamicStats(
-            ids=places[i],
-            hits=hits[i],
-            inserts=found.inserts[i],
-            evictions=found.evictions[i],
-            not_admitted=found.not_admitted[i],
-            no_place=found.no_place[i],
-            used_rows=used[i],
-        )
-        for i, table in enumerate(stack.tables)
-    }
+    return DynamicStats(ids=of_samples[0], hits=of_samples[1], **of_owners)

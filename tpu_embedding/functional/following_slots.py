@@ -6,26 +6,28 @@ Adafactor takes the scale of a table. When values are set, they must follow.
 """
 
 import functools
-from collections.abc import Collection, Mapping
-from typing import Any, Final, overload
+from collections.abc import Callable, Collection, Mapping
+from typing import Any, Final, Literal, overload
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec
 
-from tpu_embedding.functional.steps import init_slots
 from tpu_embedding.optimizers.probe import probe_rule
 from tpu_embedding.optimizers.rules._sums import CompensatedSum, is_sum
 from tpu_embedding.plan.plan import EmbeddingPlan
 from tpu_embedding.plan.shard_map import on_shards
 from tpu_embedding.plan.stack_plan import TrainedStackPlan
-from tpu_embedding.rows.consecutive_rows import blocks_of, read_block, write_block
+from tpu_embedding.rows.consecutive_rows import blocks_of, merge_block, read_block
 from tpu_embedding.rows.packed_rows import PackedRows, store_rows
 from tpu_embedding.tables import table_values
+from tpu_embedding.update.apply import init_state
+from tpu_embedding.update.every_row import KeptGradientState
 from tpu_embedding.update.lazy_update import is_slot
-from tpu_embedding.update.partition_specs import slot_specs, table_specs
+from tpu_embedding.update.partition_specs import slot_specs
 from tpu_embedding.update.shard_rows import rows_of_stack
+from tpu_embedding.update.table_writer import RoundedState
 
 _SAME: Final = 1e-5
 """Relative difference up to which a total keeps its bits when it is measured anew."""
@@ -130,7 +132,7 @@ def tables_with_followers(plan: EmbeddingPlan) -> frozenset[str]:
     return frozenset(
         table.name
         for stack in plan.trained_stacks
-        if any(_is_made_from_values(plan)[stack.name])
+        if any(_following_parts(stack))
         for table in stack.tables
     )
 
@@ -141,8 +143,12 @@ def with_following_slots(
     num_rows: Mapping[str, int],
     plan: EmbeddingPlan,
     old_tables: dict[str, PackedRows] | None = None,
+    *,
+    parts: Literal["all", "totals"] = "all",
 ) -> dict[str, Any]:
     """Returns slots whose state made from table values follows values that were set.
+
+    A total over a table that its values confirm keeps its bits.
 
     Args:
       slots: stack name to optimizer state.
@@ -151,203 +157,125 @@ def with_following_slots(
       plan: plan of the embedding layer.
       old_tables: the tables before; rows that did not change then keep their slot
         variables. None: all rows that were set changed.
+      parts: `"totals"` leaves slot variables as they are.
     """
-    flags = _is_made_from_values(plan)
-    return _with_parts(slots, tables, num_rows, plan, flags, old_tables)
-
-
-def with_measured_totals(
-    slots: Mapping[str, Any],
-    tables: dict[str, PackedRows],
-    names: Collection[str],
-    plan: EmbeddingPlan,
-) -> dict[str, Any]:
-    """Returns slots whose totals over the values of some tables are measured anew.
-
-    Slot variables stay. A total that the values confirm keeps its bits.
-
-    Args:
-      slots: stack name to optimizer state.
-      tables: stack name to packed rows.
-      names: the tables.
-      plan: plan of the embedding layer.
-    """
-    flags = {
-        name: tuple(
-            flag and not is_slot(atom)
-            for flag, atom in zip(
-                is_made, jax.tree.leaves(slots[name], is_leaf=_is_atom), strict=True
-            )
-        )
-        for name, is_made in _is_made_from_values(plan).items()
-        if name in slots
-    }
-    return _with_parts(slots, tables, dict.fromkeys(names, 1), plan, flags)
-
-
-def _with_parts(
-    slots: Mapping[str, Any],
-    tables: dict[str, PackedRows],
-    num_rows: Mapping[str, int],
-    plan: EmbeddingPlan,
-    flags: Mapping[str, tuple[bool, ...]],
-    old_tables: dict[str, PackedRows] | None = None,
-) -> dict[str, Any]:
-    """Returns slots with the parts that have flags made anew."""
-    atoms, limits, old = {}, {}, {}
-    for stack in plan.trained_stacks:
-        sizes = [num_rows.get(table.name, 0) for table in stack.tables]
-        if stack.name in slots and any(flags[stack.name]) and any(sizes):
-            all_atoms = jax.tree.leaves(slots[stack.name], is_leaf=_is_atom)
-            atoms[stack.name] = _chosen(all_atoms, flags[stack.name])
-            limits[stack.name] = np.asarray(sizes, np.int32)
-            old[stack.name] = None if old_tables is None else old_tables[stack.name]
-    if not atoms:
-        return dict(slots)
-    trained = {s.name: tables[s.name] for s in plan.trained_stacks if s.name in tables}
-    wanted = tuple((name, flags[name]) for name in atoms)
-    new_atoms = _follow(atoms, trained, old, limits, plan, wanted)
     result = dict(slots)
-    for name, of_stack in new_atoms.items():
-        leaves, structure = jax.tree.flatten(slots[name], is_leaf=_is_atom)
-        new = iter(of_stack)
-        result[name] = structure.unflatten(
-            [
-                next(new) if flag else leaf
-                for leaf, flag in zip(leaves, flags[name], strict=True)
-            ]
-        )
+    for stack in plan.trained_stacks:
+        num_set = [num_rows.get(table.name, 0) for table in stack.tables]
+        if stack.name in slots and any(_following_parts(stack)) and any(num_set):
+            old_table = None if old_tables is None else old_tables[stack.name]
+            result[stack.name] = _follow(
+                slots[stack.name],
+                tables[stack.name],
+                old_table,
+                np.asarray(num_set, np.int32),
+                stack,
+                plan,
+                parts,
+            )
     return result
 
 
-def _is_made_from_values(plan: EmbeddingPlan) -> dict[str, tuple[bool, ...]]:
-    """Returns which parts of each stack's state are made from the table's values."""
-    return {stack.name: _follows(stack) for stack in plan.trained_stacks}
-
-
-@functools.lru_cache(maxsize=256)
-def _follows(stack: TrainedStackPlan) -> tuple[bool, ...]:
-    """Returns True for slots that start from rows, and for sums of each table."""
-    rows = jax.ShapeDtypeStruct((1, stack.dim), jnp.float32)
-    state = jax.eval_shape(stack.optimizer.init, rows)
-    probed = iter(probe_rule(stack.optimizer, stack.dim).leaves)
-    # A kept gradient, its touches and its step come first, and a step of rounding.
-    num_before = 3 * stack.optimizer.keeps_gradient
-    num_before += stack.layout.narrow_dtype is not None
-    flags = [False] * num_before
-    for part in jax.tree.leaves(state, is_leaf=is_sum):
-        slots = [next(probed) for _ in jax.tree.leaves(part)]
-        if is_sum(part):
-            # The other sum of Adafactor, its clock, is a scalar.
-            flags.append(part.value.ndim == 1)
-        else:
-            (slot,) = slots
-            flags.append(slot is not None and slot.starts_from_rows)
-    return tuple(flags)
-
-
-def _is_atom(node: Any) -> bool:
-    """Returns True for a part of a state that follows as a whole, or not at all."""
-    return is_slot(node) or is_sum(node)
-
-
-def _chosen(atoms: list[Any], flags: tuple[bool, ...]) -> list[Any]:
-    return [atom for atom, flag in zip(atoms, flags, strict=True) if flag]
-
-
-@functools.partial(jax.jit, static_argnames=("plan", "wanted"))
+@functools.partial(jax.jit, static_argnames=("stack", "plan", "parts"))
 def _follow(
-    atoms: dict[str, list[Any]],
-    tables: dict[str, PackedRows],
-    old_tables: dict[str, PackedRows | None],
-    limits: dict[str, jax.Array],
+    state: Any,
+    table: PackedRows,
+    old_table: PackedRows | None,
+    num_set: jax.Array,
+    stack: TrainedStackPlan,
     plan: EmbeddingPlan,
-    wanted: tuple[tuple[str, tuple[bool, ...]], ...],
-) -> dict[str, list[Any]]:
-    """Returns the parts of states that follow, with those of the rows that were set."""
-    states = init_slots(tables, plan)
-    fresh = {
-        name: _chosen(jax.tree.leaves(states[name], is_leaf=_is_atom), flags)
-        for name, flags in wanted
-    }
-    stacks = [stack for stack in plan.trained_stacks if stack.name in atoms]
-    new_tables = {stack.name: tables[stack.name] for stack in stacks}
+    parts: Literal["all", "totals"],
+) -> Any:
+    """Returns the state of a stack with the parts of a new state that follow."""
 
-    def follow_shard(atoms, fresh, tables, old_tables, limits):
-        return {
-            stack.name: [
-                _merge(
-                    old,
-                    new,
-                    limits[stack.name],
-                    [x[stack.name] for x in (tables, old_tables) if x[stack.name]],
-                    stack,
-                )
-                for old, new in zip(atoms[stack.name], fresh[stack.name], strict=True)
-            ]
-            for stack in stacks
-        }
+    def follow_shard(state, table, old_table, num_set):
+        def new_of(kind: str, old: Any, new: Any) -> Any:
+            if kind == "total":
+                return _confirmed(old, new, num_set)
+            if kind == "slot" and parts == "all":
+                return _with_rows(old, new, table, old_table, num_set, stack)
+            return old
 
-    of_atoms, of_tables = slot_specs(atoms, plan), table_specs(new_tables, plan)
+        new = init_state(table, stack, plan)
+        return _map_rule_state(new_of, state, new, _following_parts(stack))
+
+    specs = slot_specs({stack.name: state}, plan)[stack.name]
+    rows = stack.rows_spec
     return on_shards(
         follow_shard,
         plan,
-        in_specs=(of_atoms, of_atoms, of_tables, of_tables, PartitionSpec()),
-        out_specs=of_atoms,
-    )(atoms, fresh, new_tables, old_tables, limits)
+        in_specs=(specs, rows, rows, PartitionSpec()),
+        out_specs=specs,
+    )(state, table, old_table, num_set)
 
 
-def _merge(
-    old: Any,
-    fresh: Any,
-    limits: jax.Array,
-    tables: list[PackedRows],
-    stack: TrainedStackPlan,
+@functools.lru_cache(maxsize=256)
+def _following_parts(stack: TrainedStackPlan) -> tuple[str, ...]:
+    """Returns the kind of each part of a rule's state, "" for one that stays.
+
+    A `"slot"` starts from the rows, a `"total"` is the sum of each table.
+    """
+    row = jax.ShapeDtypeStruct((1, stack.dim), jnp.float32)
+    state = jax.eval_shape(stack.optimizer.init, row)
+    probed = iter(probe_rule(stack.optimizer, stack.dim).leaves)
+    kinds = []
+    for part in jax.tree.leaves(state, is_leaf=is_sum):
+        slots = [next(probed) for _ in jax.tree.leaves(part)]
+        # The other sum of Adafactor, its clock, is a scalar.
+        if is_sum(part):
+            kinds.append("total" if part.value.ndim == 1 else "")
+        else:
+            kinds.append("slot" if slots[0] and slots[0].starts_from_rows else "")
+    return tuple(kinds)
+
+
+def _map_rule_state(
+    function: Callable[[str, Any, Any], Any],
+    state: Any,
+    new: Any,
+    kinds: tuple[str, ...],
 ) -> Any:
-    """Returns a part of a state as it is for the rows that were set. Per shard."""
-    if is_slot(old):
-        return _merge_rows(old, fresh, limits, tables, stack)
+    """Returns the state with `function(kind, part, new part)` as parts of the rule."""
+    if isinstance(state, RoundedState | KeptGradientState):
+        inner = _map_rule_state(function, state.inner, new.inner, kinds)
+        return state._replace(inner=inner)
+    parts, tree = jax.tree.flatten(state, is_leaf=lambda x: is_slot(x) or is_sum(x))
+    return tree.unflatten(map(function, kinds, parts, tree.flatten_up_to(new)))
 
-    is_same = jnp.abs(old.value - fresh.value) <= _SAME * jnp.abs(fresh.value)
-    is_kept = is_same | (limits == 0)
-    return CompensatedSum(
-        jnp.where(is_kept, old.value, fresh.value),
-        jnp.where(is_kept, old.rest, fresh.rest),
+
+def _confirmed(
+    old: CompensatedSum, measured: CompensatedSum, num_set: jax.Array
+) -> CompensatedSum:
+    """Returns measured totals; the old ones where they agree, or nothing was set."""
+    is_same = jnp.abs(old.value - measured.value) <= _SAME * jnp.abs(measured.value)
+    return jax.tree.map(
+        lambda x, y: jnp.where(is_same | (num_set == 0), x, y), old, measured
     )
 
 
-def _merge_rows(
-    old: PackedRows,
-    fresh: PackedRows,
-    limits: jax.Array,
-    tables: list[PackedRows],
+def _with_rows(
+    slot: PackedRows,
+    new_slot: PackedRows,
+    table: PackedRows,
+    old_table: PackedRows | None,
+    num_set: jax.Array,
     stack: TrainedStackPlan,
 ) -> PackedRows:
-    blocks = blocks_of([x.layout for x in (old, fresh, *tables)])
+    """Returns a slot variable with new rows for those that were set. Per shard."""
 
-    def merge_block(start: Any, size: int, merged: PackedRows) -> PackedRows:
-        is_new = _is_set(start, size, limits, stack)
-        if len(tables) == 2:
-            new, before = (read_block(x, start, size) for x in tables)
-            is_equal = (new == before) | (jnp.isnan(new) & jnp.isnan(before))
+    def write(start: Any, size: int, slot: PackedRows) -> PackedRows:
+        is_used, of_stack = rows_of_stack(start + jnp.arange(size), stack)
+        is_new = jnp.zeros(size, bool)
+        for i, member in enumerate(stack.tables):
+            row = of_stack - member.row_offset
+            is_new |= is_used & (row >= 0) & (row < num_set[i])
+        if old_table is not None:
+            rows, before = (read_block(x, start, size) for x in (table, old_table))
+            is_equal = (rows == before) | (jnp.isnan(rows) & jnp.isnan(before))
             is_new &= ~jnp.all(is_equal, axis=1)
-        kept, rows = (read_block(x, start, size) for x in (merged, fresh))
-        is_new = is_new.reshape(-1, *[1] * (rows.ndim - 1))
-        rows = jnp.where(is_new, rows, kept)
-        return write_block(merged, start, store_rows(rows, old.layout))
+        new = store_rows(read_block(new_slot, start, size), slot.layout)
+        return merge_block(slot, start, new.reshape(size, -1), is_new)
 
-    merged = merge_block(*blocks.first, old)
-    return blocks.loop(lambda start, x: merge_block(start, blocks.size, x), merged)
-
-
-def _is_set(
-    start: Any, size: int, limits: jax.Array, stack: TrainedStackPlan
-) -> jax.Array:
-    """Returns True for the rows of a block that were set, `[size]`. Per shard."""
-    row_ids = start + jnp.arange(size, dtype=jnp.int32)
-    is_used, of_stack = rows_of_stack(row_ids, stack)
-    is_set = jnp.zeros(size, bool)
-    for i, table in enumerate(stack.tables):
-        row = of_stack - table.row_offset
-        is_set |= (row >= 0) & (row < limits[i])
-    return is_set & is_used
+    blocks = blocks_of([x.layout for x in (slot, table)])
+    slot = write(*blocks.first, slot)
+    return blocks.loop(lambda start, slot: write(start, blocks.size, slot), slot)

@@ -33,9 +33,9 @@ from tpu_embedding.rows.id_directory import directory_name
 from tpu_embedding.rows.id_mixing import NO_ID, mix_ids, multiply_high
 from tpu_embedding.types import (
     PADDING_ROW_ID,
-    DenseIds,
     Ids64,
-    ShardedRaggedIds,
+    ids_of,
+    with_ids,
 )
 
 
@@ -81,7 +81,7 @@ def serve(
         name = table_of(feature, plan)
         if feature.table.dynamic is not None:
             keys = tables[directory_name(name)]
-            ids = _with_rows(ids, feature.table.dynamic, keys)
+            ids = with_ids(ids, _find(ids_of(ids), feature.table.dynamic, keys))
         activations.append(_serve_feature(tables[name], ids, feature, plan, one_shard))
     call = ServedCall(ids=plan.flatten(features), plan=plan)
     return plan.unflatten(activations), call
@@ -93,7 +93,7 @@ def table_of(feature: FeaturePlan, plan: EmbeddingPlan) -> str:
     return next(t.name for t in tables if t.row_offset == feature.row_offset)
 
 
-def read_rows(
+def _rows_of_table(
     table: Shaped[Array, "rows _"], row_ids: Int[Array, " ids"]
 ) -> Float[Array, "ids dim"]:
     """Gathers rows as float32; zeros for `PADDING_ROW_ID`.
@@ -104,15 +104,6 @@ def read_rows(
     """
     rows = table.at[row_ids].get(mode="fill", fill_value=0)
     return _decode(rows) if table.dtype == jnp.uint8 else rows.astype(jnp.float32)
-
-
-def _with_rows(ids: Any, dynamic: Dynamic, keys: UInt32[Array, "buckets _"]) -> Any:
-    """Replaces the ids of a feature of a dynamic table by their rows."""
-    if isinstance(ids, DenseIds):
-        return dataclasses.replace(ids, ids=_find(ids.ids, dynamic, keys))
-    if isinstance(ids, ShardedRaggedIds):
-        return dataclasses.replace(ids, values=_find(ids.values, dynamic, keys))
-    return _find(ids, dynamic, keys)
 
 
 def _find(ids: Any, dynamic: Dynamic, keys: UInt32[Array, "buckets _"]) -> Array:
@@ -170,7 +161,7 @@ def _row_reader(
     quantization = plan.stacks[feature.stack_index].quantization
 
     def read(row_ids: Array) -> Array:
-        rows = read_rows(table, row_ids)
+        rows = _rows_of_table(table, row_ids)
         if quantization is None:
             return rows
         # Zero is no quantized value, but a place without a row must add zero.

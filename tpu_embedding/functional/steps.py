@@ -71,10 +71,10 @@ from tpu_embedding.update.partition_specs import slot_specs, table_specs
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Routing:
-    """The routing of a lookup, for the backward pass.
+    """A batch whose ids are at the owners of their rows, for both passes.
 
     Attributes:
-      stacks: stack name to routing; stacks that no feature of the batch uses are
+      stacks: stack name to routed ids; stacks that no feature of the batch uses are
         missing.
       shapes: per lookup.
       plan: plan of the batch's features.
@@ -86,22 +86,6 @@ class Routing:
     shapes: tuple[FeatureShape, ...] = dataclasses.field(metadata={"static": True})
     plan: EmbeddingPlan = dataclasses.field(metadata={"static": True})
     raw_feature: str | None = dataclasses.field(default=None, metadata={"static": True})
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Routed:
-    """A batch whose ids are at the owners of their rows; made by `route`.
-
-    Attributes:
-      stacks: stack name to routed ids.
-      shapes: per lookup.
-      plan: plan of the batch's features.
-    """
-
-    stacks: dict[str, StackRouting]
-    shapes: tuple[FeatureShape, ...] = dataclasses.field(metadata={"static": True})
-    plan: EmbeddingPlan = dataclasses.field(metadata={"static": True})
 
 
 @jax.tree_util.register_dataclass
@@ -181,13 +165,11 @@ def lookup(
     raw = raw_feature(features, plan)
     if raw is None:
         return read_rows(tables, route(features, plan), plan)
-    features = find_ids(tables, features, plan).features
-    result = read_rows(tables, route(features, plan), plan)
-    routing = dataclasses.replace(result.routing, raw_feature=raw)
-    return dataclasses.replace(result, routing=routing)
+    routed = route(find_ids(tables, features, plan).features, plan)
+    return read_rows(tables, dataclasses.replace(routed, raw_feature=raw), plan)
 
 
-def route(features: Any, plan: EmbeddingPlan) -> Routed:
+def route(features: Any, plan: EmbeddingPlan) -> Routing:
     """Sends the ids of a batch to the owners of their rows; the first half of `lookup`.
 
     It reads no table. So the ids of the next batch can travel while a step computes;
@@ -221,11 +203,11 @@ def route(features: Any, plan: EmbeddingPlan) -> Routed:
         for ids, shape in zip(leaves, shapes, strict=True)
     ]
     stacks = _route(shardables, tuple(shapes), plan)
-    return Routed(stacks=stacks, shapes=tuple(shapes), plan=plan)
+    return Routing(stacks=stacks, shapes=tuple(shapes), plan=plan)
 
 
 def read_rows(
-    tables: dict[str, PackedRows], routed: Routed, plan: EmbeddingPlan
+    tables: dict[str, PackedRows], routed: Routing, plan: EmbeddingPlan
 ) -> LookupResult:
     """Reads the rows of a routed batch and combines them; the second half of `lookup`.
 
@@ -251,11 +233,11 @@ def read_rows(
 
 
 @jax.jit
-def _read_routed(tables: dict[str, PackedRows], routed: Routed) -> LookupResult:
+def _read_routed(tables: dict[str, PackedRows], routed: Routing) -> LookupResult:
     plan = routed.plan
 
     def read(tables, stacks):
-        results = _read_rows(jax.lax.stop_gradient(tables), stacks, plan)
+        results = _read_stacks(jax.lax.stop_gradient(tables), stacks, plan)
         routings = {name: result.routing for name, result in results.items()}
         activations = _collect_activations(results, routed.shapes, plan)
         return activations, routings, _collect_stats(results, plan)
@@ -265,7 +247,7 @@ def _read_routed(tables: dict[str, PackedRows], routed: Routed) -> LookupResult:
     activations, routings, stats = in_auto_axes(read, plan, out_specs)(
         tables, routed.stacks
     )
-    routing = Routing(stacks=routings, shapes=routed.shapes, plan=plan)
+    routing = dataclasses.replace(routed, stacks=routings)
     return LookupResult(activations=activations, routing=routing, stats=stats)
 
 
@@ -563,7 +545,7 @@ def _route(
 
 
 @functools.partial(jax.jit, static_argnames="plan")
-def _read_rows(
+def _read_stacks(
     tables: dict[str, PackedRows], routed: dict[str, StackRouting], plan: EmbeddingPlan
 ) -> dict[str, StackLookup]:
     """Reads the rows of all stacks, compiled even if the caller does not use `jit`."""

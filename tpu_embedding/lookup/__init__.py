@@ -20,8 +20,8 @@ All modules are private. `functional/steps.py` calls them inside `shard_map`, an
 update folds over `gradient_rounds`. `_replicas` follows `_merge` where several devices
 hold copies of a shard. `_gradient_blocks` replaces stages 3, 4, 6 and 7 where one CPU
 device owns all rows. Before a lookup, `_translate` replaces 64-bit ids of dynamic
-tables by rows, which `_directory` finds or inserts as `_admission` lets it;
-`_owned_ids` holds the ids that reached their owner. The stages share `_repeats` (sums
+tables by rows: they travel in the same rounds, and `_directory` finds or inserts them
+as `_admission` lets it. `_mixed_ids` holds such ids. The stages share `_repeats` (sums
 over repeated ids) and `_running_sums`.
 
 A gradient is its samples, the routing of the lookup and the cotangents, and round 1 at

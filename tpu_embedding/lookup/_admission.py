@@ -8,8 +8,8 @@ import numpy as np
 from jaxtyping import Array, Bool, UInt32
 
 from tpu_embedding.dynamic import AdmitAfter, Dynamic
-from tpu_embedding.lookup._owned_ids import (
-    OwnedIds,
+from tpu_embedding.lookup._mixed_ids import (
+    MixedIds,
     Pass,
     add_to_elements,
     read_elements,
@@ -25,34 +25,29 @@ _TOTAL_LANE: Final = LINE_LANES - 1
 
 def admit(
     directory: IdDirectory,
-    ids: OwnedIds,
+    ids: MixedIds,
     is_unknown: Bool[Array, " ids"],
     dynamic: Dynamic,
     now: UInt32[Array, ""],
     of_pass: Pass,
 ) -> tuple[IdDirectory, Bool[Array, " ids"]]:
     """Decides which unknown ids may have a row."""
-    match dynamic.admit:
-        case None:
-            return directory, is_unknown
-        case AdmitAfter() as rule:
-            sketch = directory.sketch
-            assert sketch is not None
-            noted, filled = is_unknown & of_pass.notes, is_unknown & of_pass.fills
-            sketch = _count_in_sketch(sketch, ids, noted, rule, now)
-            found = [
-                read_elements(sketch, ids.buckets, lanes) & _MAX_COUNT
-                for lanes in _counters(ids)
-            ]
-            is_admitted = is_unknown & (jnp.minimum(*found) >= rule.count)
-            # Only now, as all ids of a call count in one epoch.
-            sketch = add_to_elements(
-                sketch, ids.buckets, jnp.int32(_TOTAL_LANE), filled
-            )
-            return dataclasses.replace(directory, sketch=sketch), is_admitted
+    rule, sketch = dynamic.admit, directory.sketch
+    if rule is None:
+        return directory, is_unknown
+    noted, filled = is_unknown & of_pass.notes, is_unknown & of_pass.fills
+    sketch = _count_in_sketch(sketch, ids, noted, rule, now)
+    found = [
+        read_elements(sketch, ids.buckets, lanes) & _MAX_COUNT
+        for lanes in _counters(ids)
+    ]
+    is_admitted = is_unknown & (jnp.minimum(*found) >= rule.count)
+    # Only now, as all ids of a call count in one epoch.
+    sketch = add_to_elements(sketch, ids.buckets, jnp.int32(_TOTAL_LANE), filled)
+    return dataclasses.replace(directory, sketch=sketch), is_admitted
 
 
-def _counters(ids: OwnedIds) -> tuple[Array, Array]:
+def _counters(ids: MixedIds) -> tuple[Array, Array]:
     """Returns the lanes of the two counters of each id."""
     lanes = np.uint32(_TOTAL_LANE)
     first, second = ids.second % lanes, ids.second // lanes % lanes
@@ -61,7 +56,7 @@ def _counters(ids: OwnedIds) -> tuple[Array, Array]:
 
 def _count_in_sketch(
     sketch: UInt32[Array, "buckets _"],
-    ids: OwnedIds,
+    ids: MixedIds,
     is_counted: Bool[Array, " ids"],
     rule: AdmitAfter,
     now: UInt32[Array, ""],

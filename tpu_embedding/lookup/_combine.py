@@ -49,15 +49,15 @@ def pool_buffer(
     zeros = jnp.zeros((1, rows.shape[1]), rows.dtype)
     rows = jax.lax.dynamic_update_slice(rows, zeros, (last, 0))
 
-    def read_rows(places):
+    def rows_at(places):
         return gather_lines(rows, jnp.minimum(places, last))
 
-    return pool(read_rows, places, poolings, gathers)
+    return pool(rows_at, places, poolings, gathers)
 
 
 @jax.named_scope("combine")
 def pool(
-    read_rows: ReadPlaces,
+    rows_at: ReadPlaces,
     places: Int[Array, " all_ids"],
     poolings: Sequence[PoolingSpec],
     gathers: Gathers,
@@ -65,23 +65,23 @@ def pool(
     """Sums gain-weighted rows into their samples, as `pool_buffer` does.
 
     Args:
-      read_rows: reads the rows of some places.
-      places: the argument of `read_rows` for each id.
+      rows_at: reads the rows of some places.
+      places: the argument of `rows_at` for each id.
       poolings: the features of the stack.
       gathers: form of the gathers.
     """
     if all(pooling.is_copy for pooling in poolings):
         # One array for all features: compile time grows with the number of arrays.
-        return [read_rows(places)]
+        return [rows_at(places)]
     sizes = [pooling.num_ids for pooling in poolings]
     if gathers == "fused":
         return [
-            gather_and_pool(pooling, read_rows, of_feature)
+            gather_and_pool(pooling, rows_at, of_feature)
             for pooling, of_feature in zip(
                 poolings, split_by_feature(places, sizes), strict=True
             )
         ]
-    gathered = split_by_feature(read_rows(places), sizes)
+    gathered = split_by_feature(rows_at(places), sizes)
     return [_pool(pooling, x) for pooling, x in zip(poolings, gathered, strict=True)]
 
 
@@ -105,19 +105,19 @@ def scale_samples(
 
 
 def gather_and_pool(
-    pooling: PoolingSpec, read_rows: ReadPlaces, places: Int[Array, " ids"]
+    pooling: PoolingSpec, rows_at: ReadPlaces, places: Int[Array, " ids"]
 ) -> Float[Array, "samples dim"]:
     """Adds rows up as they come, so that no row is written before it is summed.
 
     Args:
       pooling: the feature.
-      read_rows: reads the rows of some places.
-      places: the argument of `read_rows` for each id of the feature.
+      rows_at: reads the rows of some places.
+      places: the argument of `rows_at` for each id of the feature.
     """
     is_ragged, valence = pooling.sample_ids is not None, pooling.valence
     if is_ragged or not 1 < valence <= _MAX_UNROLLED_VALENCE:
-        return _pool(pooling, read_rows(places))
-    terms = [read_rows(of_samples) for of_samples in jnp.split(places, valence)]
+        return _pool(pooling, rows_at(places))
+    terms = [rows_at(of_samples) for of_samples in jnp.split(places, valence)]
     if pooling.gains is not None:
         gains = jnp.split(pooling.gains, valence)
         terms = [rows * g[:, None] for rows, g in zip(terms, gains, strict=True)]

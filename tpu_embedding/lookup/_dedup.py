@@ -1,4 +1,8 @@
-"""Stage 2, dedup: merges equal ids into one request, and groups requests by owner."""
+"""Stage 2, dedup: merges equal ids into one request, and groups requests by owner.
+
+An id is one word, the key of a row; or several, the key of a bucket and the words of a
+64-bit id. Keys are int32, and name the owner: `owner * keys_per_shard + local key`.
+"""
 
 import dataclasses
 from typing import Final, NamedTuple
@@ -8,7 +12,6 @@ import jax.numpy as jnp
 from jaxtyping import Array, Int, Integer
 
 from tpu_embedding.lookup._running_sums import running_sum
-from tpu_embedding.plan.stack_plan import StackPlan
 from tpu_embedding.rows.packed_rows import gather_in_bounds
 from tpu_embedding.types import PADDING_ROW_ID
 
@@ -18,26 +21,37 @@ _MAX_COMPARISONS: Final = 2**23
 Above it, a binary search in a loop is faster."""
 
 
+Words = tuple[Integer[Array, " _"], ...]
+"""Ids of one word or several, in lexicographic order."""
+
+
 class Ranked(NamedTuple):
-    """Sorted integers, and the rank of each among the distinct ones.
+    """Sorted ids, and the rank of each among the distinct ones.
 
     Attributes:
-      values: int32 `[n]`, rising.
-      order: int32 `[n]`, position of each value before sorting.
-      ranks: int32 `[n]`, number of distinct values that are smaller.
+      words: `[n]` each, rising.
+      order: int32 `[n]`, position of each id before sorting.
+      ranks: int32 `[n]`, number of distinct ids that are smaller.
     """
 
-    values: Int[Array, " n"]
+    words: Words
     order: Int[Array, " n"]
     ranks: Int[Array, " n"]
 
 
-def rank_unique(values: Int[Array, " n"]) -> Ranked:
-    """Sorts integers, and ranks each among the distinct values."""
-    places = jnp.arange(values.shape[0], dtype=jnp.int32)
-    values, order = jax.lax.sort((values, places), num_keys=1, is_stable=False)
-    is_new = jnp.concatenate([jnp.ones(1, bool), values[1:] != values[:-1]])
-    return Ranked(values, order, running_sum(is_new.astype(jnp.int32)) - 1)
+def rank_unique(*words: Integer[Array, " n"]) -> Ranked:
+    """Sorts ids, and ranks each among the distinct ones.
+
+    Args:
+      *words: the words of the ids.
+    """
+    places = jnp.arange(words[0].shape[0], dtype=jnp.int32)
+    *ids, order = jax.lax.sort((*words, places), num_keys=len(words), is_stable=False)
+    is_new = jnp.zeros(places.shape[0] - 1, bool)
+    for word in ids:
+        is_new |= word[1:] != word[:-1]
+    is_new = jnp.concatenate([jnp.ones(1, bool), is_new])
+    return Ranked(tuple(ids), order, running_sum(is_new.astype(jnp.int32)) - 1)
 
 
 def unsort(
@@ -67,47 +81,65 @@ class Dedup:
     """The ids of a shard, sorted by key. Per shard.
 
     Attributes:
-      sorted_keys: int32 `[ids]`, rising; padding last.
-      order: int32 `[ids]`, position of each sorted key before sorting.
-      ranks: int32 `[ids]`, number of distinct keys that are smaller. If the stack keeps
-        duplicates, each occurrence counts as a distinct key.
-      first_places: int32 `[num_shards + 1]`, sorted place of the first key of each
+      words: `[ids]` each, rising; padding last. The first word is the key.
+      order: int32 `[ids]`, position of each sorted id before sorting.
+      ranks: int32 `[ids]`, number of distinct ids that are smaller. If duplicates are
+        kept, each occurrence counts as a distinct id.
+      first_places: int32 `[num_shards + 1]`, sorted place of the first id of each
         destination; the last entry is the place of the first padding.
-      first_ranks: int32 `[num_shards + 1]`, rank of the first key of each
+      first_ranks: int32 `[num_shards + 1]`, rank of the first id of each
         destination; the last entry is the number of unique ids.
+      keys_per_shard: keys that each shard owns.
     """
 
-    sorted_keys: Int[Array, " ids"]
+    words: Words
     order: Int[Array, " ids"]
     ranks: Int[Array, " ids"]
     first_places: Int[Array, " shards_and_one"]
     first_ranks: Int[Array, " shards_and_one"]
+    keys_per_shard: int = dataclasses.field(metadata={"static": True})
+
+    @property
+    def sorted_keys(self) -> Int[Array, " ids"]:
+        """Keys of the sorted ids."""
+        return self.words[0]
 
 
 @jax.named_scope("dedup")
-def dedup(keys: Int[Array, " ids"], stack: StackPlan) -> Dedup:
-    """Sorts keys. One sort both finds duplicates and groups keys by destination."""
-    if stack.keeps_duplicates:
-        places = jnp.arange(keys.shape[0], dtype=jnp.int32)
-        sorted_keys, order = jax.lax.sort((keys, places), num_keys=1, is_stable=True)
-        ranks = places
+def dedup(
+    words: Words, num_shards: int, keys_per_shard: int, *, keeps_duplicates: bool
+) -> Dedup:
+    """Sorts ids. One sort both finds duplicates and groups ids by destination.
+
+    Args:
+      words: words of the ids; the key of padding is behind those of all shards.
+      num_shards: destinations.
+      keys_per_shard: keys that each shard owns.
+      keeps_duplicates: True if each occurrence of an id travels separately.
+    """
+    if keeps_duplicates:
+        places = jnp.arange(words[0].shape[0], dtype=jnp.int32)
+        *ids, order = jax.lax.sort(
+            (*words, places), num_keys=len(words), is_stable=True
+        )
+        ids, ranks = tuple(ids), places
     else:
-        sorted_keys, order, ranks = rank_unique(keys)
-    first_keys = jnp.arange(stack.num_shards + 1, dtype=jnp.int32)
-    first_keys *= stack.rows_per_shard
-    first_places = _search(sorted_keys, first_keys)
+        ids, order, ranks = rank_unique(*words)
+    first_keys = jnp.arange(num_shards + 1, dtype=jnp.int32) * keys_per_shard
+    first_places = _search(ids[:1], (first_keys,))
     return Dedup(
-        sorted_keys=sorted_keys,
+        words=ids,
         order=order,
         ranks=ranks,
         first_places=first_places,
         first_ranks=_ranks_before(first_places, ranks),
+        keys_per_shard=keys_per_shard,
     )
 
 
-def count_below(keys: Int[Array, " queries"], dedup: Dedup) -> Int[Array, " queries"]:
-    """Counts the unique ids of the shard whose key is below each query."""
-    return _ranks_before(_search(dedup.sorted_keys, keys), dedup.ranks)
+def count_below(words: Words, dedup: Dedup) -> Int[Array, " queries"]:
+    """Counts the unique ids of the shard that are below each query."""
+    return _ranks_before(_search(dedup.words, words), dedup.ranks)
 
 
 def broadcast_to_ids(values: Int[Array, " shards"], dedup: Dedup) -> Int[Array, " ids"]:
@@ -124,19 +156,37 @@ def broadcast_to_ids(values: Int[Array, " shards"], dedup: Dedup) -> Int[Array, 
     return running_sum(starts)
 
 
-def key_at_rank(ranks: Int[Array, " queries"], dedup: Dedup) -> Int[Array, " queries"]:
-    """Returns the unique key of each rank; `PADDING_ROW_ID` beyond the last rank."""
-    places = _search(dedup.ranks, ranks)
-    return dedup.sorted_keys.at[places].get(mode="fill", fill_value=PADDING_ROW_ID)
+def id_at_rank(ranks: Int[Array, " queries"], dedup: Dedup) -> Words:
+    """Returns the unique id of each rank; words of `PADDING_ROW_ID` beyond the last."""
+    places = _search((dedup.ranks,), (ranks,))
+    return tuple(
+        word.at[places].get(mode="fill", fill_value=PADDING_ROW_ID)
+        for word in dedup.words
+    )
 
 
-def _search(
-    rising: Int[Array, " n"], queries: Int[Array, " queries"]
-) -> Int[Array, " queries"]:
-    """Counts the values below each query."""
-    num_comparisons = rising.shape[0] * queries.shape[0]
-    method = "compare_all" if num_comparisons <= _MAX_COMPARISONS else "scan"
-    return jnp.searchsorted(rising, queries, method=method).astype(jnp.int32)
+def _search(rising: Words, queries: Words) -> Int[Array, " queries"]:
+    """Counts the ids below each query."""
+    (num_ids,), (num_queries,) = rising[0].shape, queries[0].shape
+    if len(rising) == 1:
+        is_small = num_ids * num_queries <= _MAX_COMPARISONS
+        method = "compare_all" if is_small else "scan"
+        places = jnp.searchsorted(rising[0], queries[0], method=method)
+        return places.astype(jnp.int32)
+
+    def halve(_, bounds: tuple[Array, Array]) -> tuple[Array, Array]:
+        low, high = bounds
+        middle = (low + high) // 2
+        is_below = jnp.zeros(num_queries, bool)
+        is_equal = low < high
+        for word, query in zip(rising, queries, strict=True):
+            found = word.at[middle].get(mode="clip")
+            is_below |= is_equal & (found < query)
+            is_equal &= found == query
+        return jnp.where(is_below, middle + 1, low), jnp.where(is_below, high, middle)
+
+    bounds = jnp.zeros(num_queries, jnp.int32), jnp.full(num_queries, num_ids)
+    return jax.lax.fori_loop(0, num_ids.bit_length(), halve, bounds)[0]
 
 
 def _ranks_before(

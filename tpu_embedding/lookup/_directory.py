@@ -23,12 +23,14 @@ from tpu_embedding.dynamic import (
     TimeToLive,
 )
 from tpu_embedding.lookup._admission import admit
-from tpu_embedding.lookup._owned_ids import OwnedIds, Pass, read_elements, set_elements
+from tpu_embedding.lookup._dedup import rank_unique
+from tpu_embedding.lookup._mixed_ids import MixedIds, Pass, read_elements, set_elements
 from tpu_embedding.lookup._running_sums import running_sum
 from tpu_embedding.plan.dynamic_rows import DynamicTablePlan
-from tpu_embedding.rows.id_directory import IdDirectory
+from tpu_embedding.rows.id_directory import IdDirectory, NewRows
 from tpu_embedding.rows.id_mixing import NO_ID
 from tpu_embedding.types import PADDING_ROW_ID
+from tpu_embedding.xla import read_before_write, run_if
 
 _BUCKETS_PER_TURN: Final = 128
 """Buckets that one turn of the loop over new ids fills."""
@@ -42,26 +44,6 @@ _MIN_FEW: Final = 256
 
 _NO_LANE: Final = -1
 _EMPTY, _EVICTABLE, _TAKEN = range(3)
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class NewRows:
-    """Rows that new ids have got. Per shard.
-
-    Attributes:
-      rows: int32 `[ids]`, rows of this shard, rising; `PADDING_ROW_ID` behind the last.
-      first: uint32 `[ids]`, first mixed word of the id.
-      second: uint32 `[ids]`, second mixed word.
-      tables: int32 `[ids]`, position of the table in the stack.
-      count: int32 scalar, number of rows.
-    """
-
-    rows: Int[Array, " ids"]
-    first: UInt32[Array, " ids"]
-    second: UInt32[Array, " ids"]
-    tables: Int[Array, " ids"]
-    count: Int[Array, ""]
 
 
 class Counts(NamedTuple):
@@ -79,7 +61,7 @@ def no_counts(num_tables: int) -> Counts:
 
 
 @jax.named_scope("find_ids")
-def find_lanes(directory: IdDirectory, ids: OwnedIds) -> Int[Array, " ids"]:
+def find_lanes(directory: IdDirectory, ids: MixedIds) -> Int[Array, " ids"]:
     """Returns the place of each id in its bucket, or -1."""
     words = (ids.buckets, ids.first, ids.second)
     find = functools.partial(find_lane, directory.keys)
@@ -104,7 +86,7 @@ def find_lane(
 @jax.named_scope("insert_ids")
 def insert(
     directory: IdDirectory,
-    ids: OwnedIds,
+    ids: MixedIds,
     tables: Sequence[DynamicTablePlan],
     now: UInt32[Array, ""],
     of_pass: Pass,
@@ -145,23 +127,14 @@ def insert(
     if few < _MIN_FEW:
         state = insert_first(num_ids, state)
     else:
-        # Loops of at most one turn: XLA copies the directory for a conditional.
         has_few = (num_unknown > 0) & (num_unknown <= few)
-        state = _once(has_few, functools.partial(insert_first, few), state)
+        state = run_if(has_few, functools.partial(insert_first, few), state)
         has_many = num_unknown > few
-        state = _once(has_many, functools.partial(insert_first, num_ids), state)
+        state = run_if(has_many, functools.partial(insert_first, num_ids), state)
     directory, lanes, new_rows, counts = state
     used = directory.used_rows + counts.inserts - counts.evictions
     directory = dataclasses.replace(directory, used_rows=used)
     return directory, lanes, is_known, new_rows, counts
-
-
-def _once(condition: Array, run: Any, state: Any) -> Any:
-    return jax.lax.while_loop(
-        lambda carry: carry[0],
-        lambda carry: (jnp.zeros((), bool), run(carry[1])),
-        (condition, state),
-    )[1]
 
 
 def _no_new_rows(num_ids: int) -> NewRows:
@@ -177,7 +150,7 @@ def _no_new_rows(num_ids: int) -> NewRows:
 
 def _insert_unknown(
     state: tuple[IdDirectory, Array, NewRows, Counts],
-    ids: OwnedIds,
+    ids: MixedIds,
     positions: Int[Array, " unknown"],
     tables: Sequence[DynamicTablePlan],
     now: UInt32[Array, ""],
@@ -195,7 +168,7 @@ def _insert_unknown(
     """
     directory, lanes, _, _ = state
     (num_ids,) = lanes.shape
-    unknown, order, ranks = _sort_unique(ids, positions, directory.keys.shape[0])
+    unknown, order, ranks = _sort_unique(ids, positions)
     may_insert = unknown.is_id & unknown.may_insert
     dynamic = tables[0].dynamic
     directory, is_admitted = admit(
@@ -207,12 +180,12 @@ def _insert_unknown(
     )
     is_new = new_lanes != _NO_LANE
     table_of = table_of_buckets(unknown.buckets, tables)
-    count = functools.partial(count_by_table, table_of=table_of, num_tables=len(tables))
+    add_up = functools.partial(_sum_by_table, table_of=table_of, tables=tables)
     counts = Counts(
-        inserts=count(is_new),
+        inserts=add_up(is_new),
         evictions=num_evicted,
-        not_admitted=count(unknown.is_id & ~is_admitted & of_pass.fills),
-        no_place=count(is_admitted & ~is_new),
+        not_admitted=add_up(unknown.is_id & ~is_admitted & of_pass.fills),
+        no_place=add_up(is_admitted & ~is_new),
     )
     # Repeats have the place of the first.
     of_rank = jnp.full(new_lanes.shape, _NO_LANE, jnp.int32).at[ranks].max(new_lanes)
@@ -224,8 +197,8 @@ def _insert_unknown(
 
 
 def _sort_unique(
-    ids: OwnedIds, positions: Int[Array, " unknown"], num_buckets: int
-) -> tuple[OwnedIds, Array, Array]:
+    ids: MixedIds, positions: Int[Array, " unknown"]
+) -> tuple[MixedIds, Array, Array]:
     """Sorts some ids by bucket and id; repeats are marked as no ids.
 
     Returns:
@@ -233,24 +206,17 @@ def _sort_unique(
     """
     (num_ids,) = ids.buckets.shape
     at = jnp.minimum(positions, num_ids - 1)
-    buckets = jnp.where(positions < num_ids, ids.buckets[at], num_buckets)
-    places = jnp.arange(positions.shape[0], dtype=jnp.int32)
-    buckets, first, second, order = jax.lax.sort(
-        (buckets, ids.first[at], ids.second[at], places), num_keys=3, is_stable=False
+    buckets = jnp.where(positions < num_ids, ids.buckets[at], PADDING_ROW_ID)
+    (buckets, first, second), order, ranks = rank_unique(
+        buckets, ids.first[at], ids.second[at]
     )
-    is_first = (
-        (jnp.diff(buckets, prepend=-1) != 0)
-        | (first != jnp.roll(first, 1))
-        | (second != jnp.roll(second, 1))
-    )
-    ranks = running_sum(is_first.astype(jnp.int32)) - 1
+    is_first = jnp.diff(ranks, prepend=-1) != 0
     flags = ids.may_insert[at][order].astype(jnp.int32)
     may_insert = jnp.zeros(flags.shape, jnp.int32).at[ranks].max(flags)[ranks] > 0
-    unique = OwnedIds(
-        buckets=jnp.minimum(buckets, num_buckets - 1),
+    unique = MixedIds(
+        buckets=jnp.where(is_first, buckets, PADDING_ROW_ID),
         first=first,
         second=second,
-        is_id=is_first & (buckets < num_buckets),
         may_insert=may_insert,
     )
     return unique, order, ranks
@@ -271,22 +237,15 @@ def local_rows(
       tables: tables of the stack.
       first_row: True: rows of the shard; False: rows of the table on the shard.
     """
-    table_of = table_of_buckets(buckets, tables)
-    offsets = [
-        (t.first_row if first_row else 0) - SLOTS_PER_BUCKET * t.first_bucket
-        for t in tables
-    ]
-    return SLOTS_PER_BUCKET * buckets + lanes + value_by_table(offsets, table_of)
-
-
-def value_by_table(
-    values: Sequence[int], table_of: Int[Array, " ids"]
-) -> Int[Array, " ids"]:
-    """Returns the value of each id's table; no gather of single numbers."""
-    steps = np.diff(np.asarray(values, np.int32), prepend=np.int32(0))
-    result = jnp.full(table_of.shape, steps[0], jnp.int32)
-    for i, step in enumerate(steps[1:], start=1):
-        result = result + jnp.where(table_of >= i, step, 0)
+    result = SLOTS_PER_BUCKET * buckets + lanes
+    before = 0
+    for table in tables:
+        offset = table.first_row if first_row else 0
+        offset -= SLOTS_PER_BUCKET * table.first_bucket
+        # Sums of the steps from table to table: a TPU gathers single numbers slowly.
+        is_reached = buckets >= table.first_bucket
+        result = result + jnp.where(is_reached, offset - before, 0)
+        before = offset
     return result
 
 
@@ -300,19 +259,9 @@ def table_of_buckets(
     return result
 
 
-def count_by_table(
-    mask: Bool[Array, " ids"], table_of: Int[Array, " ids"], num_tables: int
-) -> Int[Array, " tables"]:
-    if num_tables == 1:
-        return jnp.sum(mask, dtype=jnp.int32)[None]
-    numbers = jnp.arange(num_tables, dtype=jnp.int32)
-    is_of_table = mask[:, None] & (table_of[:, None] == numbers[None, :])
-    return jnp.sum(is_of_table, axis=0, dtype=jnp.int32)
-
-
 def _note_use(
     directory: IdDirectory,
-    ids: OwnedIds,
+    ids: MixedIds,
     lanes: Int[Array, " ids"],
     is_used: Bool[Array, " ids"],
     dynamic: Dynamic,
@@ -326,8 +275,7 @@ def _note_use(
     is_counted = (last_use != now) & (steps != np.uint32(2**32 - 1))
     steps = steps + is_counted.astype(jnp.uint32)
     now = jnp.broadcast_to(now, steps.shape)
-    # All is read before anything is written, or XLA copies the scores.
-    scores, now, steps = jax.lax.optimization_barrier((scores, now, steps))
+    scores, now, steps = read_before_write((scores, now, steps))
     scores = set_elements(scores, ids.buckets, lanes, now, is_used)
     scores = set_elements(scores, ids.buckets, lanes + SLOTS_PER_BUCKET, steps, is_used)
     return dataclasses.replace(directory, scores=scores)
@@ -362,7 +310,7 @@ class _Groups(NamedTuple):
     places: Array
 
 
-def _group(ids: OwnedIds, is_admitted: Bool[Array, " ids"]) -> _Groups:
+def _group(ids: MixedIds, is_admitted: Bool[Array, " ids"]) -> _Groups:
     (num_ids,) = is_admitted.shape
     numbers = jnp.arange(num_ids, dtype=jnp.int32)
     rank = running_sum(is_admitted.astype(jnp.int32)) - 1
@@ -392,7 +340,7 @@ def _scatter(values: Array, places: Array, size: int) -> Array:
 
 def _fill_buckets(
     directory: IdDirectory,
-    ids: OwnedIds,
+    ids: MixedIds,
     is_admitted: Bool[Array, " ids"],
     tables: Sequence[DynamicTablePlan],
     now: UInt32[Array, ""],
@@ -439,7 +387,8 @@ def _fill_buckets(
             order, mode="drop", wrap_negative_indices=False
         )
         num_evicted = jnp.sum(is_new & (kinds == _EVICTABLE), axis=1, dtype=jnp.int32)
-        evictions += _sum_by_table(num_evicted, bucket, tables)
+        table_of = table_of_buckets(bucket, tables)
+        evictions += _sum_by_table(num_evicted, table_of, tables)
         return turn + 1, keys, scores, lanes, evictions
 
     num_turns = (groups.count + per_turn - 1) // per_turn
@@ -502,18 +451,17 @@ def _with_new(
 
 
 def _sum_by_table(
-    values: Array, buckets: Array, tables: Sequence[DynamicTablePlan]
-) -> Array:
-    if len(tables) == 1:
-        return jnp.sum(values, dtype=jnp.int32)[None]
+    values: Array, table_of: Int[Array, " n"], tables: Sequence[DynamicTablePlan]
+) -> Int[Array, " tables"]:
+    """Adds up numbers, or counts what is True, by table."""
     numbers = jnp.arange(len(tables), dtype=jnp.int32)[None, :]
-    is_of_table = table_of_buckets(buckets, tables)[:, None] == numbers
-    of_tables = jnp.where(is_of_table, values[:, None], 0)
+    values = values.astype(jnp.int32)[:, None]
+    of_tables = jnp.where(table_of[:, None] == numbers, values, 0)
     return jnp.sum(of_tables, axis=0, dtype=jnp.int32)
 
 
 def _compact(
-    ids: OwnedIds,
+    ids: MixedIds,
     rows: Array,
     table_of: Array,
     is_new: Bool[Array, " ids"],

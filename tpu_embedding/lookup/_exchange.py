@@ -13,6 +13,7 @@ from tpu_embedding.plan.plan import EmbeddingPlan
 from tpu_embedding.plan.stack_plan import StackPlan
 from tpu_embedding.rows.access import gather_rows
 from tpu_embedding.rows.packed_rows import PackedRows
+from tpu_embedding.xla import computed_apart
 
 
 def fetch_rows(
@@ -25,7 +26,7 @@ def fetch_rows(
 
     Args:
       table: this shard's rows.
-      row_ids: see `Round`.
+      row_ids: requests of a `Round`.
       stack: plan of the stack.
       plan: gives the platform.
 
@@ -95,10 +96,7 @@ def _quantized(
 
 
 def _gathered_as_a_whole(rows: Array, plan: EmbeddingPlan) -> Array:
-    """Keeps XLA:CPU from moving arithmetic on gathered rows into the exchange's slices.
-
-    Without it, the copy of a row is no vector operation; see `rows/access.py`.
-    """
+    """Keeps arithmetic on gathered rows out of the exchange's slices on CPUs."""
     if plan.mesh.devices.flat[0].platform != "cpu":
         return rows
-    return jax.lax.optimization_barrier(rows)
+    return computed_apart(rows)

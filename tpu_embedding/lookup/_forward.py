@@ -27,6 +27,7 @@ from tpu_embedding.lookup._rounds import Round, SentIds, fold_later_rounds, send
 from tpu_embedding.plan.plan import EmbeddingPlan
 from tpu_embedding.plan.stack_plan import StackPlan
 from tpu_embedding.rows.packed_rows import PackedRows
+from tpu_embedding.xla import read_before_write
 
 
 @jax.tree_util.register_dataclass
@@ -123,7 +124,7 @@ def read_stack(
         )
 
     def read_round(current: Round) -> list[Array]:
-        rows = fetch_rows(table, current.row_ids, stack, plan)
+        rows = fetch_rows(table, current.requests, stack, plan)
         return pool_buffer(rows, sent.places(current), poolings, stack.gathers)
 
     def add_round(sums: list[Array], current: Round) -> list[Array]:
@@ -147,14 +148,13 @@ def _order(
 ) -> tuple[list[Float[Array, "_ dim"]], StackRouting]:
     """Makes the inputs of the update wait for the last read of the table.
 
-    Without this order, XLA may write rows before it reads them, into a copy of the
-    whole table: a loss whose derivative needs no activations allows that.
+    A loss whose derivative needs no activations gives no such order.
     """
     sent = routing.sent
     if sent is None:
-        activations, keys = jax.lax.optimization_barrier((activations, routing.keys))
+        activations, keys = read_before_write((activations, routing.keys))
         return activations, dataclasses.replace(routing, keys=keys)
-    activations, keys, order, first = jax.lax.optimization_barrier(
+    activations, keys, order, first = read_before_write(
         (activations, routing.keys, sent.unique.order, sent.first)
     )
     unique = dataclasses.replace(sent.unique, order=order)

@@ -64,7 +64,7 @@ def sorted_blocks(
         in_cache = _BLOCK_BYTES // (LANE_BYTES * dim)
         ids_per_block = max(1, min(in_cache, num_ids))
         ids_per_block = round_up(ids_per_block, _BLOCK_ALIGNMENT)
-    keys, order, ranks = rank_unique(keys)
+    (keys,), order, ranks = rank_unique(keys)
     missing = -num_ids % ids_per_block
 
     def cut(values: Int[Array, " ids"], fill: int) -> Int[Array, "blocks block_size"]:

@@ -30,7 +30,7 @@ def merge(
     """
     if 2 * num_rows <= row_ids.shape[0]:
         return _merge_few_rows(row_ids, gradients, num_rows)
-    sorted_ids, order, ranks = rank_unique(row_ids)
+    (sorted_ids,), order, ranks = rank_unique(row_ids)
     is_first = jnp.diff(ranks, prepend=-1) > 0
     is_repeat = ~is_first & (sorted_ids != PADDING_ROW_ID)
     sums = add_repeats(
@@ -52,7 +52,7 @@ def _merge_few_rows(
     num_rows: int,
 ) -> RowGradients:
     """Sums in a buffer of `num_rows`, which is shorter than the received buffer."""
-    sorted_ids, order, ranks = rank_unique(row_ids)
+    (sorted_ids,), order, ranks = rank_unique(row_ids)
     ranks = jnp.where(sorted_ids == PADDING_ROW_ID, num_rows, ranks)
     unique_ids = jnp.full((num_rows,), PADDING_ROW_ID, jnp.int32)
     sums = jnp.zeros((num_rows, gradients.shape[1]), gradients.dtype)

@@ -1,17 +1,17 @@
 """Stage 3, rounds: which ids travel when, and the requests that reach the owners.
 
 A round carries at most `capacity` ids from each shard to each owner. Rounds are exact
-because an owner's rows are split into *ranges* that are equal for all source shards.
-All requests for a row then travel in one round. So an owner can sum the gradients of a
+because an owner's ids are split into *ranges* that are equal for all source shards.
+All requests for an id then travel in one round. So an owner can sum the gradients of a
 row within its round, and an optimizer can finish a round before the next begins.
 
-The range of a round ends before the first row that does not fit for some source. The
-shards find it by one all-reduce (minimum) of an int32 per owner.
+The range of a round ends before the first id that does not fit for some source. The
+shards find it by an all-reduce (minimum) of one number per owner and word of the id.
 
-`send_ids` sends the first round, and its callers run it as straight-line code. Later
+`send_unique` sends the first round, and its callers run it as straight-line code. Later
 rounds exist only under skew. `fold_later_rounds` is the only loop: the forward pass
-folds "fetch, combine" over it, an update "spread, send, merge, apply the rule". All
-shards agree on when to stop.
+folds "fetch, combine" over it, an update "spread, send, merge, apply the rule", a
+dynamic table "find or insert". All shards agree on when to stop.
 """
 
 import dataclasses
@@ -20,14 +20,15 @@ from typing import TypeVar
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Int
+from jaxtyping import Array, Bool, Int, Integer, UInt32
 
 from tpu_embedding.lookup._dedup import (
     Dedup,
+    Words,
     broadcast_to_ids,
     count_below,
     dedup,
-    key_at_rank,
+    id_at_rank,
     unsort,
 )
 from tpu_embedding.lookup._exchange import exchange
@@ -45,11 +46,12 @@ class Round:
     """The requests of one round, at the shard that asks and at the owner. Per shard.
 
     Attributes:
-      sorted_places: int32 `[ids]`, place of the row of each sorted id in the buffer of
-        fetched rows; beyond its end if the id is not part of this round.
-      row_ids: int32 `[buffer_size]`, the rows that all shards ask of this
-        one, as local rows, in one bucket per shard. Unused places hold
-        `PADDING_ROW_ID`, and so does the last place.
+      sorted_places: int32 `[ids]`, place of each sorted id in the buffer of requests,
+        and of its row in that of answers; beyond its end if the id is not part of this
+        round.
+      requests: what all shards ask of this one, in one bucket per shard. int32
+        `[buffer_size]`, local rows; or uint32 `[buffer_size, words]`, the local key
+        first. The key of unused places is `PADDING_ROW_ID`; the last place is unused.
       next_ranks: int32 `[num_shards]`, first rank per destination that is still
         pending after this round.
       end_row: int32 `[1]`, end of the range of this shard's own rows that this round
@@ -59,7 +61,7 @@ class Round:
     """
 
     sorted_places: Int[Array, " ids"]
-    row_ids: Int[Array, " buffer"]
+    requests: Integer[Array, "buffer *words"]
     next_ranks: Int[Array, " shards"]
     end_row: Int[Array, "_"]
     is_pending: Bool[Array, "_"]
@@ -73,11 +75,14 @@ class SentIds:
     Attributes:
       unique: the unique ids of the shard.
       first: the first round.
+      companions: uint32 `[ids]` each, words that travel with the sorted ids, equal for
+        equal ids.
       size: buffer sizes of each round.
     """
 
     unique: Dedup
     first: Round
+    companions: tuple[UInt32[Array, " ids"], ...]
     size: RoundSize = dataclasses.field(metadata={"static": True})
 
     def places(self, current: Round) -> Int[Array, " ids"]:
@@ -96,25 +101,47 @@ def send_ids(
       stack: plan of the stack.
       plan: gives the mesh.
     """
-    size = stack.round_size(max_unique_ids)
-    unique = dedup(keys, stack)
+    unique = dedup(
+        (keys,),
+        stack.num_shards,
+        stack.rows_per_shard,
+        keeps_duplicates=stack.keeps_duplicates,
+    )
+    return send_unique(unique, (), stack.round_size(max_unique_ids), stack, plan)
+
+
+def send_unique(
+    unique: Dedup,
+    companions: tuple[UInt32[Array, " ids"], ...],
+    size: RoundSize,
+    stack: StackPlan,
+    plan: EmbeddingPlan,
+) -> SentIds:
+    """Sends the first round of unique ids to their owners. Per shard.
+
+    Args:
+      unique: the unique ids of the shard.
+      companions: see `SentIds`.
+      size: buffer sizes of each round.
+      stack: gives the axes of the exchange.
+      plan: gives the mesh.
+    """
     first_ranks, end_ranks = unique.first_ranks[:-1], unique.first_ranks[1:]
     if not size.holds_all:
-        return SentIds(
-            unique=unique,
-            first=_next_round(unique, first_ranks, size, stack, plan),
-            size=size,
+        first = _next_round(unique, companions, first_ranks, size, stack, plan)
+    else:
+        # No batch of this shape needs a second round: there is no range to agree on.
+        sorted_places, requests = _fill(
+            unique, companions, (first_ranks, end_ranks), size, stack
         )
-    # No batch of this shape needs a second round, so there is no range to agree on.
-    sorted_places, row_ids = _fill(unique, first_ranks, end_ranks, size, stack)
-    first = Round(
-        sorted_places=sorted_places,
-        row_ids=row_ids,
-        next_ranks=end_ranks,
-        end_row=jnp.full((1,), stack.rows_per_shard, jnp.int32),
-        is_pending=jnp.zeros((1,), bool),
-    )
-    return SentIds(unique=unique, first=first, size=size)
+        first = Round(
+            sorted_places=sorted_places,
+            requests=requests,
+            next_ranks=end_ranks,
+            end_row=jnp.full((1,), unique.keys_per_shard, jnp.int32),
+            is_pending=jnp.zeros((1,), bool),
+        )
+    return SentIds(unique=unique, first=first, companions=companions, size=size)
 
 
 def fold_later_rounds(
@@ -123,6 +150,7 @@ def fold_later_rounds(
     ids: SentIds,
     stack: StackPlan,
     plan: EmbeddingPlan,
+    num_passes: int = 1,
 ) -> tuple[Carry, Int[Array, ""]]:
     """Folds `carry = body(carry, round)` over the rounds after the first. Per shard.
 
@@ -132,6 +160,8 @@ def fold_later_rounds(
       ids: from `send_ids`.
       stack: plan of the stack.
       plan: gives the mesh.
+      num_passes: how often the rounds run, if there are several. Each pass after the
+        first one begins with the first round.
 
     Returns:
       The last carry, and the number of rounds, the first one included.
@@ -140,15 +170,23 @@ def fold_later_rounds(
         return carry, jnp.int32(1)
 
     def run(state):
-        carry, next_ranks, _, rounds = state
-        current = _next_round(ids.unique, next_ranks, ids.size, stack, plan)
+        carry, next_ranks, passes_left, rounds = state
+        current = _next_round(
+            ids.unique, ids.companions, next_ranks, ids.size, stack, plan
+        )
         carry = body(carry, current)
-        return carry, current.next_ranks, current.is_pending, rounds + 1
+        (is_pending,) = current.is_pending
+        next_ranks = current.next_ranks
+        if num_passes > 1:
+            next_ranks = jnp.where(is_pending, next_ranks, ids.unique.first_ranks[:-1])
+        passes_left -= (~is_pending).astype(jnp.int32)
+        return carry, next_ranks, passes_left, rounds + 1
 
+    passes_left = num_passes * ids.first.is_pending[0].astype(jnp.int32)
     carry, _, _, rounds = jax.lax.while_loop(
-        lambda state: state[2][0],
+        lambda state: state[2] > 0,
         run,
-        (carry, ids.first.next_ranks, ids.first.is_pending, jnp.int32(1)),
+        (carry, ids.first.next_ranks, passes_left, jnp.int32(1)),
     )
     return carry, rounds
 
@@ -156,6 +194,7 @@ def fold_later_rounds(
 @jax.named_scope("route")
 def _next_round(
     unique: Dedup,
+    companions: tuple[UInt32[Array, " ids"], ...],
     first_ranks: Int[Array, " shards"],
     size: RoundSize,
     stack: StackPlan,
@@ -165,6 +204,7 @@ def _next_round(
 
     Args:
       unique: the shard's unique ids.
+      companions: see `SentIds`.
       first_ranks: the first pending rank of each destination.
       size: buffer sizes of the round.
       stack: the stack's plan.
@@ -172,49 +212,76 @@ def _next_round(
     """
     end_ranks = unique.first_ranks[1:]
     shards = jnp.arange(stack.num_shards, dtype=jnp.int32)
+    first_keys = shards * unique.keys_per_shard
     cut = first_ranks + size.capacity
-    first_pending_row = jnp.where(
-        cut < end_ranks,
-        key_at_rank(cut, unique) - shards * stack.rows_per_shard,
-        stack.rows_per_shard,
+    key, *others = id_at_rank(cut, unique)
+    # An id that fits nowhere ends the range; without one, the end of the shard's keys.
+    fits = cut >= end_ranks
+    end = (
+        jnp.where(fits, unique.keys_per_shard, key - first_keys),
+        *(jnp.where(fits, jnp.uint32(0), word) for word in others),
     )
-    # Over all axes: replicas of a shard take the same rows in a round.
-    end_rows = jax.lax.pmin(first_pending_row, plan.sample_axes)
-    next_ranks = count_below(shards * stack.rows_per_shard + end_rows, unique)
-    sorted_places, row_ids = _fill(unique, first_ranks, next_ranks, size, stack)
+    end_keys, *others = _smallest(end, plan)
+    next_ranks = count_below((first_keys + end_keys, *others), unique)
+    sorted_places, requests = _fill(
+        unique, companions, (first_ranks, next_ranks), size, stack
+    )
     return Round(
         sorted_places=sorted_places,
-        row_ids=row_ids,
+        requests=requests,
         next_ranks=next_ranks,
-        end_row=end_rows[jax.lax.axis_index(stack.shard_axes)][None],
-        is_pending=jnp.any(end_rows != stack.rows_per_shard)[None],
+        end_row=end_keys[jax.lax.axis_index(stack.shard_axes)][None],
+        is_pending=jnp.any(end_keys != unique.keys_per_shard)[None],
     )
+
+
+def _smallest(words: Words, plan: EmbeddingPlan) -> Words:
+    """Returns the smallest id of all devices for each destination.
+
+    Over all axes: replicas of a shard take the same ids in a round.
+    """
+    smallest, is_candidate = [], None
+    for word in words:
+        if is_candidate is not None:
+            word = jnp.where(
+                is_candidate, word, jnp.full_like(word, jnp.iinfo(word.dtype).max)
+            )
+        smallest.append(jax.lax.pmin(word, plan.sample_axes))
+        is_equal = word == smallest[-1]
+        is_candidate = is_equal if is_candidate is None else is_candidate & is_equal
+    return tuple(smallest)
 
 
 @jax.named_scope("route")
 def _fill(
     unique: Dedup,
-    first_ranks: Int[Array, " shards"],
-    next_ranks: Int[Array, " shards"],
+    companions: tuple[UInt32[Array, " ids"], ...],
+    ranks: tuple[Int[Array, " shards"], Int[Array, " shards"]],
     size: RoundSize,
     stack: StackPlan,
-) -> tuple[Int[Array, " ids"], Int[Array, " buffer"]]:
+) -> tuple[Int[Array, " ids"], Integer[Array, "buffer *words"]]:
     """Fills the buffer of requests with a range of ranks, and exchanges it. Per shard.
 
     Returns:
-      `Round.sorted_places` and `Round.row_ids`.
+      `Round.sorted_places` and `Round.requests`.
     """
+    first_ranks, next_ranks = ranks
     rank_in_round = unique.ranks - broadcast_to_ids(first_ranks, unique)
     is_in_round = (
         (unique.sorted_keys != PADDING_ROW_ID)
         & (rank_in_round >= 0)
         & (unique.ranks < broadcast_to_ids(next_ranks, unique))
     )
-    destination = jax.lax.div(unique.sorted_keys, jnp.int32(stack.rows_per_shard))
-    row = unique.sorted_keys - stack.rows_per_shard * destination
+    destination = jax.lax.div(unique.sorted_keys, jnp.int32(unique.keys_per_shard))
+    request = unique.sorted_keys - unique.keys_per_shard * destination
+    if words := (*unique.words[1:], *companions):
+        request = jnp.stack((request.astype(jnp.uint32), *words), axis=1)
     places = jnp.where(
         is_in_round, size.bucket_size * destination + rank_in_round, size.buffer_size
     )
-    requests = jnp.full((size.buffer_size,), PADDING_ROW_ID, jnp.int32)
-    requests = requests.at[places].set(row, mode="drop", wrap_negative_indices=False)
+    shape = (size.buffer_size, *request.shape[1:])
+    requests = jnp.full(shape, PADDING_ROW_ID, request.dtype)
+    requests = requests.at[places].set(
+        request, mode="drop", wrap_negative_indices=False
+    )
     return places, exchange(requests, stack)

@@ -20,6 +20,7 @@ from tpu_embedding.nn.embedding import TPUEmbedding
 from tpu_embedding.nn.recording import add_calls
 from tpu_embedding.nn.training import ModelLoss, Variables, embedding_layers
 from tpu_embedding.plan.shard_map import constrain_first_axis, zeros_like
+from tpu_embedding.xla import read_before_write
 
 PipelineMode = Literal["exact", "stale"]
 Batch = tuple[tuple[Any, ...], dict[str, Any]]
@@ -246,7 +247,7 @@ class PipelineProgram:
 def _read(model: nnx.Module, routed: Calls) -> Calls:
     """Reads the rows of routed calls from the model's tables."""
 
-    def read(layer: TPUEmbedding, call: functional.Routed) -> functional.LookupResult:
+    def read(layer: TPUEmbedding, call: functional.Routing) -> functional.LookupResult:
         plan = layer.plan
         result = functional.read_rows(layer.tables.get_value(), call, plan)
         constrained = jax.tree.map(
@@ -272,7 +273,7 @@ def _read_before_update(model: nnx.Module, routed: Calls) -> Calls:
     """
     layers = embedding_layers(model)
     tables = {path: layer.tables.get_value() for path, layer in layers.items()}
-    tables, lookups = jax.lax.optimization_barrier((tables, _read(model, routed)))
+    tables, lookups = read_before_write((tables, _read(model, routed)))
     for path, layer in layers.items():
         layer.tables.set_value(tables[path])
     return lookups

@@ -27,9 +27,9 @@ def every_row(
     row. The result equals that of the same optax transformation on the dense gradient.
     Each step costs a pass over the table and its slot variables, in place.
 
-    An elementwise rule (SGD, Adam, ...) needs no more memory.
-    Any other rule, and one with `gradient_steps`, keeps a gradient of the table's size
-    in its state.
+    A rule that asks for totals over a table, as Adafactor does, and one with
+    `gradient_steps` keep a gradient of the table's size in their state. Other rules
+    need no more memory.
 
     Args:
       rule: a row-local optax transformation, or one of this package.

@@ -15,7 +15,6 @@ does not have.
 import contextlib
 import dataclasses
 import functools
-import itertools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Final, NamedTuple
 
@@ -149,28 +148,6 @@ def _probe(rule: optax.GradientTransformation, dim: int) -> ProbedRule:
         for row, derivative, *values in zip(rows, derivatives, *states, strict=True)
     ]
     return ProbedRule(leaves=tuple(leaves), takes_totals=bool(asked))
-
-
-@functools.lru_cache(maxsize=4096)
-def is_elementwise(rule: optax.GradientTransformation, dim: int) -> bool:
-    """Returns True if a rule treats each element of a row alone, as its slots do."""
-    if any(slot.row.shape != (dim,) for slot in _probe(rule, dim).slots):
-        return False
-    run = _compiled(lambda gradients, rows: _run(rule, gradients, rows, []).updates)
-    gradients, rows = _random((2, 6, dim)), _random((6, dim), seed=1)
-    with on_its_own():
-        for size, row_size in itertools.product(
-            (_SMALL, 1.0, _LARGE), (*_ROW_SIZES, 1e4)
-        ):
-            given = np.float32(size) * gradients, np.float32(row_size) * rows
-            whole = np.asarray(run(*given))
-            try:
-                elements = run(given[0].reshape(2, -1), given[1].reshape(-1))
-            except Exception:  # The rule may be any function, and raise anything.
-                return False
-            if not _are_equal(np.asarray(elements).reshape(whole.shape), whole, given):
-                return False
-    return True
 
 
 class _Run(NamedTuple):

@@ -11,7 +11,6 @@ import optax
 from tpu_embedding.optimizers.checks import check_rule
 from tpu_embedding.optimizers.names import transformation_of
 from tpu_embedding.optimizers.probe import (
-    is_elementwise,
     probe_rule,
 )
 from tpu_embedding.optimizers.row_optimizer import (
@@ -95,10 +94,7 @@ def _resolve(rule: optax.GradientTransformation, dim: int) -> RowOptimizer:
     optimizer = dataclasses.replace(optimizer, takes_totals=probed.takes_totals)
     _check_modes(optimizer, dim)
     needs_gradient = optimizer.rows == "every" and (
-        optimizer.takes_totals
-        or optimizer.gradient_steps > 1
-        or optimizer.sets_rows
-        or not is_elementwise(optimizer.transformation, dim)
+        optimizer.takes_totals or optimizer.gradient_steps > 1 or optimizer.sets_rows
     )
     return dataclasses.replace(optimizer, keeps_gradient=needs_gradient)
 

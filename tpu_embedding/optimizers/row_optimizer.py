@@ -36,7 +36,7 @@ class RowOptimizer:
       takes_totals: whether the rule asks for totals over the rows of a table. The plan
         finds it out.
       keeps_gradient: whether the state holds a dense gradient. It does for rules for
-        every row that collect gradients, or are not elementwise. The plan finds it out.
+        every row that collect gradients, or ask for totals. The plan finds it out.
     """
 
     transformation: optax.GradientTransformation

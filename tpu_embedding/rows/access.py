@@ -24,6 +24,7 @@ from tpu_embedding.rows.packed_rows import (
     load_rows,
     store_rows,
 )
+from tpu_embedding.xla import as_variables, run_if
 
 _VECTOR_STEPS: Final = {32: 3, 64: 1}
 """Row length to the operations per element that keep XLA:CPU from unrolling a copy."""
@@ -151,13 +152,9 @@ def replace_rows(
     lost_fraction = _MAX_LOST_ROUNDINGS * float(jnp.finfo(new.dtype).eps)
     is_lost = jnp.abs(remainder) > lost_fraction * jnp.abs(new)
     is_lost = _if_used(is_lost, row_ids, packed.layout)
-    # A loop of at most one turn: XLA:TPU copies the rows for a conditional.
-    _, packed = jax.lax.while_loop(
-        lambda carry: carry[0],
-        lambda carry: (jnp.zeros((), bool), add_to_rows(carry[1], row_ids, remainder)),
-        (jnp.any(is_lost), packed),
+    return run_if(
+        jnp.any(is_lost), lambda rows: add_to_rows(rows, row_ids, remainder), packed
     )
-    return packed
 
 
 def row_differences(old: Array, new: Array) -> Array:
@@ -232,13 +229,11 @@ def _in_vectors(lines: Float[Array, "ids lanes"]) -> Float[Array, "ids lanes"]:
     XLA:CPU (jax 0.12) unrolls the copy of a row of up to 64 floats to single elements.
     So many instructions per row leave few reads of memory in flight. A loop with enough
     operations per element is not unrolled: it reads and writes vectors, in a third of
-    the time. The barrier hides the bounds from XLA. Rows of 24 or 48 floats gain
+    the time. The bounds are hidden from XLA. Rows of 24 or 48 floats gain
     nothing, shorter ones take longer, and longer ones are copied in vectors anyway.
     """
     int32 = jnp.iinfo(jnp.int32)
-    low, high = jax.lax.optimization_barrier(
-        (jnp.int32(int32.min), jnp.int32(int32.max))
-    )
+    low, high = as_variables((jnp.int32(int32.min), jnp.int32(int32.max)))
     words = jax.lax.bitcast_convert_type(lines, jnp.int32)
     for step in range(_VECTOR_STEPS[lines.shape[1]]):
         words = jnp.minimum(words, high) if step % 2 else jnp.maximum(words, low)

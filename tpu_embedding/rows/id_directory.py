@@ -10,7 +10,7 @@ from typing import Any, Final
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, UInt32
+from jaxtyping import Array, Int, UInt32
 
 from tpu_embedding.dynamic import SLOTS_PER_BUCKET
 from tpu_embedding.rows.id_mixing import NO_ID
@@ -47,6 +47,26 @@ class IdDirectory:
     clock: Any
     used_rows: Any
     init_keys: Any
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class NewRows:
+    """Rows that new ids have got. Per shard.
+
+    Attributes:
+      rows: int32 `[ids]`, rows of this shard, rising; `PADDING_ROW_ID` behind the last.
+      first: uint32 `[ids]`, first mixed word of the id.
+      second: uint32 `[ids]`, second mixed word.
+      tables: int32 `[ids]`, position of the table in the stack.
+      count: int32 scalar, number of rows.
+    """
+
+    rows: Int[Array, " ids"]
+    first: UInt32[Array, " ids"]
+    second: UInt32[Array, " ids"]
+    tables: Int[Array, " ids"]
+    count: Int[Array, ""]
 
 
 def empty_directory(

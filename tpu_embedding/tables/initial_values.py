@@ -48,6 +48,7 @@ from tpu_embedding.rows.packed_rows import (
     round_up,
     store_rows,
 )
+from tpu_embedding.xla import as_variables, computed_apart, read_before_write
 
 
 @functools.partial(jax.jit, static_argnames="plan")
@@ -141,7 +142,7 @@ def _init_stack(stack: StackPlan, plan: EmbeddingPlan, key: jax.Array) -> Packed
     )
     for table in others:
         # One whole table in memory at a time.
-        rows, key = jax.lax.optimization_barrier((rows, key))
+        rows, key = read_before_write((rows, key))
         rows = on_shards(
             functools.partial(_deal_rows, table=table, stack=stack),
             plan,
@@ -170,9 +171,8 @@ def _stack_facts(tables: Sequence[TablePlan], key: jax.Array) -> _Tables:
         keys=keys,
         parameters=parameters,
     )
-    # As constants, XLA would fold the parameters of a single table into the arithmetic,
-    # and round otherwise than with several tables.
-    return jax.lax.optimization_barrier(jax.tree.map(jnp.asarray, facts))
+    # The parameters of a single table round as those of several tables do.
+    return as_variables(jax.tree.map(jnp.asarray, facts))
 
 
 def _fill_tables(
@@ -239,8 +239,7 @@ def _fill_slabs(
         row_ids = local_ids * stack.num_shards + shard - offset
         is_own = (row_ids >= 0) & (row_ids < size)
         values = values_of(i, jnp.clip(row_ids, 0, size - 1))
-        # XLA:CPU computes on one core, without vectors, what it fuses with the write.
-        stored = jax.lax.optimization_barrier(store_rows(values, layout))
+        stored = computed_apart(store_rows(values, layout))
         return merge_block(rows, start, stored, is_own)
 
     return jax.lax.fori_loop(0, end_slabs[-1], fill_slab, rows)

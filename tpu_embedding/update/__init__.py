@@ -5,8 +5,7 @@ All of it is private but `lift_to_rows`, which is in `te.functional`.
 * `apply`: applies the gradient of a step, by one of the ways below.
 * `lazy_update`: runs a rule on touched rows.
 * `sequence`: runs a rule once per occurrence of an id.
-* `every_element`: runs an elementwise rule on every row, in one pass over the lines.
-* `every_row`: runs a rule that sees whole rows, or all rows, on every row.
+* `every_row`: runs a rule on every row, block by block.
 * `averages`: sets rows to their moving averages, at the end of training.
 * `table_writer`: writes new rows in the table's type, rounded where it is narrow.
 * `start_rows`: initial values and slots of the rows of new ids.

@@ -16,8 +16,11 @@ from tpu_embedding.plan.stack_plan import TrainedStackPlan
 from tpu_embedding.rows.packed_rows import PackedRows
 from tpu_embedding.rows.row_gradients import GradientRounds, RowGradients
 from tpu_embedding.types import PADDING_ROW_ID, RowRange
-from tpu_embedding.update.every_element import apply_to_every_element
-from tpu_embedding.update.every_row import apply_to_every_row, init_every_row
+from tpu_embedding.update.every_row import (
+    apply_round_to_every_row,
+    apply_to_every_row,
+    init_every_row,
+)
 from tpu_embedding.update.lazy_update import (
     is_slot,
     lift_to_rows,
@@ -27,12 +30,9 @@ from tpu_embedding.update.lazy_update import (
 )
 from tpu_embedding.update.sequence import apply_in_sequence
 from tpu_embedding.update.shard_rows import live_rows, shard_rows
-from tpu_embedding.update.table_writer import (
-    RoundedState,
-    RoundingWriter,
-    TableWriter,
-)
+from tpu_embedding.update.table_writer import RoundedState, TableWriter
 from tpu_embedding.update.totals import across_shards, find_totals, known_totals
+from tpu_embedding.xla import read_before_write
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -99,14 +99,16 @@ def apply_gradient(
     Returns:
       New table and state.
     """
+    is_rounded = isinstance(state, RoundedState)
+    writer = TableWriter(
+        sets_rows=stack.optimizer.sets_rows,
+        stack=stack,
+        step=state.step if is_rounded else None,
+    )
     sizes = None if used_rows is None else live_rows(used_rows, stack)
-    is_set = stack.optimizer.sets_rows
-    writer = TableWriter(sets_rows=is_set)
     step = _Step(stack=stack, plan=plan, writer=writer, table_sizes=sizes)
-    if stack.layout.narrow_dtype is None:
+    if not is_rounded:
         return _apply(table, state, gradient, step)
-    writer = RoundingWriter(sets_rows=is_set, stack=stack, step=state.step)
-    step = dataclasses.replace(step, writer=writer)
     table, inner = _apply(table, state.inner, gradient, step)
     return table, RoundedState(step=state.step + 1, inner=inner)
 
@@ -126,7 +128,7 @@ def step_without_gradient(
       stack: gives the rule.
       plan: gives the mesh.
     """
-    if stack.layout.narrow_dtype is not None:
+    if isinstance(state, RoundedState):
         inner = _step_on_no_row(state.inner, stack, plan)
         return RoundedState(step=state.step + 1, inner=inner)
     return _step_on_no_row(state, stack, plan)
@@ -167,8 +169,7 @@ def _apply(
     is_one_round = gradient.fold_later is None
     if stack.optimizer.takes_totals and not is_one_round:
         totals = _totals_over_rounds(apply_round, table, state, gradient, all_reduce)
-        # All rows are read for the totals before any is written, or XLA copies them.
-        totals, table, state = jax.lax.optimization_barrier((totals, table, state))
+        totals, table, state = read_before_write((totals, table, state))
 
     def apply_next(carry, gradients, rows):
         table, new_state = carry
@@ -235,7 +236,9 @@ def _apply_round(
         table = writer.before_rule(table, gradients.row_ids)
     updates = gradients.as_row_updates()
     if optimizer.rows == "every":
-        return apply_to_every_element(optimizer, table, state, updates, rows, writer)
+        return apply_round_to_every_row(
+            table, state, updates, rows, stack, step.plan, writer
+        )
     if optimizer.duplicates == "sequence":
         rule: Any = _lifted(step, all_reduce)
         table, state = apply_in_sequence(rule, table, state, updates, writer)

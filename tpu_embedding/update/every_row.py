@@ -1,14 +1,16 @@
-"""Updates every row of a table with a rule that sees whole rows, or all rows.
+"""Updates every row of a table, touched or not.
 
-The state keeps a dense gradient, a slot variable of the table's size. Each step adds
-its gradient to it. Then the rule runs over the table block by block, in place, and the
-kept gradient is cleared. So the rule sees every row, touched or not, and may run once
-per several steps.
+The rule runs over the table block by block, in place: once for each round of the
+gradient, on the rows that the round covers.
+
+A rule that asks for totals over the table, or runs once per several steps, must see the
+gradient of all rounds. Its state keeps a dense gradient, a slot variable of the table's
+size. Each step adds its gradient to it, and the pass over the table clears it.
 """
 
 import dataclasses
 import functools
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -18,14 +20,24 @@ from tpu_embedding.optimizers.finite_rates import rates_are_finite
 from tpu_embedding.optimizers.table_rows import AllReduce, table_rows_context
 from tpu_embedding.plan.plan import EmbeddingPlan
 from tpu_embedding.plan.stack_plan import TrainedStackPlan
-from tpu_embedding.rows.access import add_to_rows
+from tpu_embedding.rows.access import add_to_rows, gather_lines
 from tpu_embedding.rows.consecutive_rows import blocks_of, read_block, write_block
 from tpu_embedding.rows.packed_rows import PackedRows, full_rows
 from tpu_embedding.rows.row_gradients import GradientRounds, RowGradients
-from tpu_embedding.update.lazy_update import is_slot, lift_to_rows
+from tpu_embedding.types import PADDING_ROW_ID, RowRange, RowUpdates
+from tpu_embedding.update.lazy_update import (
+    is_slot,
+    lift_to_rows,
+    slots_of,
+    with_slots,
+)
 from tpu_embedding.update.shard_rows import shard_rows
 from tpu_embedding.update.table_writer import TableWriter
 from tpu_embedding.update.totals import across_shards, find_totals, known_totals
+from tpu_embedding.xla import read_before_write, run_if
+
+_CHUNK: Final = 1024
+"""Gradients that a block takes at a time."""
 
 
 class KeptGradientState(NamedTuple):
@@ -82,63 +94,141 @@ def apply_to_every_row(
 
     Per shard; in place where donated.
     """
-    collected, touches = _collect(state, gradient, stack, plan)
+    collected, touches = gradient.fold(_collect, (state.gradient, state.touches))
     leaves, tree = jax.tree.flatten(
-        (table, collected, touches, state.inner), is_leaf=is_slot
+        (table, state.inner, collected, touches), is_leaf=is_slot
     )
-    run = functools.partial(
-        _run_on_all_rows, tree=tree, stack=stack, plan=plan, writer=writer
-    )
+    sweep = _Sweep(tree=tree, stack=stack, plan=plan, writer=writer)
     step = state.step + 1
     num_steps = stack.optimizer.gradient_steps
     if num_steps == 1:
-        leaves = run(leaves)
+        leaves = _run_on_all_rows(leaves, sweep)
     else:
-        # A loop of at most one turn: XLA:TPU copies the rows for a conditional.
-        _, leaves = jax.lax.while_loop(
-            lambda carry: carry[0],
-            lambda carry: (jnp.zeros((), bool), run(carry[1])),
-            (step >= num_steps, leaves),
-        )
-    table, collected, touches, inner = tree.unflatten(leaves)
+        run = functools.partial(_run_on_all_rows, sweep=sweep)
+        leaves = run_if(step >= num_steps, run, leaves)
+    table, inner, collected, touches = tree.unflatten(leaves)
     return table, KeptGradientState(
         collected, touches, jnp.where(step >= num_steps, 0, step), inner
     )
 
 
 def _collect(
-    state: KeptGradientState,
-    gradient: GradientRounds,
-    stack: TrainedStackPlan,
-    plan: EmbeddingPlan,
+    kept: tuple[PackedRows, PackedRows], gradients: RowGradients, rows: Any
 ) -> tuple[PackedRows, PackedRows]:
-    """Adds the gradient of a step to the kept one, and counts the touches."""
-
-    def add(kept, gradients: RowGradients, rows=None):
-        del rows
-        gradient, touches = kept
-        updates = gradients.as_row_updates()
-        ones = jnp.ones(updates.row_ids.shape, jnp.int32)
-        return (
-            add_to_rows(gradient, updates.row_ids, updates.values),
-            add_to_rows(touches, updates.row_ids, ones),
-        )
-
-    return gradient.fold(add, (state.gradient, state.touches))
+    """Adds the gradient of a round to the kept one, and counts the touches."""
+    del rows
+    gradient, touches = kept
+    updates = gradients.as_row_updates()
+    ones = jnp.ones(updates.row_ids.shape, jnp.int32)
+    return (
+        add_to_rows(gradient, updates.row_ids, updates.values),
+        add_to_rows(touches, updates.row_ids, ones),
+    )
 
 
-def _run_on_all_rows(
-    leaves: list[Any],
-    *,
-    tree: Any,
+def apply_round_to_every_row(
+    table: PackedRows,
+    state: Any,
+    gradients: RowUpdates,
+    rows: RowRange | None,
     stack: TrainedStackPlan,
     plan: EmbeddingPlan,
     writer: TableWriter,
-) -> list[Any]:
-    """Runs the rule block by block: the first block alone, the others in a loop."""
-    run = functools.partial(
-        _run_on_block, tree=tree, stack=stack, plan=plan, writer=writer
+) -> tuple[PackedRows, Any]:
+    """Runs a rule that keeps no gradient on every row that a round covers.
+
+    Per shard; in place where donated.
+
+    Args:
+      table: rows of this shard.
+      state: from `lift_to_rows(stack.optimizer).init`.
+      gradients: gradients of rows of the round.
+      rows: rows that the round covers; None: all.
+      stack: plan of the stack.
+      plan: gives the mesh.
+      writer: writes the rows of the table.
+    """
+    leaves, tree = jax.tree.flatten((table, state), is_leaf=is_slot)
+    of_round = _sorted_gradients(gradients)
+    leaves, of_round = read_before_write((leaves, of_round))
+    sweep = _Sweep(
+        tree=tree, stack=stack, plan=plan, writer=writer, of_round=of_round, rows=rows
     )
+    return tree.unflatten(_run_on_all_rows(leaves, sweep))
+
+
+class _SortedGradients(NamedTuple):
+    """The gradients of a round, sorted by row; padding of a whole chunk last.
+
+    Attributes:
+      row_ids: int32 `[n]`, rising.
+      values: `[n, dim]`.
+    """
+
+    row_ids: Array
+    values: Array
+
+    def of_block(self, start: Any, size: int) -> tuple[Array, Array]:
+        """Returns the dense gradient of a block of rows, and which it touches."""
+        chunk = min(_CHUNK, self.row_ids.shape[0] // 2)
+        end_row = start + size
+        ends = jnp.asarray([start, end_row], jnp.int32)
+        first, end = jnp.searchsorted(self.row_ids, ends).astype(jnp.int32)
+
+        def add(carry):
+            place, gradient, touches = carry
+            ids, values = (
+                jax.lax.dynamic_slice_in_dim(x, place, chunk)
+                for x in (self.row_ids, self.values)
+            )
+            at = jnp.where(ids < end_row, ids - start, size)
+            return (
+                place + chunk,
+                gradient.at[at].set(values, mode="drop", wrap_negative_indices=False),
+                touches.at[at].set(1, mode="drop", wrap_negative_indices=False),
+            )
+
+        nothing = jnp.zeros((size, self.values.shape[1]), jnp.float32)
+        carry = (first, nothing, jnp.zeros(size, jnp.int32))
+        return jax.lax.while_loop(lambda carry: carry[0] < end, add, carry)[1:]
+
+
+def _sorted_gradients(gradients: RowUpdates) -> _SortedGradients:
+    (num_rows,) = gradients.row_ids.shape
+    places = jnp.arange(num_rows, dtype=jnp.int32)
+    row_ids, order = jax.lax.sort((gradients.row_ids, places), num_keys=1)
+    room = min(_CHUNK, num_rows)
+    return _SortedGradients(
+        jnp.pad(row_ids, (0, room), constant_values=PADDING_ROW_ID),
+        jnp.pad(gather_lines(gradients.values, order), ((0, room), (0, 0))),
+    )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Sweep:
+    """A run of a rule over all rows of a shard. It exists while a step is traced.
+
+    Attributes:
+      tree: structure of the table, the rule's state, and the kept gradient and touches,
+        if there are any.
+      stack: plan of the stack.
+      plan: gives the mesh.
+      writer: writes the rows of the table.
+      of_round: gradients of a round; None: the kept gradient counts.
+      rows: rows that move; None: all.
+    """
+
+    tree: Any
+    stack: TrainedStackPlan
+    plan: EmbeddingPlan
+    writer: TableWriter
+    of_round: _SortedGradients | None = None
+    rows: RowRange | None = None
+
+
+def _run_on_all_rows(leaves: list[Any], sweep: _Sweep) -> list[Any]:
+    """Runs the rule block by block: the first block alone, the others in a loop."""
+    run = functools.partial(_run_on_block, sweep=sweep)
     blocks = blocks_of([leaf.layout for leaf in leaves if is_slot(leaf)])
 
     def fold_rest(fold, carry):
@@ -148,69 +238,71 @@ def _run_on_all_rows(
         return blocks.loop(fold_next, carry)
 
     totals: list[Array] = []
-    if stack.optimizer.takes_totals:
+    if sweep.stack.optimizer.takes_totals:
         totals = find_totals(
             functools.partial(run, leaves, blocks.first),
             fold_rest,
-            across_shards(stack, plan),
+            across_shards(sweep.stack, sweep.plan),
         )
-    # All rows are read for the totals before any is written, or XLA copies the table.
-    leaves, totals = jax.lax.optimization_barrier((leaves, totals))
+    leaves, totals = read_before_write((leaves, totals))
     # Values that belong to no row advance once; every block must see the old ones.
     result = run(leaves, blocks.first, known_totals(totals))
-    slots = [leaf for leaf in result if is_slot(leaf)]
 
     def run_next(start, slots):
-        remaining = iter(slots)
-        current = [next(remaining) if is_slot(leaf) else leaf for leaf in leaves]
-        new = run(current, (start, blocks.size), known_totals(totals))
-        return [leaf for leaf in new if is_slot(leaf)]
+        current = with_slots(leaves, slots)
+        return slots_of(run(current, (start, blocks.size), known_totals(totals)))
 
-    remaining = iter(blocks.loop(run_next, slots))
-    return [next(remaining) if is_slot(leaf) else leaf for leaf in result]
+    return with_slots(result, blocks.loop(run_next, slots_of(result)))
 
 
 def _run_on_block(
     leaves: list[Any],
     block: tuple[Any, int],
     all_reduce: AllReduce,
-    *,
-    tree: Any,
-    stack: TrainedStackPlan,
-    plan: EmbeddingPlan,
-    writer: TableWriter,
+    sweep: _Sweep,
 ) -> list[Any]:
-    """Runs the rule on rows `start` to `start + size`, and clears their gradient.
+    """Runs the rule on rows `start` to `start + size`, and clears a kept gradient.
 
     Returns:
       The leaves, with the new rows of this block.
     """
-    start, size = block
+    (start, size), stack, writer = block, sweep.stack, sweep.writer
     old = [read_block(leaf, start, size) if is_slot(leaf) else leaf for leaf in leaves]
-    rows, gradient, touches, inner = tree.unflatten(old)
+    rows, inner, *kept = sweep.tree.unflatten(old)
     if writer.sets_rows:
         rows = jnp.zeros_like(rows)
+    if sweep.of_round is None:
+        gradient, touches = kept
+    else:
+        gradient, touches = sweep.of_round.of_block(start, size)
     row_ids = start + jnp.arange(size, dtype=jnp.int32)
     known = dataclasses.replace(
         shard_rows(row_ids, touches > 0, all_reduce, stack),
         stored=functools.partial(writer.values_after, row_ids, layout=stack.layout),
     )
+    is_moved = known.is_used
+    if sweep.rows is not None:
+        is_moved &= (row_ids >= sweep.rows.first_row) & (row_ids < sweep.rows.end_row)
     is_finite = rates_are_finite(stack.optimizer, stack.dim, jax.tree.leaves(inner))
-    is_moved = known.is_used if is_finite is None else known.is_used & is_finite
+    if is_finite is not None:
+        is_moved &= is_finite
     with table_rows_context(known):
         updates, new_inner = stack.optimizer.update(
             gradient / stack.optimizer.gradient_steps, inner, rows
         )
     updates = jnp.where(is_moved[:, None], updates, 0)
-    cleared = jnp.zeros_like(gradient), jnp.zeros_like(touches)
     new_rows = writer.stored_rows(row_ids, rows, updates)
-    new = tree.flatten_up_to((new_rows, *cleared, new_inner))
-    if is_finite is not None:
-        for i in range(1 + len(cleared), len(new)):
-            is_kept = is_slot(leaves[i]) | ~jnp.isfinite(new[i])
-            new[i] = jnp.where(~is_finite & is_kept, old[i], new[i])
-    # The block is read before it is written.
-    new = jax.lax.optimization_barrier(new)
+    cleared = [jnp.zeros_like(x) for x in kept]
+    new = sweep.tree.flatten_up_to((new_rows, new_inner, *cleared))
+    for i in range(1, len(new) - len(cleared)):
+        if is_slot(leaves[i]):
+            is_kept = ~is_moved.reshape(-1, *[1] * (new[i].ndim - 1))
+        elif is_finite is not None:
+            is_kept = ~is_finite & ~jnp.isfinite(new[i])
+        else:
+            continue
+        new[i] = jnp.where(is_kept, old[i], new[i])
+    new = read_before_write(new)
     return [
         write_block(leaf, start, part) if is_slot(leaf) else part
         for leaf, part in zip(leaves, new, strict=True)

@@ -27,6 +27,7 @@ from tpu_embedding.rows.access import (
 )
 from tpu_embedding.rows.packed_rows import PackedRows, full_rows, pack_rows, unpack_rows
 from tpu_embedding.types import PADDING_ROW_ID
+from tpu_embedding.xla import read_before_write
 
 RowsOf = Callable[[Int[Array, " rows"]], TableRows]
 """Returns the facts that a rule may ask about the rows with some ids."""
@@ -92,8 +93,7 @@ def lift_to_rows(
         leaves, tree = jax.tree.flatten(state, is_leaf=is_slot)
         old = [gather_rows(x, row_ids) if is_slot(x) else x for x in leaves]
         if form == "blocks":
-            # In a loop, XLA:CPU would copy a whole slot variable to read it later.
-            old, leaves = jax.lax.optimization_barrier((old, leaves))
+            old, leaves = read_before_write((old, leaves))
         with table_rows_context(rows_of and rows_of(row_ids)):
             values, new_state = optimizer.update(
                 updates.values, tree.unflatten(old), gather_rows(table, row_ids)

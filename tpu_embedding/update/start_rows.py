@@ -14,11 +14,13 @@ from tpu_embedding.optimizers.table_rows import AllReduce, table_rows_context
 from tpu_embedding.plan.stack_plan import StackPlan, TrainedStackPlan
 from tpu_embedding.row_random_bits import threefry
 from tpu_embedding.rows.access import gather_rows, set_rows
+from tpu_embedding.rows.id_directory import NewRows
 from tpu_embedding.rows.packed_rows import PackedRows, load_rows, store_rows
 from tpu_embedding.types import PADDING_ROW_ID
 from tpu_embedding.update.lazy_update import is_slot, slots_of, with_slots
 from tpu_embedding.update.shard_rows import shard_rows
 from tpu_embedding.update.table_writer import RoundedState
+from tpu_embedding.xla import as_variables, read_before_write
 
 _ROWS_PER_TURN: Final = 256
 
@@ -26,10 +28,7 @@ _ROWS_PER_TURN: Final = 256
 def start_rows(
     table: PackedRows,
     state: Any,
-    rows: Int[Array, " ids"],
-    words: tuple[UInt32[Array, " ids"], UInt32[Array, " ids"]],
-    tables: Int[Array, " ids"],
-    count: Int[Array, ""],
+    new_rows: NewRows,
     init_keys: UInt32[Array, "tables two"],
     stack: StackPlan,
     all_reduce: AllReduce,
@@ -42,10 +41,7 @@ def start_rows(
     Args:
       table: rows of this shard.
       state: optimizer state of the stack; None without one.
-      rows: rows of the shard; the first `count` are used.
-      words: mixed words of the ids.
-      tables: position of each row's table in the stack.
-      count: number of new rows.
+      new_rows: rows of the new ids.
       init_keys: random keys of the tables.
       stack: plan of the stack.
       all_reduce: reduces totals over the shards.
@@ -53,7 +49,7 @@ def start_rows(
     Returns:
       New table and state.
     """
-    (num_ids,) = rows.shape
+    (num_ids,) = new_rows.rows.shape
     per_turn = min(_ROWS_PER_TURN, num_ids)
     inner = state.inner if isinstance(state, RoundedState) else state
     leaves, tree = jax.tree.flatten(inner, is_leaf=is_slot)
@@ -61,19 +57,22 @@ def start_rows(
     def write(carry):
         turn, table, slots, changes = carry
         place = turn * per_turn + jnp.arange(per_turn, dtype=jnp.int32)
-        is_used = place < count
+        is_used = place < new_rows.count
         place = jnp.minimum(place, num_ids - 1)
-        row_ids = jnp.where(is_used, rows[place], PADDING_ROW_ID)
+        row_ids = jnp.where(is_used, new_rows.rows[place], PADDING_ROW_ID)
         values = initial_rows(
-            words[0][place], words[1][place], tables[place], init_keys, stack
+            new_rows.first[place],
+            new_rows.second[place],
+            new_rows.tables[place],
+            init_keys,
+            stack,
         )
         stored = load_rows(store_rows(values, table.layout), table.layout)
         new = _initial_state(stored, row_ids, inner, stack)
         if changes:
             old = gather_rows(table, row_ids)
             lost = _sums_of(_initial_state(old, row_ids, inner, stack))
-            # The old rows are read before they are written, or XLA copies the table.
-            table, lost = jax.lax.optimization_barrier((table, lost))
+            table, lost = read_before_write((table, lost))
             lost = jax.tree.map(jnp.negative, lost)
             for sums in (_sums_of(new), lost):
                 pairs = zip(changes, sums, strict=True)
@@ -89,7 +88,7 @@ def start_rows(
         parts = zip(leaves, tree.flatten_up_to(new), strict=True)
         return [part for leaf, part in parts if is_slot(leaf)]
 
-    num_turns = (count + per_turn - 1) // per_turn
+    num_turns = (new_rows.count + per_turn - 1) // per_turn
     no_change = [jax.tree.map(jnp.zeros_like, x) for x in _sums_of(inner)]
     _, table, slots, changes = jax.lax.while_loop(
         lambda carry: carry[0] < num_turns,
@@ -158,8 +157,8 @@ def _rows_of(
     def row(key, *parameters):
         return function(threefry_key(key), row_ids, dim, *parameters)[0]
 
-    # As a constant, XLA would fold a parameter into the arithmetic and round otherwise.
-    keys, parameters = jax.lax.optimization_barrier((keys, parameters))
+    # The parameters of one table round as those of several do.
+    keys, parameters = as_variables((keys, parameters))
     return jax.vmap(row)(keys, *parameters)
 
 

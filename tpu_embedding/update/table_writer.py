@@ -47,13 +47,18 @@ class RoundedState(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TableWriter:
-    """Writes rows of a float32 table. Per shard.
+    """Writes rows of a table in one step. Per shard.
 
     Attributes:
       sets_rows: True if the rule sets rows without reading them.
+      stack: plan of the stack; only a narrow table needs it.
+      step: step count of the `RoundedState` of a narrow table, whose rows are rounded
+        stochastically; None: the table is float32.
     """
 
     sets_rows: bool = False
+    stack: StackPlan | None = None
+    step: Int[Array, ""] | None = None
 
     def before_rule(self, table: PackedRows, row_ids: Int[Array, " ids"]) -> PackedRows:
         """Sets rows to zero, in place, if the rule sets them without reading them.
@@ -77,7 +82,7 @@ class TableWriter:
         updates: Float[Array, "ids dim"],
         occurrence: Int[Array, ""] | int = 0,
     ) -> PackedRows:
-        """Adds to rows, in place where donated; as `add_to_rows`.
+        """Adds to rows, in place where donated.
 
         Args:
           table: the rows.
@@ -85,18 +90,30 @@ class TableWriter:
           updates: what is added.
           occurrence: number of earlier calls in this step that name the same rows.
         """
-        del occurrence
-        return add_to_rows(table, row_ids, updates)
+        if self.step is None:
+            return add_to_rows(table, row_ids, updates)
+        old = gather_rows(table, row_ids)
+        stored = self.stored_rows(row_ids, old, updates, occurrence)
+        return replace_stored_rows(table, row_ids, stored)
 
     def stored_rows(
         self,
         row_ids: Int[Array, " ids"],
         old: Float[Array, "ids dim"],
         updates: Float[Array, "ids dim"],
+        occurrence: Int[Array, ""] | int = 0,
     ) -> Shaped[Array, "ids _"]:
-        """Returns `old + updates` as the table stores rows."""
-        del row_ids
-        return old + updates
+        """Returns `old + updates` as the table stores rows; see `add`."""
+        if self.step is None:
+            return old + updates
+        assert self.stack is not None
+        dtype = self.stack.layout.narrow_dtype
+        assert dtype is not None
+        # A zero leaves an element its bits. An addition would turn -0.0 into 0.0, and
+        # flush a denormal on a TPU.
+        new = jnp.where(updates == 0, old, old + updates)
+        bits = bits_of_rows(row_ids, self.step, occurrence, self.stack)
+        return encode_rows(new, dtype, bits)
 
     def values_after(
         self,
@@ -109,62 +126,16 @@ class TableWriter:
         return load_rows(self.stored_rows(row_ids, old, updates), layout)
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class RoundingWriter(TableWriter):
-    """Rounds the rows of a narrow table stochastically in one step. Per shard.
-
-    Attributes:
-      stack: the stack's plan.
-      step: step count of the `RoundedState`.
-    """
-
-    stack: StackPlan
-    step: Int[Array, ""]
-
-    def add(
-        self,
-        table: PackedRows,
-        row_ids: Int[Array, " ids"],
-        updates: Float[Array, "ids dim"],
-        occurrence: Int[Array, ""] | int = 0,
-    ) -> PackedRows:
-        """Adds to rows in float32, and rounds; see `TableWriter.add`."""
-        old = gather_rows(table, row_ids)
-        stored = self._round(row_ids, old, updates, occurrence)
-        return replace_stored_rows(table, row_ids, stored)
-
-    def stored_rows(
-        self,
-        row_ids: Int[Array, " ids"],
-        old: Float[Array, "ids dim"],
-        updates: Float[Array, "ids dim"],
-    ) -> Shaped[Array, "ids _"]:
-        """Returns `old + updates`, rounded, as the table stores rows."""
-        return self._round(row_ids, old, updates, 0)
-
-    def _round(
-        self,
-        row_ids: Int[Array, " ids"],
-        old: Float[Array, "ids dim"],
-        updates: Float[Array, "ids dim"],
-        occurrence: Int[Array, ""] | int,
-    ) -> Int[Array, "ids _"]:
-        dtype = self.stack.layout.narrow_dtype
-        assert dtype is not None
-        # A zero leaves an element its bits. An addition would turn -0.0 into 0.0, and
-        # flush a denormal on a TPU.
-        new = jnp.where(updates == 0, old, old + updates)
-        return encode_rows(new, dtype, self._random_bits(row_ids, occurrence))
-
-    def _random_bits(
-        self, row_ids: Int[Array, " ids"], occurrence: Int[Array, ""] | int
-    ) -> UInt32[Array, "ids dim"]:
-        """Returns the random bits of each element of some rows in this step."""
-        rows, keys = _logical_rows(row_ids, self.stack)
-        step = mix_bits(self.step.astype(jnp.uint32)) + jnp.uint32(occurrence)
-        return random_bits(
-            mix_bits(rows ^ mix_bits(keys ^ mix_bits(step))), self.stack.dim
-        )
+def bits_of_rows(
+    row_ids: Int[Array, " ids"],
+    step: Int[Array, ""],
+    occurrence: Int[Array, ""] | int,
+    stack: StackPlan,
+) -> UInt32[Array, "ids dim"]:
+    """Returns the random bits of each element of some rows in a step."""
+    rows, keys = _logical_rows(row_ids, stack)
+    number = mix_bits(step.astype(jnp.uint32)) + jnp.uint32(occurrence)
+    return random_bits(mix_bits(rows ^ mix_bits(keys ^ mix_bits(number))), stack.dim)
 
 
 def _logical_rows(

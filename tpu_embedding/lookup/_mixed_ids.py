@@ -1,33 +1,38 @@
-"""Ids at the owner of their buckets, and access to the lines of buckets. Per shard."""
+"""Mixed ids, and access to the lines of their buckets. Per shard."""
 
 import dataclasses
-from typing import Any, Final, NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int, UInt32
 
 from tpu_embedding.rows.id_directory import LINE_LANES
+from tpu_embedding.types import PADDING_ROW_ID
 
 
 @jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class OwnedIds:
-    """Ids at the owner of their buckets, in any order. Per shard.
+@dataclasses.dataclass(frozen=True)
+class MixedIds:
+    """Mixed ids in any order. Per shard.
 
     Attributes:
-      buckets: int32 `[ids]`, buckets of this shard's directory.
+      buckets: int32 `[ids]`, buckets of this shard's directory at the owner, and of all
+        shards, one after the other, at the source; `PADDING_ROW_ID` for padding.
       first: uint32 `[ids]`, first mixed word.
       second: uint32 `[ids]`, second mixed word.
-      is_id: bool `[ids]`, False for padding.
       may_insert: bool `[ids]`, True if the feature that asks for it inserts ids.
     """
 
     buckets: Int[Array, " ids"]
     first: UInt32[Array, " ids"]
     second: UInt32[Array, " ids"]
-    is_id: Bool[Array, " ids"]
     may_insert: Bool[Array, " ids"]
+
+    @property
+    def is_id(self) -> Bool[Array, " ids"]:
+        """False for padding."""
+        return self.buckets != PADDING_ROW_ID
 
 
 class Pass(NamedTuple):
@@ -40,10 +45,6 @@ class Pass(NamedTuple):
 
     notes: Any
     fills: Any
-
-
-ONLY_PASS: Final = Pass(notes=True, fills=True)
-"""Handles all ids of a call at once."""
 
 
 def read_elements(lines: Array, buckets: Array, lanes: Array) -> Array:
