@@ -16,7 +16,7 @@ from tpu_embedding.argument_checks import check_mapping, takes
 from tpu_embedding.plan.plan import PLAN, EmbeddingPlan
 from tpu_embedding.plan.stack_plan import TrainedStackPlan
 from tpu_embedding.rows.packed_rows import PackedRows
-from tpu_embedding.tables.table_values import unstack_tables, with_table_values
+from tpu_embedding.tables.table_values import replace_values, unstack_tables
 
 StateParts = Literal["rows", "all"]
 """`"rows"`: slot variables; `"all"`: also totals of tables, and counts of steps."""
@@ -207,7 +207,7 @@ class NamedSlot:
             for name, value in values.items()
         }
         if self.kind == "rows":
-            return with_table_values({stack.name: self.leaf}, new, plan)[stack.name]
+            return replace_values({stack.name: self.leaf}, new, plan)[stack.name]
         array = np.array(self.leaf)
         if self.kind == "shared":
             first, *others = new.values()
