@@ -9,7 +9,7 @@ One compiled program trains on a batch and begins the lookup of the batch after 
 """
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any, NamedTuple, get_args
 
 import jax
@@ -65,7 +65,6 @@ class PipelinedTrainStep:
         wrt: nnx.filterlib.Filter = nnx.Param,
         has_aux: bool = False,
         transform_gradients: Callable[[Gradients], Gradients] | None = None,
-        compiler_options: Mapping[str, str] | None = None,
     ):
         """Keeps the functions; nothing is compiled before the first call.
 
@@ -81,7 +80,6 @@ class PipelinedTrainStep:
           has_aux: True if `loss_fn` returns a second value.
           transform_gradients: applied before the update, such as
             `lambda g: te.gradients.clip_by_global_norm(g, 1.0)`; None: nothing.
-          compiler_options: options of XLA; None: those of the first layer's plan.
 
         Raises:
           ValueError: if the mode is unknown.
@@ -99,7 +97,6 @@ class PipelinedTrainStep:
             has_aux=has_aux,
             transform_gradients=transform_gradients,
         )
-        self._compiler_options = compiler_options
         self._jitted: tuple[Any, Any] | None = None
         self._pending: _Pending | None = None
 
@@ -217,12 +214,8 @@ class PipelinedTrainStep:
             )
         for module in (model, optimizer):
             put_on_mesh(module, plans[0])
-        options = self._compiler_options
-        if options is None:
-            options = plans[0].compiler_options
-        jit = functools.partial(
-            jax.jit, static_argnums=0, compiler_options=dict(options)
-        )
+        options = plans[0].compiler_options
+        jit = functools.partial(jax.jit, static_argnums=0, compiler_options=options)
         # The new state keeps the shardings, so that the second call compiles nothing.
         state = nnx.state((model, optimizer))
         shardings = jax.tree.map(lambda leaf: leaf.sharding, state)

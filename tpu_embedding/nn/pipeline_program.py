@@ -96,7 +96,7 @@ class PipelineProgram:
         given: dict[str, Any] = dict.fromkeys(loss.plans, ())
         for path, lookup in _read(model, self._route(model, batch)).items():
             given[path] = (lookup,)
-        _, (_, calls) = loss.run(loss.variables, given, batch)
+        _, (_, calls) = loss.run(loss.dense, given, batch)
         return {
             path: _are_equal([features], list(calls[path]))
             for path, features in self._features(model, batch).items()
@@ -145,15 +145,12 @@ class PipelineProgram:
             for path, lookup in lookups.items():
                 own = activations[path]
                 given[path] = (dataclasses.replace(lookup, activations=own),)
-            variables = dataclasses.replace(loss.variables, dense=dense)
-            value, (kept, _) = loss.run(variables, given, batch)
+            value, (kept, _) = loss.run(dense, given, batch)
             return value, kept
 
         activations = {path: lookup.activations for path, lookup in lookups.items()}
         compute = jax.value_and_grad(run, argnums=(0, 1), has_aux=True)
-        (value, (aux, rest)), (dense, cotangents) = compute(
-            loss.variables.dense, activations
-        )
+        (value, (aux, rest)), (dense, cotangents) = compute(loss.dense, activations)
         nnx.update(model, rest)
         tables = {path: add_calls((), (), plan) for path, plan in loss.plans.items()}
         for path, lookup in lookups.items():

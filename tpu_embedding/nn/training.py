@@ -1,11 +1,9 @@
 """Computes a loss of an NNX model and its gradients, those of tables among them."""
 
 import contextlib
-import dataclasses
 from collections.abc import Callable, Iterator
 from typing import Any, Final
 
-import jax
 from flax import nnx
 
 from tpu_embedding.argument_checks import Wanted, check_type
@@ -80,12 +78,10 @@ def value_and_grad(
     def compute(model: nnx.Module, *args: Any, **kwargs: Any) -> Any:
         loss = ModelLoss(loss_fn, model, wrt=wrt, has_aux=has_aux)
 
-        def run(dense, taps):
-            variables = dataclasses.replace(loss.variables, dense=dense)
-            return loss.run(variables, taps, *args, **kwargs)
-
         value, (aux, new_rest), gradients = differentiate(
-            run, loss.variables.dense, loss.plans
+            lambda dense, taps: loss.run(dense, taps, *args, **kwargs),
+            loss.dense,
+            loss.plans,
         )
         nnx.update(model, new_rest)
         return ((value, aux) if has_aux else value), gradients
@@ -93,27 +89,11 @@ def value_and_grad(
     return compute
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Variables:
-    """The variables of a model.
-
-    Attributes:
-      dense: those that a loss is differentiated by.
-      tables: tables of all `TPUEmbedding` layers.
-      rest: all others, such as batch statistics.
-    """
-
-    dense: nnx.State
-    tables: nnx.State
-    rest: nnx.State
-
-
 class ModelLoss:
-    """A loss of a model, as a function of the model's variables.
+    """A loss of a model, as a function of the model's dense parameters.
 
     Attributes:
-      variables: variables of the model.
+      dense: variables that the loss is differentiated by.
       plans: path of each `TPUEmbedding` to its plan.
     """
 
@@ -135,14 +115,13 @@ class ModelLoss:
             raise ValueError(IN_A_LOSS)
         self.plans = {path: layer.plan for path, layer in layers.items()}
         self._loss_fn, self._wrt, self._has_aux = loss_fn, trained(wrt), has_aux
-        self._graph, dense, tables, rest = nnx.split(
+        self._graph, self.dense, self._tables, self._rest = nnx.split(
             model, self._wrt, EmbeddingTables, ...
         )
-        self.variables = Variables(dense=dense, tables=tables, rest=rest)
 
     def run(
         self,
-        variables: Variables,
+        dense: nnx.State,
         given: dict[str, Any] | None,
         *args: Any,
         **kwargs: Any,
@@ -150,7 +129,7 @@ class ModelLoss:
         """Computes the loss on a copy of the model.
 
         Args:
-          variables: variables of the copy.
+          dense: dense parameters of the copy.
           given: path of each layer to a value per call, see `recording.answer_call`.
           *args: of the loss.
           **kwargs: of the loss.
@@ -159,9 +138,7 @@ class ModelLoss:
           The loss, and `((aux, rest), calls)`: the new values of the variables without
           a gradient, and the records of each layer's calls.
         """
-        copy = nnx.merge(
-            self._graph, variables.dense, variables.tables, variables.rest, copy=True
-        )
+        copy = nnx.merge(self._graph, dense, self._tables, self._rest, copy=True)
         layers = embedding_layers(copy)
         for path, layer in layers.items():
             layer.start_recording("recording", given and given[path])
