@@ -1,5 +1,7 @@
 """One step count for all trained tables, whichever share a stack, a layer or a step."""
 
+import itertools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -144,26 +146,18 @@ def train_nnx(rule):
 def train_pipelined(mode):
     def run(rule):
         model, optimizer = nnx_parts(rule)
-        step = te.PipelinedTrainStep(loss_of_task, mode=mode)
-        for task in T2_LAST:
-            if task == "t2":
-                step.drain(model, optimizer)
-                step = te.PipelinedTrainStep(loss_of_t2, mode=mode)
-            step(model, optimizer, np.zeros(1))
-        step.drain(model, optimizer)
+        for task, steps in itertools.groupby(T2_LAST):
+            step = te.PipelinedTrainStep(
+                lambda model, batch, task=task: model(task),
+                features_of=lambda batch, task=task: {task: IDS},
+                mode=mode,
+            )
+            batches = [np.zeros(1) for _ in steps]
+            for pair in itertools.pairwise([*batches, None]):
+                step(model, optimizer, *pair)
         return model.t2.embedding_tables()["t2"]
 
     return run
-
-
-def loss_of_task(model, batch):
-    del batch
-    return model("t1")
-
-
-def loss_of_t2(model, batch):
-    del batch
-    return model("t2")
 
 
 def train_linen(rule):

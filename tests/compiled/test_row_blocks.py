@@ -2,11 +2,13 @@
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 import tpu_embedding as te
 from tpu_embedding.rows.packed_rows import PackedRows
-from tpu_embedding.tables.row_stream import MAX_DEVICE_BYTES, lower_programs
+from tpu_embedding.tables.line_exchange import line_exchange, read_lines, write_lines
+from tpu_embedding.tables.row_stream import MAX_DEVICE_BYTES
 from tpu_embedding.tools.compile_report.table_accesses import inspect_program
 from tpu_embedding.tools.compile_report.topology import topology_mesh
 
@@ -14,6 +16,23 @@ pytestmark = pytest.mark.tpu_compiler
 
 ONE_VALUE = jax.ShapeDtypeStruct((), jnp.float32)
 SHARD_BYTES = 2 * 10**9
+
+
+def lower_programs(packed, stack, plan):
+    """Returns the programs of a turn: two that read, and one that writes."""
+    lines = packed.lines
+    lowered = {}
+    for receivers in ("one", "all"):
+        exchange = line_exchange(packed, stack, plan, receivers)
+        starts = np.zeros(exchange.num_windows, np.int32)
+        lowered[receivers] = read_lines.lower(lines, starts, exchange=exchange)
+    exchange = line_exchange(packed, stack, plan, "one")
+    parts = jax.ShapeDtypeStruct(
+        exchange.parts_shape, lines.dtype, sharding=plan.rows_sharding(stack)
+    )
+    bounds = np.zeros((2, exchange.num_shards), np.int32)
+    lowered["write"] = write_lines.lower(lines, parts, *bounds, exchange=exchange)
+    return lowered
 
 
 def assert_bounded(topology, dim, dtype="float32", row=None, placement=None):
@@ -36,7 +55,7 @@ def assert_bounded(topology, dim, dtype="float32", row=None, placement=None):
     for name, lowered in lower_programs(packed, stack, plan).items():
         compiled = lowered.compile()
         sizes = compiled.memory_analysis()
-        is_write = name == "write_blocks"
+        is_write = name == "write"
         received = sizes.output_size_in_bytes - sizes.alias_size_in_bytes
         shard_bytes = layout.num_lines * layout.lanes * lines.dtype.itemsize
         sent = sizes.argument_size_in_bytes - shard_bytes

@@ -1,5 +1,7 @@
 """The pipelined train step against plain loops: exact, or stale by one update."""
 
+import itertools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -9,7 +11,6 @@ from flax import nnx
 
 import tpu_embedding as te
 from tests.conftest import mesh_of
-from tests.tiers import quick_cases, with_ids
 
 BATCH = 12
 VOCABULARY_SIZE, DIM = 20, 4
@@ -20,15 +21,15 @@ def test_statistics_are_those_of_the_batch_that_was_trained():
     features = {"f": te.FeatureConfig(table=table)}
     layer = te.TPUEmbedding(features, te.optimizers.sgd(0.1), rngs=nnx.Rngs(0))
     optimizer = te.Optimizer(layer, optax.sgd(0.1))
-    pipeline = te.PipelinedTrainStep(lambda model, ids: jnp.sum(model(ids)["f"]))
+    step = te.PipelinedTrainStep(
+        lambda model, ids: jnp.sum(model(ids)["f"]), features_of=lambda ids: ids
+    )
     found = []
-    for outside in (1, 2, 3):
-        ids = np.where(np.arange(8) < outside, 99, 0)
-        pipeline(layer, optimizer, {"f": ids})
+    batches = [{"f": np.where(np.arange(8) < n, 99, 0)} for n in (1, 2, 3)]
+    for batch, next_batch in itertools.pairwise([*batches, None]):
+        step(layer, optimizer, batch, next_batch)
         found.append(int(layer.stats.get_value().out_of_range["f"]))
-    pipeline.drain(layer, optimizer)
-    assert found[1:] == [1, 2]
-    assert layer.stats.get_value().out_of_range["f"] == 3
+    assert found == [1, 2, 3]
 
 
 def feature_config(name):
@@ -51,9 +52,10 @@ def assert_equal(found, expected):
     jax.tree.map(np.testing.assert_array_equal, found, expected)
 
 
-def run_pipeline(pipeline, model, optimizer, batches):
-    results = [pipeline(model, optimizer, *batch) for batch in batches]
-    return [*results, pipeline.drain(model, optimizer)]
+def run_pipeline(step, model, optimizer, batches):
+    """Returns the loss of each batch."""
+    pairs = itertools.pairwise([*batches, None])
+    return [step(model, optimizer, *pair) for pair in pairs]
 
 
 class DenseReference:
@@ -101,8 +103,16 @@ class OneTable(nnx.Module):
         return self.linear(self.embedding(ids))[:, 0]
 
 
-def one_table_loss(model, ids, labels):
+def one_table_loss(model, batch):
+    ids, labels = batch
     return jnp.mean((model(ids) - labels) ** 2)
+
+
+def one_table_step(loss_fn=one_table_loss, **options):
+    return te.PipelinedTrainStep(loss_fn, features_of=lambda batch: batch[0], **options)
+
+
+SMALL_BATCH = np.arange(4), np.ones(4, np.float32)
 
 
 def test_stale_equals_a_reference_that_is_stale_in_the_same_way():
@@ -120,10 +130,9 @@ def test_stale_equals_a_reference_that_is_stale_in_the_same_way():
     ]
     batches = [(ids, labels.astype(np.float32)) for ids, labels in batches]
     expected = [reference.step(*batch) for batch in batches]
-    pipeline = te.PipelinedTrainStep(one_table_loss, mode="stale")
-    found = run_pipeline(pipeline, model, optimizer, batches)
+    found = run_pipeline(one_table_step(mode="stale"), model, optimizer, batches)
     # Gradients of equal ids are summed in another order.
-    np.testing.assert_allclose(found[1:], expected, rtol=1e-5)
+    np.testing.assert_allclose(found, expected, rtol=1e-5)
     values = model.embedding.embedding_tables()["items"]
     np.testing.assert_allclose(values, reference.tables[1], rtol=1e-5, atol=1e-6)
 
@@ -132,10 +141,10 @@ def test_gradients_are_transformed_before_the_update():
     model = OneTable(2)
     optimizer = te.Optimizer(model, optax.sgd(0.1))
     before = model.embedding.embedding_tables()["items"]
-    pipeline = te.PipelinedTrainStep(
-        one_table_loss, transform_gradients=lambda g: te.gradients.scale(g, 0.0)
+    step = one_table_step(
+        transform_gradients=lambda gradients: te.gradients.scale(gradients, 0.0)
     )
-    run_pipeline(pipeline, model, optimizer, [(np.arange(4), np.ones(4, np.float32))])
+    run_pipeline(step, model, optimizer, [SMALL_BATCH])
     np.testing.assert_array_equal(model.embedding.embedding_tables()["items"], before)
 
 
@@ -158,99 +167,72 @@ class Weighted(OneTable):
         return self.linear(self.embedding(ids, self.weights.get_value()))[:, 0]
 
 
-@pytest.mark.parametrize(
-    ("model_class", "match"),
-    [
-        (Chained, "depend on the activations of layer 'embedding'"),
-        (Weighted, "depend on the variable 'weights"),
-    ],
-)
-def test_features_that_cannot_be_known_ahead_are_refused(model_class, match):
+class Shifted(OneTable):
+    """The ids are changed on their way to the layer."""
+
+    def __call__(self, ids):
+        return self.linear(self.embedding(ids + 1))[:, 0]
+
+
+class Randomized(OneTable):
+    """Random ids are left out."""
+
+    def __init__(self, num_devices):
+        super().__init__(num_devices)
+        self.rngs = nnx.Rngs(0)
+
+    def __call__(self, ids):
+        is_kept = jax.random.bernoulli(self.rngs(), 0.5, ids.shape)
+        ids = jnp.where(is_kept, ids, te.inputs.PADDING_ROW_ID)
+        return self.linear(self.embedding(ids))[:, 0]
+
+
+@pytest.mark.parametrize("model_class", [Chained, Weighted, Shifted, Randomized])
+def test_features_that_cannot_be_known_ahead_are_refused(model_class):
     model = model_class(2)
     optimizer = te.Optimizer(model, optax.sgd(0.1))
-    pipeline = te.PipelinedTrainStep(one_table_loss)
-    with pytest.raises(ValueError, match=match):
-        pipeline(model, optimizer, np.arange(4), np.ones(4, np.float32))
+    with pytest.raises(ValueError, match="must return the features with|call each TPU"):
+        one_table_step()(model, optimizer, SMALL_BATCH, None)
 
 
-def change_tables(pipeline, model, optimizer, batch):
-    model.embedding.set_embedding_tables({"items": np.zeros((VOCABULARY_SIZE, DIM))})
-    pipeline(model, optimizer, *batch)
+def train_otherwise(step, model, optimizer, batch):
+    _, gradients = te.value_and_grad(one_table_loss)(model, batch)
+    optimizer.update(model, gradients)
+    step(model, optimizer, batch, None)
 
 
-def call_with_another_model(pipeline, model, optimizer, batch):
+def call_with_another_model(step, model, optimizer, batch):
     del model
-    other = OneTable(2)
-    pipeline(other, optimizer, *batch)
+    step(OneTable(2), optimizer, batch, None)
 
 
-def call_inside_jit(pipeline, model, optimizer, batch):
-    pipeline.drain(model, optimizer)
-    nnx.jit(lambda m, o: pipeline(m, o, *batch))(model, optimizer)
+def call_with_another_batch(step, model, optimizer, batch):
+    step(model, optimizer, (batch[0], batch[1]), None)
 
 
-@nnx.jit
-def jitted_loss(model, ids, targets):
-    return one_table_loss(model, ids, targets)
+def call_inside_jit(step, model, optimizer, batch):
+    nnx.jit(lambda m, o: step(m, o, batch, None))(model, optimizer)
 
 
-@nnx.jit(donate_argnums=1)
-def loss_that_donates_its_batch(model, batch):
-    return one_table_loss(model, *batch), jax.tree.map(lambda x: x + 1, batch)
-
-
-def split_and_merged(model, ids, targets):
-    graph, state = nnx.split(model)
-
-    @jax.jit
-    def evaluate(state):
-        copy = nnx.merge(graph, state)
-        return one_table_loss(copy, ids, targets), nnx.state(copy)
-
-    loss, new_state = evaluate(state)
-    nnx.update(model, new_state)
-    return loss
-
-
-EVALUATIONS = {
-    "nnx.jit": jitted_loss,
-    "nnx.jit, donated batch": lambda model, *batch: loss_that_donates_its_batch(
-        model, jax.tree.map(jnp.array, batch)
-    ),
-    "split, merge and update": split_and_merged,
-}
-
-
-@pytest.mark.parametrize("evaluate", quick_cases(with_ids(EVALUATIONS), "nnx.jit"))
-def test_an_evaluation_between_calls_changes_nothing(evaluate):
+def test_an_evaluation_between_calls_changes_nothing():
     batches = [(np.arange(8) + i, np.ones(8, np.float32)) for i in range(3)]
 
     def train(evaluate):
         model = OneTable(2)
-        values = model.embedding.embedding_tables()["items"]
-        values[-1] = np.nan  # equals itself, and no batch reads it
-        with pytest.warns(UserWarning, match="NaN or infinite"):
-            model.embedding.set_embedding_tables({"items": values})
         optimizer = te.Optimizer(model, optax.sgd(0.1))
-        pipeline = te.PipelinedTrainStep(one_table_loss)
-        for batch in batches:
-            pipeline(model, optimizer, *batch)
-            for _ in range(2):
-                evaluate(model, *batch)
-        pipeline.drain(model, optimizer)
+        step = one_table_step(mode="stale")
+        for batch, next_batch in itertools.pairwise([*batches, None]):
+            step(model, optimizer, batch, next_batch)
+            evaluate(model, batch)
         return model.embedding.embedding_tables()["items"]
 
+    evaluate = nnx.jit(one_table_loss)
     np.testing.assert_array_equal(train(evaluate), train(lambda *_: None))
 
 
-def donating_evaluation(pipeline, model, optimizer, batch):
-    nnx.jit(one_table_loss, donate_argnums=0)(model, *batch)
-    pipeline(model, optimizer, *batch)
-
-
 MISUSE = {
-    "donating evaluation": (donating_evaluation, "a jitted function donated"),
-    "changed tables": (change_tables, "something else has changed"),
+    "another batch": (call_with_another_batch, "batch that the call before got"),
+    "another update": (train_otherwise, "something else has changed the optimizer"),
     "another model": (call_with_another_model, "in flight for another model"),
     "inside jit": (call_inside_jit, "call it outside"),
 }
@@ -261,24 +243,36 @@ def test_misuse_gives_one_clear_error(case):
     misuse, match = MISUSE[case]
     model = OneTable(2)
     optimizer = te.Optimizer(model, optax.sgd(0.1))
-    batch = np.arange(4), np.ones(4, np.float32)
-    pipeline = te.PipelinedTrainStep(one_table_loss)
-    pipeline(model, optimizer, *batch)
+    step = one_table_step(mode="stale")
+    step(model, optimizer, SMALL_BATCH, SMALL_BATCH)
     with pytest.raises(ValueError, match=match):
-        misuse(pipeline, model, optimizer, batch)
+        misuse(step, model, optimizer, SMALL_BATCH)
+
+
+def test_mode_exact_goes_on_with_tables_that_were_set():
+    """Only the ids of the next batch are in flight, and those depend on no table."""
+    model = OneTable(1)
+    optimizer = te.Optimizer(model, optax.sgd(0.1))
+    step = one_table_step()
+    step(model, optimizer, SMALL_BATCH, SMALL_BATCH)
+    zeros = {"items": np.zeros((VOCABULARY_SIZE, DIM))}
+    model.embedding.set_embedding_tables(zeros)
+    expected = one_table_loss(model, SMALL_BATCH)
+    loss = step(model, optimizer, SMALL_BATCH, None)
+    np.testing.assert_allclose(loss, expected, rtol=1e-6)
 
 
 def test_wrong_modes_and_models_are_refused():
     with pytest.raises(ValueError, match=r"\('exact', 'stale'\), got 'fast'"):
-        te.PipelinedTrainStep(one_table_loss, mode="fast")
+        one_table_step(mode="fast")
     linear = nnx.Linear(2, 1, rngs=nnx.Rngs(0))
-    pipeline = te.PipelinedTrainStep(one_table_loss)
+    optimizer = nnx.Optimizer(linear, optax.sgd(0.1), wrt=nnx.Param)
     with pytest.raises(ValueError, match="no TPUEmbedding layer"):
-        pipeline(linear, nnx.Optimizer(linear, optax.sgd(0.1), wrt=nnx.Param))
+        one_table_step()(linear, optimizer, SMALL_BATCH, None)
 
 
 def test_the_argument_of_tensorflow_names_the_way_out():
-    with pytest.raises(ValueError, match=r"PipelinedTrainStep\(loss_fn, mode='stale'"):
+    with pytest.raises(ValueError, match=r"PipelinedTrainStep\(.*mode='stale'"):
         te.TPUEmbedding(
             feature_config("items"),
             pipeline_execution_with_tensor_core=True,
@@ -286,128 +280,43 @@ def test_the_argument_of_tensorflow_names_the_way_out():
         )
 
 
-class Stream(nnx.Module):
-    """Dynamic tables that share a stack, with evictions, beside a static one."""
-
-    def __init__(self, num_devices):
-        vocabularies = {
-            "user": te.Dynamic(capacity=64),
-            "item": te.Dynamic(capacity=100),
-            "day": 7,
-        }
-        features = {
-            name: te.FeatureConfig(
-                table=te.TableConfig(vocabulary_size=size, dim=DIM, name=name)
-            )
-            for name, size in vocabularies.items()
-        }
-        mesh = mesh_of(num_devices)
-        plan = te.make_plan(features, mesh, optimizer=te.optimizers.adagrad(0.3))
-        rngs = nnx.Rngs(0)
-        self.tables = te.TPUEmbedding(None, plan=plan, rngs=rngs)
-        self.linear = nnx.Linear(3 * DIM, 1, rngs=rngs)
-
-    def __call__(self, ids):
-        found = self.tables(ids)
-        joined = jnp.concatenate([found[k] for k in sorted(found)], axis=1)
-        return self.linear(joined)[:, 0]
+def test_dynamic_tables_are_refused():
+    table = te.TableConfig(vocabulary_size=te.Dynamic(capacity=64), dim=DIM, name="t")
+    features = te.FeatureConfig(table=table)
+    layer = te.TPUEmbedding(features, te.optimizers.sgd(0.1), rngs=nnx.Rngs(0))
+    optimizer = te.Optimizer(layer, optax.sgd(0.1))
+    with pytest.raises(NotImplementedError, match="optimizer.insert_ids"):
+        one_table_step()(layer, optimizer, SMALL_BATCH, None)
 
 
-def stream_loss(model, ids, labels):
-    return jnp.mean((model(ids) - labels) ** 2)
-
-
-def stream_batches(model, count):
-    generator = np.random.default_rng(1)
-    for step in range(count):
-        ids = {
-            "user": generator.integers(0, 60, 24) + 20 * step,
-            "item": generator.zipf(1.3, 24) % 2**40 - 2**39,
-            "day": generator.integers(0, 7, 24),
-        }
-        labels = generator.normal(size=24).astype(np.float32)
-        yield model.tables.prepare(ids), labels
-
-
-def insert_ids(model, optimizer, ids, labels):
-    return optimizer.insert_ids(model, ids), labels
-
-
-@nnx.jit(donate_argnums=(0, 1))
-def plain_stream_step(model, optimizer, ids, labels):
-    batch = insert_ids(model, optimizer, ids, labels)
-    loss, gradients = te.value_and_grad(stream_loss)(model, *batch)
-    optimizer.update(model, gradients)
-    return loss
-
-
-@pytest.mark.full
-def test_dynamic_tables_equal_those_of_a_plain_loop_bitwise():
-    def make():
-        model = Stream(1)
-        return model, te.Optimizer(model, optax.sgd(0.1))
-
-    model, optimizer = make()
-    batches = list(stream_batches(model, 8))
-    expected, evictions = [], 0
-    for batch in batches:
-        expected.append(plain_stream_step(model, optimizer, *batch))
-        evictions += int(model.tables.dynamic_stats.get_value()["user"].evictions)
-    assert evictions > 0
-    expected_state = values_of(model, optimizer)
-
+def test_mode_exact_equals_a_plain_loop_and_compiles_once():
     traces = []
 
-    def counting_loss(model, ids, labels):
+    def counting_loss(model, batch):
         traces.append(1)
-        return stream_loss(model, ids, labels)
+        return one_table_loss(model, batch)
 
-    model, optimizer = make()
-    pipeline = te.PipelinedTrainStep(counting_loss, insert_ids=insert_ids)
-    found = [pipeline(model, optimizer, *batch) for batch in batches[:2]]
+    @nnx.jit(donate_argnums=(0, 1))
+    def plain_step(model, optimizer, batch):
+        loss, gradients = te.value_and_grad(one_table_loss)(model, batch)
+        optimizer.update(model, gradients)
+        return loss
+
+    def make():
+        model = OneTable(2)
+        return model, te.Optimizer(model, optax.adam(0.1))
+
+    batches = [(np.arange(6) + i, np.full(6, i, np.float32)) for i in range(6)]
+    plain, piped = make(), make()
+    expected = [plain_step(*plain, batch) for batch in batches]
+    step = one_table_step(counting_loss)
+    pairs = list(itertools.pairwise([*batches, None]))
+    found = [step(*piped, *pair) for pair in pairs[:2]]
     num_traces = len(traces)
-    found += [pipeline(model, optimizer, *batch) for batch in batches[2:]]
-    assert len(traces) == num_traces  # One compilation for the stream.
-    found.append(pipeline.drain(model, optimizer))
-    assert found[0] is None
-    assert_equal(found[1:], expected)
-    assert_equal(values_of(model, optimizer), expected_state)
-    # After drain, it starts again.
-    assert pipeline(model, optimizer, *batches[0]) is None
-    assert np.isfinite(pipeline.drain(model, optimizer))
-
-
-def test_dynamic_tables_without_insert_ids_are_refused():
-    model = Stream(1)
-    optimizer = te.Optimizer(model, optax.sgd(0.1))
-    (batch,) = stream_batches(model, 1)
-    with pytest.raises(ValueError, match="needs insert_ids.*insert_ids=lambda"):
-        te.PipelinedTrainStep(stream_loss)(model, optimizer, *batch)
-    with pytest.raises(ValueError, match="needs mode='exact', got 'stale'"):
-        te.PipelinedTrainStep(stream_loss, mode="stale", insert_ids=insert_ids)
-
-
-@pytest.mark.parametrize(
-    ("insert", "names", "message"),
-    [
-        (lambda m, o, ids, labels: None, (), "must return a tuple.*got NoneType"),
-        (
-            lambda m, o, ids, labels: o.insert_ids(m, ids),
-            (),
-            "must return a tuple.*got dict",
-        ),
-        (insert_ids, ("labels",), r"by position, got the arguments \['labels'\]"),
-    ],
-)
-def test_a_wrong_use_of_insert_ids_is_refused(insert, names, message):
-    model = Stream(1)
-    optimizer = te.Optimizer(model, optax.sgd(0.1))
-    ((ids, labels),) = stream_batches(model, 1)
-    pipeline = te.PipelinedTrainStep(stream_loss, insert_ids=insert)
-    arguments = {"ids": ids, "labels": labels}
-    by_name = {name: arguments.pop(name) for name in names}
-    with pytest.raises(TypeError, match=message):
-        pipeline(model, optimizer, *arguments.values(), **by_name)
-    # Nothing was donated: a correct pipeline goes on.
-    pipeline = te.PipelinedTrainStep(stream_loss, insert_ids=insert_ids)
-    assert pipeline(model, optimizer, ids, labels) is None
+    found += [step(*piped, *pair) for pair in pairs[2:-1]]
+    assert len(traces) == num_traces
+    found.append(step(*piped, *pairs[-1]))
+    np.testing.assert_array_equal(found, expected)
+    assert_equal(values_of(*piped), values_of(*plain))
+    # After the last batch, it begins again.
+    assert np.isfinite(step(*piped, batches[0], None))

@@ -218,7 +218,7 @@ def test_blocks_stay_when_the_lines_are_donated(small_blocks):
 
 
 REFUSED = {
-    "unknown table": ({"x": (0, 1)}, "must name tables of stack 'stack_0'"),
+    "unknown table": ({"x": (0, 1)}, "ranges must name tables of stack 'stack_0'"),
     "beyond the end": ({"b": (0, 2)}, "between 0 and 1 for table 'b', got 0 to 2"),
     "negative": ({"a": (-1, 2)}, "between 0 and 301 for table 'a', got -1 to 2"),
     "reversed": ({"a": (3, 2)}, "got 3 to 2"),

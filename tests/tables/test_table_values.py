@@ -10,7 +10,7 @@ import pytest
 import tpu_embedding as te
 from tests.conftest import mesh_of
 from tpu_embedding.rows.packed_rows import PackedRows
-from tpu_embedding.tables import table_values
+from tpu_embedding.tables import row_windows
 
 SIZES = {"a": 37, "b": 1, "c": 5}
 
@@ -37,7 +37,7 @@ def zeros(plan, row_shape=None):
         if row_shape is not None:
             row = jax.ShapeDtypeStruct(row_shape, np.float32)
             layout = layout.slot_layout(row)
-        shape = (plan.num_shards * layout.num_lines, layout.lanes)
+        shape = (plan.num_shards * layout.num_lines, *layout.lines_shape[1:])
         lines = np.zeros(shape, layout.stored_dtype)
         lines = jax.device_put(lines, plan.rows_sharding(stack))
         stacks[stack.name] = PackedRows(lines=lines, layout=layout)
@@ -102,7 +102,7 @@ def test_blocks_of_few_rows(num_devices, hardware, dtype, monkeypatch):
         return stacked, te.functional.unstack_tables(stacked, plan)
 
     expected, expected_values = read_and_write()
-    monkeypatch.setattr(table_values, "_BLOCK_BYTES", 64)
+    monkeypatch.setattr(row_windows, "_MIN_BLOCK_BYTES", 64)
     found, found_values = read_and_write()
     assert_equal(found_values, expected_values)
     jax.tree.map(np.testing.assert_array_equal, found, expected)
@@ -228,7 +228,7 @@ def test_infinities_of_16_bit_tables_stay():
 
 @pytest.mark.parametrize("block_bytes", [2**26, 64])
 def test_numbers_that_are_not_finite_are_counted(block_bytes, monkeypatch):
-    monkeypatch.setattr(table_values, "_BLOCK_BYTES", block_bytes)
+    monkeypatch.setattr(row_windows, "_MIN_BLOCK_BYTES", block_bytes)
     plan = make_plan(2)
     values = random_values(plan)
     values["a"][5, 1] = np.nan

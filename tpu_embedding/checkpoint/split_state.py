@@ -25,7 +25,8 @@ from tpu_embedding.nn.embedding import (
 )
 from tpu_embedding.nn.followed_tables import FollowedTables
 from tpu_embedding.nn.linen.variables import LayerTables
-from tpu_embedding.nn.training import Optimizer, embedding_layers
+from tpu_embedding.nn.optimizer import Optimizer
+from tpu_embedding.nn.training import embedding_layers
 from tpu_embedding.plan.plan import EmbeddingPlan
 from tpu_embedding.rows.id_directory import IdDirectory, directory_name
 from tpu_embedding.rows.packed_rows import PackedRows

@@ -189,9 +189,11 @@ def _blocks(
     for layer in {id(x.layer): x.layer for x in tables.values()}.values():
         packed = layer.tables.get_value()
         for stack in layer.plan.stacks:
-            wanted = [t.name for t in stack.tables if (id(layer), t.name) in names]
-            if not wanted:
-                continue
+            wanted = {
+                t.name: (0, t.num_rows)
+                for t in stack.tables
+                if (id(layer), t.name) in names
+            }
             turns = read_blocks(packed[stack.name], stack, layer.plan, wanted, "all")
             for blocks in turns:
                 for table, start, rows in blocks:

@@ -100,7 +100,7 @@ def with_table_values(
             "    tables, values, plan, slots)\n"
             "Before init_slots there is none: give an empty dict.",
         )
-    new = table_values.with_table_values(stacked, dict(values), plan)
+    new = table_values.replace_values(stacked, dict(values), plan)
     if slots is None:
         return new
     if slots:

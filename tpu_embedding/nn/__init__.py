@@ -4,13 +4,14 @@ The names imported here are public, as `te.nn`. `te` itself has those that every
 needs; `te.linen` is the folder `linen/`.
 
 * `embedding`: the NNX layer `TPUEmbedding`.
-* `training`: `value_and_grad`, and `Optimizer` for tables and dense parameters.
+* `training`: `value_and_grad`. `optimizer`: for tables and dense parameters.
 * `recording`: records the lookups of a loss, which give tables their gradients.
+* `model_tables`: the step of all tables of a model, for NNX and for Linen.
 * `pipeline`: a train step that begins the next lookup early. `pipeline_program`: the
   compiled functions of that step.
+* `layer_stats`: counts of lookups, in the form that a layer's variables keep.
 * `each_step`: a train step that sets hyper-parameters before each step.
 * `dense_optimizer`: checks that a dense optimizer and the tables step together.
-* `final_model_values`: sets a model to its moving averages, after training.
 * `followed_tables`: tables from whose values an optimizer made state.
 * `linen/`: the same for Flax Linen.
 """
@@ -19,7 +20,7 @@ from tpu_embedding.nn.each_step import set_each_step as set_each_step
 from tpu_embedding.nn.embedding import EmbeddingTables as EmbeddingTables
 from tpu_embedding.nn.embedding import LookupStatsVariable as LookupStatsVariable
 from tpu_embedding.nn.embedding import TPUEmbedding as TPUEmbedding
+from tpu_embedding.nn.optimizer import Optimizer as Optimizer
+from tpu_embedding.nn.optimizer import SlotVariables as SlotVariables
 from tpu_embedding.nn.pipeline import PipelinedTrainStep as PipelinedTrainStep
-from tpu_embedding.nn.training import Optimizer as Optimizer
-from tpu_embedding.nn.training import SlotVariables as SlotVariables
 from tpu_embedding.nn.training import value_and_grad as value_and_grad

@@ -5,7 +5,7 @@
 """
 
 import contextlib
-import dataclasses
+import functools
 from typing import Any, Final, Literal
 
 import jax
@@ -13,46 +13,40 @@ import jax.numpy as jnp
 from flax import nnx
 from flax.errors import TraceContextError
 from flax.nnx.bridge.wrappers import current_linen_module
-from jax.core import Tracer
 from jax.sharding import Mesh
 
 from tpu_embedding import functional
 from tpu_embedding.argument_checks import Wanted, check_type
-from tpu_embedding.functional.dynamic_ids import rows_of_batch
 from tpu_embedding.functional.serving_lookup import serve
 from tpu_embedding.inputs.buffer_sizes import BufferSizes
 from tpu_embedding.inputs.prepare import Samples, prepare_features
 from tpu_embedding.inputs.shard_inputs import attach_weights
 from tpu_embedding.nn.followed_tables import FollowedTables
+from tpu_embedding.nn.layer_stats import (
+    no_dynamic_stats,
+    no_stats,
+    stats_of_layer,
+)
 from tpu_embedding.nn.recording import (
-    attach_taps,
+    answer_call,
     guard_activations,
     is_mapped,
-    replicate_on_mesh,
     without_derivative,
-    zero_activations,
 )
 from tpu_embedding.optimizers.row_optimizer import TableOptimizer
 from tpu_embedding.placement import placement_of_embedding_feature
 from tpu_embedding.plan.make_plan import make_plan
 from tpu_embedding.plan.plan import PLAN, EmbeddingPlan
 from tpu_embedding.tables.initial_values import init_tables
-from tpu_embedding.tables.table_values import (
-    check_values,
-    unstack_tables,
-    with_table_values,
-)
-from tpu_embedding.types import DynamicStats, LookupStats
+from tpu_embedding.tables.table_values import check_values, unstack_tables
+from tpu_embedding.types import LookupStats
 
-Recording = Literal["off", "shapes", "calls", "routes", "answers", "serving"]
-"""Ways in which a layer answers a call, and records it:
+Recording = Literal["off", "recording", "serving"]
+"""Ways in which a layer answers a call:
 
-* `"off"`: it looks up, and records nothing.
-* `"shapes"`: with zeros, and records them.
-* `"calls"`: it looks up, attaches the given taps, and records the routing.
-* `"routes"`: with the given activations, and records the routed ids.
-* `"answers"`: with the results of the given lookups.
-* `"serving"`: with a lookup in the given whole tables, and records its inputs.
+* `"off"`: by a lookup.
+* `"recording"`: as `recording.answer_call` says, inside a loss.
+* `"serving"`: by a lookup in whole tables, inside an exported program.
 """
 
 USE_VALUE_AND_GRAD: Final = (
@@ -181,8 +175,9 @@ class TPUEmbedding(nnx.Module):
             raise ValueError(
                 "pipeline_execution_with_tensor_core must be False, got "
                 f"{pipeline_execution_with_tensor_core!r}: a layer alone cannot look "
-                "ahead. Train with te.PipelinedTrainStep(loss_fn, mode='stale'), which "
-                "computes what TensorFlow does, or with mode='exact'."
+                "ahead. Train with te.PipelinedTrainStep(loss_fn, features_of=..., "
+                "mode='stale'), which computes what TensorFlow does, or with "
+                "mode='exact'."
             )
         line = "te.TPUEmbedding(feature_config, optimizer, rngs=nnx.Rngs(0))"
         check_type("te.TPUEmbedding: rngs", RNGS, rngs, line)
@@ -209,9 +204,9 @@ class TPUEmbedding(nnx.Module):
             )
         self.plan = plan
         self.tables = EmbeddingTables(init_tables(plan, rngs.params()))
-        self.stats = LookupStatsVariable(_no_stats(plan))
+        self.stats = LookupStatsVariable(no_stats(plan))
         if any(stack.is_dynamic for stack in plan.stacks):
-            self.dynamic_stats = DynamicStatsVariable(_no_dynamic_stats(plan))
+            self.dynamic_stats = DynamicStatsVariable(no_dynamic_stats(plan))
         self.buffer_sizes = BufferSizes()
         self.followed_tables = FollowedTables()
         self.gradient_guard = GradientGuard(jnp.zeros(()))
@@ -242,16 +237,14 @@ class TPUEmbedding(nnx.Module):
         plan = self._plan_for(serving_config)
         if weights is not None:
             features = attach_weights(features, weights, plan)
-        if self.recording == "serving":
-            return self._serve(features, plan)
         if self.recording != "off":
-            activations = self._call_in_loss(features, plan)
-        else:
-            activations = self._look_up(features, plan).activations
-            if self.plan.trained_stacks:
-                guard = self.gradient_guard.get_value()
-                activations = guard_activations(activations, guard, USE_VALUE_AND_GRAD)
-        return activations
+            return self._record_call(features, plan)
+        result = self._look_up(features, plan)
+        self._keep_stats(result.stats)
+        if not self.plan.trained_stacks:
+            return result.activations
+        guard = self.gradient_guard.get_value()
+        return guard_activations(result.activations, guard, USE_VALUE_AND_GRAD)
 
     def expand(self, values: jax.Array, index: Any) -> Any:
         """Gathers the values of unique ids into the places of the samples.
@@ -268,37 +261,29 @@ class TPUEmbedding(nnx.Module):
 
     def _look_up(self, features: Any, plan: EmbeddingPlan) -> functional.LookupResult:
         tables = without_derivative(self.tables.get_value(), NO_DERIVATIVE)
-        result = functional.lookup(tables, features, plan)
-        self._keep_stats(_stats_of_layer(result.stats, self.plan))
-        return result
+        return functional.lookup(tables, features, plan)
 
-    def _call_in_loss(self, features: Any, plan: EmbeddingPlan) -> Any:
-        """Answers a call as the recording says, and records it."""
+    def _record_call(self, features: Any, plan: EmbeddingPlan) -> Any:
+        """Answers a call inside a loss or an exported program, and records it."""
         given, *calls = self.recorded.get_value()
-        record: Any = ()
-        match self.recording:
-            case "shapes":
-                record = activations = zero_activations(features, plan)
-            case "calls":
-                rows_of_batch(features, plan)  # refuses ids
-                result = self._look_up(features, plan)
-                record = result.routing
-                activations = attach_taps(given[len(calls)], result.activations)
-            case "routes":
-                record = functional.route(features, plan)
-                activations = given[len(calls)]
-            case _:
-                answer = given[len(calls)]
-                self._keep_stats(_stats_of_layer(answer.stats, self.plan))
-                activations = answer.activations
-        self._record((given, *calls, record))
-        return activations
-
-    def _serve(self, features: Any, plan: EmbeddingPlan) -> Any:
-        """Answers a call of an exported model from whole tables, and records it."""
-        given, *calls = self.recorded.get_value()
-        activations, record = serve(given, features, plan)
-        self._record((given, *calls, record))
+        if self.recording == "serving":
+            activations, record = serve(given, features, plan)
+        else:
+            activations, stats, record = answer_call(
+                given,
+                len(calls),
+                features,
+                plan,
+                functools.partial(self._look_up, features, plan),
+            )
+            if stats is not None:
+                self._keep_stats(stats)
+        if is_mapped(record):
+            raise ValueError(CALL_OUTSIDE)
+        try:
+            self.recorded.set_value((given, *calls, record))
+        except TraceContextError as error:
+            raise ValueError(CALL_OUTSIDE) from error
         return activations
 
     def prepare(
@@ -347,9 +332,10 @@ class TPUEmbedding(nnx.Module):
         self.followed_tables.check_without_optimizer(
             values, "optimizer.set_embedding_tables(model, values)"
         )
-        self.tables.set_value(
-            with_table_values(self.tables.get_value(), values, self.plan)
+        tables, _ = functional.with_table_values(
+            self.tables.get_value(), values, self.plan, {}
         )
+        self.tables.set_value(tables)
 
     def _keep_stats(self, stats: LookupStats) -> None:
         """Stores the stats, unless a JAX transformation closes over the layer or maps.
@@ -360,22 +346,14 @@ class TPUEmbedding(nnx.Module):
         if is_mapped(stats):
             return
         with contextlib.suppress(TraceContextError):
-            self.stats.set_value(stats)
+            self.stats.set_value(stats_of_layer(stats, self.plan))
 
-    def _record(self, calls: tuple[Any, ...]) -> None:
-        if is_mapped(calls):
-            raise ValueError(CALL_OUTSIDE)
-        try:
-            self.recorded.set_value(calls)
-        except TraceContextError as error:
-            raise ValueError(CALL_OUTSIDE) from error
-
-    def start_recording(self, recording: Recording, given: Any = ()) -> None:
+    def start_recording(self, recording: Recording, given: Any = None) -> None:
         """Starts recording calls.
 
         Args:
           recording: how calls are answered.
-          given: per call, what the recording gives to it.
+          given: see `recording.answer_call`; when serving, whole tables.
         """
         self.recording = recording
         self.recorded.set_value((given,))
@@ -386,49 +364,3 @@ class TPUEmbedding(nnx.Module):
         self.recording = "off"
         self.recorded.set_value(())
         return tuple(calls)
-
-
-def _no_dynamic_stats(plan: EmbeddingPlan) -> dict[str, DynamicStats]:
-    names = [field.name for field in dataclasses.fields(DynamicStats)]
-    return {
-        table.name: DynamicStats(**{name: jnp.int32(0) for name in names})
-        for stack in plan.stacks
-        if stack.is_dynamic
-        for table in stack.tables
-    }
-
-
-def _no_stats(plan: EmbeddingPlan) -> LookupStats:
-    return LookupStats(
-        rounds={stack.name: jnp.int32(0) for stack in plan.stacks},
-        out_of_range={feature.name: jnp.int32(0) for feature in plan.features},
-        num_ids={stack.name: jnp.int32(0) for stack in plan.stacks if stack.sends_ids},
-        requested_rows={
-            stack.name: jnp.zeros(stack.num_shards, jnp.int32)
-            for stack in plan.stacks
-            if stack.sends_ids
-        },
-    )
-
-
-def _stats_of_layer(stats: LookupStats, plan: EmbeddingPlan) -> LookupStats:
-    """Returns the stats with an entry per stack and feature of the plan.
-
-    The variable keeps its structure, whatever a call looks up, so that a jitted step
-    which reads it is not compiled again.
-    """
-    if stats.out_of_range.keys() == {feature.name for feature in plan.features}:
-        return stats
-    zeros = _no_stats(plan)
-    if not any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves(stats)):
-        # The counts of an eager lookup lie on all devices.
-        zeros = replicate_on_mesh(zeros, plan)
-    return LookupStats(
-        rounds=zeros.rounds | stats.rounds,
-        out_of_range={
-            name: stats.out_of_range.get(name, zero)
-            for name, zero in zeros.out_of_range.items()
-        },
-        num_ids=zeros.num_ids | stats.num_ids,
-        requested_rows=zeros.requested_rows | stats.requested_rows,
-    )

@@ -4,12 +4,14 @@ A table's gradient is sparse, so no derivative of JAX can return it. Flax layers
 their calls instead. Each call gets *taps*: arrays of zeros, one per activation, whose
 derivatives equal those of the activations. The routing of the call and the derivatives
 of its taps give the gradients of the tables.
+
+`answer_call` is the recorder of both Flax interfaces. The layers differ only in where
+they keep what it returns: in a variable (NNX), or in an object (Linen).
 """
 
-import contextlib
 import functools
-from collections.abc import Callable, Iterable, Iterator
-from typing import Any
+from collections.abc import Callable
+from typing import Any, Final
 
 import jax
 import jax.numpy as jnp
@@ -19,27 +21,17 @@ from jax.custom_derivatives import SymbolicZero
 from tpu_embedding.argument_checks import describe_value
 from tpu_embedding.functional import steps
 from tpu_embedding.functional.dynamic_ids import rows_of_batch
-from tpu_embedding.gradients import Gradients, TableGradients, add, global_norm
-from tpu_embedding.optimizers.table_rows import model_gradient_context
+from tpu_embedding.gradients import Gradients, TableGradients, add
 from tpu_embedding.plan.plan import EmbeddingPlan
 from tpu_embedding.plan.shard_map import replicate, user_mesh, zeros_like
 from tpu_embedding.rows.packed_rows import PackedRows
+from tpu_embedding.types import LookupStats
 
-
-def norm_of_model(
-    gradients: Gradients, plans: Iterable[EmbeddingPlan]
-) -> jax.Array | None:
-    """Returns the norm of all gradients of a model; None if no table asks for it."""
-    if any(map(steps.takes_model_norm, plans)):
-        return global_norm(gradients)
-    return None
-
-
-@contextlib.contextmanager
-def norm_for_dense(gradients: Gradients) -> Iterator[None]:
-    """Lets a dense optimizer with `global_clipnorm` ask for the norm of the model."""
-    with model_gradient_context(lambda: jnp.square(global_norm(gradients))):
-        yield
+MORE_CALLS: Final = (
+    "The loss of a te.PipelinedTrainStep must call each TPUEmbedding once, and only "
+    "layers that features_of names, got a further call. Join the features of all calls "
+    "in one: outputs = model.embedding({'left': left, 'right': right})."
+)
 
 
 def differentiate(
@@ -114,10 +106,44 @@ def add_calls(
     return add(*of_calls) if of_calls else TableGradients({}, plan)
 
 
-def zero_activations(features: Any, plan: EmbeddingPlan) -> Any:
-    """Returns zeros of the shapes of a batch's activations inside a loss."""
+def answer_call(
+    given: tuple[Any, ...] | None,
+    number: int,
+    features: Any,
+    plan: EmbeddingPlan,
+    look_up: Callable[[], steps.LookupResult],
+) -> tuple[Any, LookupStats | None, Any]:
+    """Answers one call of a layer inside a loss.
+
+    Args:
+      given: None in the run that finds shapes. Otherwise one value per call: its taps,
+        or the result of a lookup that was made before the loss.
+      number: number of the call, from 0.
+      features: features of the call.
+      plan: plan of the features.
+      look_up: looks them up.
+
+    Returns:
+      Activations; stats, None without a lookup; and the record of the call. The record
+      is zeros like the activations in the run that finds shapes, the routing of a call
+      with taps, and the features of a call that was looked up before.
+
+    Raises:
+      TypeError: if the features hold ids of a dynamic table in place of rows.
+      ValueError: if a lookup was made for fewer calls.
+    """
     rows_of_batch(features, plan)  # refuses ids
-    return zeros_like(steps.activation_shapes(features, plan))
+    if given is None:
+        zeros = zeros_like(steps.activation_shapes(features, plan))
+        return zeros, None, zeros
+    if number >= len(given):
+        raise ValueError(MORE_CALLS)
+    tap_or_result = given[number]
+    if isinstance(tap_or_result, steps.LookupResult):
+        return tap_or_result.activations, tap_or_result.stats, features
+    result = look_up()
+    activations = attach_taps(tap_or_result, result.activations)
+    return activations, result.stats, result.routing
 
 
 def is_mapped(tree: Any) -> bool:

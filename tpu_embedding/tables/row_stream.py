@@ -79,7 +79,7 @@ def read_blocks(
     packed: PackedRows,
     stack: StackPlan,
     plan: EmbeddingPlan,
-    tables: RowRanges | None = None,
+    ranges: RowRanges | None = None,
     receivers: Receivers = "one",
 ) -> Iterator[list[RowBlock]]:
     """Yields the rows of a stacked table or slot variable, block by block.
@@ -91,7 +91,7 @@ def read_blocks(
       packed: global rows. They must stay as they are until the last turn.
       stack: the stack of the rows.
       plan: plan of the embedding layer.
-      tables: tables to read, or ranges of their rows; None: all rows.
+      ranges: rows to read, by table; None: all rows.
       receivers: `"one"` gives each block to one process only. `"all"` gives it to all
         of them, and takes more turns.
 
@@ -99,7 +99,7 @@ def read_blocks(
       The blocks of this process in a turn, possibly none.
 
     Raises:
-      ValueError: if the rows were made for another plan, or `tables` names others.
+      ValueError: if the rows were made for another plan, or `ranges` names others.
 
     Example:
       >>> import jax
@@ -113,7 +113,7 @@ def read_blocks(
     """
     check_stack(packed, stack)
     exchange = line_exchange(packed, stack, plan, receivers)
-    windows = windows_of(packed, stack, tables)
+    windows = windows_of(packed, stack, ranges)
     if _lies_on_host(packed):
         yield from _read_on_host(packed, exchange, windows)
         return
@@ -133,7 +133,7 @@ def write_blocks(
     stack: StackPlan,
     plan: EmbeddingPlan,
     read: ReadTableRows,
-    tables: RowRanges | None = None,
+    ranges: RowRanges | None = None,
 ) -> PackedRows:
     """Replaces rows of a stacked table or slot variable, block by block, in place.
 
@@ -146,15 +146,15 @@ def write_blocks(
       read: returns rows as `file_row` says. It is called in another thread, for the
         blocks of this process only. A block never crosses a multiple of
         `rows_per_block` rows.
-      tables: tables to write, or ranges of their rows; None: all rows.
+      ranges: rows to write, by table; None: all rows.
 
     Raises:
-      ValueError: if the rows were made for another plan, or `tables` names others; or
+      ValueError: if the rows were made for another plan, or `ranges` names others; or
         if `read` returns rows of another shape or dtype. The rows are lost then.
     """
     check_stack(packed, stack)
     exchange = line_exchange(packed, stack, plan, "one")
-    windows = windows_of(packed, stack, tables)
+    windows = windows_of(packed, stack, ranges)
     if _lies_on_host(packed):
         return _write_on_host(packed, exchange, windows, read)
     turns = _batched(windows, exchange.num_shards)
@@ -188,35 +188,6 @@ def write_blocks(
     return dataclasses.replace(packed, lines=lines)
 
 
-def lower_programs(
-    packed: PackedRows, stack: StackPlan, plan: EmbeddingPlan
-) -> dict[str, jax.stages.Lowered]:
-    """Returns the programs of a turn, to compile ahead of time.
-
-    Args:
-      packed: shapes of the global rows, with their sharding.
-      stack: the stack of the rows.
-      plan: plan of the embedding layer.
-
-    Returns:
-      The programs by name: two that read, and one that writes.
-    """
-    exchange = line_exchange(packed, stack, plan, "one")
-    bounds = _bounds((), exchange.num_shards)
-    parts = jax.ShapeDtypeStruct(
-        exchange.parts_shape, packed.lines.dtype, sharding=plan.rows_sharding(stack)
-    )
-    lines = packed.lines
-    everywhere = dataclasses.replace(exchange, receivers="all")
-    return {
-        "read_blocks": read_lines.lower(lines, _starts(exchange), exchange=exchange),
-        "read_blocks everywhere": read_lines.lower(
-            lines, _starts(everywhere), exchange=everywhere
-        ),
-        "write_blocks": write_lines.lower(lines, parts, *bounds, exchange=exchange),
-    }
-
-
 def _read_ahead(
     function: Callable[[_Item], _Result], items: Sequence[_Item]
 ) -> Iterator[_Result]:
@@ -240,11 +211,6 @@ def _bounds(turn: Sequence[Window], size: int) -> tuple[np.ndarray, np.ndarray]:
     filled = [*turn, *[NO_WINDOW] * (size - len(turn))]
     starts = np.asarray([window.start for window in filled], np.int32)
     return starts, np.asarray([window.num_rows for window in filled], np.int32)
-
-
-def _starts(exchange: LineExchange) -> np.ndarray:
-    """Returns the first rows of a turn without windows."""
-    return _bounds((), exchange.num_windows)[0]
 
 
 def _blocks_of_turn(

@@ -7,18 +7,18 @@ neighbouring blocks of several small tables.
 
 import dataclasses
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from typing import Final
 
-from tpu_embedding.plan.stack_plan import StackPlan, TablePlan
+from tpu_embedding.plan.stack_plan import StackPlan
 from tpu_embedding.rows.file_rows import file_row
 from tpu_embedding.rows.packed_rows import PackedRows
 
 _MIN_BLOCK_BYTES: Final = 10 * 2**20
 """A reader of a file needs no smaller part: a request takes as long as 10 MB."""
 
-RowRanges = Collection[str] | Mapping[str, tuple[int, int]]
-"""Names of tables, or by name the first row and the end of a range of rows."""
+RowRanges = Mapping[str, tuple[int, int]]
+"""Table name to the first row and the end of a range of its rows."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,14 +63,16 @@ def rows_per_window(packed: PackedRows) -> int:
 
 
 def windows_of(
-    packed: PackedRows, stack: StackPlan, tables: RowRanges | None
+    packed: PackedRows, stack: StackPlan, ranges: RowRanges | None
 ) -> list[Window]:
     """Returns the ranges that cover the rows; blocks of small tables share one."""
-    _check_ranges(tables, stack)
+    if ranges is None:
+        ranges = {table.name: (0, table.num_rows) for table in stack.tables}
+    _check_ranges(ranges, stack)
     size = rows_per_window(packed)
     windows: list[Window] = []
     for table in stack.tables:
-        begin, end = _range_of(table, tables)
+        begin, end = ranges.get(table.name, (0, 0))
         while begin < end:
             num_rows = min(end, (begin // size + 1) * size) - begin
             piece = (table.name, begin, num_rows)
@@ -88,30 +90,18 @@ def windows_of(
     return windows
 
 
-def _check_ranges(tables: RowRanges | None, stack: StackPlan) -> None:
+def _check_ranges(ranges: RowRanges, stack: StackPlan) -> None:
     """Refuses tables of other stacks, and rows that a table lacks."""
     sizes = {table.name: table.num_rows for table in stack.tables}
-    unknown = sorted(set(tables or ()) - set(sizes))
+    unknown = sorted(set(ranges) - set(sizes))
     if unknown:
         raise ValueError(
-            f"tables must name tables of stack {stack.name!r}, {sorted(sizes)}, got "
+            f"ranges must name tables of stack {stack.name!r}, {sorted(sizes)}, got "
             f"{unknown}; pass the stack of these tables."
         )
-    if isinstance(tables, Mapping):
-        for name, (begin, end) in tables.items():
-            if not 0 <= begin <= end <= sizes[name]:
-                raise ValueError(
-                    f"tables must give ranges of rows between 0 and {sizes[name]} for "
-                    f"table {name!r}, got {begin} to {end}."
-                )
-
-
-def _range_of(table: TablePlan, tables: RowRanges | None) -> tuple[int, int]:
-    """Returns first row and end of the rows of a table that are wanted."""
-    if tables is None:
-        return 0, table.num_rows
-    if table.name not in tables:
-        return 0, 0
-    if isinstance(tables, Mapping):
-        return tables[table.name]
-    return 0, table.num_rows
+    for name, (begin, end) in ranges.items():
+        if not 0 <= begin <= end <= sizes[name]:
+            raise ValueError(
+                f"ranges must hold rows between 0 and {sizes[name]} for table "
+                f"{name!r}, got {begin} to {end}."
+            )

@@ -6,6 +6,7 @@ per table, under the names that users of the optimizer know: `accumulators`, `mo
 """
 
 import dataclasses
+import functools
 from collections.abc import Iterator, Mapping
 from typing import Any, Literal, get_args
 
@@ -14,9 +15,9 @@ import numpy as np
 
 from tpu_embedding.argument_checks import check_mapping
 from tpu_embedding.plan.plan import EmbeddingPlan
-from tpu_embedding.plan.stack_plan import TrainedStackPlan
+from tpu_embedding.plan.stack_plan import TablePlan, TrainedStackPlan
 from tpu_embedding.rows.packed_rows import PackedRows
-from tpu_embedding.tables.table_values import unstack_tables, with_table_values
+from tpu_embedding.tables.table_values import replace_values, unstack_tables
 
 StateParts = Literal["rows", "all"]
 """`"rows"`: slot variables; `"all"`: also totals of tables, and counts of steps."""
@@ -199,13 +200,15 @@ class NamedSlot:
         """Returns the leaf with the values of some tables replaced."""
         if not values:
             return self.leaf
-        old = self.read(stack, plan)
         new = {
-            name: _checked(value, old[name], name, self.name)
-            for name, value in values.items()
+            table.name: _checked(
+                values[table.name], self._spec(table), table.name, self.name
+            )
+            for table in stack.tables
+            if table.name in values
         }
         if self.kind == "rows":
-            return with_table_values({stack.name: self.leaf}, new, plan)[stack.name]
+            return replace_values({stack.name: self.leaf}, new, plan)[stack.name]
         array = np.array(self.leaf)
         if self.kind == "shared":
             first, *others = new.values()
@@ -221,6 +224,14 @@ class NamedSlot:
                 if table.name in new:
                     array[i] = new[table.name]
         return jax.device_put(array, self.leaf.sharding)
+
+    def _spec(self, table: TablePlan) -> jax.ShapeDtypeStruct:
+        """Returns shape and dtype of the value of a table."""
+        if self.kind == "rows":
+            shape = (table.num_rows, *self.leaf.layout.row_shape)
+            return jax.ShapeDtypeStruct(shape, self.leaf.lines.dtype)
+        shape = self.leaf.shape[1:] if self.kind == "tables" else self.leaf.shape
+        return jax.ShapeDtypeStruct(shape, self.leaf.dtype)
 
 
 def _with_values(
@@ -276,7 +287,8 @@ def _paths(state: Any, stack: TrainedStackPlan) -> list[list[str]]:
     paths = []
     for path, _ in jax.tree_util.tree_leaves_with_path(state, is_leaf=_is_rows):
         # A state may be one array, without a field.
-        parts = [_part(key) for key in path] or ["state"]
+        keystr = functools.partial(jax.tree_util.keystr, simple=True)
+        parts = [keystr((key,)) for key in path] or ["state"]
         # An optimizer of a dict of tables keeps a dict of slots, per table. A field of
         # a state may have the name of a table, too.
         if len(parts) > 1 and parts[-1] in tables:
@@ -311,12 +323,9 @@ def _shortest(parts: list[str]) -> int:
     return 2 if parts[-1] in _PARTS_OF_A_SUM else 1
 
 
-def _part(key: Any) -> str:
-    """Returns a field name, key or index of a path."""
-    return str(getattr(key, "name", getattr(key, "key", getattr(key, "idx", key))))
-
-
-def _checked(value: Any, old: np.ndarray, table_name: str, name: str) -> np.ndarray:
+def _checked(
+    value: Any, old: jax.ShapeDtypeStruct, table_name: str, name: str
+) -> np.ndarray:
     """Returns a new value with the dtype of the old one.
 
     Raises:

@@ -3,15 +3,14 @@
 The layout of a stack changes with the devices, the stacking and the packing. The arrays
 per table do not: they hold the logical rows as the user declared them.
 
-Each process copies the rows of its own devices. To read rows of other processes, all of
-them receive block after block. Beside the tables that the user gets or gives, the host
-holds the rows of one shard at a time, and reading needs a block of them only.
+Rows travel block by block, see `row_stream.py`. Beside the tables that the user gets or
+gives, the host holds a few blocks.
 """
 
 import dataclasses
 import warnings
-from collections.abc import Callable, Iterator, Mapping
-from typing import Any, Final, NamedTuple
+from collections.abc import Mapping
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -21,21 +20,10 @@ from tpu_embedding.argument_checks import check_mapping, check_type
 from tpu_embedding.plan.check_rows import check_stack
 from tpu_embedding.plan.plan import PLAN, EmbeddingPlan
 from tpu_embedding.plan.stack_plan import StackPlan, TablePlan
-from tpu_embedding.rows.file_rows import values_of_file_rows
-from tpu_embedding.rows.packed_rows import (
-    LANE_BYTES,
-    PackedRows,
-    RowLayout,
-    lines_of_rows,
-    load_rows,
-    round_up,
-    rows_of_lines,
-    store_rows,
-)
-from tpu_embedding.tables.row_stream import read_blocks
-
-_BLOCK_BYTES: Final = 2**26
-"""Approximate size of a block of rows that is copied to the host."""
+from tpu_embedding.rows.file_rows import file_rows_of_values, values_of_file_rows
+from tpu_embedding.rows.packed_rows import PackedRows
+from tpu_embedding.tables.row_stream import read_blocks, write_blocks
+from tpu_embedding.tables.row_windows import rows_per_window
 
 
 class NotFinite:
@@ -96,7 +84,7 @@ def unstack_tables(
     return values
 
 
-def with_table_values(
+def replace_values(
     stacked: dict[str, PackedRows], values: dict[str, np.ndarray], plan: EmbeddingPlan
 ) -> dict[str, PackedRows]:
     """Returns the stacks with the values of the given tables replaced.
@@ -156,7 +144,7 @@ def check_values(values: Any, plan: EmbeddingPlan) -> None:
 def _checked(
     values: Any, packed: PackedRows, table: TablePlan, not_finite: NotFinite
 ) -> np.ndarray:
-    """Returns the values of a table as rows that can be stored, `[rows, dim]`."""
+    """Returns the values of a table as an array; refuses those it cannot hold."""
     layout = packed.layout
     shape = (table.num_rows, *layout.row_shape)
     owner = f"values of table {table.name!r}"
@@ -170,19 +158,18 @@ def _checked(
     kinds = (jnp.floating, jnp.integer, jnp.bool_)
     if not any(jnp.issubdtype(array.dtype, kind) for kind in kinds):
         raise ValueError(f"{owner} must be real numbers, got dtype {array.dtype}.")
-    array = array.reshape(shape[0], layout.dim)
     dtype = packed.lines.dtype
     is_narrow = layout.narrow_dtype is not None
     may_overflow = is_narrow or (
         jnp.issubdtype(dtype, jnp.floating) and not np.can_cast(array.dtype, dtype)
     )
-    num_rows = _rows_per_block(layout)
+    num_rows = rows_per_window(packed)
     for start in range(0, shape[0], num_rows):
-        rows = array[start : start + num_rows]
+        rows = array[start : start + num_rows].reshape(-1, layout.dim)
         if may_overflow:
             check_range(rows, start, layout.narrow_dtype or dtype.name, owner)
         not_finite.look_at(rows, start, owner)
-    return array.astype(np.float32, copy=False) if is_narrow else array
+    return array
 
 
 def check_range(rows: np.ndarray, start: int, dtype: str, owner: str) -> None:
@@ -231,114 +218,15 @@ def _unstack(
     layout = packed.layout
     dtype = packed.lines.dtype if layout.narrow_dtype is None else np.float32
     values = {
-        table.name: np.empty((table.num_rows, layout.dim), dtype)
+        table.name: np.empty((table.num_rows, *layout.row_shape), dtype)
         for table in stack.tables
     }
-    if _has_all_shards(packed, stack):
-        _copy_shards(packed, stack, values)
-    else:
-        for turn in read_blocks(packed, stack, plan, receivers="all"):
-            for table, start, rows in turn:
-                new = values_of_file_rows(rows, layout).reshape(len(rows), layout.dim)
-                values[table][start : start + len(rows)] = new
-    return {
-        table.name: values[table.name].reshape(-1, *layout.row_shape)
-        for table in stack.tables
-    }
-
-
-def _has_all_shards(packed: PackedRows, stack: StackPlan) -> bool:
-    """Returns True if the devices of this process hold every row."""
-    lines = packed.lines
-    starts = {shard.index[0].start or 0 for shard in lines.addressable_shards}
-    return lines.is_fully_addressable or len(starts) == stack.num_shards
-
-
-def _copy_shards(
-    packed: PackedRows, stack: StackPlan, values: dict[str, np.ndarray]
-) -> None:
-    """Copies the rows of each shard to their places: faster than by blocks of rows."""
-    lines_of = _lines_of_shards(packed)
-    for shard in range(stack.num_shards):
-        for start, lines in _blocks(lines_of(shard), packed.layout):
-            stored = rows_of_lines(lines, packed.layout)
-            for part in _parts_of_block(start, len(stored), shard, stack):
-                rows = load_rows(stored[part.of_block], packed.layout)
-                values[part.table_name][part.of_table] = rows
-
-
-class _Part(NamedTuple):
-    """The rows of a table that lie in a block of a shard's rows.
-
-    Attributes:
-      table_name: name of the table.
-      of_block: their range in the block.
-      of_table: the same rows of the table: every `num_shards`-th one.
-    """
-
-    table_name: str
-    of_block: slice
-    of_table: slice
-
-
-def _parts_of_block(
-    start: int, num_rows: int, shard: int, stack: StackPlan
-) -> Iterator[_Part]:
-    """Yields the tables in a block of rows, which begins at row `start` of a shard."""
-    stride = stack.num_shards
-    for table in stack.tables:
-        offset, size = table.row_offset, table.num_rows
-        first = max(start, -(-(offset - shard) // stride))
-        end = min(start + num_rows, -(-(offset + size - shard) // stride))
-        if first < end:
-            first_row = first * stride + shard - offset
-            last_row = (end - 1) * stride + shard - offset
-            yield _Part(
-                table.name,
-                slice(first - start, end - start),
-                slice(first_row, last_row + 1, stride),
-            )
-
-
-def _lines_of_shards(packed: PackedRows) -> Callable[[int], Any]:
-    """Returns a function that returns the lines of a shard of this process."""
-    lines, size = packed.lines, packed.layout.num_lines
-    local = {
-        (shard.index[0].start or 0) // size: shard.data
-        for shard in lines.addressable_shards
-        if shard.data.shape[0] == size
-    }
-    if local:
-        return lambda shard: local[shard]
-    # The rows are no result of this plan's programs: one device may hold all of them.
-    whole = np.asarray(lines)
-    return lambda shard: whole[shard * size : (shard + 1) * size]
-
-
-def _blocks(lines: Any, layout: RowLayout) -> Iterator[tuple[int, np.ndarray]]:
-    """Yields the first row and the lines, `[lines, lanes]`, of each block of a shard.
-
-    A block of a device's array is copied to the host alone: JAX would keep the copy of
-    the whole array.
-    """
-    num_lines = _rows_per_block(layout) // layout.rows_per_line
-    for start in range(0, layout.num_lines, num_lines):
-        block = lines
-        if num_lines < layout.num_lines:
-            end = min(start + num_lines, layout.num_lines)
-            block = (
-                lines[start:end]
-                if isinstance(lines, np.ndarray)
-                else jax.lax.dynamic_slice_in_dim(lines, start, end - start)
-            )
-        block = np.asarray(block).reshape(-1, layout.lanes)
-        yield start * layout.rows_per_line, block
-
-
-def _rows_per_block(layout: RowLayout) -> int:
-    row_bytes = LANE_BYTES * layout.lanes // layout.rows_per_line
-    num_rows = max(1, _BLOCK_BYTES // max(1, row_bytes))
-    return round_up(num_rows, layout.rows_per_line)
+    packed = _where_planned(packed, stack, plan)
+    for blocks in read_blocks(packed, stack, plan, receivers="all"):
+        for table, start, rows in blocks:
+            new = values_of_file_rows(rows, layout)
+            values[table][start : start + len(rows)] = new
+    return values
 
 
 def _with_values(
@@ -347,41 +235,24 @@ def _with_values(
     stack: StackPlan,
     plan: EmbeddingPlan,
 ) -> PackedRows:
-    """Returns packed rows with the values of some tables replaced, shard by shard."""
-    layout, sharding = packed.layout, plan.rows_sharding(stack)
-    shape = packed.lines.shape
-    indices = sharding.addressable_devices_indices_map(shape)
-    devices_of: dict[int, list[Any]] = {}
-    for device, index in indices.items():
-        assert index is not None
-        start = index[0].start or 0
-        devices_of.setdefault(start // layout.num_lines, []).append(device)
-    lines_of = _lines_of_shards(packed)
-    arrays: list[jax.Array] = []
-    for shard, devices in devices_of.items():
-        lines = _new_lines(lines_of(shard), layout, values, shard, stack)
-        lines = lines.reshape(layout.num_lines, *shape[1:])
-        arrays += [jax.device_put(lines, device) for device in devices]
-        jax.block_until_ready(arrays)
-    lines = jax.make_array_from_single_device_arrays(shape, sharding, arrays)
+    """Returns packed rows with the values of some tables replaced."""
+    layout, dtype = packed.layout, packed.lines.dtype
+    packed = _where_planned(packed, stack, plan)
+    copy = dataclasses.replace(packed, lines=jnp.copy(packed.lines))  # to be donated
+
+    def read(table: str, start: int, num_rows: int) -> np.ndarray:
+        rows = values[table][start : start + num_rows]
+        if layout.narrow_dtype is None:
+            return rows.astype(dtype, copy=False)
+        return file_rows_of_values(rows, layout)
+
+    ranges = {table: (0, len(rows)) for table, rows in values.items()}
+    return write_blocks(copy, stack, plan, read, ranges)
+
+
+def _where_planned(
+    packed: PackedRows, stack: StackPlan, plan: EmbeddingPlan
+) -> PackedRows:
+    """Moves rows that are no result of this plan's programs to their devices."""
+    lines = jax.device_put(packed.lines, plan.rows_sharding(stack))
     return dataclasses.replace(packed, lines=lines)
-
-
-def _new_lines(
-    lines: Any,
-    layout: RowLayout,
-    values: Mapping[str, np.ndarray],
-    shard: int,
-    stack: StackPlan,
-) -> np.ndarray:
-    """Returns the whole lines of a shard, with the values of some tables replaced."""
-    new = np.empty((layout.num_lines, layout.lanes), lines.dtype)
-    for start, block in _blocks(lines, layout):
-        stored = np.array(rows_of_lines(block, layout))
-        for part in _parts_of_block(start, len(stored), shard, stack):
-            if part.table_name in values:
-                rows = values[part.table_name][part.of_table]
-                stored[part.of_block] = store_rows(rows, layout)
-        first_line = start // layout.rows_per_line
-        new[first_line : first_line + len(block)] = lines_of_rows(stored, layout)
-    return new

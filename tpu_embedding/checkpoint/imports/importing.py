@@ -24,7 +24,8 @@ from tpu_embedding.checkpoint.imports.report import ImportReport
 from tpu_embedding.checkpoint.imports.source import RowArray, TableSource, array_of
 from tpu_embedding.functional.following_slots import with_following_slots
 from tpu_embedding.functional.placed_ids import place_ids, with_placed_ids
-from tpu_embedding.nn.training import Optimizer, embedding_layers
+from tpu_embedding.nn.optimizer import Optimizer
+from tpu_embedding.nn.training import embedding_layers
 from tpu_embedding.optimizers.probe import probe_rule
 from tpu_embedding.plan.dynamic_rows import dynamic_tables
 from tpu_embedding.plan.plan import EmbeddingPlan

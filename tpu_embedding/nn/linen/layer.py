@@ -18,10 +18,9 @@ from tpu_embedding.argument_checks import check_type
 from tpu_embedding.inputs.shard_inputs import attach_weights
 from tpu_embedding.nn.linen.variables import TABLES, LayerTables
 from tpu_embedding.nn.recording import (
-    attach_taps,
+    answer_call,
     guard_activations,
     without_derivative,
-    zero_activations,
 )
 from tpu_embedding.plan.plan import PLAN, EmbeddingPlan
 from tpu_embedding.tables.initial_values import init_tables
@@ -69,18 +68,18 @@ class RecordingTables:
 
     Attributes:
       tables: tables of the layer.
-      taps: per call, nest like the activations; None: record activations.
+      given: see `recording.answer_call`.
       path: path of the layer.
       recorder: records the calls of this run of the loss.
     """
 
     tables: LayerTables
-    taps: tuple[Any, ...] | None
+    given: tuple[Any, ...] | None
     path: str = dataclasses.field(metadata={"static": True})
     recorder: Recorder = dataclasses.field(metadata={"static": True})
 
     def look_up(self, features: Any, plan: EmbeddingPlan) -> Any:
-        """Returns activations with their taps, and stats if there is a lookup.
+        """Returns activations, and stats if there is a lookup.
 
         Raises:
           ValueError: if the plan has other stacks than that of the tables.
@@ -91,14 +90,15 @@ class RecordingTables:
                 "made its tables, got another plan; make the plan once, outside of the "
                 "modules, and give it to them."
             )
-        if self.taps is None:
-            activations = zero_activations(features, plan)
-            self.recorder.record(self.path, activations)
-            return activations, None
-        tap = self.taps[len(self.recorder.calls[self.path])]
-        result = functional.lookup(self.tables.stacks, features, plan)
-        self.recorder.record(self.path, result.routing)
-        return attach_taps(tap, result.activations), result.stats
+        activations, stats, record = answer_call(
+            self.given,
+            len(self.recorder.calls[self.path]),
+            features,
+            plan,
+            lambda: functional.lookup(self.tables.stacks, features, plan),
+        )
+        self.recorder.record(self.path, record)
+        return activations, stats
 
 
 class TPUEmbedding(nn.Module):

@@ -4,7 +4,6 @@
 updates dense parameters as usual; the row rules of each layer update its tables.
 """
 
-import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -14,23 +13,27 @@ import optax
 from flax import struct
 
 from tpu_embedding import functional
-from tpu_embedding.gradients import Gradients, TableGradients
+from tpu_embedding.gradients import Gradients
 from tpu_embedding.nn.dense_optimizer import check_dense_optimizer
-from tpu_embedding.nn.final_model_values import final_model_values
 from tpu_embedding.nn.linen.layer import Recorder, RecordingTables
 from tpu_embedding.nn.linen.variables import (
     TABLES,
-    LayerTables,
     check_names,
     layer_tables,
     map_tables,
     with_embedding_tables,
+    with_stacks,
+)
+from tpu_embedding.nn.model_tables import (
+    apply_model_gradients,
+    check_gradients,
+    finalize_model_values,
+    init_model_slots,
+    layer_with_dynamic_tables,
 )
 from tpu_embedding.nn.recording import (
     differentiate,
     loss_and_aux,
-    norm_for_dense,
-    norm_of_model,
     replicate_on_mesh,
 )
 from tpu_embedding.optimizers.checks import DENSE_EXAMPLE, check_rule
@@ -78,7 +81,7 @@ def value_and_grad(
             def record(path, tables):
                 return RecordingTables(
                     tables=tables,
-                    taps=taps and taps[path],
+                    given=taps and taps[path],
                     path=path,
                     recorder=recorder,
                 )
@@ -163,10 +166,7 @@ class TrainState(struct.PyTreeNode):
         layers = layer_tables(variables)
         plan = next(iter(layers.values())).plan
         on_mesh = replicate_on_mesh({**variables}, plan)
-        slots = {
-            path: functional.init_slots(tables.stacks, tables.plan)
-            for path, tables in layers.items()
-        }
+        slots = init_model_slots(layers)
         params = on_mesh.get("params", {})
         opt_state = tx.init(params)
         with_slots = [(tables.plan, slots[path]) for path, tables in layers.items()]
@@ -198,44 +198,31 @@ class TrainState(struct.PyTreeNode):
           ValueError: if they belong to other layers or another plan, or the updates
             name a collection that the state does not have.
         """
-        if not isinstance(grads, Gradients):
-            raise TypeError(
-                "TrainState.apply_gradients needs the gradients of "
-                f"te.linen.value_and_grad, got {type(grads).__name__}, which lacks "
-                "those of the tables. Write loss, grads = "
-                "te.linen.value_and_grad(loss_fn)(state.variables, ...), and "
-                "state.apply_gradients(grads=grads)."
-            )
+        check_gradients(
+            grads,
+            "TrainState.apply_gradients",
+            "loss, grads = te.linen.value_and_grad(loss_fn)(state.variables, ...)",
+            "state = state.apply_gradients(grads=grads)",
+        )
         layers = layer_tables(self.variables)
         check_names("Gradients", grads.tables, "layers", layers)
         others = set(self.variables) - {"params", TABLES}
         check_names("Updates", updates or {}, "collections", others)
-        norm = norm_of_model(grads, [tables.plan for tables in layers.values()])
-        updated = {
-            path: functional.apply_gradients(
-                tables.stacks,
-                self.slots[path],
-                grads.tables.get(path, TableGradients({}, tables.plan)),
-                tables.plan,
-                norm,
-            )
-            for path, tables in layers.items()
-        }
         params = self.variables.get("params", {})
-        with norm_for_dense(grads):
-            changes, opt_state = self.tx.update(grads.dense, self.opt_state, params)
-
-        def new_tables(path: str, old: LayerTables) -> LayerTables:
-            return dataclasses.replace(old, stacks=updated[path][0])
-
+        stacks, slots, (changes, opt_state) = apply_model_gradients(
+            layers,
+            self.slots,
+            grads,
+            lambda: self.tx.update(grads.dense, self.opt_state, params),
+        )
         variables = {**self.variables, **(updates or {})}
         if "params" in variables:
             variables["params"] = optax.apply_updates(params, changes)
         return self.replace(
             step=self.step + 1,
-            variables=map_tables(new_tables, variables),
+            variables=with_stacks(variables, stacks),
             opt_state=opt_state,
-            slots=self.slots | {path: slots for path, (_, slots) in updated.items()},
+            slots=slots,
         )
 
     def insert_ids(
@@ -252,7 +239,7 @@ class TrainState(struct.PyTreeNode):
 
         Args:
           features: batch of the layer, from `prepare_features`.
-          layer: path of the layer; None: the only one.
+          layer: path of the layer; None: the only one with dynamic tables.
           now: clock of the step, an integer from 1 to 2**32 - 1. None: the number of
             the step. Far fewer ids than the capacity should be used in a unit of it.
           with_stats: True returns counts, too.
@@ -262,26 +249,18 @@ class TrainState(struct.PyTreeNode):
           loss. With `with_stats`, also table name to `te.functional.DynamicStats`.
 
         Raises:
-          ValueError: if the variables have no such layer.
+          ValueError: if the variables have no such layer, or several.
         """
         layers = layer_tables(self.variables)
-        path = layer if layer is not None or len(layers) != 1 else next(iter(layers))
-        if path not in layers:
-            raise ValueError(
-                "TrainState.insert_ids: layer must be the path of a layer, one of "
-                f"{sorted(layers)}, got {path!r}; None is for a single one."
-            )
+        plans = {path: tables.plan for path, tables in layers.items()}
+        path = layer_with_dynamic_tables(plans, layer, "TrainState.insert_ids")
         of_layer = layers[path]
         result = functional.insert_ids(
             of_layer.stacks, self.slots[path], features, of_layer.plan, now
         )
 
-        def new_tables(name: str, old: LayerTables) -> LayerTables:
-            stacks = result.tables if name == path else old.stacks
-            return dataclasses.replace(old, stacks=stacks)
-
         state = self.replace(
-            variables=map_tables(new_tables, self.variables),
+            variables=with_stacks(self.variables, {path: result.tables}),
             slots=self.slots | {path: result.slots},
         )
         if with_stats:
@@ -294,26 +273,17 @@ class TrainState(struct.PyTreeNode):
         These are the averages that `adafactor(use_ema=True)` keeps. Tables and dense
         parameters of other optimizers stay as they are.
         """
-        final = final_model_values(
-            {
-                path: (tables.stacks, tables.plan)
-                for path, tables in layer_tables(self.variables).items()
-            },
+        stacks, slots, params, opt_state = finalize_model_values(
+            layer_tables(self.variables),
             self.slots,
             self.variables.get("params", {}),
             self.opt_state,
         )
-
-        def new_tables(path: str, old: LayerTables) -> LayerTables:
-            return dataclasses.replace(old, stacks=final.tables.get(path, old.stacks))
-
         variables = dict(self.variables)
         if "params" in variables:
-            variables["params"] = final.params
+            variables["params"] = params
         return self.replace(
-            variables=map_tables(new_tables, variables),
-            opt_state=final.opt_state,
-            slots=final.slots,
+            variables=with_stacks(variables, stacks), opt_state=opt_state, slots=slots
         )
 
     def with_embedding_tables(

@@ -13,7 +13,7 @@ from tpu_embedding.functional.following_slots import (
     tables_with_followers,
     with_table_values,
 )
-from tpu_embedding.plan.plan import EmbeddingPlan
+from tpu_embedding.nn.model_tables import LayerTables as LayerTables
 from tpu_embedding.rows.packed_rows import PackedRows
 from tpu_embedding.tables.table_values import unstack_tables
 
@@ -26,20 +26,6 @@ _WAY_OUT: Final = (
     "Before TrainState.create there is none: write\n"
     "  variables, _ = te.linen.with_embedding_tables(variables, values, {})"
 )
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class LayerTables:
-    """The tables of one layer, with the plan that places them.
-
-    Attributes:
-      stacks: stack name to packed rows.
-      plan: plan of the layer.
-    """
-
-    stacks: dict[str, PackedRows]
-    plan: EmbeddingPlan = dataclasses.field(metadata={"static": True})
 
 
 def embedding_tables(variables: Mapping[str, Any]) -> dict[str, dict[str, np.ndarray]]:
@@ -104,22 +90,19 @@ def with_embedding_tables(
         check_mapping("values of each layer", of_layer, line)
     layers = layer_tables(variables)
     check_names("Values", values, "layers", layers)
-    new = {}
+    new_stacks, new_slots = {}, {}
     for path, of_layer in values.items():
         stacks, plan = layers[path].stacks, layers[path].plan
         if slots is None:
             check_no_followers(tables_with_followers(plan) & set(of_layer), _WAY_OUT)
         of_slots = (slots or {}).get(path, {})
-        new[path] = with_table_values(stacks, of_layer, plan, of_slots)
-
-    def new_tables(path: str, old: LayerTables) -> LayerTables:
-        return dataclasses.replace(old, stacks=new[path][0]) if path in new else old
-
-    replaced = map_tables(new_tables, variables)
-    if slots is None:
-        return replaced
-    of_values = {path: new_slots for path, (_, new_slots) in new.items() if new_slots}
-    return replaced, {**slots, **of_values}
+        new_stacks[path], of_layer_slots = with_table_values(
+            stacks, of_layer, plan, of_slots
+        )
+        if of_layer_slots:
+            new_slots[path] = of_layer_slots
+    replaced = with_stacks(variables, new_stacks)
+    return replaced if slots is None else (replaced, {**slots, **new_slots})
 
 
 def layer_tables(variables: Mapping[str, Any]) -> dict[str, LayerTables]:
@@ -160,6 +143,22 @@ def map_tables(
         is_leaf=lambda leaf: isinstance(leaf, LayerTables),
     )
     return {**variables, TABLES: tables}
+
+
+def with_stacks(
+    variables: Mapping[str, Any], stacks: Mapping[str, dict[str, PackedRows]]
+) -> dict[str, Any]:
+    """Returns the variables with the stacked tables of some layers replaced.
+
+    Args:
+      variables: of a model.
+      stacks: layer path to stack name to packed rows.
+    """
+
+    def new_tables(path: str, old: LayerTables) -> LayerTables:
+        return dataclasses.replace(old, stacks=stacks.get(path, old.stacks))
+
+    return map_tables(new_tables, variables)
 
 
 def check_names(

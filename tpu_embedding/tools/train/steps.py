@@ -23,7 +23,8 @@ from tpu_embedding.gradients import Gradients, all_finite
 from tpu_embedding.hardware import HardwareInfo, hardware_of_device
 from tpu_embedding.metrics import Mean
 from tpu_embedding.nn.embedding import TPUEmbedding
-from tpu_embedding.nn.training import Optimizer, embedding_layers, value_and_grad
+from tpu_embedding.nn.optimizer import Optimizer
+from tpu_embedding.nn.training import embedding_layers, value_and_grad
 from tpu_embedding.placement import Sharded
 from tpu_embedding.plan.device_mesh import SLICE_AXIS
 from tpu_embedding.plan.make_plan import make_plan

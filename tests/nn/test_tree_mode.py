@@ -1,0 +1,101 @@
+"""Flax' coming defaults: `NNX_GRAPH_MODE=false` and `NNX_GRAPH_UPDATES=false`.
+
+The core tests of the NNX layer run once more, in that mode.
+"""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+import tpu_embedding as te
+from tests.conftest import mesh_of
+from tests.nn.test_pipelined_training import (
+    SMALL_BATCH,
+    OneTable,
+    one_table_loss,
+    one_table_step,
+)
+from tests.nn.test_pipelined_training import (
+    test_mode_exact_equals_a_plain_loop_and_compiles_once as test_exact_pipeline,  # noqa: F401
+)
+from tests.nn.test_pipelined_training import (
+    test_stale_equals_a_reference_that_is_stale_in_the_same_way as test_stale_pipeline,  # noqa: F401
+)
+from tests.nn.test_training import (
+    test_steps_compile_once_and_donate as test_steps_compile_once_and_donate,
+)
+from tests.nn.test_training import (
+    test_training_equals_the_dense_model as test_training_equals_the_dense_model,
+)
+from tests.nn.test_training import (
+    test_two_calls_equal_one_call_over_both as test_two_calls_equal_one_call_over_both,
+)
+from tests.nn.test_training import (
+    test_weights_of_ids_can_be_learned as test_weights_of_ids_can_be_learned,
+)
+
+pytestmark = pytest.mark.skipif(
+    not hasattr(nnx, "set_graph_updates"), reason="This Flax has one mode."
+)
+
+
+@pytest.fixture(autouse=True)
+def tree_mode():
+    with nnx.set_graph_mode(False), nnx.set_graph_updates(False):
+        yield
+
+
+def test_a_restored_model_goes_on(tmp_path):
+    model = OneTable(2)
+    optimizer = te.Optimizer(model, optax.adam(0.1))
+    step = one_table_step()
+    step(model, optimizer, SMALL_BATCH, None)
+    te.save(tmp_path / "saved", (model, optimizer))
+    expected = [step(model, optimizer, SMALL_BATCH, SMALL_BATCH)]
+    expected.append(step(model, optimizer, SMALL_BATCH, None))
+    other = OneTable(2)
+    state = (other, te.Optimizer(other, optax.adam(0.1)))
+    state = te.restore(tmp_path / "saved", state)
+    found = [step(*state, SMALL_BATCH, SMALL_BATCH), step(*state, SMALL_BATCH, None)]
+    np.testing.assert_array_equal(found, expected)
+
+
+def split(model):
+    graph, params, rest = nnx.split(model, nnx.Param, ...)
+    return params, lambda params: one_table_loss(
+        nnx.merge(graph, params, rest), SMALL_BATCH
+    )
+
+
+def test_gradients_without_those_of_tables_are_refused():
+    model = OneTable(1)
+    params, loss_of = split(model)
+    for grad in (jax.grad, nnx.grad):
+        with pytest.raises(ValueError, match=r"te.value_and_grad\(loss_fn\)"):
+            grad(loss_of)(params)
+    with pytest.raises(ValueError, match="te.value_and_grad|no dense derivative"):
+        nnx.grad(one_table_loss, allow_int=True)(model, SMALL_BATCH)
+    # Flax gives all variables to JAX, which takes no integers.
+    with pytest.raises(TypeError, match="real- or complex-valued inputs"):
+        nnx.grad(one_table_loss)(model, SMALL_BATCH)
+
+
+def test_a_layer_under_jit_inside_a_loss_is_trained():
+    layer = te.TPUEmbedding(
+        te.FeatureConfig(
+            table=te.TableConfig(vocabulary_size=9, dim=2, name="t", combiner="sum")
+        ),
+        te.optimizers.sgd(0.1),
+        mesh=mesh_of(1),
+        rngs=nnx.Rngs(0),
+    )
+    ids = np.arange(8).reshape(2, 4)
+    found = nnx.jit(lambda layer, ids: layer(ids))(layer, ids)
+    assert found.shape == (2, 2)
+    _, gradients = te.value_and_grad(
+        lambda layer: jnp.sum(nnx.jit(lambda x, ids: x(ids))(layer, ids))
+    )(layer)
+    assert float(te.gradients.global_norm(gradients)) > 0

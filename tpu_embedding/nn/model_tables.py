@@ -1,0 +1,162 @@
+"""The tables of all layers of a model, and the steps of a training on them.
+
+The NNX `Optimizer` and the Linen `TrainState` differ in where they keep tables and slot
+variables. What a step does with them is the same, and stands here.
+"""
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
+
+import jax
+import jax.numpy as jnp
+
+from tpu_embedding import functional
+from tpu_embedding.functional import steps
+from tpu_embedding.gradients import Gradients, TableGradients, global_norm
+from tpu_embedding.optimizers import finalize_variable_values
+from tpu_embedding.optimizers.final_dense_values import has_averages
+from tpu_embedding.optimizers.table_rows import model_gradient_context
+from tpu_embedding.plan.plan import EmbeddingPlan
+from tpu_embedding.rows.packed_rows import PackedRows
+
+_Result = TypeVar("_Result")
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class LayerTables:
+    """The tables of one layer, with the plan that places them.
+
+    Attributes:
+      stacks: stack name to packed rows.
+      plan: plan of the layer.
+    """
+
+    stacks: dict[str, PackedRows]
+    plan: EmbeddingPlan = dataclasses.field(metadata={"static": True})
+
+
+ModelTables = Mapping[str, LayerTables]
+"""Path of each layer in the model to its tables."""
+ModelSlots = dict[str, Any]
+"""Path of each layer in the model to the slot variables of its stacks."""
+
+
+def init_model_slots(layers: ModelTables) -> ModelSlots:
+    """Returns the slot variables before the first step."""
+    return {
+        path: functional.init_slots(tables.stacks, tables.plan)
+        for path, tables in layers.items()
+    }
+
+
+def apply_model_gradients(
+    layers: ModelTables,
+    slots: Mapping[str, Any],
+    gradients: Gradients,
+    update_dense: Callable[[], _Result],
+) -> tuple[dict[str, dict[str, PackedRows]], ModelSlots, _Result]:
+    """Updates the dense parameters and the tables of a model: one step.
+
+    Args:
+      layers: tables of the model.
+      slots: slot variables of all layers.
+      gradients: of the whole model. A layer without gradients takes the step, too.
+      update_dense: updates the dense parameters. An optimizer with `global_clipnorm`
+        may ask for the norm of the model in it.
+
+    Returns:
+      New stacks and slot variables by layer, and the result of `update_dense`.
+    """
+    asks = any(steps.takes_model_norm(tables.plan) for tables in layers.values())
+    norm = global_norm(gradients) if asks else None
+    with model_gradient_context(lambda: jnp.square(global_norm(gradients))):
+        result = update_dense()
+    updated = {
+        path: functional.apply_gradients(
+            tables.stacks,
+            slots[path],
+            gradients.tables.get(path, TableGradients({}, tables.plan)),
+            tables.plan,
+            norm,
+        )
+        for path, tables in layers.items()
+    }
+    stacks = {path: of_layer for path, (of_layer, _) in updated.items()}
+    return stacks, {path: new_slots for path, (_, new_slots) in updated.items()}, result
+
+
+def check_gradients(gradients: Any, owner: str, compute: str, line: str) -> None:
+    """Refuses gradients that lack those of the tables.
+
+    Args:
+      gradients: what the user gives.
+      owner: the method that takes them.
+      compute: the line that computes gradients of tables, too.
+      line: the line that calls the method.
+
+    Raises:
+      TypeError: if they are no `Gradients`.
+    """
+    if not isinstance(gradients, Gradients):
+        raise TypeError(
+            f"{owner} needs the gradients of value_and_grad, got "
+            f"{type(gradients).__name__}, which lacks those of the tables. Write\n"
+            f"  {compute}\n  {line}"
+        )
+
+
+def layer_with_dynamic_tables(
+    layers: Mapping[str, EmbeddingPlan], path: str | None, owner: str
+) -> str:
+    """Returns the path of the layer whose ids are inserted.
+
+    Args:
+      layers: path to the plan of each layer.
+      path: what the user gives; None: the only layer with dynamic tables.
+      owner: the method that is called.
+
+    Raises:
+      ValueError: if no layer with dynamic tables has the path, or several do.
+    """
+    dynamic = [
+        p for p, plan in layers.items() if any(s.is_dynamic for s in plan.stacks)
+    ]
+    if path is None and len(dynamic) == 1:
+        return dynamic[0]
+    if path not in dynamic:
+        raise ValueError(
+            f"{owner}: layer must be the path of a layer with a te.Dynamic vocabulary, "
+            f"one of {dynamic}, got {path!r}; None is for a single one."
+        )
+    return path
+
+
+def finalize_model_values(
+    layers: ModelTables, slots: Mapping[str, Any], params: Any, opt_state: Any
+) -> tuple[dict[str, dict[str, PackedRows]], ModelSlots, Any, Any]:
+    """Returns the moving averages of a model as its values, after training.
+
+    Tables and dense parameters whose optimizer keeps no averages stay as they are. In
+    Keras, too, the call does nothing without `use_ema`.
+
+    Args:
+      layers: tables of the model.
+      slots: slot variables of all layers.
+      params: dense parameters.
+      opt_state: state of the dense optimizer.
+
+    Returns:
+      New stacks and slot variables by layer, dense parameters, and their state.
+    """
+    stacks = {path: tables.stacks for path, tables in layers.items()}
+    new_slots = dict(slots)
+    for path, tables in layers.items():
+        if has_averages(slots[path]):
+            stacks[path], new_slots[path] = functional.finalize_variable_values(
+                tables.stacks, slots[path], tables.plan
+            )
+    if has_averages(opt_state):
+        params, opt_state = finalize_variable_values(params, opt_state)
+    return stacks, new_slots, params, opt_state

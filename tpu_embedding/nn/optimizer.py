@@ -1,0 +1,402 @@
+"""Updates an NNX model: optax updates dense parameters, row rules update tables."""
+
+from collections.abc import Mapping
+from typing import Any, Literal
+
+import jax
+import optax
+from flax import nnx
+
+from tpu_embedding import functional
+from tpu_embedding.argument_checks import check_mapping
+from tpu_embedding.functional.following_slots import (
+    tables_with_followers,
+    with_table_values,
+)
+from tpu_embedding.gradients import Gradients
+from tpu_embedding.nn.dense_optimizer import check_dense_optimizer
+from tpu_embedding.nn.embedding import TPUEmbedding
+from tpu_embedding.nn.model_tables import (
+    LayerTables,
+    apply_model_gradients,
+    check_gradients,
+    finalize_model_values,
+    init_model_slots,
+    layer_with_dynamic_tables,
+)
+from tpu_embedding.nn.training import (
+    checked_layers,
+    embedding_layers,
+    put_on_mesh,
+    trained,
+)
+from tpu_embedding.optimizers.checks import DENSE_EXAMPLE, check_rule
+from tpu_embedding.optimizers.hyperparameters import with_hyperparameters
+from tpu_embedding.tables.slot_values import (
+    StateParts,
+    slot_values,
+    with_slot_values,
+)
+
+
+class SlotVariables(nnx.Variable):
+    """Optimizer state of all tables: layer path to stack name to state."""
+
+
+class Optimizer(nnx.Module):
+    """Updates a model: optax updates dense parameters, row rules update tables.
+
+    Attributes:
+      dense: the `nnx.Optimizer` of the dense parameters.
+      slots: slot variables and step counts of the tables.
+      plans: path and plan of each layer.
+    """
+
+    def __init__(
+        self,
+        model: nnx.Module,
+        tx: optax.GradientTransformation,
+        *,
+        wrt: nnx.filterlib.Filter = nnx.Param,
+    ):
+        """Makes the optimizer's state, and puts the model on the mesh.
+
+        Arrays that are not on a mesh yet, such as dense parameters, are replicated
+        over the layers' mesh. So the first step has the same shardings as the second,
+        and the step compiles once.
+
+        Args:
+          model: owns at least one `TPUEmbedding`.
+          tx: optimizer of the dense parameters. Tables have the optimizers of their
+            layers.
+          wrt: filter of the dense parameters.
+
+        Raises:
+          ValueError: if the model has no `TPUEmbedding`; or if `tx` collects the
+            gradients of several steps, as `optax.MultiSteps` does, and tables do not.
+
+        Warns:
+          UserWarning: if `tx` looks at all dense gradients at once, as
+            `optax.clip_by_global_norm` does: it does not see those of the tables.
+        """
+        layers = checked_layers("te.Optimizer", model, "te.Optimizer(model, tx)")
+        check_rule("te.Optimizer", tx, "tx", DENSE_EXAMPLE)
+        plan = next(iter(layers.values())).plan
+        put_on_mesh(model, plan)
+        self.dense = nnx.Optimizer(model, tx, wrt=trained(wrt))
+        self.plans = tuple((path, layer.plan) for path, layer in layers.items())
+        self.slots = SlotVariables(init_model_slots(_tables_of(layers)))
+        check_dense_optimizer(
+            tx,
+            self.dense.opt_state,
+            [(plan, self.slots.get_value()[path]) for path, plan in self.plans],
+            stacklevel=6,  # Three frames are Flax's.
+        )
+        for layer in layers.values():
+            layer.followed_tables.names |= tables_with_followers(layer.plan)
+        put_on_mesh(self, plan)
+
+    def update(self, model: nnx.Module, gradients: Gradients) -> None:
+        """Applies gradients to the model in place; donate both under `jit`.
+
+        Each call is one step for all tables of all layers. Step counts and schedules
+        advance also for a table that the loss did not look up.
+
+        Args:
+          model: the one this optimizer was made for.
+          gradients: from `tpu_embedding.value_and_grad`.
+
+        Raises:
+          TypeError: if the gradients are those of `nnx.grad`, which lack the tables.
+          ValueError: if model, optimizer and gradients have different layers.
+        """
+        check_gradients(
+            gradients,
+            "Optimizer.update",
+            "loss, gradients = te.value_and_grad(loss_fn)(model, ...)",
+            "optimizer.update(model, gradients)",
+        )
+        layers, slots = self._layers_and_slots(model, "update")
+        if set(layers) != set(gradients.tables):
+            raise ValueError(
+                "Optimizer.update needs the gradients of the model, with layers "
+                f"{sorted(layers)}, got those of layers {sorted(gradients.tables)}."
+            )
+        stacks, slots, _ = apply_model_gradients(
+            _tables_of(layers),
+            slots,
+            gradients,
+            lambda: self.dense.update(model, gradients.dense),
+        )
+        for path, layer in layers.items():
+            layer.tables.set_value(stacks[path])
+        self.slots.set_value(slots)
+
+    def insert_ids(
+        self,
+        model: nnx.Module,
+        features: Any,
+        *,
+        layer: str | None = None,
+        now: Any = None,
+    ) -> Any:
+        """Gives rows to new ids of dynamic tables; call it first in a train step.
+
+        The rows, and their slot variables, start as new. `model.layer.dynamic_stats`
+        has the counts. See `tpu_embedding.functional.insert_ids`.
+
+        Args:
+          model: the one this optimizer was made for; it changes in place.
+          features: batch of the layer, from its `prepare`.
+          layer: path of the layer; None: the only one with dynamic tables.
+          now: clock of the step, an integer from 1 to 2**32 - 1. None: the number of
+            the step. Far fewer ids than the capacity should be used in a unit of it.
+
+        Returns:
+          The batch with row numbers for features of dynamic tables, which the layer
+          takes inside a loss.
+
+        Raises:
+          ValueError: if the model or the optimizer has no such layer.
+
+        Example:
+          >>> import tpu_embedding as te
+          >>> users = te.TableConfig(vocabulary_size=te.Dynamic(capacity=100), dim=4)
+          >>> model = te.TPUEmbedding(
+          ...     te.FeatureConfig(table=users), "adagrad", rngs=nnx.Rngs(0)
+          ... )
+          >>> optimizer = Optimizer(model, optax.adam(1e-3))
+          >>> ids = optimizer.insert_ids(model, model.prepare([2**40, 7, 7]))
+          >>> loss, grads = te.value_and_grad(lambda m: m(ids).sum())(model)
+          >>> optimizer.update(model, grads)
+        """
+        layers, slots = self._layers_and_slots(model, "insert_ids")
+        owner = "Optimizer.insert_ids"
+        path = layer_with_dynamic_tables(dict(self.plans), layer, owner)
+        of_layer = layers[path]
+        result = functional.insert_ids(
+            of_layer.tables.get_value(), slots[path], features, of_layer.plan, now
+        )
+        of_layer.tables.set_value(result.tables)
+        stats = of_layer.dynamic_stats.get_value() | result.stats
+        of_layer.dynamic_stats.set_value(stats)
+        self.slots.set_value(slots | {path: result.slots})
+        return result.features
+
+    def finalize_variable_values(self, model: nnx.Module) -> None:
+        """Sets the model to the moving averages that `adafactor` keeps of it.
+
+        Call it after the last step, as Keras does at the end of `fit`. Tables and dense
+        parameters whose optimizer keeps no averages stay as they are. Donate both under
+        `jit`; otherwise the tables are in memory twice for a moment.
+
+        Args:
+          model: the one this optimizer was made for; it changes in place.
+
+        Example:
+          >>> import jax.numpy as jnp
+          >>> import tpu_embedding as te
+          >>> table = te.TableConfig(vocabulary_size=10, dim=4, name="movie")
+          >>> rule = te.optimizers.adafactor(0.1, use_ema=True)
+          >>> layer = te.TPUEmbedding(
+          ...     te.FeatureConfig(table=table), rule, rngs=nnx.Rngs(0)
+          ... )
+          >>> optimizer = Optimizer(layer, rule)
+          >>> optimizer.finalize_variable_values(layer)
+        """
+        layers, slots = self._layers_and_slots(model, "finalize_variable_values")
+        params = nnx.state(model, self.dense.wrt)
+        stacks, slots, new_params, opt_state = finalize_model_values(
+            _tables_of(layers),
+            slots,
+            _arrays(params),
+            _arrays(self.dense.opt_state),
+        )
+        for path, layer in layers.items():
+            layer.tables.set_value(stacks[path])
+        self.slots.set_value(slots)
+        _set_arrays(params, new_params)
+        nnx.update(model, params)
+        _set_arrays(self.dense.opt_state, opt_state)
+
+    def set_hyperparameters(self, **values: Any) -> None:
+        """Changes hyper-parameters of the tables' optimizers without a recompilation.
+
+        Args:
+          **values: see `tpu_embedding.optimizers.with_hyperparameters`; those of the
+            dense optimizer are in `dense.opt_state`.
+
+        Raises:
+          ValueError: if no table's optimizer has one of that name.
+
+        Example:
+          >>> import tpu_embedding as te
+          >>> rule = optax.inject_hyperparams(te.optimizers.sgd)(learning_rate=0.1)
+          >>> table = te.TableConfig(vocabulary_size=10, dim=4, name="movie")
+          >>> layer = te.TPUEmbedding(
+          ...     te.FeatureConfig(table=table), rule, rngs=nnx.Rngs(0)
+          ... )
+          >>> optimizer = Optimizer(layer, optax.adam(1e-3))
+          >>> optimizer.set_hyperparameters(learning_rate=0.01)
+        """
+        self.slots.set_value(with_hyperparameters(self.slots.get_value(), **values))
+
+    def slot_values(self, parts: StateParts = "rows") -> dict[str, dict[str, Any]]:
+        """Returns the slot variables of each table, by table and name.
+
+        Args:
+          parts: see `tpu_embedding.functional.slot_values`.
+
+        Returns:
+          Table name to slot name to NumPy array `[vocabulary_size, dim]` or
+          `[vocabulary_size]`; keys as in `set_embedding_tables`.
+
+        Example:
+          >>> import tpu_embedding as te
+          >>> table = te.TableConfig(vocabulary_size=10, dim=4, name="movie")
+          >>> layer = te.TPUEmbedding(
+          ...     te.FeatureConfig(table=table), "adagrad", rngs=nnx.Rngs(0)
+          ... )
+          >>> optimizer = Optimizer(layer, optax.adam(1e-3))
+          >>> optimizer.slot_values()["movie"]["accumulators"].shape
+          (10, 4)
+        """
+        keys, slots = self._table_keys("trained"), self.slots.get_value()
+        return {
+            keys[path, name]: of_table
+            for path, plan in self.plans
+            for name, of_table in slot_values(slots[path], plan, parts).items()
+        }
+
+    def set_embedding_tables(
+        self, model: nnx.Module, values: Mapping[str, Any]
+    ) -> None:
+        """Replaces the values of some tables, and the state that was made from them.
+
+        Moving averages and Adafactor's scale of a table follow the new values. All
+        other slot variables stay. Rows whose values do not change keep their averages.
+
+        Args:
+          model: the one this optimizer was made for; it changes in place.
+          values: table name to real numbers `[vocabulary_size, dim]`. If layers have
+            tables of one name, their keys are `"path of the layer/table name"`.
+
+        Raises:
+          TypeError: if `values` is no dict.
+          ValueError: if a table is unknown, or an array or the model does not fit.
+
+        Example:
+          >>> import numpy as np
+          >>> import tpu_embedding as te
+          >>> table = te.TableConfig(vocabulary_size=10, dim=4, name="movie")
+          >>> rule = te.optimizers.adafactor(0.1)
+          >>> layer = te.TPUEmbedding(
+          ...     te.FeatureConfig(table=table), rule, rngs=nnx.Rngs(0)
+          ... )
+          >>> optimizer = Optimizer(layer, optax.adam(1e-3))
+          >>> optimizer.set_embedding_tables(layer, {"movie": np.ones((10, 4))})
+        """
+        line = "optimizer.set_embedding_tables(model, {'movie': array})"
+        check_mapping("values", values, line)
+        layers, slots = self._layers_and_slots(model, "set_embedding_tables")
+        tables = {}
+        for path, own in self._by_layer(values, "all").items():
+            tables[path], slots[path] = with_table_values(
+                layers[path].tables.get_value(), own, layers[path].plan, slots[path]
+            )
+        for path, stacks in tables.items():
+            layers[path].tables.set_value(stacks)
+        self.slots.set_value(slots)
+
+    def set_slot_values(self, values: Mapping[str, Mapping[str, Any]]) -> None:
+        """Replaces some slot variables, as `te.functional.with_slot_values` does.
+
+        Args:
+          values: result of `slot_values`; tables and slots may be missing.
+
+        Raises:
+          TypeError: if a value is no array of real numbers.
+          ValueError: if a table or slot is unknown, or a value has the wrong shape.
+        """
+        line = "values={'movie': {'accumulators': array}}, by table and slot name"
+        check_mapping("values", values, line)
+        slots = dict(self.slots.get_value())
+        plans = dict(self.plans)
+        for path, own in self._by_layer(values, "trained").items():
+            slots[path] = with_slot_values(slots[path], own, plans[path])
+        self.slots.set_value(slots)
+
+    def _layers_and_slots(
+        self, model: nnx.Module, method: str
+    ) -> tuple[dict[str, TPUEmbedding], dict[str, Any]]:
+        """Returns the layers of a model, and slots by layer; refuses another model."""
+        layers, slots = embedding_layers(model), dict(self.slots.get_value())
+        if set(layers) != set(slots):
+            raise ValueError(
+                f"Optimizer.{method} needs the model that the optimizer was made for, "
+                f"with layers {sorted(slots)}, got one with layers {sorted(layers)}. "
+                "Make the optimizer of this model: te.Optimizer(model, tx)."
+            )
+        return layers, slots
+
+    def _by_layer(
+        self, values: Mapping[str, Any], tables: Literal["all", "trained"]
+    ) -> dict[str, dict[str, Any]]:
+        """Returns the values of each layer by table name; refuses unknown keys."""
+        keys = self._table_keys(tables)
+        unknown = sorted(set(values) - set(keys.values()))
+        if unknown:
+            raise ValueError(
+                "values must name tables of the model"
+                f"{' that have an optimizer' if tables == 'trained' else ''}, "
+                f"{sorted(keys.values())}, got {unknown}."
+            )
+        by_layer: dict[str, dict[str, Any]] = {path: {} for path, _ in self.plans}
+        for (path, name), key in keys.items():
+            if key in values:
+                by_layer[path][name] = values[key]
+        return by_layer
+
+    def _table_keys(
+        self, tables: Literal["all", "trained"]
+    ) -> dict[tuple[str, str], str]:
+        """Returns the shortest key of each table, by layer and name."""
+        found = [
+            (path, table.name)
+            for path, plan in self.plans
+            for stack in (plan.stacks if tables == "all" else plan.trained_stacks)
+            for table in stack.tables
+        ]
+        names = [name for _, name in found]
+        return {
+            (path, name): name if names.count(name) == 1 else f"{path}/{name}"
+            for path, name in found
+        }
+
+
+def _tables_of(layers: Mapping[str, TPUEmbedding]) -> dict[str, LayerTables]:
+    return {
+        path: LayerTables(layer.tables.get_value(), layer.plan)
+        for path, layer in layers.items()
+    }
+
+
+def _arrays(tree: Any) -> Any:
+    """Returns a pytree with the values of variables in the place of these."""
+    return jax.tree.map(
+        lambda x: x.get_value() if isinstance(x, nnx.Variable) else x,
+        tree,
+        is_leaf=_is_variable,
+    )
+
+
+def _set_arrays(tree: Any, values: Any) -> None:
+    """Sets the variables of a pytree to the values of another one."""
+    variables, structure = jax.tree.flatten(tree, is_leaf=_is_variable)
+    new = structure.flatten_up_to(values)
+    for variable, value in zip(variables, new, strict=True):
+        variable.set_value(value)
+
+
+def _is_variable(value: Any) -> bool:
+    return isinstance(value, nnx.Variable)
