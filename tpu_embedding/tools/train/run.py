@@ -34,9 +34,7 @@ from tpu_embedding.tools.train.config import RunConfig
 from tpu_embedding.tools.train.feeding import check_values, put_batch, train_batches
 from tpu_embedding.tools.train.metrics import (
     LOSSES,
-    ClickScores,
     Metrics,
-    exact_auc_of,
     merge_batches,
     values_of,
 )
@@ -310,7 +308,6 @@ class _Run:
 
     def evaluate(self) -> dict[str, float]:
         """Returns the metrics on the held-out data, and reports them."""
-        scores: list[ClickScores] = []
 
         def evaluated() -> Iterator[Metrics]:
             for number, batch in enumerate(self.data.evaluation_batches()):
@@ -318,15 +315,9 @@ class _Run:
                 on_devices = put_batch(
                     batch, self.plan, self._evaluation_sizes, model=self.config.model
                 )
-                metrics, of_batch = self.evaluation_step(self.state, on_devices)
-                if self.config.exact_auc:
-                    scores.append(jax.device_get(of_batch))
-                yield metrics
+                yield self.evaluation_step(self.state, on_devices)
 
         metrics = values_of(merge_batches(evaluated()))
-        if scores and "auc" in metrics:
-            metrics["auc"] = exact_auc_of(scores)
-            metrics.pop("auc_max_error", None)
         if not metrics:
             raise DataError(
                 f"{type(self.data).__name__}.evaluation_batches() must yield a sample "

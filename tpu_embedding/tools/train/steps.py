@@ -33,13 +33,7 @@ from tpu_embedding.tools.compile_report.topology import abstract_arrays, abstrac
 from tpu_embedding.tools.data.batch import Batch, Dataset
 from tpu_embedding.tools.train.config import ConfigError, RunConfig
 from tpu_embedding.tools.train.feeding import prepare_batch
-from tpu_embedding.tools.train.metrics import (
-    LOSSES,
-    ClickScores,
-    LossName,
-    Metrics,
-    mean_loss,
-)
+from tpu_embedding.tools.train.metrics import LOSSES, LossName, Metrics, mean_loss
 from tpu_embedding.tools.train.models.model import Outputs
 
 StepMetrics = dict[str, jax.Array]
@@ -48,7 +42,7 @@ and the tables' learning rates; `rounds`, the most that a stack needed; the numb
 ids `out_of_range`; and counts of dynamic tables, by `table/count`."""
 
 TrainStep = Callable[[nnx.State, Batch], tuple[nnx.State, StepMetrics]]
-EvaluationStep = Callable[[nnx.State, Batch], tuple[Metrics, ClickScores]]
+EvaluationStep = Callable[[nnx.State, Batch], Metrics]
 
 
 def make_run_plan(
@@ -231,14 +225,14 @@ def abstract_step(
 
 
 def make_evaluation_step(graphdef: nnx.GraphDef, loss_name: LossName) -> EvaluationStep:
-    """Returns the evaluation step, `(state, batch) -> (Metrics, ClickScores)`.
+    """Returns the evaluation step, `(state, batch) -> Metrics`.
 
     The model runs as after `eval()`: without dropout, and by its stored statistics. The
     graph is that of any tuple whose first item is the model.
     """
     loss = LOSSES[loss_name]
 
-    def evaluation_step(state: nnx.State, batch: Batch) -> tuple[Metrics, ClickScores]:
+    def evaluation_step(state: nnx.State, batch: Batch) -> Metrics:
         model, *_ = nnx.merge(graphdef, state)
         model.eval()
         batch, hits = _find_ids(model, batch)
@@ -246,9 +240,7 @@ def make_evaluation_step(graphdef: nnx.GraphDef, loss_name: LossName) -> Evaluat
         labels, weights = jnp.asarray(batch.labels), jnp.asarray(batch.weights)
         metrics = loss.evaluate(outputs, labels, weights)
         metrics.update(hits)
-        return metrics, ClickScores(
-            predictions=outputs.predictions, labels=labels, weights=weights
-        )
+        return metrics
 
     return evaluation_step
 
