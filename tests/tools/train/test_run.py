@@ -27,6 +27,7 @@ from tpu_embedding.tools.train import (
     train,
 )
 from tpu_embedding.tools.train.reporting import PLOT_FILE, RECORDS_FILE, read_records
+from tpu_embedding.tools.train.run import LOCK_FILE
 
 
 @pytest.fixture(scope="module")
@@ -44,7 +45,9 @@ def test_a_run_writes_its_files(whole, capsys):
         *("log_loss", "auc", "normalized_entropy", "calibration")
     }
     files = {path.name for path in directory.iterdir()}
-    assert files == {RECORDS_FILE, PLOT_FILE, "tensorboard", "checkpoints"}
+    assert files == {
+        *(LOCK_FILE, RECORDS_FILE, PLOT_FILE, "tensorboard", "checkpoints")
+    }
     steps = {path.name for path in (directory / "checkpoints").iterdir()}
     assert steps == {"2", "4", "6"}
     first, *_, last = read_records(directory / RECORDS_FILE)

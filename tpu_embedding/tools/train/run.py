@@ -9,6 +9,7 @@ import collections
 import contextlib
 import dataclasses
 import faulthandler
+import fcntl
 import math
 import pathlib
 import signal
@@ -25,7 +26,6 @@ from jax.sharding import Mesh
 from tpu_embedding import distributed
 from tpu_embedding.checkpoint.restoring import RestoreState
 from tpu_embedding.checkpoint.state_handler import SaveState
-from tpu_embedding.file_locks import locked_file
 from tpu_embedding.inputs.buffer_sizes import BufferSizes
 from tpu_embedding.paths import is_local_path, local_path
 from tpu_embedding.plan.plan import EmbeddingPlan
@@ -198,19 +198,24 @@ def _is_main_thread() -> bool:
 
 @contextlib.contextmanager
 def _claimed(directory: pathlib.Path) -> Iterator[None]:
-    """Creates and locks a directory, by the first process of a job."""
+    """Creates and locks a directory, by the first process of a job.
+
+    The operating system frees the lock when the process ends, in whatever way.
+    """
     if not distributed.is_first():
         yield
         return
     directory.mkdir(parents=True, exist_ok=True)
-    with contextlib.ExitStack() as stack:
+    with (directory / LOCK_FILE).open("a") as file:
         try:
-            stack.enter_context(locked_file(directory / LOCK_FILE))
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
             raise RunDirectoryError(
                 f"{directory} is in use by another process. Wait for it to end, or "
                 "choose another --output-dir."
             ) from error
+        except OSError:
+            pass  # Some network file systems have no locks.
         yield
 
 
