@@ -1,10 +1,10 @@
-"""Storage formats of exported tables, and the error that each makes.
+"""Storage formats of exported tables.
 
 An int8 row has FBGEMM's layout: `dim` unsigned bytes, followed by a scale and a bias in
 float32, lower bytes first. A byte `q` means `scale * q + bias`.
 """
 
-from typing import Final, Literal, get_args
+from typing import Final, Literal
 
 import jax.numpy as jnp
 import numpy as np
@@ -16,18 +16,7 @@ from tpu_embedding.rows.file_rows import SCALE_AND_BIAS_BYTES, decode_int8
 RowFormat = Literal["float32", "bfloat16", "int8"]
 """Type of the numbers of an exported table."""
 
-ROW_FORMATS: Final[tuple[RowFormat, ...]] = get_args(RowFormat)
-
 _MAX_CODE: Final = np.float32(255)
-
-
-def check_row_format(row_format: str) -> None:
-    """Raises a ValueError for an unknown format."""
-    if row_format not in ROW_FORMATS:
-        raise ExportError(
-            f"dtype of the exported tables must be one of {list(ROW_FORMATS)}, got "
-            f"{row_format!r}."
-        )
 
 
 def stored_spec(vocabulary_size: int, dim: int, row_format: RowFormat) -> TensorSpec:
@@ -86,11 +75,3 @@ def decode(stored: np.ndarray) -> np.ndarray:
     if stored.dtype != np.uint8:
         return stored.astype(np.float32, copy=False)
     return decode_int8(stored)
-
-
-def largest_error(rows: np.ndarray, stored: np.ndarray) -> float:
-    """Returns the largest difference between rows and what their readers get."""
-    rows, stored = decode(rows), decode(stored)
-    with np.errstate(invalid="ignore"):  # inf - inf
-        difference = np.where(rows == stored, np.float32(0), stored - rows)
-    return float(np.abs(difference).max(initial=0.0))
