@@ -12,7 +12,6 @@ from tests.conftest import mesh_of
 from tpu_embedding.hardware import hardware_by_name
 from tpu_embedding.tools import cli, compile_report
 from tpu_embedding.tools.compile_report.memory import refused_memory, temporary_bytes
-from tpu_embedding.tools.train import load_config, make_run_plan
 
 
 @pytest.fixture(scope="module")
@@ -121,20 +120,8 @@ def test_a_step_that_does_not_fit(capsys):
         (["--topology", "v9:2x2"], "give a generation"),
         (["--topology", "v5e:3x3"], "Nearest in size"),
         (["--topology", "v5e:2x2", "--json", "missing/report.json"], "does not exist"),
-        pytest.param(
-            ["--topology", "v5e:2x2", "--compiler-option", "xla_tpu_nothing=true"],
-            "xla_tpu_nothing",
-            marks=pytest.mark.tpu_compiler,
-        ),
     ],
 )
 def test_wrong_usage(options, words, capsys):
     assert cli.main(["compile", "synthetic", *options]) == 2
     assert words in capsys.readouterr().err
-
-
-def test_no_options_off_tpu():
-    config = load_config("synthetic")
-    data = config.data.outline(batch_size=config.batch_size, seed=0)
-    with pytest.raises(ValueError, match="compiler_options must be empty on cpu"):
-        make_run_plan(config, data, mesh_of(2), compiler_options={"a": "b"})

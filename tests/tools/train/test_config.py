@@ -49,7 +49,6 @@ def test_a_file_of_the_user(tmp_path):
         ("num_steps=100", None, "num_steps", 100),
         ("capacity=3", None, "capacity", 3),
         ("capacity=None", None, "capacity", None),
-        ("table_dtype=bfloat16", None, "table_dtype", "bfloat16"),
         ("model.dim=8", "model", "dim", 8),
         ("model.hidden_sizes=8 4", "model", "hidden_sizes", (8, 4)),
         ("data.zipf_exponent=0.5", "data", "zipf_exponent", 0.5),

@@ -11,19 +11,14 @@ import tyro
 from jax.sharding import Mesh
 
 from tpu_embedding.plan.device_mesh import SHARD_AXIS, SLICE_AXIS
-from tpu_embedding.tools.cli.arguments import (
-    UsageError,
-    compiler_options,
-    read_config,
-    use_cpu_only,
-)
+from tpu_embedding.tools.cli.arguments import UsageError, use_cpu_only
 from tpu_embedding.tools.compile_report.step_report import (
     CompileReport,
     compile_report,
     format_report,
 )
 from tpu_embedding.tools.compile_report.topology import topology_mesh
-from tpu_embedding.tools.train.config import RunConfig
+from tpu_embedding.tools.train.config import RunConfig, apply_overrides, load_config
 from tpu_embedding.tools.train.steps import abstract_step, make_run_plan
 
 
@@ -48,9 +43,6 @@ class Compile:
     slices: int = 1
     """Number of such slices, connected by the data center network."""
 
-    compiler_option: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
-    """XLA option of the train step as NAME=VALUE; may be repeated."""
-
     json: pathlib.Path | None = None
     """Also writes the reports to a JSON file."""
 
@@ -62,7 +54,7 @@ class Compile:
             raise UsageError(
                 f"--json {self.json}: the directory {self.json.parent} does not exist."
             )
-        config = read_config(self.config, self.set)
+        config = apply_overrides(load_config(self.config), self.set)
         use_cpu_only()
         try:
             meshes = [slices_mesh(name, self.slices) for name in self.topology]
@@ -86,12 +78,7 @@ class Compile:
     ) -> CompileReport:
         data = config.data.outline(batch_size=config.batch_size, seed=config.seed)
         try:
-            plan = make_run_plan(
-                config,
-                data,
-                mesh,
-                compiler_options=compiler_options(self.compiler_option),
-            )
+            plan = make_run_plan(config, data, mesh)
             step, *arguments = abstract_step(config, data, plan)
             return compile_report(
                 step, tuple(arguments), plan, name=config.name, topology=topology

@@ -107,12 +107,9 @@ class RunConfig:
       make_table_optimizer: returns the optimizer of the tables, given this config.
       make_dense_optimizer: returns the optax optimizer of all other parameters, given
         this config.
-      max_dense_norm: largest norm of all dense gradients together; longer ones are
-        scaled down to it. Those of the tables neither count nor change. None: no limit.
       target: metric that the config promises to reach, or None.
       capacity: ids per destination and round of the exchange; None lets the plan
         choose. It changes the speed, never the results.
-      table_dtype: storage type of all tables; None leaves that of the model's tables.
       tables_split_over: devices that the rows of a table are split over: `"all"`, or
         `"slice"`, those of a slice, with a copy of the table in each. A table's own
         placement wins.
@@ -134,10 +131,8 @@ class RunConfig:
     make_table_optimizer: Callable[["RunConfig"], TableOptimizer]
     make_dense_optimizer: Callable[["RunConfig"], optax.GradientTransformation]
     loss_weight: float = 1.0
-    max_dense_norm: float | None = None
     target: Target | None = None
     capacity: int | None = None
-    table_dtype: Literal["float32", "bfloat16"] | None = None
     tables_split_over: Literal["all", "slice"] = "all"
     seed: int = 0
     log_every: int = 100
