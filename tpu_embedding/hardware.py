@@ -6,9 +6,8 @@ modules need no branches. A figure without a public source is None.
 """
 
 import dataclasses
-import itertools
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Final, Literal, get_args
 
 import jax
@@ -62,22 +61,6 @@ class SliceShapes:
             side % self.cube_side == 0 and 0 < side <= _MAX_SIDE for side in grid
         )
 
-    def nearest(self, num_chips: int) -> list[tuple[int, ...]]:
-        """Returns the grids with the nearest number of chips, from below and above.
-
-        Of several grids of that size it returns the one with the shortest sides.
-
-        Args:
-          num_chips: number of chips that a slice should have.
-        """
-        by_size = {}
-        for grid in sorted(self._ascending(), key=max, reverse=True):
-            by_size[math.prod(grid)] = grid
-        below = [size for size in by_size if size <= num_chips]
-        above = [size for size in by_size if size > num_chips]
-        sizes = [*([max(below)] if below else []), *([min(above)] if above else [])]
-        return [by_size[size] for size in sizes]
-
     def describe(self) -> str:
         """Returns the rule as text, for errors."""
         fixed = ", ".join("x".join(map(str, grid)) for grid in self.fixed)
@@ -91,14 +74,6 @@ class SliceShapes:
     @property
     def _rank(self) -> int:
         return len(self.fixed[0])
-
-    def _ascending(self) -> Iterator[tuple[int, ...]]:
-        """Yields all grids with ascending sides, and the fixed ones."""
-        yield from self.fixed
-        if self.cube_side is not None:
-            sides = range(self.cube_side, _MAX_SIDE + 1, self.cube_side)
-            grids = itertools.combinations_with_replacement(sides, self._rank)
-            yield from (grid for grid in grids if math.prod(grid) <= self.max_chips)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -1,8 +1,6 @@
 """The command `tpu-embedding compile`."""
 
 import dataclasses
-import json
-import pathlib
 import sys
 from typing import Annotated
 
@@ -43,17 +41,10 @@ class Compile:
     slices: int = 1
     """Number of such slices, connected by the data center network."""
 
-    json: pathlib.Path | None = None
-    """Also writes the reports to a JSON file."""
-
     def run(self) -> int:
         """Prints the reports; returns the exit status."""
         if not self.topology:
             raise UsageError("--topology must name a TPU slice, such as v5e:2x4.")
-        if self.json is not None and not self.json.parent.is_dir():
-            raise UsageError(
-                f"--json {self.json}: the directory {self.json.parent} does not exist."
-            )
         config = apply_overrides(load_config(self.config), self.set)
         use_cpu_only()
         try:
@@ -67,10 +58,6 @@ class Compile:
             report = self._compile_for(config, topology, mesh)
             reports.append(report)
             print(format_report(report), end="\n\n", flush=True)
-        if self.json is not None:
-            values = [report.to_json() for report in reports]
-            document = {"config": config.describe(), "reports": values}
-            self.json.write_text(json.dumps(document, indent=2) + "\n")
         return 0 if all(report.memory.fits for report in reports) else 1
 
     def _compile_for(

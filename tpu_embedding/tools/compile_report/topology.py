@@ -5,7 +5,6 @@ No function of this module touches a device.
 """
 
 import contextlib
-import math
 import os
 import re
 from collections.abc import Iterator, Sequence
@@ -116,23 +115,13 @@ def topology_hardware(topology: str) -> HardwareInfo:
     hardware = hardware_by_name(match[1])
     grid = tuple(map(int, match[2].split("x")))
     shapes = hardware.slice_shapes
-    if shapes is None or not shapes.has(grid):
-        raise ValueError(_no_slice(topology, hardware, grid))
-    return hardware
-
-
-def _no_slice(topology: str, hardware: HardwareInfo, grid: tuple[int, ...]) -> str:
-    shapes = hardware.slice_shapes
     assert shapes is not None
-    num_chips = math.prod(max(side, 1) for side in grid)
-    nearest = " and ".join(
-        f"{hardware.name}:{'x'.join(map(str, near))}"
-        for near in shapes.nearest(num_chips)
-    )
-    return (
-        f"topology {topology!r} does not exist; slices of {hardware.name} have "
-        f"{shapes.describe()}. Nearest in size: {nearest}."
-    )
+    if not shapes.has(grid):
+        raise ValueError(
+            f"topology {topology!r} does not exist; slices of {hardware.name} have "
+            f"{shapes.describe()}."
+        )
+    return hardware
 
 
 def _unknown(topology: str, reason: str) -> ValueError:
