@@ -4,6 +4,7 @@ import jax
 import pytest
 
 from tests.conftest import mesh_of
+from tests.tiers import quick_cases
 from tpu_embedding.tools.train import (
     ConfigError,
     Target,
@@ -102,12 +103,15 @@ TINY = {
     "dlrm": ["data.vocabulary_size=100"],
     "dlrm_dcnv2": ["data.vocabulary_size=100"],
     "dlrm_v4": ["model.hstu.num_layers=1"],
-    "dlrm_v4_50m": ["model.hstu.num_layers=1"],
     "dlrm_v4_small": ["model.hstu.num_layers=1"],
 }
 
 
-@pytest.mark.parametrize("name", sorted(list_configs()))
+# Other tests train the others, or a model of the same kind.
+TRACED = quick_cases(sorted(list_configs()), "dlrm_dcnv2", "two_tower", every_case=True)
+
+
+@pytest.mark.parametrize("name", TRACED)
 def test_the_step_of_each_config_can_be_traced(name):
     settings = ["batch_size=8", *TINY.get(name, ())]
     config = apply_overrides(load_config(name), settings)
