@@ -4,7 +4,7 @@ An int8 row has FBGEMM's layout: `dim` unsigned bytes, followed by a scale and a
 float32, lower bytes first. A byte `q` means `scale * q + bias`.
 """
 
-from typing import Final, Literal
+from typing import Final, Literal, get_args
 
 import jax.numpy as jnp
 import numpy as np
@@ -22,10 +22,18 @@ _MAX_CODE: Final = np.float32(255)
 def stored_spec(vocabulary_size: int, dim: int, row_format: RowFormat) -> TensorSpec:
     """Returns the shape and dtype of a table's array.
 
+    Raises:
+      ExportError: if the format is none of `RowFormat`.
+
     Example:
       >>> stored_spec(100, 16, "int8").shape
       (100, 24)
     """
+    if row_format not in get_args(RowFormat):
+        raise ExportError(
+            f"dtype of the exported tables must be one of {get_args(RowFormat)}, got "
+            f"{row_format!r}."
+        )
     if row_format == "int8":
         shape = (vocabulary_size, dim + SCALE_AND_BIAS_BYTES)
         return TensorSpec(shape, np.dtype(np.uint8))
