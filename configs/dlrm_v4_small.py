@@ -77,6 +77,7 @@ config = RunConfig(
     ),
     loss="log_loss",
     loss_weight=0.2,
+    max_dense_norm=1.0,
     target=Target(metric="auc", at_least=0.7, relative_to="teacher"),
     # Optimizers: both learning rates rise linearly from 0.
     num_steps=3000,
@@ -87,14 +88,11 @@ config = RunConfig(
         initial_accumulator_value=0.0,
         epsilon=1e-8,
     ),
-    make_dense_optimizer=lambda run: optax.chain(
-        optax.clip_by_global_norm(1.0),
-        optax.adam(
-            warm_up(run.dense_learning_rate, WARM_UP_STEPS),
-            b1=0.95,
-            b2=0.999,
-            eps=1e-8,
-        ),
+    make_dense_optimizer=lambda run: optax.adam(
+        warm_up(run.dense_learning_rate, WARM_UP_STEPS),
+        b1=0.95,
+        b2=0.999,
+        eps=1e-8,
     ),
     # Reports
     log_every=100,

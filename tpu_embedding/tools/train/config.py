@@ -107,6 +107,8 @@ class RunConfig:
       make_table_optimizer: returns the optimizer of the tables, given this config.
       make_dense_optimizer: returns the optax optimizer of all other parameters, given
         this config.
+      max_dense_norm: largest norm of all dense gradients together; longer ones are
+        scaled down to it. Those of the tables neither count nor change. None: no limit.
       target: metric that the config promises to reach, or None.
       capacity: ids per destination and round of the exchange; None lets the plan
         choose. It changes the speed, never the results.
@@ -131,6 +133,7 @@ class RunConfig:
     make_table_optimizer: Callable[["RunConfig"], TableOptimizer]
     make_dense_optimizer: Callable[["RunConfig"], optax.GradientTransformation]
     loss_weight: float = 1.0
+    max_dense_norm: float | None = None
     target: Target | None = None
     capacity: int | None = None
     tables_split_over: Literal["all", "slice"] = "all"

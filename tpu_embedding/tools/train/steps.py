@@ -12,6 +12,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 from flax import nnx
 from jax.sharding import Mesh
 
@@ -126,7 +127,7 @@ def make_train_step(graphdef: nnx.GraphDef, config: RunConfig) -> TrainStep:
 
     Args:
       graphdef: graph definition from `init_train_state` or `abstract_train_state`.
-      config: config of the run: its loss and weight.
+      config: config of the run: its loss and weight, and its `max_dense_norm`.
     """
     loss = LOSSES[config.loss]
 
@@ -145,6 +146,10 @@ def make_train_step(graphdef: nnx.GraphDef, config: RunConfig) -> TrainStep:
         for path, plan in optimizer.plans:
             is_finite &= finite_rates(optimizer.slots.get_value()[path], plan)
         metrics = {"loss": value, "is_finite": is_finite, **_counts_of(model)}
+        if config.max_dense_norm is not None:
+            clip = optax.clip_by_global_norm(config.max_dense_norm)
+            dense, _ = clip.update(gradients.dense, clip.init(gradients.dense))
+            gradients = dataclasses.replace(gradients, dense=dense)
         optimizer.update(model, gradients)
         return nnx.state((model, optimizer)), metrics
 

@@ -129,12 +129,10 @@ CONFIG = RunConfig(
         initial_accumulator_value=0.0,
         epsilon=1e-8,
     ),
-    make_dense_optimizer=lambda run: optax.chain(
-        optax.clip_by_global_norm(1.0),
-        optax.adam(
-            warm_up(run.dense_learning_rate, WARM_UP_STEPS), b1=0.95, b2=0.999, eps=1e-8
-        ),
+    make_dense_optimizer=lambda run: optax.adam(
+        warm_up(run.dense_learning_rate, WARM_UP_STEPS), b1=0.95, b2=0.999, eps=1e-8
     ),
+    max_dense_norm=1.0,
 )
 
 
