@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from tests.conftest import mesh_of
+from tests.tiers import quick_cases
 from tests.tools.train.runs import (
     SMALL,
     losses_of,
@@ -64,7 +65,7 @@ def test_a_run_writes_its_files(whole, capsys):
     assert any((directory / "tensorboard").iterdir())
 
 
-@pytest.mark.parametrize("devices", [pytest.param(1, marks=pytest.mark.full), 8])
+@pytest.mark.parametrize("devices", quick_cases([1, 3, 8], "8", every_case=True))
 def test_devices_do_not_change_the_results(whole, tmp_path, devices):
     directory, result = whole
     other = run(tmp_path, devices=devices)
@@ -87,7 +88,7 @@ def test_a_stopped_run_resumes_to_the_same_numbers(whole, tmp_path, monkeypatch)
     assert 1 <= stopped.step < 4
     with pytest.raises(RunDirectoryError, match=f"saved at step {stopped.step}"):
         run(tmp_path)
-    resumed = run(tmp_path, devices=3, existing_run="resume", stop_at=5)
+    resumed = run(tmp_path, devices=8, existing_run="resume", stop_at=5)
     assert (resumed.step, resumed.metrics) == (5, None)
     result = run(tmp_path, existing_run="resume")
     assert result.metrics == pytest.approx(whole[1].metrics, abs=1e-5)
@@ -116,7 +117,7 @@ def test_a_run_that_diverges_saves_nothing_more(tmp_path, place):
     settings = ["dense_learning_rate=1e38"] if place == "loss" else []
     settings += ["table_learning_rate=inf"] if place == "rate" else []
     with pytest.raises(TrainingDivergedError, match="is not finite"):
-        run(tmp_path, *settings)
+        run(tmp_path, *settings, devices=1)
     steps = [path.name for path in (tmp_path / "checkpoints").iterdir()]
     assert "6" not in steps
     if place == "rate":
