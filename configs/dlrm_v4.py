@@ -77,7 +77,6 @@ config = RunConfig(
     loss_weight=0.2,
     max_dense_norm=1.0,
     target=Target(metric="auc", at_least=0.75),
-    exact_auc=True,
     # Optimizers: both learning rates rise linearly from 0. The benchmark's target falls
     # before the end of the warm-up.
     num_steps=12_000,

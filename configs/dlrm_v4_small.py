@@ -79,7 +79,6 @@ config = RunConfig(
     loss_weight=0.2,
     max_dense_norm=1.0,
     target=Target(metric="auc", at_least=0.7, relative_to="teacher"),
-    exact_auc=True,
     # Optimizers: both learning rates rise linearly from 0.
     num_steps=3000,
     table_learning_rate=0.03,

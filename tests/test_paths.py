@@ -57,8 +57,7 @@ def state(seed=0):
 @each_path
 def test_checkpoints(here, path):
     path = written(path, here)
-    te.save(path, state(3), plan=PLAN)
-    te.save(path, state(4), plan=PLAN, overwrite=True)
+    te.save(path, state(4), plan=PLAN)
     assert te.restore(path, state(), plan=PLAN)["step"] == 4
     rows = te.checkpoint.read_table(path, "movie")
     wanted = te.functional.unstack_tables(state(4)["tables"], PLAN)["movie"]

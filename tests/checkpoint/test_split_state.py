@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 import tpu_embedding as te
+from tpu_embedding.checkpoint.errors import CheckpointError
 
 SAVED = {
     "int": 2**40,
@@ -45,9 +46,9 @@ def test_other_leaves_are_refused(leaf, tmp_path):
 
 def test_dtypes_that_no_file_holds(tmp_path):
     state = {"model": {"good": np.zeros(3), "bad": jnp.ones(3, jnp.uint4)}}
-    with pytest.raises(TypeError, match=r"got uint4 at 'model\.bad'"):
+    with pytest.raises(CheckpointError, match="cannot be written.*uint4"):
         te.save(tmp_path / "a", state)
-    assert not list(tmp_path.iterdir())
+    assert not (tmp_path / "a").exists()
 
 
 PLAN = te.make_plan(

@@ -77,8 +77,10 @@ def test_narrow_rows_are_served(trained, tmp_path):
     served = te.export.load(tmp_path / "served")
     batch = dynamic_batch(8, seed=3)
     outputs, wanted = served(batch)["user"], evaluated(trained, batch)["user"]
-    error = served.document.largest_errors["user"]
-    np.testing.assert_allclose(outputs, wanted, rtol=0, atol=error + 1e-7)
+    # Half of a step of the widest row's 255, of each value that is added up.
+    rows = trained.embedding.embedding_tables()["user"]
+    step = np.ptp(rows, axis=1).max() / 255
+    np.testing.assert_allclose(outputs, wanted, rtol=0, atol=0.51 * step)
 
 
 class UniqueItems(nnx.Module):

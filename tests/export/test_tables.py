@@ -1,6 +1,5 @@
 """Tables of an export: safetensors files, row formats, and rows in blocks."""
 
-import json
 import tracemalloc
 
 import jax.numpy as jnp
@@ -58,18 +57,15 @@ def test_tables_of_a_stored_type_keep_their_bits(tmp_path, dtype):
     features = {t.name: te.FeatureConfig(table=t) for t in tables}
     layer = te.TPUEmbedding(features, mesh=mesh_of(2), rngs=nnx.Rngs(0))
     te.export.save_tables(layer, tmp_path / "tables", dtype=dtype)
-    document = json.loads((tmp_path / "tables" / "export.json").read_text())
     for name, file in (("a", "tables/a"), ("b/c", "tables/b%2Fc")):
         stored = read_tensors(tmp_path / "tables" / f"{file}.safetensors")[name]
         assert stored.dtype == STORED[dtype]
         np.testing.assert_array_equal(decode(stored), layer.embedding_tables()[name])
-        assert document["largest_errors"][name] == 0
     if dtype == "float32":
         te.export.save_tables(layer, tmp_path / "int8", dtype="int8")
-        document = json.loads((tmp_path / "int8" / "export.json").read_text())
         file = tmp_path / "int8" / "tables" / "a.safetensors"
         error = decode(read_tensors(file)["a"]) - layer.embedding_tables()["a"]
-        assert document["largest_errors"]["a"] == np.abs(error).max() > 0
+        assert 0 < np.abs(error).max() < 1e-2
     with pytest.raises(te.export.ExportError, match="holds tables and no program"):
         te.export.load(tmp_path / "tables")
 

@@ -1,7 +1,5 @@
 """Tests the metrics of samples with one label against scikit-learn."""
 
-import warnings
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -173,7 +171,7 @@ def test_calibration(name):
 
 
 @pytest.mark.parametrize("name", quick_cases(CASES, "random"))
-def test_errors_and_accuracy(name):
+def test_errors(name):
     predictions, labels, weights = case = CASES[name]
     mae = in_two_batches(m.MAE.empty(), *case).compute()
     rmse = in_two_batches(m.RMSE.empty(), *case).compute()
@@ -183,23 +181,6 @@ def test_errors_and_accuracy(name):
         labels, predictions, sample_weight=weights
     )
     assert float(rmse) == pytest.approx(wanted, rel=RTOL)
-    classes = np.round(predictions).astype(np.int32)
-    accuracy = in_two_batches(
-        m.Accuracy.empty(), classes, labels.astype(np.int32), weights
-    ).compute()
-    wanted = reference.accuracy_score(labels, classes, sample_weight=weights)
-    assert float(accuracy) == pytest.approx(wanted, rel=RTOL)
-
-
-@pytest.mark.parametrize("wrap", [lambda function: function, jax.jit])
-def test_accuracy_refuses_probabilities(wrap):
-    with pytest.raises(TypeError, match="classes must be ints or bools.* logits > 0"):
-        wrap(m.Accuracy.from_batch)(np.float32([0.9, 0.2]), np.array([1, 0]))
-
-
-def test_no_class_is_a_soft_label():
-    accuracy = m.Accuracy.from_batch([0, 1, 1], np.float32([0.9, 0.9, 1.0]))
-    assert float(accuracy.compute()) == pytest.approx(1 / 3)
 
 
 CLICKS = (m.AUC, m.LogLoss, m.NormalizedEntropy, m.Calibration)
@@ -217,29 +198,15 @@ def test_metrics_of_clicks_take_logits_and_then_labels(metric):
 
 
 SCORES = np.linspace(0, 1, 40, dtype=np.float32)
-
-
-@pytest.mark.parametrize("metric", CLICKS)
-def test_logits_that_look_like_probabilities_give_a_warning(metric):
-    with warnings.catch_warnings(record=True) as found:
-        warnings.simplefilter("always")
-        metric.from_batch(SCORES, np.round(SCORES))
-    places = [w.filename for w in found if "as probabilities do" in str(w.message)]
-    # AUC depends on the order only.
-    assert places == ([] if metric is m.AUC else [__file__])
-
-
 NOT_ON_HOST = {
-    "labels": (SCORES - 2, jnp.asarray(SCORES + 2), None),
-    "weights": (SCORES - 2, SCORES + 2, jnp.ones(40)),
-    "logits": (jnp.asarray(SCORES), np.round(SCORES), None),
-    "scalars in a list": ([*jnp.asarray(SCORES)], np.round(SCORES), None),
+    "labels": (SCORES, jnp.asarray(SCORES + 2), None),
+    "weights": (SCORES, SCORES + 2, jnp.ones(40)),
+    "scalars in a list": (SCORES, [*jnp.asarray(SCORES + 2)], None),
 }
 
 
 @pytest.mark.parametrize("batch", NOT_ON_HOST.values(), ids=NOT_ON_HOST)
 def test_values_on_devices_are_not_waited_for(batch):
-    # Warnings are errors here.
     m.LogLoss.from_batch(*batch)
     jax.jit(m.LogLoss.from_batch)(*batch)
 
@@ -262,10 +229,6 @@ def test_auc_of_logits_far_from_zero_states_its_error():
     centred = m.AUC.from_batch(logits - logits.mean(), labels)
     assert abs(float(centred.compute()) - exact) <= float(centred.max_error()) + RTOL
     assert float(centred.max_error()) < 0.05
-
-
-def test_accuracy_tells_large_classes_apart():
-    assert float(m.Accuracy.from_batch([2**24], [2**24 + 1]).compute()) == 0
 
 
 LABELLED = (m.AUC, m.LogLoss, m.NormalizedEntropy, m.Calibration, m.MAE, m.RMSE)
@@ -311,7 +274,7 @@ def test_one_class(metric, labels, is_defined):
     assert bool(jnp.isnan(got.compute())) != is_defined
 
 
-@pytest.mark.parametrize("metric", quick_cases([*LABELLED, m.Accuracy], "MAE"))
+@pytest.mark.parametrize("metric", quick_cases(LABELLED, "MAE"))
 def test_no_samples(metric):
     for empty in (
         metric.empty(),
@@ -322,7 +285,7 @@ def test_no_samples(metric):
         assert np.isnan(empty.compute())
 
 
-@pytest.mark.parametrize("metric", quick_cases([*LABELLED, m.Accuracy], "AUC"))
+@pytest.mark.parametrize("metric", quick_cases(LABELLED, "AUC"))
 def test_shapes_that_jax_would_broadcast_are_refused(metric):
     with pytest.raises(
         ValueError, match=r"labels must have the shape of .* \[4\], got"

@@ -178,8 +178,6 @@ def test_wrong_arguments(metric):
         metric.from_batch(square, square, k=0)
     with pytest.raises(ValueError, match="k must be"):
         metric.from_ranks([0], k=-1)
-    with pytest.raises(ValueError, match="k must be"):
-        metric.empty(k=0)
     with pytest.raises(ValueError, match=r"labels must .* \[2, 3\], got \[2\]"):
         metric.from_batch(square, np.zeros(2), k=1)
     with pytest.raises(ValueError, match=r"weights must .* \[2\], got \[2, 3\]"):

@@ -21,7 +21,7 @@ from tpu_embedding.checkpoint.records import (
     ArrayRecord,
     array_keys,
     describe,
-    one_save,
+    state_directory,
 )
 from tpu_embedding.rows.file_rows import decode_int8
 from tpu_embedding.tables.row_windows import rows_per_block
@@ -175,20 +175,20 @@ def read_table(
       IndexError: if a row is not in the table.
       TypeError: if the row ids are no integers along one axis.
     """
-    with one_save(directory) as root:
-        tables = describe(root).tables
-        if table not in tables:
-            raise CheckpointError(
-                f"The checkpoint {root} has no table {table!r}, only {sorted(tables)}."
-            )
-        arrays = tables[table].arrays
-        if slot not in arrays:
-            raise CheckpointError(
-                f"Table {table!r} of the checkpoint {root} has no slot variable "
-                f"{slot!r}, only {sorted(filter(None, arrays))}."
-            )
-        array = SavedArray(root, array_keys(table, slot), arrays[slot])
-        values = array.read(_index_of(rows, arrays[slot]))
+    root = state_directory(directory)
+    tables = describe(root).tables
+    if table not in tables:
+        raise CheckpointError(
+            f"The checkpoint {root} has no table {table!r}, only {sorted(tables)}."
+        )
+    arrays = tables[table].arrays
+    if slot not in arrays:
+        raise CheckpointError(
+            f"Table {table!r} of the checkpoint {root} has no slot variable "
+            f"{slot!r}, only {sorted(filter(None, arrays))}."
+        )
+    array = SavedArray(root, array_keys(table, slot), arrays[slot])
+    values = array.read(_index_of(rows, arrays[slot]))
     if slot is None and tables[table].dtype == "int8":
         return decode_int8(values)
     return values

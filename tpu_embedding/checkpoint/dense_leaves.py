@@ -8,31 +8,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-import tensorstore as ts
 
 from tpu_embedding.checkpoint.arrays import SavedArray
-
-
-def check_dtype(name: str, leaf: Any) -> None:
-    """Refuses a leaf of a dtype that no file can hold, such as uint4 or text.
-
-    Args:
-      name: path of the leaf.
-      leaf: array or number.
-
-    Raises:
-      TypeError: if it is one.
-    """
-    dtype = leaf.dtype if hasattr(leaf, "dtype") else np.asarray(leaf).dtype
-    try:
-        if not _is_key(leaf):
-            ts.dtype(dtype.name)
-    except ValueError:
-        raise TypeError(
-            f"Leaves of a state must have dtypes that files can hold, got {dtype} at "
-            f"{name!r}. Save numbers as another dtype, such as uint8, and texts and "
-            "other JSON values by description=."
-        ) from None
 
 
 def array_of_leaf(leaf: Any) -> np.ndarray | jax.Array:

@@ -14,13 +14,11 @@ plan and any reader of orbax checkpoints or zarr can read it. This module knows 
 devices.
 """
 
-import contextlib
 import dataclasses
 import json
 import os
 import urllib.parse
-import uuid
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any, Final
 
 from etils import epath
@@ -168,24 +166,6 @@ def checkpoint_path(path: str | os.PathLike[str]) -> epath.Path:
     return epath.Path(text)
 
 
-def replacement_path(path: epath.Path) -> epath.Path:
-    """Returns where the checkpoint is written that will replace one at a path."""
-    return path.with_name(f"{path.name}.save-new")
-
-
-def present_path(path: epath.Path) -> epath.Path:
-    """Returns where a checkpoint lies: at its path, or still where it was written.
-
-    A replacement ends with two renames. Between them, and after a kill there, nothing
-    lies at the path itself.
-
-    Args:
-      path: from `checkpoint_path`.
-    """
-    new = replacement_path(path)
-    return new if not path.exists() and (new / STATE_FILE).exists() else path
-
-
 def state_directory(directory: str | os.PathLike[str]) -> epath.Path:
     """Returns the directory in which a checkpoint holds its state.
 
@@ -195,7 +175,7 @@ def state_directory(directory: str | os.PathLike[str]) -> epath.Path:
     Raises:
       CheckpointError: if there is no checkpoint.
     """
-    path = present_path(checkpoint_path(directory))
+    path = checkpoint_path(directory)
     for item in STATE_ITEMS:
         if (path / item / STATE_FILE).exists():
             return path if item == "." else path / item
@@ -207,9 +187,8 @@ def state_directory(directory: str | os.PathLike[str]) -> epath.Path:
 
 
 def write_state_file(root: epath.Path, record: CheckpointRecord) -> None:
-    """Writes the description of a state, with a random name of the save."""
-    values = dataclasses.asdict(record)
-    values |= {"format": FORMAT_VERSION, "save": uuid.uuid4().hex}
+    """Writes the description of a state."""
+    values = dataclasses.asdict(record) | {"format": FORMAT_VERSION}
     (root / STATE_FILE).write_text(json.dumps(values, indent=1))
 
 
@@ -249,35 +228,3 @@ def _table_record(values: Json) -> TableRecord:
     for field in ("slots", "directory"):
         arrays[field] = {name: array(of) for name, of in values[field].items()}
     return TableRecord(**values | arrays)
-
-
-@contextlib.contextmanager
-def one_save(directory: str | os.PathLike[str]) -> Iterator[epath.Path]:
-    """Yields the `state_directory` to read, and checks that one save wrote all of it.
-
-    Args:
-      directory: from `te.save`, or of one step of a `CheckpointManager`.
-
-    Raises:
-      CheckpointError: if there is no checkpoint; or if another save replaced it while
-        the block ran, in place of any error that the block met by that.
-    """
-    root = state_directory(directory)
-    save = _name_of_save(root)
-    try:
-        yield root
-    finally:
-        if save is None or _name_of_save(root) != save:
-            raise CheckpointError(
-                f"The checkpoint {root} was replaced or deleted while it was read, so "
-                "the values would come from two saves. Read it again, and restore into "
-                "a new state: arrays of the given one may be lost."
-            )
-
-
-def _name_of_save(root: epath.Path) -> bytes | None:
-    """Returns the description of a save, with its random name; None without one."""
-    try:
-        return (root / STATE_FILE).read_bytes()
-    except OSError:
-        return None

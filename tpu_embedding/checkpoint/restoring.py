@@ -31,7 +31,7 @@ from tpu_embedding.checkpoint.records import (
     array_keys,
     dense_keys,
     describe,
-    one_save,
+    state_directory,
 )
 from tpu_embedding.checkpoint.restored_tables import (
     SavedTables,
@@ -81,10 +81,6 @@ class RestoreState(ocp.args.CheckpointArgs):
                 raise ValueError(
                     f"{field} must be one of {get_args(choices)}, got {value!r}."
                 )
-        if isinstance(self.tables, str):
-            raise TypeError(
-                f"tables must hold names of tables, got the string {self.tables!r}."
-            )
 
     def with_slots(self, layer: LayerState) -> bool:
         """Returns True if slot variables of a layer are to be read."""
@@ -98,27 +94,27 @@ def restore_state(directory: str | os.PathLike[str], args: RestoreState) -> Any:
       directory: from `te.save`, or of one step of a `CheckpointManager`.
       args: the state, and the args.
     """
-    with one_save(directory) as root:
-        record = describe(root)
-        parts = SplitState(args.state, args.plan)
-        _check_names(args, parts.layers)
-        pairs = [
-            (layer, _saved_tables(layer, root, record, args)) for layer in parts.layers
-        ]
-        for layer in parts.layers:
-            _check_followers(layer, args)
-        found = list(_differences(record, pairs, parts.dense, args))
-        if found := found or list(_shared_differences(pairs)):
-            raise CheckpointError(
-                f"The checkpoint {root} does not fit the state:\n"
-                f"{format_differences(found)}"
-            )
-        for _, saved in pairs:
-            saved.check_files()
-        dense = {}
-        if args.dense == "restore":
-            dense = _restored_leaves(root, parts)
-        layers = [_restored(layer, saved, args) for layer, saved in pairs]
+    root = state_directory(directory)
+    record = describe(root)
+    parts = SplitState(args.state, args.plan)
+    _check_names(args, parts.layers)
+    pairs = [
+        (layer, _saved_tables(layer, root, record, args)) for layer in parts.layers
+    ]
+    for layer in parts.layers:
+        _check_followers(layer, args)
+    found = list(_differences(record, pairs, parts.dense, args))
+    if found := found or list(_shared_differences(pairs)):
+        raise CheckpointError(
+            f"The checkpoint {root} does not fit the state:\n"
+            f"{format_differences(found)}"
+        )
+    for _, saved in pairs:
+        saved.check_files()
+    dense = {}
+    if args.dense == "restore":
+        dense = _restored_leaves(root, parts)
+    layers = [_restored(layer, saved, args) for layer, saved in pairs]
     return parts.rebuilt(layers, dense)
 
 

@@ -1,14 +1,10 @@
 """`te.save` and `te.restore`: the state of a training in one directory."""
 
-import contextlib
 import os
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
-import jax
-import numpy as np
 import orbax.checkpoint as ocp
-from etils import epath
 
 from tpu_embedding.checkpoint.differences import (
     DenseChoice,
@@ -17,15 +13,9 @@ from tpu_embedding.checkpoint.differences import (
     SlotsChoice,
 )
 from tpu_embedding.checkpoint.errors import CheckpointError, errors_of_writing
-from tpu_embedding.checkpoint.records import (
-    STATE_FILE,
-    checkpoint_path,
-    present_path,
-    replacement_path,
-)
+from tpu_embedding.checkpoint.records import checkpoint_path
 from tpu_embedding.checkpoint.restoring import RestoreState, restore_state
 from tpu_embedding.checkpoint.state_handler import SaveState, StateHandler
-from tpu_embedding.file_locks import locked_file
 from tpu_embedding.plan.plan import EmbeddingPlan
 
 
@@ -35,25 +25,22 @@ def save(
     *,
     plan: EmbeddingPlan | None = None,
     description: Mapping[str, Any] | None = None,
-    overwrite: bool = False,
 ) -> None:
     """Saves the state of a training in a new directory.
 
     The directory appears when all is written. A table lies in it as one array, rows in
-    natural order, so `te.restore` reads it under any plan. While a save runs, any other
-    one to the same directory is refused, also from another process.
+    natural order, so `te.restore` reads it under any plan. A `CheckpointManager` of
+    orbax keeps the latest of several; see `te.checkpoint.SaveState`.
 
     Args:
-      directory: path of the checkpoint. It must not exist, unless `overwrite` is True.
+      directory: path of the checkpoint. It must not exist.
       state: nnx modules, as `(model, optimizer)`; an `nnx.State`; a Linen `TrainState`;
         or any pytree, which may also hold positions in the data and random keys.
       plan: the tables' plan, if neither modules nor Linen variables hold it.
       description: JSON values to keep with the state.
-      overwrite: True to replace an earlier checkpoint, once the new one is complete.
-        A kill at any time leaves one of both, which `te.restore` finds.
 
     Raises:
-      CheckpointError: if the files cannot be written.
+      CheckpointError: if the directory exists, or the files cannot be written.
       TypeError: if a leaf is no number, or has a dtype that no file can hold.
       ValueError: if the plan of some tables is not known.
 
@@ -72,70 +59,10 @@ def save(
     """
     args = SaveState(state, plan=plan, description=description or {})
     path = checkpoint_path(directory)
-    with errors_of_writing(path), _only_save_to(path):
-        is_replaced = path.exists()
-        if is_replaced:
-            _check_replaceable(path, overwrite)
-        new = replacement_path(path) if is_replaced else path
-        with ocp.Checkpointer(StateHandler()) as checkpointer:
-            # A kill may have left an unused one under the temporary name.
-            checkpointer.save(new, args=args, force=is_replaced)
-        if is_replaced:
-            _replace(path, new)
-
-
-@contextlib.contextmanager
-def _only_save_to(path: epath.Path) -> Iterator[None]:
-    """Refuses other saves to a path while the block runs.
-
-    The first process of a job locks the path, and tells the others if it cannot. Stores
-    such as `gs://` have no locks, so no save is refused there.
-    """
-    error = None
-    with contextlib.ExitStack() as ends:
-        if jax.process_index() == 0 and "://" not in os.fspath(path):
-            try:
-                path.parent.mkdir(parents=True, exist_ok=True)
-                ends.enter_context(locked_file(f"{path}.save-lock"))
-                if (found := present_path(path)) != path:
-                    found.rename(path)  # A kill came between the renames of a save.
-            except OSError as found_error:
-                error = found_error
-        if ocp.multihost.broadcast_one_to_all(np.int32(error is not None)):
-            if error is not None and not isinstance(error, BlockingIOError):
-                raise error
-            raise CheckpointError(
-                f"Another thread or process is saving to {path}. Wait until it has "
-                "ended, or give another directory. The lock is freed when its process "
-                "ends, in whatever way."
-            ) from error
-        yield
-
-
-def _check_replaceable(path: epath.Path, overwrite: bool) -> None:
-    """Refuses to replace a directory without request, or one with other files."""
-    if not overwrite:
-        raise CheckpointError(
-            f"The directory {path} exists; give another one, or overwrite=True."
-        )
-    is_empty = path.is_dir() and not any(path.iterdir())
-    if not is_empty and not (path / STATE_FILE).exists():
-        raise CheckpointError(
-            f"overwrite=True replaces checkpoints of te.save only, and {path} holds "
-            "something else; give another directory."
-        )
-
-
-def _replace(path: epath.Path, new: epath.Path) -> None:
-    """Puts a complete checkpoint in the place of an earlier one."""
-    if jax.process_index() == 0:
-        old = path.with_name(f"{path.name}.save-old")
-        if old.exists():
-            old.rmtree()
-        path.rename(old)
-        new.rename(path)
-        old.rmtree()
-    ocp.multihost.sync_global_processes(f"te.save:{path}")
+    if path.exists():
+        raise CheckpointError(f"The directory {path} exists; give another one.")
+    with errors_of_writing(path), ocp.Checkpointer(StateHandler()) as checkpointer:
+        checkpointer.save(path, args=args)
 
 
 def restore(

@@ -23,7 +23,7 @@ from flax.traverse_util import unflatten_dict
 from orbax.checkpoint.checkpoint_args import register_with_handler
 
 from tpu_embedding.checkpoint.array_writer import pytree_handler
-from tpu_embedding.checkpoint.dense_leaves import array_of_leaf, check_dtype
+from tpu_embedding.checkpoint.dense_leaves import array_of_leaf
 from tpu_embedding.checkpoint.differences import describe_leaf
 from tpu_embedding.checkpoint.layer_tables import tables_to_save
 from tpu_embedding.checkpoint.records import (
@@ -96,8 +96,6 @@ class SaveState(ocp.args.CheckpointArgs):
     def __post_init__(self):
         # Errors of the user are raised here, and those of the disk later.
         self.parts = SplitState(self.state, self.plan)
-        for name, leaf in self.parts.dense.items():
-            check_dtype(name, leaf)
         self.description = json.loads(json.dumps(dict(self.description)))
 
 

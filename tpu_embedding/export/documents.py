@@ -33,36 +33,27 @@ class ExportDocument:
 
     Attributes:
       files: path of each other file to its SHA-256.
-      largest_errors: largest difference of a number of each table from the model's, by
-        rounding.
       signature: inputs of the program; None for tables alone.
       written: day, in ISO format.
       versions: of the libraries that wrote it.
     """
 
     files: dict[str, str]
-    largest_errors: dict[str, float]
     signature: Signature | None
     written: str
     versions: dict[str, str]
-    format: str = "tpu_embedding.export 4"
+    format: str = "tpu_embedding.export 5"
 
 
-def write_document(
-    directory: pathlib.Path,
-    largest_errors: Mapping[str, float],
-    signature: Signature | None = None,
-) -> None:
+def write_document(directory: pathlib.Path, signature: Signature | None = None) -> None:
     """Writes the document of an export whose other files are all written.
 
     Args:
       directory: the export.
-      largest_errors: see `ExportDocument`.
       signature: see `ExportDocument`.
     """
     document = ExportDocument(
         files=digests_of_files(directory),
-        largest_errors=dict(largest_errors),
         signature=signature,
         written=str(datetime.datetime.now(datetime.UTC).date()),
         versions={

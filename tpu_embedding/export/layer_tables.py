@@ -19,7 +19,6 @@ from tpu_embedding.dynamic import SLOTS_PER_BUCKET
 from tpu_embedding.export.row_formats import (
     RowFormat,
     encode,
-    largest_error,
     stored_spec,
 )
 from tpu_embedding.export.signature import ExportError, refuse_repeated
@@ -138,7 +137,7 @@ def write_table_files(
     directory: pathlib.Path | None,
     tables: Mapping[str, LayerTable],
     row_format: RowFormat,
-) -> dict[str, float]:
+) -> None:
     """Writes one file per table, block by block; see `read_blocks` for its bounds.
 
     In a job, all processes call it together, and each gets all rows.
@@ -147,9 +146,6 @@ def write_table_files(
       directory: the export; None for a process that only helps to read.
       tables: by name.
       row_format: type of the rows in the files.
-
-    Returns:
-      The largest error that the rounding of each table makes.
     """
     if directory is not None:
         (directory / TABLES_DIR).mkdir()
@@ -159,20 +155,16 @@ def write_table_files(
             if table.ids is not None:
                 tensor = writable_tensor(file, directory_name(name))
                 tensor[...] = table.ids.lines
-    errors = dict.fromkeys(tables, 0.0)
     for name, start, rows in _blocks(tables):
         places: slice | np.ndarray = slice(start, start + len(rows))
         if (ids := tables[name].ids) is not None:
             places = ids.places[start : start + len(rows)]
             rows, places = rows[places >= 0], places[places >= 0]
         stored = encode(rows, row_format, f"table {name!r}")
-        error = np.maximum(errors[name], largest_error(rows, stored))
-        errors[name] = float(error)
         if directory is not None and len(rows):
             # Not kept open: a model may have more tables than a process may open files.
             tensor = writable_tensor(directory / _file_of_table(name), name)
             tensor[places] = stored
-    return errors
 
 
 def _file_of_table(name: str) -> str:

@@ -1,4 +1,4 @@
-"""Storage formats of exported tables, and the error that each makes.
+"""Storage formats of exported tables.
 
 An int8 row has FBGEMM's layout: `dim` unsigned bytes, followed by a scale and a bias in
 float32, lower bytes first. A byte `q` means `scale * q + bias`.
@@ -16,27 +16,24 @@ from tpu_embedding.rows.file_rows import SCALE_AND_BIAS_BYTES, decode_int8
 RowFormat = Literal["float32", "bfloat16", "int8"]
 """Type of the numbers of an exported table."""
 
-ROW_FORMATS: Final[tuple[RowFormat, ...]] = get_args(RowFormat)
-
 _MAX_CODE: Final = np.float32(255)
-
-
-def check_row_format(row_format: str) -> None:
-    """Raises a ValueError for an unknown format."""
-    if row_format not in ROW_FORMATS:
-        raise ExportError(
-            f"dtype of the exported tables must be one of {list(ROW_FORMATS)}, got "
-            f"{row_format!r}."
-        )
 
 
 def stored_spec(vocabulary_size: int, dim: int, row_format: RowFormat) -> TensorSpec:
     """Returns the shape and dtype of a table's array.
 
+    Raises:
+      ExportError: if the format is none of `RowFormat`.
+
     Example:
       >>> stored_spec(100, 16, "int8").shape
       (100, 24)
     """
+    if row_format not in get_args(RowFormat):
+        raise ExportError(
+            f"dtype of the exported tables must be one of {get_args(RowFormat)}, got "
+            f"{row_format!r}."
+        )
     if row_format == "int8":
         shape = (vocabulary_size, dim + SCALE_AND_BIAS_BYTES)
         return TensorSpec(shape, np.dtype(np.uint8))
@@ -86,11 +83,3 @@ def decode(stored: np.ndarray) -> np.ndarray:
     if stored.dtype != np.uint8:
         return stored.astype(np.float32, copy=False)
     return decode_int8(stored)
-
-
-def largest_error(rows: np.ndarray, stored: np.ndarray) -> float:
-    """Returns the largest difference between rows and what their readers get."""
-    rows, stored = decode(rows), decode(stored)
-    with np.errstate(invalid="ignore"):  # inf - inf
-        difference = np.where(rows == stored, np.float32(0), stored - rows)
-    return float(np.abs(difference).max(initial=0.0))

@@ -30,7 +30,7 @@ from tpu_embedding.export.layer_tables import (
     tables_of_model,
     write_table_files,
 )
-from tpu_embedding.export.row_formats import RowFormat, check_row_format
+from tpu_embedding.export.row_formats import RowFormat
 from tpu_embedding.export.serving_program import make_program
 from tpu_embedding.export.signature import ExportError, Signature
 from tpu_embedding.export.tensor_files import read_tensors
@@ -59,7 +59,7 @@ def save(
         dtypes matter. Axes as long as the batch are free, all others are fixed.
       method: name of the method to export.
       dtype: type of the tables in the files: "float32", "bfloat16", or "int8" per row,
-        in FBGEMM's layout. `export.json` holds the largest error that it makes.
+        in FBGEMM's layout.
       batch_size: None: any. A number: only this one, for models whose code computes
         with the batch size or whose features have an `output_shape`.
 
@@ -81,17 +81,16 @@ def save(
       >>> served({"watched": np.array([3, 4, 5])})["watched"].shape
       (3, 4)
     """
-    check_row_format(dtype)
     program = make_program(
         model, example, method=method, row_format=dtype, batch_size=batch_size
     )
     serialized = program.exported.serialize()
     with new_directory(directory) as path:
         assert path is not None, "make_program refuses jobs of several processes"
-        errors = write_table_files(path, program.tables, dtype)
+        write_table_files(path, program.tables, dtype)
         safetensors.numpy.save_file(program.dense, path / DENSE_FILE)
         (path / PROGRAM_FILE).write_bytes(serialized)
-        write_document(path, errors, program.signature)
+        write_document(path, program.signature)
 
 
 def save_tables(
@@ -126,12 +125,11 @@ def save_tables(
       >>> [path.name for path in (directory / "tables").iterdir()]
       ['movie.safetensors']
     """
-    check_row_format(dtype)
     tables = tables_of_model(model)
     with new_directory(directory) as path:
-        errors = write_table_files(path, tables, dtype)
+        write_table_files(path, tables, dtype)
         if path is not None:
-            write_document(path, errors)
+            write_document(path)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

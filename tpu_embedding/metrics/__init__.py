@@ -11,7 +11,6 @@ Samples of weight 0 count for nothing, even if their values are NaN.
 from tpu_embedding.metrics.auc import AUC as AUC
 from tpu_embedding.metrics.means import MAE as MAE
 from tpu_embedding.metrics.means import RMSE as RMSE
-from tpu_embedding.metrics.means import Accuracy as Accuracy
 from tpu_embedding.metrics.means import Calibration as Calibration
 from tpu_embedding.metrics.means import LogLoss as LogLoss
 from tpu_embedding.metrics.means import Mean as Mean

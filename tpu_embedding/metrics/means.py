@@ -10,7 +10,8 @@ from jaxtyping import Array, ArrayLike, Bool, Float
 from tpu_embedding.metrics.metric import (
     Metric,
     check_batch,
-    check_probable_clicks,
+    check_clicks,
+    total_of,
     weighted,
 )
 from tpu_embedding.metrics.sums import Sum
@@ -48,7 +49,7 @@ class Mean(Metric):
     @classmethod
     def _of(cls, values: Array, weights: Array, **settings: Any) -> Self:
         return cls(
-            weighted_values=Sum.of(jnp.sum(weighted(values, weights))),
+            weighted_values=total_of(values, weights),
             weights=Sum.of(jnp.sum(weights)),
             **settings,
         )
@@ -61,56 +62,8 @@ class Mean(Metric):
         return self.weighted_values.value() / self.weights.value()
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Accuracy(Mean):
-    """The share of samples whose predicted class is the label.
-
-    Example:
-      >>> logits = jnp.array([2.0, -1.0, 0.5, -3.0])
-      >>> float(Accuracy.from_batch(logits > 0, [1, 0, 0, 0]).compute())
-      0.75
-    """
-
-    @classmethod
-    def from_batch(
-        cls,
-        classes: ArrayLike,
-        labels: ArrayLike,
-        weights: ArrayLike | None = None,
-    ) -> Self:
-        """Returns the metric of one batch.
-
-        Args:
-          classes: predicted classes, ints or bools of any shape.
-          labels: true classes, shaped like `classes`. A label with a fraction is none
-            of them.
-          weights: weight of each sample; see `Mean.from_batch`.
-
-        Raises:
-          TypeError: if the predicted classes are floats.
-          ValueError: if shapes differ.
-        """
-        *_, weights = check_batch(
-            cls.__name__, classes=classes, labels=labels, weights=weights
-        )
-        classes, labels = jnp.asarray(classes), jnp.asarray(labels)
-        if classes.size and jnp.issubdtype(classes.dtype, jnp.inexact):
-            raise TypeError(
-                f"{cls.__name__}: classes must be ints or bools, got dtype "
-                f"{classes.dtype}; write logits > 0, or probabilities > 0.5."
-            )
-        # As ints, because float32 takes class 2^24 + 1 for class 2^24.
-        whole = labels.astype(jnp.int32)
-        is_whole = whole.astype(labels.dtype) == labels
-        is_right = (classes.astype(jnp.int32) == whole) & is_whole
-        return cls._of(is_right.astype(jnp.float32), weights)
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class MAE(Mean):
-    """The mean absolute error."""
+class _MeanOfErrors(Mean):
+    """The mean of a function of the difference of predictions and labels."""
 
     @classmethod
     def from_batch(
@@ -129,26 +82,32 @@ class MAE(Mean):
         predictions, labels, weights = check_batch(
             cls.__name__, predictions=predictions, labels=labels, weights=weights
         )
-        return cls._of(jnp.abs(predictions - labels), weights)
+        return cls._of(cls._values(predictions - labels), weights)
+
+    @classmethod
+    def _values(cls, errors: Array) -> Array:
+        """Returns the value of each error."""
+        raise NotImplementedError
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class RMSE(Mean):
+class MAE(_MeanOfErrors):
+    """The mean absolute error."""
+
+    @classmethod
+    def _values(cls, errors: Array) -> Array:
+        return jnp.abs(errors)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RMSE(_MeanOfErrors):
     """The root of the mean squared error."""
 
     @classmethod
-    def from_batch(
-        cls,
-        predictions: ArrayLike,
-        labels: ArrayLike,
-        weights: ArrayLike | None = None,
-    ) -> Self:
-        """Returns the metric of one batch; see `MAE`."""
-        predictions, labels, weights = check_batch(
-            cls.__name__, predictions=predictions, labels=labels, weights=weights
-        )
-        return cls._of(jnp.square(predictions - labels), weights)
+    def _values(cls, errors: Array) -> Array:
+        return jnp.square(errors)
 
     def _compute(self) -> Float[Array, ""]:
         return jnp.sqrt(super()._compute())
@@ -175,8 +134,7 @@ class ClickMetric(Metric):
         Raises:
           ValueError: if shapes differ, or a label on the host lies outside of `[0, 1]`.
         """
-        batch = check_probable_clicks(cls.__name__, logits, labels, weights)
-        return cls._of_clicks(*batch)
+        return cls._of_clicks(*check_clicks(cls.__name__, logits, labels, weights))
 
     @classmethod
     def _of_clicks(cls, logits: Array, labels: Array, weights: Array) -> Self:
@@ -220,11 +178,10 @@ class NormalizedEntropy(ClickMetric):
 
     @classmethod
     def _of_clicks(cls, logits: Array, labels: Array, weights: Array) -> Self:
-        losses = log_loss(logits, labels)
         return cls(
-            losses=Sum.of(jnp.sum(weighted(losses, weights))),
-            positives=Sum.of(jnp.sum(weighted(labels, weights))),
-            negatives=Sum.of(jnp.sum(weighted(1 - labels, weights))),
+            losses=total_of(log_loss(logits, labels), weights),
+            positives=total_of(labels, weights),
+            negatives=total_of(1 - labels, weights),
         )
 
     def is_defined(self) -> Bool[Array, ""]:
@@ -242,14 +199,14 @@ class NormalizedEntropy(ClickMetric):
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Calibration(ClickMetric):
+class Calibration(ClickMetric, Mean):
     """The mean probability over the mean label: 1 is calibrated, above 1 is too high.
 
     It is defined if a label is not 0.
 
     Attributes:
-      probabilities: total of weight times the sigmoid of the logit.
-      labels: total of weight times label.
+      weighted_values: total of weight times the sigmoid of the logit.
+      weights: total of weight times label.
 
     Example:
       >>> logits = jax.scipy.special.logit(jnp.array([0.5, 0.25]))
@@ -257,23 +214,12 @@ class Calibration(ClickMetric):
       0.75
     """
 
-    probabilities: Sum
-    labels: Sum
-
     @classmethod
     def _of_clicks(cls, logits: Array, labels: Array, weights: Array) -> Self:
-        probabilities = jax.nn.sigmoid(logits)
         return cls(
-            probabilities=Sum.of(jnp.sum(weighted(probabilities, weights))),
-            labels=Sum.of(jnp.sum(weighted(labels, weights))),
+            weighted_values=total_of(jax.nn.sigmoid(logits), weights),
+            weights=total_of(labels, weights),
         )
-
-    def is_defined(self) -> Bool[Array, ""]:
-        """Returns True if a label is not 0."""
-        return self.labels.value() != 0
-
-    def _compute(self) -> Float[Array, ""]:
-        return self.probabilities.value() / self.labels.value()
 
 
 def log_loss(

@@ -5,8 +5,7 @@ merges the metrics of all devices.
 """
 
 import dataclasses
-import warnings
-from typing import Any, Final, Self, TypeVar
+from typing import Any, Self, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -17,9 +16,6 @@ from tpu_embedding.metrics.sums import Sum
 
 Nest = TypeVar("Nest")
 
-_MIN_SUSPECTS: Final = 32
-"""Smallest number of logits that are taken for probabilities if all are in [0, 1]."""
-
 
 class Metric:
     """Base of all metrics: frozen dataclasses of sums and static settings.
@@ -29,14 +25,10 @@ class Metric:
     """
 
     @classmethod
-    def empty(cls) -> Self:
-        """Returns the metric of no samples, of scalar sums."""
-        return cls._empty()
-
-    @classmethod
-    def _empty(cls, **settings: Any) -> Self:
+    def empty(cls, **settings: Any) -> Self:
+        """Returns the metric of no samples, of scalar sums; takes the settings."""
         fields = dataclasses.fields(cls)  # pyright: ignore
-        sums = {x.name: Sum.zeros() for x in fields if x.name not in settings}
+        sums = {x.name: Sum.zeros() for x in fields if not x.metadata.get("static")}
         return cls(**sums, **settings)
 
     @classmethod
@@ -57,18 +49,8 @@ class Metric:
         """Returns the metric of the samples of both.
 
         Raises:
-          TypeError: if the other one is of another class.
-          ValueError: if it has other settings.
+          ValueError: if the other one is of another class, or has other settings.
         """
-        if type(other) is not type(self):
-            raise TypeError(
-                f"merge takes a {type(self).__name__}, got a {type(other).__name__}."
-            )
-        if other._settings() != self._settings():
-            raise ValueError(
-                f"merge takes a {type(self).__name__} with the settings "
-                f"{self._settings()}, got {other._settings()}."
-            )
         return jax.tree.map(Sum.add, self, other, is_leaf=_is_sum)
 
     def is_defined(self) -> Bool[Array, ""]:
@@ -104,7 +86,7 @@ def merge(metrics: Nest, others: Nest) -> Nest:
       others: nest of the same structure.
     """
     return jax.tree.map(
-        lambda metric, other: metric.merge(other), metrics, others, is_leaf=is_metric
+        lambda metric, other: metric.merge(other), metrics, others, is_leaf=_is_metric
     )
 
 
@@ -116,12 +98,7 @@ def compute(metrics: Any) -> Any:
       >>> compute({"mae": MAE.from_batch([1.0, 2.0], [1.0, 4.0])})
       {'mae': Array(1., dtype=float32)}
     """
-    return jax.tree.map(lambda metric: metric.compute(), metrics, is_leaf=is_metric)
-
-
-def is_metric(value: Any) -> bool:
-    """Returns True for metrics, the leaves of the nests above."""
-    return isinstance(value, Metric)
+    return jax.tree.map(lambda metric: metric.compute(), metrics, is_leaf=_is_metric)
 
 
 def check_batch(owner: str, **arrays: ArrayLike | None) -> list[Float[Array, "*shape"]]:
@@ -162,7 +139,10 @@ def check_clicks(
         of `[0, 1]`, as logits that are passed as labels do.
     """
     batch = check_batch(owner, logits=logits, labels=labels, weights=weights)
-    used = _used(labels, weights)
+    if any(isinstance(x, jax.Array) for x in jax.tree.leaves((labels, weights))):
+        return batch
+    used = np.asarray(labels, np.float32)
+    used = used if weights is None else used[np.asarray(weights) != 0]
     is_wrong = (used < 0) | (used > 1)
     if is_wrong.any():
         raise ValueError(
@@ -173,34 +153,6 @@ def check_clicks(
     return batch
 
 
-def check_probable_clicks(
-    owner: str, logits: ArrayLike, labels: ArrayLike, weights: ArrayLike | None
-) -> list[Float[Array, "*shape"]]:
-    """Returns the same as `check_clicks`, of logits whose sigmoid is a probability.
-
-    Warns:
-      UserWarning: if many logits on the host all look like probabilities.
-    """
-    batch = check_clicks(owner, logits, labels, weights)
-    used = _used(logits, weights)
-    if used.size >= _MIN_SUSPECTS and 0 <= used.min() < used.max() <= 1:
-        warnings.warn(
-            f"{owner}: all {used.size} logits lie in [0, 1], as probabilities do. "
-            "Write jax.scipy.special.logit(probabilities) if they are.",
-            stacklevel=3,
-        )
-    return batch
-
-
-def _used(values: ArrayLike, weights: ArrayLike | None) -> np.ndarray:
-    """Returns the values of samples whose weight is not 0; none if not on the host."""
-    leaves = jax.tree.leaves((values, weights))
-    if any(isinstance(leaf, jax.Array) for leaf in leaves):
-        return np.zeros(0, np.float32)
-    on_host = np.asarray(values, np.float32)
-    return on_host if weights is None else on_host[np.asarray(weights) != 0]
-
-
 def weighted(
     values: Float[Array, "*shape"], weights: Float[Array, "*shape"]
 ) -> Float[Array, "*shape"]:
@@ -208,5 +160,14 @@ def weighted(
     return jnp.where(weights == 0, 0.0, weights * values)
 
 
+def total_of(values: Float[Array, "*shape"], weights: Float[Array, "*shape"]) -> Sum:
+    """Returns the total of weight times value over all samples."""
+    return Sum.of(jnp.sum(weighted(values, weights)))
+
+
 def _is_sum(value: Any) -> bool:
     return isinstance(value, Sum)
+
+
+def _is_metric(value: Any) -> bool:
+    return isinstance(value, Metric)

@@ -31,12 +31,6 @@ class _TopK(Mean):
     k: int = dataclasses.field(metadata={"static": True})
 
     @classmethod
-    def empty(cls, *, k: int) -> Self:
-        """Returns the metric of no samples."""
-        cls._check(k)
-        return cls._empty(k=k)
-
-    @classmethod
     def from_batch(
         cls,
         scores: ArrayLike,

@@ -7,9 +7,9 @@ import tyro
 
 import tpu_embedding as te
 from tpu_embedding.checkpoint.errors import CheckpointError
-from tpu_embedding.tools.cli.arguments import emulated_mesh, read_config
+from tpu_embedding.tools.cli.arguments import emulated_mesh
 from tpu_embedding.tools.cli.export import Export
-from tpu_embedding.tools.train import train
+from tpu_embedding.tools.train import apply_overrides, load_config, train
 
 SETTINGS = (
     *("batch_size=50", "model.dim=4", "model.hidden_sizes=8", "num_steps=2"),
@@ -21,7 +21,9 @@ SETTINGS = (
 def run_dir(tmp_path_factory):
     assert len(jax.devices()) == 8
     path = tmp_path_factory.mktemp("runs") / "run"
-    train(read_config("synthetic", SETTINGS), path, mesh=emulated_mesh(1))
+    train(
+        apply_overrides(load_config("synthetic"), SETTINGS), path, mesh=emulated_mesh(1)
+    )
     return path
 
 

@@ -1,6 +1,6 @@
 """Compile reports: of an own step on the CPU, and of configs by the command."""
 
-import json
+import re
 import types
 
 import jax
@@ -12,15 +12,14 @@ from tests.conftest import mesh_of
 from tpu_embedding.hardware import hardware_by_name
 from tpu_embedding.tools import cli, compile_report
 from tpu_embedding.tools.compile_report.memory import refused_memory, temporary_bytes
-from tpu_embedding.tools.train import load_config, make_run_plan
 
 
 @pytest.fixture(scope="module")
 def report():
-    """Report of a step on four CPU devices."""
+    """Report of a step on two CPU devices."""
     table = te.TableConfig(vocabulary_size=1000, dim=16, name="table")
     plan = te.make_plan(
-        {"f": te.FeatureConfig(table=table)}, mesh_of(4), optimizer="adagrad"
+        {"f": te.FeatureConfig(table=table)}, mesh_of(2), optimizer="adagrad"
     )
 
     def step(state, batch):
@@ -46,22 +45,15 @@ def report():
 
 
 def test_an_own_step_on_the_cpu(report):
-    assert (report.table_bytes, report.slot_bytes) == (250 * 64, 250 * 64)
-    assert report.memory.arguments >= 2 * 250 * 64 + 16 * 4
+    assert (report.table_bytes, report.slot_bytes) == (500 * 64, 500 * 64)
+    assert report.memory.arguments >= 2 * 500 * 64 + 32 * 4
     assert report.memory.capacity is None and report.memory.fits
     assert report.accesses.table_sized_copies == ()
     assert report.accesses.sparse_core_gathers == 0
     assert report.accesses.all_to_alls >= 3
     text = compile_report.format_report(report)
-    assert "train step on laptop: 4 devices" in text
+    assert "train step on laptop: 2 devices" in text
     assert "the memory of the device is not known" in text
-
-
-def test_a_report_is_json(report):
-    values = json.loads(json.dumps(report.to_json()))
-    assert values == report.to_json()
-    assert values["table_bytes"] == report.table_bytes
-    assert values["versions"]["jax"] == jax.__version__
 
 
 @pytest.mark.parametrize(
@@ -91,24 +83,23 @@ def test_refusals():
 
 @pytest.mark.full
 @pytest.mark.tpu_compiler
-def test_the_command(tmp_path, capsys):
-    path = tmp_path / "report.json"
+def test_the_command(capsys):
     options = ["--topology", "v5e:2x2", "--slices", "2", "--set", "batch_size=64"]
-    assert cli.main(["compile", "synthetic", *options, "--json", str(path)]) == 0
+    assert cli.main(["compile", "synthetic", *options]) == 0
     out = capsys.readouterr().out
     assert "synthetic on 2 slices of v5e:2x2: 8 devices" in out
     assert "FITS: needs" in out
-    (values,) = json.loads(path.read_text())["reports"]
-    assert values["accesses"]["table_sized_copies"] == []
+    assert re.search(r"table-sized copies +0\n", out)
 
 
 @pytest.mark.exhaustive
 @pytest.mark.tpu_compiler
 def test_a_step_that_does_not_fit(capsys):
-    settings = ["data.vocabulary_size=60000000", "model.dim=128", "batch_size=512"]
-    settings += ["model.bottom_sizes=16", "model.top_sizes=16"]
+    """Tables of 31 GB on one device of 16 GiB."""
+    settings = ["data.num_users=60000000", "data.num_items=100", "batch_size=64"]
+    settings += ["model.dim=128", "model.hidden_sizes=16", "model.output_dim=8"]
     options = [option for setting in settings for option in ("--set", setting)]
-    assert cli.main(["compile", "dlrm", "--topology", "v5p:2x2x1", *options]) == 1
+    assert cli.main(["compile", "two_tower", "--topology", "v5e:1x1", *options]) == 1
     out = capsys.readouterr().out
     assert "DOES NOT FIT: needs" in out
     assert "RESOURCE_EXHAUSTED" in out
@@ -119,22 +110,9 @@ def test_a_step_that_does_not_fit(capsys):
     [
         ([], "--topology must name"),
         (["--topology", "v9:2x2"], "give a generation"),
-        (["--topology", "v5e:3x3"], "Nearest in size"),
-        (["--topology", "v5e:2x2", "--json", "missing/report.json"], "does not exist"),
-        pytest.param(
-            ["--topology", "v5e:2x2", "--compiler-option", "xla_tpu_nothing=true"],
-            "xla_tpu_nothing",
-            marks=pytest.mark.tpu_compiler,
-        ),
+        (["--topology", "v5e:3x3"], "slices of v5e have"),
     ],
 )
 def test_wrong_usage(options, words, capsys):
     assert cli.main(["compile", "synthetic", *options]) == 2
     assert words in capsys.readouterr().err
-
-
-def test_no_options_off_tpu():
-    config = load_config("synthetic")
-    data = config.data.outline(batch_size=config.batch_size, seed=0)
-    with pytest.raises(ValueError, match="compiler_options must be empty on cpu"):
-        make_run_plan(config, data, mesh_of(2), compiler_options={"a": "b"})

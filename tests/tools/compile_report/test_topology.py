@@ -9,7 +9,10 @@ import pytest
 from tests.conftest import mesh_of
 from tpu_embedding.hardware import hardware_of_device
 from tpu_embedding.tools import compile_report
-from tpu_embedding.tools.compile_report.slice_shapes import TPU_GENERATIONS
+from tpu_embedding.tools.compile_report.slice_shapes import (
+    SLICE_SHAPES,
+    TPU_GENERATIONS,
+)
 from tpu_embedding.tools.compile_report.topology import num_slices_of
 
 
@@ -84,17 +87,20 @@ def test_grids_that_no_slice_has(generations, grid):
     for generation in generations:
         with pytest.raises(ValueError, match="does not exist; slices of") as error:
             compile_report.topology_mesh(f"{generation}:{grid}")
-        assert f"{generation}:{grid}" in str(error.value)
+        message = str(error.value)
+        assert f"{generation}:{grid}" in message
+        assert SLICE_SHAPES[generation].describe() in message
 
 
 BUILD = """
 from tpu_embedding.tools import compile_report
 from tpu_embedding.tools.compile_report.slice_shapes import SLICE_SHAPES
 
-LARGE = [(4, 4, 4), (4, 8, 16), (8, 8, 8), (8, 8, 16)]
-
 for name, shapes in SLICE_SHAPES.items():
-    for grid in {*shapes.fixed, *(grid for grid in LARGE if shapes.has(grid))}:
+    side = shapes.cube_side
+    large = [] if side is None else [(side, side, side), (side, 2 * side, 3 * side)]
+    for grid in {*shapes.fixed, *large}:
+        assert shapes.has(grid)
         compile_report.topology_mesh(f"{name}:{'x'.join(map(str, grid))}")
     fixed = "x".join(map(str, shapes.fixed[1]))
     compile_report.topology_mesh(f"{name}:{fixed}", num_slices=256)

@@ -5,11 +5,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from tpu_embedding.tools.data.batch import DataError
 from tpu_embedding.tools.train.metrics import (
     LOSSES,
-    ClickScores,
-    exact_auc_of,
     mean_loss,
     merge_batches,
     values_of,
@@ -134,18 +131,3 @@ def test_loss_uses_scores():
     wanted = np.mean((SCORES[0] - CLICKS[0])[used] ** 2)
     got = mean_loss(LOSSES["squared_error"], rating_outputs(s), y, w)
     assert float(got) == pytest.approx(wanted, rel=1e-6)
-
-
-def test_an_exact_auc_leaves_samples_of_weight_zero_out():
-    def scores(weights):
-        return ClickScores(
-            predictions=np.array([0.1, 0.2, 0.7, 0.2, 0.9], np.float32),
-            labels=np.array([0, 1, 1, 0, 0], np.float32),
-            weights=np.array(weights, np.float32),
-        )
-
-    assert exact_auc_of([scores([1, 1, 1, 1, 0])]) == 0.875
-    batches = [scores([1, 1, 0, 0, 0]), scores([0, 0, 1, 1, 0])]
-    assert exact_auc_of(batches) == 0.875
-    with pytest.raises(DataError, match="must be 0 or 1 .* got 0.5"):
-        exact_auc_of([scores([1, 1, 0.5, 1, 0])])

@@ -39,8 +39,7 @@ def tables_of_dump(directory: pathlib.Path) -> TableSource | None:
       directory: directory that was dumped, or a part of it.
 
     Raises:
-      CheckpointError: if sizes of files contradict the keys, or a table was dumped by
-        two jobs.
+      CheckpointError: if sizes of files contradict the keys.
       OSError: if a rank's file is missing.
     """
     tables: dict[tuple[str, ...], SourceTable] = {}
@@ -48,11 +47,6 @@ def tables_of_dump(directory: pathlib.Path) -> TableSource | None:
         if match := _FIRST_KEYS.fullmatch(file.name):
             path = file.with_name(match[1])
             parts = path.relative_to(directory).parts
-            if parts in tables:
-                raise CheckpointError(
-                    f"The dump {path} must be of one job; remove the files of the "
-                    "older one."
-                )
             tables[parts] = _table(path, int(match[2]))
     if not tables:
         return None

@@ -1,35 +1,15 @@
-"""Config, devices and errors of the user, as several commands need them."""
+"""Devices and errors of the user, as several commands need them."""
 
 import contextlib
-from collections.abc import Sequence
 
 import jax
 from jax.sharding import Mesh
 
 from tpu_embedding.plan.device_mesh import device_mesh
-from tpu_embedding.tools.train.config import RunConfig, apply_overrides, load_config
 
 
 class UsageError(ValueError):
     """Raised if the command line contradicts itself or names something missing."""
-
-
-def read_config(name: str, settings: Sequence[str]) -> RunConfig:
-    """Returns a run config with the settings of `--set` applied.
-
-    Args:
-      name: name of a config, or path of a Python file.
-      settings: assignments `KEY=VALUE`.
-
-    Raises:
-      ConfigError: if there is no such config.
-    """
-    return apply_overrides(load_config(name), settings)
-
-
-def compiler_options(assignments: Sequence[str]) -> dict[str, str]:
-    """Returns name to value of each assignment `NAME=VALUE`."""
-    return dict(assignment.split("=", 1) for assignment in assignments)
 
 
 def use_cpu_only() -> None:

@@ -5,29 +5,55 @@ failed after it had started, or that a program does not fit; 75 that a signal st
 run, which saved its state.
 """
 
-import importlib
 import os
 import sys
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, Final
 
+import jax
 import tyro
 
 import tpu_embedding
+from tpu_embedding.checkpoint.errors import CheckpointError
+from tpu_embedding.export.signature import ExportError
+from tpu_embedding.tools.cli.arguments import UsageError
+from tpu_embedding.tools.cli.compile import Compile
+from tpu_embedding.tools.cli.doctor import Doctor
+from tpu_embedding.tools.cli.export import Export
+from tpu_embedding.tools.cli.inspect import Inspect
+from tpu_embedding.tools.cli.train import Evaluate, Train
+from tpu_embedding.tools.data.batch import DataError
+from tpu_embedding.tools.train.config import ConfigError
+from tpu_embedding.tools.train.run import RunDirectoryError, TrainingDivergedError
 
 FAILED: Final = 1
 WRONG: Final = 2
 
 COMMANDS: Final = {
-    "train": ("train", "Train", "Train the model of a config."),
-    "evaluate": ("train", "Evaluate", "Evaluate the newest checkpoint of a run."),
-    "compile": ("compile", "Compile", "Compile a config for TPUs, without having any."),
-    "export": ("export", "Export", "Export the model of a run for serving."),
-    "inspect": ("inspect", "Inspect", "List the tables of a checkpoint; print rows."),
-    "doctor": ("doctor", "Doctor", "Check this machine: devices, memory, rows."),
+    "train": Train,
+    "evaluate": Evaluate,
+    "compile": Compile,
+    "export": Export,
+    "inspect": Inspect,
+    "doctor": Doctor,
 }
-"""Module, class and help of each command; a command imports only what it needs."""
+
+_WRONG_ERRORS: Final = (
+    UsageError,
+    ConfigError,
+    DataError,
+    ExportError,
+    RunDirectoryError,
+    CheckpointError,
+)
+_FAILURES: Final = (
+    TrainingDivergedError,
+    OSError,
+    MemoryError,
+    jax.errors.JaxRuntimeError,
+)
+"""Errors that their message explains: of the command or the data, and of a run."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -54,28 +80,12 @@ def parse(arguments: Sequence[str]) -> Any:
 
     Wrong arguments and `--help` print a text, and raise `SystemExit`.
     """
-    commands: dict[str, Callable[..., Any]] = {
-        name: _outline(description) for name, (*_, description) in COMMANDS.items()
-    }
-    if arguments and arguments[0] in COMMANDS:
-        module, name, _ = COMMANDS[arguments[0]]
-        module = importlib.import_module(f"tpu_embedding.tools.cli.{module}")
-        commands[arguments[0]] = getattr(module, name)
     return tyro.extras.subcommand_cli_from_dict(
-        commands,
+        COMMANDS,
         prog="tpu-embedding",
         description="Embedding tables for JAX on TPUs.",
         args=arguments,
     )
-
-
-def _outline(description: str) -> Callable[[], None]:
-    """Returns a command that has a help text only, for the list of all commands."""
-
-    def command() -> None: ...
-
-    command.__doc__ = description
-    return command
 
 
 def _run(command: Any) -> int:
@@ -85,32 +95,11 @@ def _run(command: Any) -> int:
     except KeyboardInterrupt:
         return _fail("interrupted", 130)
     except Exception as error:
-        status = _status_of(error)
-        if status is None:
+        if not isinstance(error, _WRONG_ERRORS + _FAILURES):
             traceback.print_exc()
-            status = FAILED
+        status = WRONG if isinstance(error, _WRONG_ERRORS) else FAILED
         (text,) = str(error).splitlines()[:1] or [""]
         return _fail(f"{type(error).__name__}: {text}", status)
-
-
-def _status_of(error: Exception) -> int | None:
-    """Returns the exit status of an error that its message explains; else None."""
-    import jax
-
-    from tpu_embedding.checkpoint.errors import CheckpointError
-    from tpu_embedding.export.signature import ExportError
-    from tpu_embedding.tools.cli.arguments import UsageError
-    from tpu_embedding.tools.data.batch import DataError
-    from tpu_embedding.tools.train.config import ConfigError
-    from tpu_embedding.tools.train.run import RunDirectoryError, TrainingDivergedError
-
-    wrong = (UsageError, ConfigError, DataError, ExportError, RunDirectoryError)
-    failed = (TrainingDivergedError, OSError, MemoryError)
-    if isinstance(error, (*wrong, CheckpointError)):
-        return WRONG
-    if isinstance(error, (*failed, jax.errors.JaxRuntimeError)):
-        return FAILED
-    return None
 
 
 def _fail(message: str, status: int) -> int:

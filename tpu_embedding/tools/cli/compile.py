@@ -1,8 +1,6 @@
 """The command `tpu-embedding compile`."""
 
 import dataclasses
-import json
-import pathlib
 import sys
 from typing import Annotated
 
@@ -11,19 +9,14 @@ import tyro
 from jax.sharding import Mesh
 
 from tpu_embedding.plan.device_mesh import SHARD_AXIS, SLICE_AXIS
-from tpu_embedding.tools.cli.arguments import (
-    UsageError,
-    compiler_options,
-    read_config,
-    use_cpu_only,
-)
+from tpu_embedding.tools.cli.arguments import UsageError, use_cpu_only
 from tpu_embedding.tools.compile_report.step_report import (
     CompileReport,
     compile_report,
     format_report,
 )
 from tpu_embedding.tools.compile_report.topology import topology_mesh
-from tpu_embedding.tools.train.config import RunConfig
+from tpu_embedding.tools.train.config import RunConfig, apply_overrides, load_config
 from tpu_embedding.tools.train.steps import abstract_step, make_run_plan
 
 
@@ -48,21 +41,11 @@ class Compile:
     slices: int = 1
     """Number of such slices, connected by the data center network."""
 
-    compiler_option: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
-    """XLA option of the train step as NAME=VALUE; may be repeated."""
-
-    json: pathlib.Path | None = None
-    """Also writes the reports to a JSON file."""
-
     def run(self) -> int:
         """Prints the reports; returns the exit status."""
         if not self.topology:
             raise UsageError("--topology must name a TPU slice, such as v5e:2x4.")
-        if self.json is not None and not self.json.parent.is_dir():
-            raise UsageError(
-                f"--json {self.json}: the directory {self.json.parent} does not exist."
-            )
-        config = read_config(self.config, self.set)
+        config = apply_overrides(load_config(self.config), self.set)
         use_cpu_only()
         try:
             meshes = [slices_mesh(name, self.slices) for name in self.topology]
@@ -75,10 +58,6 @@ class Compile:
             report = self._compile_for(config, topology, mesh)
             reports.append(report)
             print(format_report(report), end="\n\n", flush=True)
-        if self.json is not None:
-            values = [report.to_json() for report in reports]
-            document = {"config": config.describe(), "reports": values}
-            self.json.write_text(json.dumps(document, indent=2) + "\n")
         return 0 if all(report.memory.fits for report in reports) else 1
 
     def _compile_for(
@@ -86,12 +65,7 @@ class Compile:
     ) -> CompileReport:
         data = config.data.outline(batch_size=config.batch_size, seed=config.seed)
         try:
-            plan = make_run_plan(
-                config,
-                data,
-                mesh,
-                compiler_options=compiler_options(self.compiler_option),
-            )
+            plan = make_run_plan(config, data, mesh)
             step, *arguments = abstract_step(config, data, plan)
             return compile_report(
                 step, tuple(arguments), plan, name=config.name, topology=topology

@@ -15,7 +15,8 @@ from tpu_embedding.export.row_formats import RowFormat
 from tpu_embedding.export.saved_model import save_saved_model
 from tpu_embedding.export.stablehlo import save, save_tables
 from tpu_embedding.paths import local_path
-from tpu_embedding.tools.cli.arguments import emulated_mesh, read_config
+from tpu_embedding.tools.cli.arguments import emulated_mesh
+from tpu_embedding.tools.train.config import apply_overrides, load_config
 from tpu_embedding.tools.train.run import CHECKPOINTS_DIR
 from tpu_embedding.tools.train.steps import abstract_model_state, make_run_plan
 
@@ -65,7 +66,7 @@ class Export:
         """
         output = local_path(self.output)
         check_new_directory(output)
-        config = read_config(self.config, self.set)
+        config = apply_overrides(load_config(self.config), self.set)
         run_dir = local_path(self.run_dir or pathlib.Path("runs") / config.name)
         checkpoints = run_dir / CHECKPOINTS_DIR
         step = max(ocp.utils.checkpoint_steps(checkpoints), default=None)

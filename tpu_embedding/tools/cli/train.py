@@ -13,11 +13,10 @@ from tpu_embedding import distributed
 from tpu_embedding.host_memory import keep_freed_memory
 from tpu_embedding.tools.cli.arguments import (
     UsageError,
-    compiler_options,
     emulate_devices,
     emulated_mesh,
-    read_config,
 )
+from tpu_embedding.tools.train.config import apply_overrides, load_config
 from tpu_embedding.tools.train.run import evaluate, train
 
 STOPPED = 75
@@ -95,12 +94,9 @@ class Train(_Run):
     profile: tuple[int, int] | None = None
     """Records a profile for xprof from the first number of steps to the second."""
 
-    compiler_option: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
-    """XLA option of the train step as NAME=VALUE, for TPUs; may be repeated."""
-
     def run(self) -> int:
         """Trains; returns the exit status."""
-        config = read_config(self.config, self.set)
+        config = apply_overrides(load_config(self.config), self.set)
         mesh = self.start_devices()
         result = train(
             config,
@@ -109,7 +105,6 @@ class Train(_Run):
             mesh=mesh,
             existing_run="resume" if self.resume else "refuse",
             stop_at=self.stop_at,
-            compiler_options=compiler_options(self.compiler_option),
             profile=self.profile,
         )
         return STOPPED if result.metrics is None else 0
@@ -121,7 +116,7 @@ class Evaluate(_Run):
 
     def run(self) -> int:
         """Evaluates; returns the exit status."""
-        config = read_config(self.config, self.set)
+        config = apply_overrides(load_config(self.config), self.set)
         mesh = self.start_devices()
         output_dir = self.output_dir or pathlib.Path("runs") / config.name
         evaluate(config, output_dir, data_dir=self.data_dir, mesh=mesh)

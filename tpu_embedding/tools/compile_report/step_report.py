@@ -6,7 +6,6 @@ figures from `memory.py` and the counts of `table_accesses.py`.
 
 import dataclasses
 import importlib.metadata
-import json
 import time
 from typing import Any
 
@@ -69,13 +68,6 @@ class CompileReport:
         slices = f"{self.num_slices} slices of " if self.num_slices > 1 else ""
         devices = "device" if self.num_devices == 1 else "devices"
         return f"{self.name} on {slices}{self.topology}: {self.num_devices} {devices}"
-
-    def to_json(self) -> dict[str, Any]:
-        """Returns the report as a dict of JSON values."""
-        values = dataclasses.asdict(self)
-        values["versions"] = dict(self.versions)
-        values["hardware"]["compiler_options"] = dict(self.hardware.compiler_options)
-        return json.loads(json.dumps(values))
 
 
 def compile_report(

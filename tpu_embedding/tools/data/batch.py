@@ -1,8 +1,7 @@
 """The batch, the data set interface and the data error of the training loop."""
 
 import dataclasses
-import functools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Protocol
 
 import jax
@@ -11,12 +10,7 @@ import numpy as np
 from tpu_embedding.types import FeatureIds
 
 
-@functools.partial(
-    jax.tree_util.register_dataclass,
-    data_fields=("features", "dense", "labels", "weights"),
-    meta_fields=(),
-    drop_fields=("origin",),  # A function equals no other, and no device needs it.
-)
+@jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Batch:
     """One batch of samples, on the host until the training loop moves it to devices.
@@ -31,9 +25,6 @@ class Batch:
       labels: finite numbers `[batch]`. The loss `"log_loss"` needs them in [0, 1].
       weights: numbers `[batch]` of at least 0: 1 for a sample, 0 for padding samples in
         the last batch of an evaluation.
-      origin: returns the place of a sample in its file, such as "clicks.csv, line 7",
-        given its index in the batch; None if there is none. Errors quote it. It is no
-        part of the pytree: `jax.tree.map` returns a batch without it.
 
     Example:
       >>> batch = Batch(
@@ -49,7 +40,6 @@ class Batch:
     dense: np.ndarray | Mapping[str, np.ndarray] | None = None
     labels: np.ndarray
     weights: np.ndarray
-    origin: Callable[[int], str] | None = None
 
 
 class Dataset(Protocol):
@@ -67,8 +57,8 @@ class Dataset(Protocol):
         def train_part(self, step: int, samples: range) -> Batch
 
     The method returns the samples `[samples.start, samples.stop)` of the batch of
-    `step`, without reading the others. Its `origin` takes positions within the part.
-    Without the method, each process reads the whole batch.
+    `step`, without reading the others. Without the method, each process reads the whole
+    batch.
 
     Attributes:
       batch_size: samples per batch, over all devices, as `open` got it.

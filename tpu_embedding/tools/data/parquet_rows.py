@@ -174,7 +174,6 @@ class ParquetRows:
             dense=numbers("dense") if self._columns.dense else None,
             labels=numbers("labels"),
             weights=numbers("weights"),
-            origin=lambda sample: self._place(samples[sample]),
         )
 
     def _decode(self, number: int) -> Batch:
@@ -196,11 +195,6 @@ class ParquetRows:
                 else numbers(columns.weight)
             ),
         )
-
-    def _place(self, sample: int) -> str:
-        ((number, rows),) = by_part(np.array([sample]), self.block_bounds[:-1])
-        group = self._groups[number]
-        return f"{group.path}, row {group.first_row + rows[0]}"
 
     def __str__(self) -> str:
         return f"{self._paths[0]} to {self._paths[-1]}"

@@ -110,12 +110,8 @@ class RunConfig:
       max_dense_norm: largest norm of all dense gradients together; longer ones are
         scaled down to it. Those of the tables neither count nor change. None: no limit.
       target: metric that the config promises to reach, or None.
-      exact_auc: True computes the AUC from the scores of all held-out samples, which
-        stay in host memory: 12 bytes each. Labels are 0 and 1, and so are weights.
-        False counts scores in bins, whose error is reported where it matters.
       capacity: ids per destination and round of the exchange; None lets the plan
         choose. It changes the speed, never the results.
-      table_dtype: storage type of all tables; None leaves that of the model's tables.
       tables_split_over: devices that the rows of a table are split over: `"all"`, or
         `"slice"`, those of a slice, with a copy of the table in each. A table's own
         placement wins.
@@ -139,9 +135,7 @@ class RunConfig:
     loss_weight: float = 1.0
     max_dense_norm: float | None = None
     target: Target | None = None
-    exact_auc: bool = False
     capacity: int | None = None
-    table_dtype: Literal["float32", "bfloat16"] | None = None
     tables_split_over: Literal["all", "slice"] = "all"
     seed: int = 0
     log_every: int = 100

@@ -11,13 +11,10 @@ from typing import Final, Literal
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 from jaxtyping import Array, Float
 
 from tpu_embedding import metrics as m
-from tpu_embedding.tools.data.batch import DataError
-from tpu_embedding.tools.data.teacher import exact_auc
 from tpu_embedding.tools.train.models.model import Outputs
 
 LossName = Literal["log_loss", "squared_error", "in_batch_softmax"]
@@ -96,38 +93,6 @@ def values_of(metrics: Metrics) -> dict[str, float]:
             if isinstance(metric, m.AUC) and metric.max_error() > MAX_AUC_ERROR:
                 result[f"{name}_max_error"] = float(metric.max_error())
     return result
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class ClickScores:
-    """Predictions of a batch, for an exact AUC; all are float32 `[batch]`, global."""
-
-    predictions: Float[Array, " batch"]
-    labels: Float[Array, " batch"]
-    weights: Float[Array, " batch"]
-
-
-def exact_auc_of(scores: Iterable[ClickScores]) -> float:
-    """Returns the exact AUC of samples of both classes, on the host.
-
-    Args:
-      scores: scores of all batches; samples of weight 0 do not count.
-
-    Raises:
-      DataError: if a weight is neither 0 nor 1.
-    """
-    batches = [jax.device_get(batch) for batch in scores]
-    predictions, labels, weights = (
-        np.concatenate([getattr(batch, name) for batch in batches])
-        for name in ("predictions", "labels", "weights")
-    )
-    if wrong := weights[(weights != 0) & (weights != 1)].tolist():
-        raise DataError(
-            "Weights of held-out samples must be 0 or 1 for RunConfig.exact_auc, got "
-            f"{wrong[0]:g}; set exact_auc=False."
-        )
-    return exact_auc(labels[weights == 1], predictions[weights == 1])
 
 
 _merge = jax.jit(m.merge)

@@ -5,16 +5,16 @@ several processes, all call them. Each feeds its devices and writes its part of 
 checkpoints; the first one prints, and writes records and plot.
 """
 
-import collections
 import contextlib
 import dataclasses
 import faulthandler
+import fcntl
 import math
 import pathlib
 import signal
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any, Final, Literal
 
 import jax
@@ -25,7 +25,6 @@ from jax.sharding import Mesh
 from tpu_embedding import distributed
 from tpu_embedding.checkpoint.restoring import RestoreState
 from tpu_embedding.checkpoint.state_handler import SaveState
-from tpu_embedding.file_locks import locked_file
 from tpu_embedding.inputs.buffer_sizes import BufferSizes
 from tpu_embedding.paths import is_local_path, local_path
 from tpu_embedding.plan.plan import EmbeddingPlan
@@ -34,9 +33,7 @@ from tpu_embedding.tools.train.config import RunConfig
 from tpu_embedding.tools.train.feeding import check_values, put_batch, train_batches
 from tpu_embedding.tools.train.metrics import (
     LOSSES,
-    ClickScores,
     Metrics,
-    exact_auc_of,
     merge_batches,
     values_of,
 )
@@ -104,7 +101,6 @@ def train(
     mesh: Mesh | None = None,
     existing_run: ExistingRun = "refuse",
     stop_at: int | None = None,
-    compiler_options: Mapping[str, str] | None = None,
     profile: tuple[int, int] | None = None,
 ) -> RunResult:
     """Trains and evaluates a model; writes records, a plot and checkpoints.
@@ -122,8 +118,6 @@ def train(
       existing_run: treatment of a checkpoint in `output_dir`; see `ExistingRun`.
       stop_at: number of steps after which the run stops as if it got SIGTERM; None runs
         to the end.
-      compiler_options: XLA options of the train step, only for TPUs. They are added to
-        the hardware's defaults, and override them.
       profile: steps done before and after those whose profile is recorded for xprof, in
         `profile/` of the output directory; None: none.
 
@@ -139,7 +133,7 @@ def train(
     with contextlib.ExitStack() as stack:
         stop = stack.enter_context(_stop_on_signals())
         stack.enter_context(_claimed(directory))
-        run = _Run(config, directory, data_dir, mesh, compiler_options)
+        run = _Run(config, directory, data_dir, mesh)
         stack.enter_context(run.checkpoints)
         run.start(existing_run)
         stack.callback(run.report.close)
@@ -200,19 +194,24 @@ def _is_main_thread() -> bool:
 
 @contextlib.contextmanager
 def _claimed(directory: pathlib.Path) -> Iterator[None]:
-    """Creates and locks a directory, by the first process of a job."""
+    """Creates and locks a directory, by the first process of a job.
+
+    The operating system frees the lock when the process ends, in whatever way.
+    """
     if not distributed.is_first():
         yield
         return
     directory.mkdir(parents=True, exist_ok=True)
-    with contextlib.ExitStack() as stack:
+    with (directory / LOCK_FILE).open("a") as file:
         try:
-            stack.enter_context(locked_file(directory / LOCK_FILE))
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
             raise RunDirectoryError(
                 f"{directory} is in use by another process. Wait for it to end, or "
                 "choose another --output-dir."
             ) from error
+        except OSError:
+            pass  # Some network file systems have no locks.
         yield
 
 
@@ -225,7 +224,6 @@ class _Run:
         directory: pathlib.Path,
         data_dir: Any,
         mesh: Mesh | None,
-        compiler_options: Mapping[str, str] | None = None,
     ):
         self.config, self.directory = config, directory
         if is_local_path(data_dir):
@@ -233,9 +231,7 @@ class _Run:
         self.data: Dataset = config.data.open(
             data_dir, batch_size=config.batch_size, seed=config.seed
         )
-        self.plan: EmbeddingPlan = make_run_plan(
-            config, self.data, mesh, compiler_options=compiler_options
-        )
+        self.plan: EmbeddingPlan = make_run_plan(config, self.data, mesh)
         options = ocp.CheckpointManagerOptions(max_to_keep=config.checkpoints_kept)
         path = directory / CHECKPOINTS_DIR
         self.checkpoints = ocp.CheckpointManager(path, options=options)
@@ -291,12 +287,12 @@ class _Run:
                 stops = self.checkpoints.reached_preemption(done) or stop.is_set()
                 stops = (stops or done == stop_at) and not is_last
                 if stops or is_last or _is_due(done, config.checkpoint_every):
-                    meter.flush()
+                    meter.read(done)
                     self._save()
                 if stops:
                     break
                 if not is_last and _is_due(done, config.evaluate_every):
-                    meter.flush()
+                    meter.read(done)
                     self.evaluate()
         with _named_errors(self.directory):
             self.checkpoints.wait_until_finished()
@@ -310,7 +306,6 @@ class _Run:
 
     def evaluate(self) -> dict[str, float]:
         """Returns the metrics on the held-out data, and reports them."""
-        scores: list[ClickScores] = []
 
         def evaluated() -> Iterator[Metrics]:
             for number, batch in enumerate(self.data.evaluation_batches()):
@@ -318,15 +313,9 @@ class _Run:
                 on_devices = put_batch(
                     batch, self.plan, self._evaluation_sizes, model=self.config.model
                 )
-                metrics, of_batch = self.evaluation_step(self.state, on_devices)
-                if self.config.exact_auc:
-                    scores.append(jax.device_get(of_batch))
-                yield metrics
+                yield self.evaluation_step(self.state, on_devices)
 
         metrics = values_of(merge_batches(evaluated()))
-        if scores and "auc" in metrics:
-            metrics["auc"] = exact_auc_of(scores)
-            metrics.pop("auc_max_error", None)
         if not metrics:
             raise DataError(
                 f"{type(self.data).__name__}.evaluation_batches() must yield a sample "
@@ -382,13 +371,11 @@ def _named_errors(directory: pathlib.Path) -> Iterator[None]:
 
 
 class _Meter:
-    """Reads the metrics of steps late, and reports their means every few steps."""
+    """Keeps the metrics of steps on the devices, and reports their means."""
 
     def __init__(self, config: RunConfig, report: RunReport):
         self._config, self._report = config, report
-        self._in_flight: collections.deque[tuple[int, StepMetrics]]
-        self._in_flight = collections.deque()
-        self._read: list[Mapping[str, np.ndarray]] = []
+        self._steps: list[StepMetrics] = []
         self._waited = 0.0
         self._since = time.perf_counter()
 
@@ -404,40 +391,40 @@ class _Meter:
             yield batch
 
     def add(self, done: int, metrics: StepMetrics) -> None:
-        """Adds the metrics of a step that was just dispatched.
+        """Adds the metrics of a step that was just dispatched; reports when due.
 
         Raises:
-          TrainingDivergedError: if an earlier step, whose metrics are read now, was not
-            finite.
+          TrainingDivergedError: if a step was not finite whose metrics are read now.
         """
-        self._in_flight.append((done, metrics))
-        if len(self._in_flight) > STEPS_IN_FLIGHT:
-            self._read_oldest()
-
-    def flush(self) -> None:
-        """Waits for all steps."""
-        while self._in_flight:
-            self._read_oldest()
-
-    def _read_oldest(self) -> None:
-        done, metrics = self._in_flight.popleft()
-        metrics = jax.device_get(metrics)
-        if not metrics.pop("is_finite"):
-            raise TrainingDivergedError(
-                f"The loss of step {done} is {metrics['loss']}, and the loss, a "
-                "gradient or a learning rate is not finite; lower the learning rates, "
-                "or check the input data for damaged values."
-            )
-        self._read.append(metrics)
+        self._steps.append(metrics)
+        if len(self._steps) > STEPS_IN_FLIGHT:
+            jax.block_until_ready(self._steps[-1 - STEPS_IN_FLIGHT])
         if done % self._config.log_every == 0 or done == self._config.num_steps:
+            self.read(done)
             self._report_means(done)
+
+    def read(self, done: int) -> None:
+        """Waits for all steps, the last of which is `done`.
+
+        Raises:
+          TrainingDivergedError: if one was not finite.
+        """
+        self._steps = jax.device_get(self._steps)
+        for step, metrics in enumerate(self._steps, done - len(self._steps) + 1):
+            if not metrics["is_finite"]:
+                raise TrainingDivergedError(
+                    f"The loss of step {step} is {metrics['loss']}, and the loss, a "
+                    "gradient or a learning rate is not finite; lower the learning "
+                    "rates, or check the input data for damaged values."
+                )
 
     def _report_means(self, done: int) -> None:
         now = time.perf_counter()
-        seconds, steps = now - self._since, len(self._read)
+        seconds, steps = now - self._since, len(self._steps)
         means = {
-            name: float(np.mean([metrics[name] for metrics in self._read]))
-            for name in self._read[0]
+            name: float(np.mean([metrics[name] for metrics in self._steps]))
+            for name in self._steps[0]
+            if name != "is_finite"
         }
         speed = {
             "steps_per_second": steps / seconds,
@@ -446,4 +433,4 @@ class _Meter:
         }
         loss = {"loss": means.pop("loss")}
         self._report.scalars(done, "train", loss | speed | means)
-        self._read, self._waited, self._since = [], 0.0, now
+        self._steps, self._waited, self._since = [], 0.0, now

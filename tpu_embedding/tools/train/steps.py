@@ -6,7 +6,7 @@ pair (model, optimizer); the graph definition that rebuilds the pair from it is 
 
 import collections
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -16,11 +16,9 @@ import optax
 from flax import nnx
 from jax.sharding import Mesh
 
-from tpu_embedding.config import FeatureConfig, TableConfig
 from tpu_embedding.functional.dynamic_ids import find_ids
 from tpu_embedding.functional.finite_rates import finite_rates
-from tpu_embedding.gradients import Gradients, all_finite
-from tpu_embedding.hardware import HardwareInfo, hardware_of_device
+from tpu_embedding.gradients import all_finite
 from tpu_embedding.metrics import Mean
 from tpu_embedding.nn.embedding import TPUEmbedding
 from tpu_embedding.nn.optimizer import Optimizer
@@ -34,13 +32,7 @@ from tpu_embedding.tools.compile_report.topology import abstract_arrays, abstrac
 from tpu_embedding.tools.data.batch import Batch, Dataset
 from tpu_embedding.tools.train.config import ConfigError, RunConfig
 from tpu_embedding.tools.train.feeding import prepare_batch
-from tpu_embedding.tools.train.metrics import (
-    LOSSES,
-    ClickScores,
-    LossName,
-    Metrics,
-    mean_loss,
-)
+from tpu_embedding.tools.train.metrics import LOSSES, LossName, Metrics, mean_loss
 from tpu_embedding.tools.train.models.model import Outputs
 
 StepMetrics = dict[str, jax.Array]
@@ -49,16 +41,13 @@ and the tables' learning rates; `rounds`, the most that a stack needed; the numb
 ids `out_of_range`; and counts of dynamic tables, by `table/count`."""
 
 TrainStep = Callable[[nnx.State, Batch], tuple[nnx.State, StepMetrics]]
-EvaluationStep = Callable[[nnx.State, Batch], tuple[Metrics, ClickScores]]
+EvaluationStep = Callable[[nnx.State, Batch], Metrics]
 
 
 def make_run_plan(
     config: RunConfig,
     data: Dataset,
     mesh: Mesh | None = None,
-    *,
-    hardware: HardwareInfo | None = None,
-    compiler_options: Mapping[str, str] | None = None,
 ) -> EmbeddingPlan:
     """Returns the plan of the model's embedding layer; see `make_plan`.
 
@@ -66,17 +55,9 @@ def make_run_plan(
       config: config of the run.
       data: opened data set, or its outline.
       mesh: mesh of the devices; None uses all devices.
-      hardware: hardware to plan for; None uses that of the mesh's devices.
-      compiler_options: XLA options of the train step, only for TPUs. They are added to
-        the hardware's defaults, and override them.
     """
     mesh = choose_mesh(mesh)
-    device = mesh.devices.flat[0]
-    hardware = hardware or hardware_of_device(device)
-    hardware = hardware.with_compiler_options(compiler_options or {})
     features = config.model.feature_config(data)
-    if config.table_dtype is not None:
-        features = _with_table_dtype(features, config.table_dtype)
     placement = None
     if config.tables_split_over == "slice" and SLICE_AXIS in mesh.axis_names:
         axes = tuple(axis for axis in mesh.axis_names if axis != SLICE_AXIS)
@@ -87,25 +68,7 @@ def make_run_plan(
         optimizer=config.make_table_optimizer(config),
         placement=placement,
         capacity=config.capacity,
-        hardware=hardware,
     )
-
-
-def _with_table_dtype(
-    features: dict[str, FeatureConfig], dtype: str
-) -> dict[str, FeatureConfig]:
-    """Returns the features with another storage type of their tables."""
-    # Unnamed tables are told apart by identity.
-    changed: dict[int, TableConfig] = {}
-
-    def change(table: TableConfig) -> TableConfig:
-        new = dataclasses.replace(table, dtype=np.dtype(dtype))
-        return changed.setdefault(id(table), new)
-
-    return {
-        name: dataclasses.replace(feature, table=change(feature.table))
-        for name, feature in features.items()
-    }
 
 
 def init_train_state(
@@ -185,7 +148,9 @@ def make_train_step(graphdef: nnx.GraphDef, config: RunConfig) -> TrainStep:
             is_finite &= finite_rates(optimizer.slots.get_value()[path], plan)
         metrics = {"loss": value, "is_finite": is_finite, **_counts_of(model)}
         if config.max_dense_norm is not None:
-            gradients = _clip_dense(gradients, config.max_dense_norm)
+            clip = optax.clip_by_global_norm(config.max_dense_norm)
+            dense, _ = clip.update(gradients.dense, clip.init(gradients.dense))
+            gradients = dataclasses.replace(gradients, dense=dense)
         optimizer.update(model, gradients)
         return nnx.state((model, optimizer)), metrics
 
@@ -232,14 +197,14 @@ def abstract_step(
 
 
 def make_evaluation_step(graphdef: nnx.GraphDef, loss_name: LossName) -> EvaluationStep:
-    """Returns the evaluation step, `(state, batch) -> (Metrics, ClickScores)`.
+    """Returns the evaluation step, `(state, batch) -> Metrics`.
 
     The model runs as after `eval()`: without dropout, and by its stored statistics. The
     graph is that of any tuple whose first item is the model.
     """
     loss = LOSSES[loss_name]
 
-    def evaluation_step(state: nnx.State, batch: Batch) -> tuple[Metrics, ClickScores]:
+    def evaluation_step(state: nnx.State, batch: Batch) -> Metrics:
         model, *_ = nnx.merge(graphdef, state)
         model.eval()
         batch, hits = _find_ids(model, batch)
@@ -247,9 +212,7 @@ def make_evaluation_step(graphdef: nnx.GraphDef, loss_name: LossName) -> Evaluat
         labels, weights = jnp.asarray(batch.labels), jnp.asarray(batch.weights)
         metrics = loss.evaluate(outputs, labels, weights)
         metrics.update(hits)
-        return metrics, ClickScores(
-            predictions=outputs.predictions, labels=labels, weights=weights
-        )
+        return metrics
 
     return evaluation_step
 
@@ -284,14 +247,6 @@ def _outputs_of(model: Any, batch: Batch) -> Outputs:
             f"{list(batch.labels.shape)}, got {type(outputs).__name__} of {shapes}."
         )
     return outputs
-
-
-def _clip_dense(gradients: Gradients, max_norm: float) -> Gradients:
-    """Scales the dense gradients by `min(1, max_norm / (norm + 1e-6))`, as PyTorch."""
-    norm = optax.global_norm(gradients.dense)
-    factor = jnp.minimum(1.0, max_norm / (norm + 1e-6))
-    dense = jax.tree.map(lambda gradient: gradient * factor, gradients.dense)
-    return dataclasses.replace(gradients, dense=dense)
 
 
 def _counts_of(model: nnx.Module) -> StepMetrics:

@@ -142,8 +142,7 @@ class EventDataset:
                 raise DataError(
                     f"{log.name}: each id must be a row of its table, got {ids.max()} "
                     f"for table {name!r} of {self.table_sizes[name]} rows. Set "
-                    "table_sizes to the largest id plus 1, or "
-                    "YambdaSource.has_dense_ids=True."
+                    "table_sizes to the largest id plus 1."
                 )
 
     def _find_anchors(self) -> np.ndarray:

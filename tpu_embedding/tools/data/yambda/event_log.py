@@ -107,22 +107,6 @@ class EventLog:
             name=name,
         )
 
-    def with_dense_ids(self) -> "EventLog":
-        """Returns the log with new ids, which leave no number out.
-
-        Small extracts of Yambda keep the ids of the whole log, so their tables would
-        have mostly unused rows. New ids rise with the old ones. Users and items count
-        from 0, artists and albums from 1, because 0 is unknown.
-        """
-        items, new_items = np.unique(self.items, return_inverse=True)
-        return dataclasses.replace(
-            self,
-            users=_ranks(self.users),
-            items=new_items.astype(np.int32),
-            item_artists=_ranks(np.append(0, self.item_artists[items]))[1:],
-            item_albums=_ranks(np.append(0, self.item_albums[items]))[1:],
-        )
-
 
 def in_training_period(times: np.ndarray) -> np.ndarray:
     """Returns True for times in the benchmark's training period, given all times.
@@ -141,8 +125,3 @@ def _actions(columns: Mapping[str, np.ndarray]) -> np.ndarray:
     likes = np.where(types == EVENT_TYPES.index("like"), LIKED, 0)
     is_listen = types == EVENT_TYPES.index("listen")
     return np.where(is_listen, listens, likes).astype(np.uint8)
-
-
-def _ranks(values: np.ndarray) -> np.ndarray:
-    """Returns the int32 rank of each value among the different ones, from 0."""
-    return np.unique(values, return_inverse=True)[1].astype(np.int32)

@@ -33,16 +33,7 @@ EVENT_COLUMNS: Final = (
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class YambdaSource(EventSource):
-    """Source of `EventDataset`, from Yambda's Parquet files.
-
-    Attributes:
-      has_dense_ids: True gives users, items, artists and albums new ids that leave no
-        number out. The extracts of Yambda keep the ids of the whole log.
-
-    The others are those of `EventSource`.
-    """
-
-    has_dense_ids: bool = False
+    """Source of `EventDataset`, from Yambda's Parquet files."""
 
     def open(
         self, data_dir: pathlib.Path | None, *, batch_size: int, seed: int
@@ -54,8 +45,6 @@ class YambdaSource(EventSource):
         """
         del seed
         log = read_yambda(required_files(data_dir, "Yambda's Parquet files"))
-        if self.has_dense_ids:
-            log = log.with_dense_ids()
         return EventDataset(log, self, batch_size=batch_size)
 
 
