@@ -26,6 +26,7 @@ from settings import Setting, initial_table
 from sides.embedding_layer import table_features
 
 import tpu_embedding as te
+from tpu_embedding.export.row_formats import RowFormat
 
 SHAPES: Final[dict[str, dict[str, int]]] = {
     "one_hot": {"tables": 26, "dim": 32, "valence": 1},
@@ -37,7 +38,7 @@ SHAPES: Final[dict[str, dict[str, int]]] = {
 Ids = dict[str, np.ndarray]
 
 
-def stablehlo(setting: Setting, dtype: str) -> Callable[[Ids], list[np.ndarray]]:
+def stablehlo(setting: Setting, dtype: RowFormat) -> Callable[[Ids], list[np.ndarray]]:
     """Exports a layer; returns a call on the program."""
     features = table_features(setting)
     layer = te.TPUEmbedding(features, rngs=nnx.Rngs(0))
