@@ -173,6 +173,7 @@ def from_keras_config(
 def _fields_of(optimizer: KerasOptimizer) -> Mapping[str, Any]:
     """Returns the configuration of an optimizer, with its schedule as a function."""
     config = optimizer.get_config()
+    # The public `learning_rate` is its value at the step that Keras counts itself.
     schedule = getattr(optimizer, "_learning_rate", None)
     if isinstance(config.get("learning_rate"), Mapping) and callable(schedule):
         return {**config, "learning_rate": schedule}
@@ -331,9 +332,13 @@ def _rule_of_class(
         case "adagrad":
             return adagrad(rate, **own)
         case "adam":
-            numbers_of_adam = own["beta_1"], own["beta_2"], own["epsilon"]
             return adam(
-                rate, *numbers_of_adam, sum_inside_sqrt=False, bias_correction=True
+                rate,
+                own["beta_1"],
+                own["beta_2"],
+                own["epsilon"],
+                sum_inside_sqrt=False,
+                bias_correction=True,
             )
         case "rmsprop":
             return rmsprop(rate, **own)

@@ -15,6 +15,7 @@ import pytest
 import tpu_embedding as te
 from tests.conftest import GOLDEN
 from tpu_embedding.optimizers.keras import from_keras_config
+from tpu_embedding.optimizers.row_optimizer import row_optimizer_of
 from tpu_embedding.optimizers.table_rows import table_rows, table_rows_context
 
 KEPT_STEPS = (1, 3)
@@ -36,7 +37,9 @@ def dense_gradients(runs):
 
 
 def tables_of(rule, runs, occurrence_squares=None):
-    """Returns the table after `KEPT_STEPS`."""
+    """Returns the table after `KEPT_STEPS`; with squares, as a layer runs the rule."""
+    if occurrence_squares is not None:
+        rule = row_optimizer_of(rule).transformation
     table, kept = jnp.asarray(runs["start"]), []
     state = rule.init(table)
     for step, gradient in enumerate(dense_gradients(runs)):
