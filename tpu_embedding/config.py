@@ -243,8 +243,8 @@ class TableConfig:
 
 def _is_shape(value: Any) -> bool:
     """Returns True for sizes of axes, and for `(-1,)`."""
-    return value == (-1,) or (
-        isinstance(value, tuple) and all(is_int(n) and n >= 1 for n in value)
+    return isinstance(value, tuple) and (
+        value == (-1,) or all(is_int(n) and n >= 1 for n in value)
     )
 
 

@@ -5,7 +5,7 @@
 * `make_plan`: makes the plan, from all files below.
 * `plan`: the plan of a layer. `stack_plan`: plans of its stacks and tables.
 * `features`: plans of its features. `input_plan`: the part that loaders need.
-* `device_mesh`: orders devices in a mesh. `mesh_options`: checks mesh and axes.
+* `device_mesh`: orders devices in a mesh. `mesh_options`: mesh and hardware.
 * `placing`: chooses the axes that rows are split over. `stacking`: groups tables.
 * `forms`: the form of gathers and updates that suits the hardware.
 * `capacity`: ids and rows per round. `replicas`: how copies of a shard add gradients.

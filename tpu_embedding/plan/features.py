@@ -115,28 +115,10 @@ class FeatureNest:
         )
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class NamedFeatures:
-    """The leaves of a nest of `FeatureConfig`.
+def flatten_config(feature_config: Any) -> tuple[dict[str, FeatureConfig], Any]:
+    """Returns the leaves of a nest of `FeatureConfig` by name, and the nest.
 
-    Attributes:
-      configs: in the order of the leaves.
-      names: one per leaf, distinct.
-      tree: the structure of the nest.
-    """
-
-    configs: tuple[FeatureConfig, ...]
-    names: tuple[str, ...]
-    tree: Any
-
-    @property
-    def tables(self) -> list[TableConfig]:
-        """The table of each feature."""
-        return [config.table for config in self.configs]
-
-
-def flatten_config(feature_config: Any) -> NamedFeatures:
-    """Returns the leaves of a nest of `FeatureConfig`, with their names.
+    The name of a feature is its own, or else its path in the nest.
 
     Raises:
       ValueError: if the nest is empty, holds another value, or two features have the
@@ -160,22 +142,17 @@ def flatten_config(feature_config: Any) -> NamedFeatures:
                 "feature_config must be a nest of FeatureConfig, got "
                 f"{describe_value(leaf)} at {path!r}. {_way_to_feature(leaf)}"
             )
-    configs = tuple(config for _, config in leaves)
-    return NamedFeatures(configs=configs, names=_names_of(leaves), tree=tree)
-
-
-def _names_of(features: Sequence[tuple[str, FeatureConfig]]) -> tuple[str, ...]:
-    """Returns one name per feature: its own, or else its path in the nest."""
+    features: dict[str, FeatureConfig] = {}
     paths: dict[str, str] = {}
-    for path, config in features:
+    for path, config in leaves:
         name = config.name or path
-        if name in paths:
+        if name in features:
             raise ValueError(
                 f"FeatureConfig.name must be unique, got {name!r} twice, for the "
                 f"features at {paths[name]!r} and {path!r} of feature_config."
             )
-        paths[name] = path
-    return tuple(paths)
+        features[name], paths[name] = config, path
+    return features, tree
 
 
 def _way_to_feature(leaf: Any) -> str:
@@ -187,13 +164,15 @@ def _way_to_feature(leaf: Any) -> str:
 
 
 def plan_features(
-    features: NamedFeatures, table_names: Sequence[str], stacks: Sequence["StackPlan"]
+    features: Mapping[str, FeatureConfig],
+    table_names: Sequence[str],
+    stacks: Sequence["StackPlan"],
 ) -> tuple[FeaturePlan, ...]:
     """Returns one plan per feature.
 
     Args:
-      features: the leaves of the nest.
-      table_names: name of each of `features.tables`.
+      features: the features by name.
+      table_names: name of the table of each.
       stacks: hold these tables.
     """
     found = {
@@ -209,14 +188,16 @@ def plan_features(
             row_offset=found[table_name][1].row_offset,
             num_rows=found[table_name][1].num_rows,
         )
-        for name, config, table_name in zip(
-            features.names, features.configs, table_names, strict=True
+        for (name, config), table_name in zip(
+            features.items(), table_names, strict=True
         )
     )
 
 
-def find_tables(features: NamedFeatures, stacks: Sequence["StackPlan"]) -> list[str]:
-    """Returns the name of each of `features.tables` among the tables of some stacks.
+def find_tables(
+    features: Mapping[str, FeatureConfig], stacks: Sequence["StackPlan"]
+) -> list[str]:
+    """Returns the name of the table of each feature among those of some stacks.
 
     A table is found as the same object, or else as the only equal one.
 
@@ -225,7 +206,8 @@ def find_tables(features: NamedFeatures, stacks: Sequence["StackPlan"]) -> list[
     """
     tables = [(table.name, table.config) for s in stacks for table in s.tables]
     names, problems = [], []
-    for owner, table in zip(features.names, features.tables, strict=True):
+    for owner, feature in features.items():
+        table = feature.table
         found = [name for name, config in tables if config is table] or [
             name for name, config in tables if config == table
         ]

@@ -73,9 +73,10 @@ def make_plan(
     _check_options(capacity, optimizer)
     capacity = None if capacity is None else int(capacity)
     check_policy(placement, mesh)
-    features = flatten_config(feature_config)
-    tables = stacking.name_tables(features.tables, optimizer)
-    placed = place_tables(tables, features.configs, placement, mesh, _row_bytes)
+    features, tree = flatten_config(feature_config)
+    configs = list(features.values())
+    tables = stacking.name_tables([config.table for config in configs], optimizer)
+    placed = place_tables(tables, configs, placement, mesh, _row_bytes)
     stacks = tuple(
         _plan_stack(f"stack_{i}", group, mesh, capacity, hardware)
         for i, group in enumerate(stacking.stack_tables(placed))
@@ -83,7 +84,7 @@ def make_plan(
     return EmbeddingPlan(
         stacks=stacks,
         features=plan_features(features, [table.name for table in tables], stacks),
-        feature_tree=features.tree,
+        feature_tree=tree,
         mesh=mesh,
         hardware=hardware,
     )

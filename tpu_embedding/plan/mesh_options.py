@@ -1,4 +1,4 @@
-"""Checks the mesh of a plan, and the options of `make_plan` that name its axes."""
+"""Chooses the mesh and the hardware of a plan, and checks what the user gives."""
 
 from typing import Any
 

@@ -198,12 +198,12 @@ class EmbeddingPlan(FeatureNest):
           >>> [f.name for f in plan.with_features({"shown": candidates}).features]
           ['shown']
         """
-        features = flatten_config(feature_config)
+        features, tree = flatten_config(feature_config)
         table_names = find_tables(features, self.stacks)
         return dataclasses.replace(
             self,
             features=plan_features(features, table_names, self.stacks),
-            feature_tree=features.tree,
+            feature_tree=tree,
         )
 
     def for_loaders(self) -> InputPlan:
