@@ -73,14 +73,3 @@ def test_scatters_are_offloaded_where_there_are_sparse_cores(name):
     assert all(re.fullmatch(r"true|false|\d+", value) for value in options.values())
     if options:
         assert options["xla_tpu_enable_offloading_scatter_to_sparsecore"] == "true"
-
-
-def test_own_compiler_options():
-    info = hardware_by_name("v6e")
-    usual = dict(info.compiler_options)
-    own = {next(iter(usual)): "false", "other": "1"}
-    changed = info.with_compiler_options(own)
-    assert dict(changed.compiler_options) == usual | own
-    assert dataclasses.replace(changed, compiler_options=info.compiler_options) == info
-    assert hash(changed) != hash(info)
-    assert info.with_compiler_options({}) is info

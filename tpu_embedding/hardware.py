@@ -48,29 +48,6 @@ class HardwareInfo:
         """True for TPUs, which take XLA's TPU options and libtpu's topologies."""
         return self.line_lanes is not None
 
-    def with_compiler_options(self, options: Mapping[str, str]) -> "HardwareInfo":
-        """Returns this hardware with some compiler options added or replaced.
-
-        Args:
-          options: XLA's option names and their values, as strings.
-
-        Raises:
-          ValueError: if there are options and the hardware is not a TPU.
-
-        Example:
-          >>> hardware_by_name("v5e").with_compiler_options({"a": "1"}).compiler_options
-          (('a', '1'),)
-        """
-        if not options:
-            return self
-        if not self.is_tpu:
-            raise ValueError(
-                f"compiler_options must be empty on {self.name}, got {dict(options)}; "
-                "they apply to TPUs only, so leave them out."
-            )
-        merged = dict(self.compiler_options) | dict(options)
-        return dataclasses.replace(self, compiler_options=tuple(merged.items()))
-
 
 # Capacities: the "System architecture" page of each generation in Google Cloud's TPU
 # documentation (cloud.google.com/tpu/docs/v4, v5e, v5p, v6e, tpu7x). Lanes and
