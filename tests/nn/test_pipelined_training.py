@@ -187,11 +187,11 @@ class Randomized(OneTable):
         return self.linear(self.embedding(ids))[:, 0]
 
 
-@pytest.mark.parametrize("model_class", [Chained, Weighted, Shifted, Randomized])
+@pytest.mark.parametrize("model_class", [Weighted, Shifted, Randomized])
 def test_features_that_cannot_be_known_ahead_are_refused(model_class):
     model = model_class(2)
     optimizer = te.Optimizer(model, optax.sgd(0.1))
-    with pytest.raises(ValueError, match="must return the features with|call each TPU"):
+    with pytest.raises(ValueError, match="must return the features with"):
         one_table_step()(model, optimizer, SMALL_BATCH, None)
 
 
@@ -289,7 +289,8 @@ def test_dynamic_tables_are_refused():
         one_table_step()(layer, optimizer, SMALL_BATCH, None)
 
 
-def test_mode_exact_equals_a_plain_loop_and_compiles_once():
+@pytest.mark.parametrize("model_class", [OneTable, Chained])
+def test_mode_exact_equals_a_plain_loop_and_compiles_once(model_class):
     traces = []
 
     def counting_loss(model, batch):
@@ -303,7 +304,7 @@ def test_mode_exact_equals_a_plain_loop_and_compiles_once():
         return loss
 
     def make():
-        model = OneTable(2)
+        model = model_class(2)
         return model, te.Optimizer(model, optax.adam(0.1))
 
     batches = [(np.arange(6) + i, np.full(6, i, np.float32)) for i in range(6)]

@@ -30,6 +30,7 @@ from tpu_embedding.nn.layer_stats import (
 from tpu_embedding.nn.recording import (
     answer_call,
     guard_activations,
+    have_same_values,
     is_mapped,
     without_derivative,
 )
@@ -94,7 +95,7 @@ class DynamicStatsVariable(nnx.Variable):
 
 
 class RecordedCalls(nnx.Variable):
-    """Inside a loss: what the calls are given, followed by the record of each call."""
+    """Inside a loss: records of calls, and what the calls are given. Empty outside."""
 
 
 class GradientGuard(nnx.Param):
@@ -211,6 +212,9 @@ class TPUEmbedding(nnx.Module):
         self.followed_tables = FollowedTables()
         self.gradient_guard = GradientGuard(jnp.zeros(()))
         self.recorded = RecordedCalls(())
+        # Inside a pipelined step: features and the result of their lookup. After the
+        # call that takes the result, True if it had these features.
+        self.prefetched = RecordedCalls(())
         self.recording: Recording = "off"
 
     def __call__(
@@ -260,6 +264,11 @@ class TPUEmbedding(nnx.Module):
         return functional.expand(values, index, plan)
 
     def _look_up(self, features: Any, plan: EmbeddingPlan) -> functional.LookupResult:
+        prefetched = self.prefetched.get_value()
+        if len(prefetched) == 2:
+            expected, result = prefetched
+            self.prefetched.set_value((have_same_values(expected, features),))
+            return result
         tables = without_derivative(self.tables.get_value(), NO_DERIVATIVE)
         return functional.lookup(tables, features, plan)
 
@@ -363,4 +372,5 @@ class TPUEmbedding(nnx.Module):
         _, *calls = self.recorded.get_value()
         self.recording = "off"
         self.recorded.set_value(())
+        self.prefetched.set_value(())
         return tuple(calls)

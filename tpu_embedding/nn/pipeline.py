@@ -69,11 +69,11 @@ class PipelinedTrainStep:
         """Keeps the functions; nothing is compiled before the first call.
 
         Args:
-          loss_fn: `(model, batch) -> loss`, as for `tpu_embedding.value_and_grad`. It
-            calls each `TPUEmbedding` at most once.
-          features_of: function from a batch to the features that the loss gives to the
-            layer. For a model with several layers, to a dict of the features by path
-            of each layer that the loss calls.
+          loss_fn: `(model, batch) -> loss`, as for `tpu_embedding.value_and_grad`.
+          features_of: function from a batch to the features of the first call of the
+            layer in the loss. For a model with several layers, to a dict of these
+            features by the path of the layer. Further calls, and layers that it leaves
+            out, are looked up in the step itself.
           mode: `"exact"` for the numbers of a plain loop, `"stale"` to read rows before
             the update of the batch before.
           wrt: filter of the dense parameters.

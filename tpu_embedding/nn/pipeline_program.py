@@ -9,14 +9,13 @@ from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
 import jax
-import jax.numpy as jnp
 from flax import nnx
 
 from tpu_embedding import functional
 from tpu_embedding.gradients import Gradients
 from tpu_embedding.nn.embedding import TPUEmbedding
-from tpu_embedding.nn.recording import add_calls
-from tpu_embedding.nn.training import ModelLoss, embedding_layers
+from tpu_embedding.nn.training import embedding_layers, value_and_grad
+from tpu_embedding.plan.plan import EmbeddingPlan
 from tpu_embedding.plan.shard_map import constrain_first_axis
 from tpu_embedding.xla import read_before_write
 
@@ -78,7 +77,9 @@ class PipelineProgram:
             in_flight = _read(model, in_flight)
         else:
             begun = _read_before_update(model, begun)
-        result, gradients = self._differentiate(model, in_flight, batch)
+        self._prefetch(model, batch, in_flight)
+        compute = value_and_grad(self.loss_fn, wrt=self.wrt, has_aux=self.has_aux)
+        result, gradients = compute(model, batch)
         if self.transform_gradients is not None:
             gradients = self.transform_gradients(gradients)
         optimizer.update(model, gradients)
@@ -86,24 +87,28 @@ class PipelineProgram:
 
     def features_agree(
         self, graph: nnx.GraphDef, state: nnx.State, batch: Any
-    ) -> dict[str, jax.Array]:
+    ) -> dict[str, Any]:
         """Returns for each layer if the loss calls it with `features_of(batch)`.
 
         XLA removes all of the loss that leads to no features. Only its prints run.
         """
         model, _ = nnx.merge(graph, state)
-        loss = self._loss_of(model)
-        given: dict[str, Any] = dict.fromkeys(loss.plans, ())
-        for path, lookup in _read(model, self._route(model, batch)).items():
-            given[path] = (lookup,)
-        _, (_, calls) = loss.run(loss.dense, given, batch)
-        return {
-            path: _are_equal([features], list(calls[path]))
-            for path, features in self._features(model, batch).items()
-        }
+        lookups = _read(model, self._route(model, batch))
+        self._prefetch(model, batch, lookups)
+        self.loss_fn(model, batch)
+        layers = embedding_layers(model)
+        found = {path: layers[path].prefetched.get_value() for path in lookups}
+        # The result that no call has taken is still there.
+        return {path: len(x) == 1 and x[0] for path, x in found.items()}
+
+    def _prefetch(self, model: nnx.Module, batch: Any, lookups: InFlight) -> None:
+        """Gives the layers the lookups of a batch."""
+        layers = embedding_layers(model)
+        for path, features in self._features(model, batch).items():
+            layers[path].prefetched.set_value((features, lookups[path]))
 
     def _features(self, model: nnx.Module, batch: Any) -> dict[str, Any]:
-        """Returns the features of each layer that the loss calls, by its path."""
+        """Returns the features that are looked up early, by the path of the layer."""
         layers, features = embedding_layers(model), self.features_of(batch)
         if len(layers) == 1:
             return dict.fromkeys(layers, features)
@@ -120,7 +125,7 @@ class PipelineProgram:
         """Sends the ids of a batch to the owners of their rows."""
         layers = embedding_layers(model)
 
-        def route(plan: Any, features: Any) -> functional.Routing:
+        def route(plan: EmbeddingPlan, features: Any) -> functional.Routing:
             return jax.tree.map(
                 lambda leaf: constrain_first_axis(leaf, plan, plan.sample_axes),
                 functional.route(features, plan),
@@ -130,38 +135,6 @@ class PipelineProgram:
             path: route(layers[path].plan, features)
             for path, features in self._features(model, batch).items()
         }
-
-    def _differentiate(
-        self, model: nnx.Module, lookups: InFlight, batch: Any
-    ) -> tuple[Any, Gradients]:
-        """Computes the loss and its gradients, given the lookups of its batch.
-
-        The model keeps the variables that the loss changes.
-        """
-        loss = self._loss_of(model)
-
-        def run(dense: nnx.State, activations: dict[str, Any]) -> tuple[Any, Any]:
-            given: dict[str, Any] = dict.fromkeys(loss.plans, ())
-            for path, lookup in lookups.items():
-                own = activations[path]
-                given[path] = (dataclasses.replace(lookup, activations=own),)
-            value, (kept, _) = loss.run(dense, given, batch)
-            return value, kept
-
-        activations = {path: lookup.activations for path, lookup in lookups.items()}
-        compute = jax.value_and_grad(run, argnums=(0, 1), has_aux=True)
-        (value, (aux, rest)), (dense, cotangents) = compute(loss.dense, activations)
-        nnx.update(model, rest)
-        tables = {path: add_calls((), (), plan) for path, plan in loss.plans.items()}
-        for path, lookup in lookups.items():
-            tables[path] = add_calls(
-                (lookup.routing,), (cotangents[path],), loss.plans[path]
-            )
-        result = (value, aux) if self.has_aux else value
-        return result, Gradients(dense=dense, tables=tables)
-
-    def _loss_of(self, model: nnx.Module) -> ModelLoss:
-        return ModelLoss(self.loss_fn, model, wrt=self.wrt, has_aux=self.has_aux)
 
 
 def _read(model: nnx.Module, routed: InFlight) -> InFlight:
@@ -192,13 +165,3 @@ def _read_before_update(model: nnx.Module, routed: InFlight) -> InFlight:
     for path, of_layer in tables.items():
         layers[path].tables.set_value(of_layer)
     return lookups
-
-
-def _are_equal(expected: Any, found: Any) -> jax.Array:
-    """Returns True if two pytrees have the same structure and the same values."""
-    leaves, structure = jax.tree.flatten(expected)
-    others, other_structure = jax.tree.flatten(found)
-    if structure != other_structure:
-        return jnp.array(False)
-    pairs = zip(leaves, others, strict=True)
-    return jnp.all(jnp.array([jnp.array_equal(a, b) for a, b in pairs]))

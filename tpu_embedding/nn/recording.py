@@ -11,7 +11,7 @@ they keep what it returns: in a variable (NNX), or in an object (Linen).
 
 import functools
 from collections.abc import Callable
-from typing import Any, Final
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -26,12 +26,6 @@ from tpu_embedding.plan.plan import EmbeddingPlan
 from tpu_embedding.plan.shard_map import replicate, user_mesh, zeros_like
 from tpu_embedding.rows.packed_rows import PackedRows
 from tpu_embedding.types import LookupStats
-
-MORE_CALLS: Final = (
-    "The loss of a te.PipelinedTrainStep must call each TPUEmbedding once, and only "
-    "layers that features_of names, got a further call. Join the features of all calls "
-    "in one: outputs = model.embedding({'left': left, 'right': right})."
-)
 
 
 def differentiate(
@@ -107,7 +101,7 @@ def add_calls(
 
 
 def answer_call(
-    given: tuple[Any, ...] | None,
+    taps: tuple[Any, ...] | None,
     number: int,
     features: Any,
     plan: EmbeddingPlan,
@@ -116,34 +110,36 @@ def answer_call(
     """Answers one call of a layer inside a loss.
 
     Args:
-      given: None in the run that finds shapes. Otherwise one value per call: its taps,
-        or the result of a lookup that was made before the loss.
+      taps: the taps of each call; None in the run that finds their shapes.
       number: number of the call, from 0.
       features: features of the call.
       plan: plan of the features.
       look_up: looks them up.
 
     Returns:
-      Activations; stats, None without a lookup; and the record of the call. The record
-      is zeros like the activations in the run that finds shapes, the routing of a call
-      with taps, and the features of a call that was looked up before.
+      Activations, stats, and the record of the call: its routing. In the run that finds
+      shapes, the activations and the record are zeros, and there are no stats.
 
     Raises:
       TypeError: if the features hold ids of a dynamic table in place of rows.
-      ValueError: if a lookup was made for fewer calls.
     """
     rows_of_batch(features, plan)  # refuses ids
-    if given is None:
+    if taps is None:
         zeros = zeros_like(steps.activation_shapes(features, plan))
         return zeros, None, zeros
-    if number >= len(given):
-        raise ValueError(MORE_CALLS)
-    tap_or_result = given[number]
-    if isinstance(tap_or_result, steps.LookupResult):
-        return tap_or_result.activations, tap_or_result.stats, features
     result = look_up()
-    activations = attach_taps(tap_or_result, result.activations)
+    activations = attach_taps(taps[number], result.activations)
     return activations, result.stats, result.routing
+
+
+def have_same_values(expected: Any, found: Any) -> jax.Array:
+    """Returns True if two pytrees have the same structure and the same values."""
+    leaves, structure = jax.tree.flatten(expected)
+    others, other_structure = jax.tree.flatten(found)
+    if structure != other_structure:
+        return jnp.array(False)
+    pairs = zip(leaves, others, strict=True)
+    return jnp.all(jnp.array([jnp.array_equal(a, b) for a, b in pairs]))
 
 
 def is_mapped(tree: Any) -> bool:

@@ -74,37 +74,9 @@ def value_and_grad(
       >>> optimizer = te.Optimizer(layer, optax.adam(1e-3))
       >>> optimizer.update(layer, gradients)
     """
+    filters = (trained(wrt), EmbeddingTables, ...)
 
     def compute(model: nnx.Module, *args: Any, **kwargs: Any) -> Any:
-        loss = ModelLoss(loss_fn, model, wrt=wrt, has_aux=has_aux)
-
-        value, (aux, new_rest), gradients = differentiate(
-            lambda dense, taps: loss.run(dense, taps, *args, **kwargs),
-            loss.dense,
-            loss.plans,
-        )
-        nnx.update(model, new_rest)
-        return ((value, aux) if has_aux else value), gradients
-
-    return compute
-
-
-class ModelLoss:
-    """A loss of a model, as a function of the model's dense parameters.
-
-    Attributes:
-      dense: variables that the loss is differentiated by.
-      plans: path of each `TPUEmbedding` to its plan.
-    """
-
-    def __init__(
-        self,
-        loss_fn: Callable[..., Any],
-        model: nnx.Module,
-        *,
-        wrt: nnx.filterlib.Filter,
-        has_aux: bool,
-    ):
         layers = checked_layers(
             "te.value_and_grad",
             model,
@@ -113,41 +85,49 @@ class ModelLoss:
         )
         if any(layer.recording != "off" for layer in layers.values()):
             raise ValueError(IN_A_LOSS)
-        self.plans = {path: layer.plan for path, layer in layers.items()}
-        self._loss_fn, self._wrt, self._has_aux = loss_fn, trained(wrt), has_aux
-        self._graph, self.dense, self._tables, self._rest = nnx.split(
-            model, self._wrt, EmbeddingTables, ...
-        )
+        graph, dense, *others = nnx.split(model, *filters)
 
-    def run(
-        self,
-        dense: nnx.State,
-        given: dict[str, Any] | None,
-        *args: Any,
-        **kwargs: Any,
-    ) -> tuple[Any, tuple[tuple[Any, nnx.State], dict[str, tuple[Any, ...]]]]:
-        """Computes the loss on a copy of the model.
+        def run(dense: nnx.State, taps: dict[str, Any] | None) -> tuple[Any, Any]:
+            copy = nnx.merge(graph, dense, *others, copy=True)
+            with _recorded_calls(copy, taps) as calls:
+                result = loss_fn(copy, *args, **kwargs)
+            loss, aux = loss_and_aux(result, has_aux)
+            *_, rest = nnx.split(copy, *filters)
+            return loss, ((aux, rest), calls)
 
-        Args:
-          dense: dense parameters of the copy.
-          given: path of each layer to a value per call, see `recording.answer_call`.
-          *args: of the loss.
-          **kwargs: of the loss.
+        plans = {path: layer.plan for path, layer in layers.items()}
+        loss, (aux, new_rest), gradients = differentiate(run, dense, plans)
+        nnx.update(model, new_rest)
+        return ((loss, aux) if has_aux else loss), gradients
 
-        Returns:
-          The loss, and `((aux, rest), calls)`: the new values of the variables without
-          a gradient, and the records of each layer's calls.
-        """
-        copy = nnx.merge(self._graph, dense, self._tables, self._rest, copy=True)
-        layers = embedding_layers(copy)
-        for path, layer in layers.items():
-            layer.start_recording("recording", given and given[path])
-        with explain_branches():
-            result = self._loss_fn(copy, *args, **kwargs)
-        loss, aux = loss_and_aux(result, self._has_aux)
-        calls = {path: layer.stop_recording() for path, layer in layers.items()}
-        _, _, _, rest = nnx.split(copy, self._wrt, EmbeddingTables, ...)
-        return loss, ((aux, rest), calls)
+    return compute
+
+
+@contextlib.contextmanager
+def _recorded_calls(
+    model: nnx.Module, taps: dict[str, Any] | None
+) -> Iterator[dict[str, tuple[Any, ...]]]:
+    """Records the calls of a model's layers in the block.
+
+    Args:
+      model: a copy of the user's model.
+      taps: path of each layer to the taps of its calls, see `recording.answer_call`.
+
+    Yields:
+      A dict. After the block, it has the records of each layer's calls by its path.
+    """
+    layers = embedding_layers(model)
+    for path, layer in layers.items():
+        layer.start_recording("recording", taps and taps[path])
+    calls: dict[str, tuple[Any, ...]] = {}
+    try:
+        yield calls
+    except TypeError as error:
+        # nnx.cond and nnx.scan compare a model's variables before and after.
+        if RECORDED not in str(error):
+            raise
+        raise ValueError(CALL_OUTSIDE) from error
+    calls |= {path: layer.stop_recording() for path, layer in layers.items()}
 
 
 def trained(wrt: nnx.filterlib.Filter) -> nnx.filterlib.Filter:
@@ -176,21 +156,6 @@ def checked_layers(owner: str, model: nnx.Module, line: str) -> dict[str, TPUEmb
         check_type(f"{owner}: model", MODEL, model, line)
         raise ValueError(f"{NO_LAYER} {owner.replace('te.', 'nnx.')}.")
     return layers
-
-
-@contextlib.contextmanager
-def explain_branches() -> Iterator[None]:
-    """Explains the error of `nnx.cond` and `nnx.scan` around the call of a layer.
-
-    Flax compares the variables of a model before and after, among them the record of
-    the calls.
-    """
-    try:
-        yield
-    except TypeError as error:
-        if RECORDED not in str(error):
-            raise
-        raise ValueError(CALL_OUTSIDE) from error
 
 
 def embedding_layers(model: nnx.Module) -> dict[str, TPUEmbedding]:

@@ -254,5 +254,7 @@ def _where_planned(
     packed: PackedRows, stack: StackPlan, plan: EmbeddingPlan
 ) -> PackedRows:
     """Moves rows that are no result of this plan's programs to their devices."""
-    lines = jax.device_put(packed.lines, plan.rows_sharding(stack))
-    return dataclasses.replace(packed, lines=lines)
+    lines, sharding = packed.lines, plan.rows_sharding(stack)
+    if lines.sharding.is_equivalent_to(sharding, lines.ndim):
+        return packed
+    return dataclasses.replace(packed, lines=jax.device_put(lines, sharding))

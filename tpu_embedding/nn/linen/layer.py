@@ -68,13 +68,13 @@ class RecordingTables:
 
     Attributes:
       tables: tables of the layer.
-      given: see `recording.answer_call`.
+      taps: see `recording.answer_call`.
       path: path of the layer.
       recorder: records the calls of this run of the loss.
     """
 
     tables: LayerTables
-    given: tuple[Any, ...] | None
+    taps: tuple[Any, ...] | None
     path: str = dataclasses.field(metadata={"static": True})
     recorder: Recorder = dataclasses.field(metadata={"static": True})
 
@@ -91,7 +91,7 @@ class RecordingTables:
                 "modules, and give it to them."
             )
         activations, stats, record = answer_call(
-            self.given,
+            self.taps,
             len(self.recorder.calls[self.path]),
             features,
             plan,

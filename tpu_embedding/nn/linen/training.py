@@ -81,7 +81,7 @@ def value_and_grad(
             def record(path, tables):
                 return RecordingTables(
                     tables=tables,
-                    given=taps and taps[path],
+                    taps=taps and taps[path],
                     path=path,
                     recorder=recorder,
                 )
