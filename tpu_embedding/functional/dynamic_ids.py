@@ -207,9 +207,9 @@ def _insert_shard(
         directory = dataclasses.replace(directory, clock=clock[None])
 
     def start(rows, new: NewRows):
-        return start_rows(
-            *rows, new, directory.init_keys, stack, across_shards(stack, plan)
-        )
+        table, state = rows
+        all_reduce = across_shards(stack, plan)
+        return start_rows(table, state, new, directory.init_keys, stack, all_reduce)
 
     directory, rows, found, hits, counts = insert_rows(
         directory, start, (table, state), sources, clock, stack, plan
