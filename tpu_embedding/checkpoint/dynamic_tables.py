@@ -17,7 +17,7 @@ import numpy as np
 from tpu_embedding.checkpoint.records import DIRECTORY_ARRAY, ArrayRecord
 from tpu_embedding.checkpoint.split_state import LayerState
 from tpu_embedding.dynamic import Dynamic, Eviction, LeastFrequentlyUsed
-from tpu_embedding.functional.dynamic_ids import on_host, rows_in_directory
+from tpu_embedding.functional.ids_on_host import on_host, rows_in_directory
 from tpu_embedding.functional.placed_ids import PlacedIds, place_ids, with_placed_ids
 from tpu_embedding.plan.dynamic_rows import DynamicTablePlan, dynamic_tables
 from tpu_embedding.plan.stack_plan import StackPlan

@@ -23,7 +23,7 @@ from tpu_embedding.export.row_formats import (
 )
 from tpu_embedding.export.signature import ExportError, refuse_repeated
 from tpu_embedding.export.tensor_files import TensorSpec, create_file, writable_tensor
-from tpu_embedding.functional.dynamic_ids import DynamicRows, rows_in_directory
+from tpu_embedding.functional.ids_on_host import DynamicRows, rows_in_directory
 from tpu_embedding.nn.embedding import TPUEmbedding
 from tpu_embedding.nn.training import embedding_layers
 from tpu_embedding.plan.dynamic_rows import DynamicTablePlan, dynamic_tables

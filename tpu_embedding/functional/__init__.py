@@ -4,15 +4,14 @@
 have those around training, and `serving_lookup` that of an exported model.
 `finite_rates` tells if the next step's learning rates are finite.
 `expansion` gathers the rows of unique ids into the samples. `dynamic_ids` replaces ids
-of 64 bits by rows. The arrays are the stacked
-tables and slot variables of a plan; `flax_states` lets Flax save them.
+of 64 bits by rows; `ids_on_host` and `placed_ids` read and set them on the host. The
+arrays are the stacked tables and slot variables of a plan; `flax_states` lets Flax save
+them.
 """
 
 from tpu_embedding.functional import flax_states as _flax_states  # noqa: F401
-from tpu_embedding.functional.dynamic_ids import DynamicRows as DynamicRows
 from tpu_embedding.functional.dynamic_ids import FindResult as FindResult
 from tpu_embedding.functional.dynamic_ids import InsertResult as InsertResult
-from tpu_embedding.functional.dynamic_ids import dynamic_rows as dynamic_rows
 from tpu_embedding.functional.dynamic_ids import find_ids as find_ids
 from tpu_embedding.functional.dynamic_ids import insert_ids as insert_ids
 from tpu_embedding.functional.expansion import expand as expand
@@ -23,6 +22,8 @@ from tpu_embedding.functional.finite_rates import finite_rates as finite_rates
 from tpu_embedding.functional.following_slots import (
     with_table_values as with_table_values,
 )
+from tpu_embedding.functional.ids_on_host import DynamicRows as DynamicRows
+from tpu_embedding.functional.ids_on_host import dynamic_rows as dynamic_rows
 from tpu_embedding.functional.steps import LookupResult as LookupResult
 from tpu_embedding.functional.steps import Routing as Routing
 from tpu_embedding.functional.steps import activation_shapes as activation_shapes

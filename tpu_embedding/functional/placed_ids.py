@@ -10,7 +10,7 @@ import jax
 import numpy as np
 
 from tpu_embedding.dynamic import SLOTS_PER_BUCKET
-from tpu_embedding.functional.dynamic_ids import on_host
+from tpu_embedding.functional.ids_on_host import on_host
 from tpu_embedding.plan.dynamic_rows import DynamicTablePlan, dynamic_tables
 from tpu_embedding.plan.plan import EmbeddingPlan
 from tpu_embedding.plan.stack_plan import StackPlan

@@ -171,8 +171,8 @@ def _search(rising: Words, queries: Words) -> Int[Array, " queries"]:
     if len(rising) == 1:
         is_small = num_ids * num_queries <= _MAX_COMPARISONS
         method = "compare_all" if is_small else "scan"
-        places = jnp.searchsorted(rising[0], queries[0], method=method)
-        return places.astype(jnp.int32)
+        found = jnp.searchsorted(rising[0], queries[0], method=method)
+        return found.astype(jnp.int32)
 
     def halve(_, bounds: tuple[Array, Array]) -> tuple[Array, Array]:
         low, high = bounds

@@ -2,8 +2,8 @@
 
 It runs at the owner of the buckets. Everything is integer arithmetic on the set of all
 ids of a call, so neither their order, nor repeats, nor the number of devices changes a
-result. Most ids are known, and one line of the directory answers for each. Only unknown
-ids are sorted. The rules stand in docs/guides/dynamic_tables.md.
+result. Most ids are known, and one line of the directory answers for each. Unknown ids
+are sorted by bucket. The rules stand in docs/guides/dynamic_tables.md.
 """
 
 import dataclasses
@@ -23,24 +23,20 @@ from tpu_embedding.dynamic import (
     TimeToLive,
 )
 from tpu_embedding.lookup._admission import admit
-from tpu_embedding.lookup._dedup import rank_unique
+from tpu_embedding.lookup._dedup import rank_unique, unsort
 from tpu_embedding.lookup._mixed_ids import MixedIds, Pass, read_elements, set_elements
 from tpu_embedding.lookup._running_sums import running_sum
 from tpu_embedding.plan.dynamic_rows import DynamicTablePlan
 from tpu_embedding.rows.id_directory import IdDirectory, NewRows
 from tpu_embedding.rows.id_mixing import NO_ID
 from tpu_embedding.types import PADDING_ROW_ID
-from tpu_embedding.xla import read_before_write, run_if
+from tpu_embedding.xla import read_before_write
 
 _BUCKETS_PER_TURN: Final = 128
 """Buckets that one turn of the loop over new ids fills."""
 
 _IDS_PER_BLOCK: Final = 8192
 """Ids whose lines are read at once: 4 MiB."""
-
-_SHARE_OF_FEW: Final = 16
-_MIN_FEW: Final = 256
-"""If at most one id in 16 is unknown, only so many are sorted; small calls sort all."""
 
 _NO_LANE: Final = -1
 _EMPTY, _EVICTABLE, _TAKEN = range(3)
@@ -110,69 +106,14 @@ def insert(
     # Those of features that insert nothing too: a row of this step must not be evicted.
     # A second pass finds them noted, and changes nothing.
     directory = _note_use(directory, ids, lanes, is_known, tables[0].dynamic, now)
-    is_unknown = ids.is_id & ~is_known
-    rank = running_sum(is_unknown.astype(jnp.int32)) - 1
-    positions = jnp.full((num_ids,), num_ids, jnp.int32)
-    positions = positions.at[jnp.where(is_unknown, rank, num_ids)].set(
-        jnp.arange(num_ids, dtype=jnp.int32), mode="drop", wrap_negative_indices=False
-    )
-    num_unknown = rank[-1] + 1
-    state = (directory, lanes, _no_new_rows(num_ids), no_counts(len(tables)))
-
-    def insert_first(size, state):
-        """Inserts the unknown ids, which are at most `size`."""
-        return _insert_unknown(state, ids, positions[:size], tables, now, of_pass)
-
-    few = -(-num_ids // _SHARE_OF_FEW)
-    if few < _MIN_FEW:
-        state = insert_first(num_ids, state)
-    else:
-        has_few = (num_unknown > 0) & (num_unknown <= few)
-        state = run_if(has_few, functools.partial(insert_first, few), state)
-        has_many = num_unknown > few
-        state = run_if(has_many, functools.partial(insert_first, num_ids), state)
-    directory, lanes, new_rows, counts = state
-    used = directory.used_rows + counts.inserts - counts.evictions
-    directory = dataclasses.replace(directory, used_rows=used)
-    return directory, lanes, is_known, new_rows, counts
-
-
-def _no_new_rows(num_ids: int) -> NewRows:
-    words = jnp.zeros((num_ids,), jnp.uint32)
-    return NewRows(
-        rows=jnp.full((num_ids,), PADDING_ROW_ID, jnp.int32),
-        first=words,
-        second=words,
-        tables=jnp.zeros((num_ids,), jnp.int32),
-        count=jnp.int32(0),
-    )
-
-
-def _insert_unknown(
-    state: tuple[IdDirectory, Array, NewRows, Counts],
-    ids: MixedIds,
-    positions: Int[Array, " unknown"],
-    tables: Sequence[DynamicTablePlan],
-    now: UInt32[Array, ""],
-    of_pass: Pass,
-) -> tuple[IdDirectory, Array, NewRows, Counts]:
-    """Gives places to unknown ids.
-
-    Args:
-      state: directory, place of each id, new rows and counts.
-      ids: all ids of the call.
-      positions: positions of the unknown ones; the number of ids where unused.
-      tables: tables of the stack.
-      now: clock of this step.
-      of_pass: says what is done with the ids.
-    """
-    directory, lanes, _, _ = state
-    (num_ids,) = lanes.shape
-    unknown, order, ranks = _sort_unique(ids, positions)
-    may_insert = unknown.is_id & unknown.may_insert
-    dynamic = tables[0].dynamic
+    unknown, order, ranks = _sort_unique(ids, ids.is_id & ~is_known)
     directory, is_admitted = admit(
-        directory, unknown, may_insert, dynamic, now, of_pass
+        directory,
+        unknown,
+        unknown.is_id & unknown.may_insert,
+        tables[0].dynamic,
+        now,
+        of_pass,
     )
     is_admitted &= of_pass.fills
     directory, new_lanes, num_evicted = _fill_buckets(
@@ -187,31 +128,28 @@ def _insert_unknown(
         not_admitted=add_up(unknown.is_id & ~is_admitted & of_pass.fills),
         no_place=add_up(is_admitted & ~is_new),
     )
+    used = directory.used_rows + counts.inserts - counts.evictions
+    directory = dataclasses.replace(directory, used_rows=used)
     # Repeats have the place of the first.
     of_rank = jnp.full(new_lanes.shape, _NO_LANE, jnp.int32).at[ranks].max(new_lanes)
-    lanes = lanes.at[positions[order]].set(
-        of_rank[ranks], mode="drop", wrap_negative_indices=False
-    )
+    lanes = jnp.maximum(lanes, unsort(of_rank[ranks], order))
     rows = local_rows(unknown.buckets, new_lanes, tables, first_row=True)
-    return directory, lanes, _compact(unknown, rows, table_of, is_new, num_ids), counts
+    new_rows = _new_rows(unknown, rows, table_of, is_new)
+    return directory, lanes, is_known, new_rows, counts
 
 
 def _sort_unique(
-    ids: MixedIds, positions: Int[Array, " unknown"]
+    ids: MixedIds, is_sorted: Bool[Array, " ids"]
 ) -> tuple[MixedIds, Array, Array]:
-    """Sorts some ids by bucket and id; repeats are marked as no ids.
+    """Sorts some ids by bucket and id; others, and repeats, are marked as no ids.
 
     Returns:
-      The ids, the place of each in `positions`, and its rank among the different ones.
+      The ids, the place of each before sorting, and its rank among the different ones.
     """
-    (num_ids,) = ids.buckets.shape
-    at = jnp.minimum(positions, num_ids - 1)
-    buckets = jnp.where(positions < num_ids, ids.buckets[at], PADDING_ROW_ID)
-    (buckets, first, second), order, ranks = rank_unique(
-        buckets, ids.first[at], ids.second[at]
-    )
+    buckets = jnp.where(is_sorted, ids.buckets, PADDING_ROW_ID)
+    (buckets, first, second), order, ranks = rank_unique(buckets, ids.first, ids.second)
     is_first = jnp.diff(ranks, prepend=-1) != 0
-    flags = ids.may_insert[at][order].astype(jnp.int32)
+    flags = ids.may_insert[order].astype(jnp.int32)
     may_insert = jnp.zeros(flags.shape, jnp.int32).at[ranks].max(flags)[ranks] > 0
     unique = MixedIds(
         buckets=jnp.where(is_first, buckets, PADDING_ROW_ID),
@@ -460,14 +398,11 @@ def _sum_by_table(
     return jnp.sum(of_tables, axis=0, dtype=jnp.int32)
 
 
-def _compact(
-    ids: MixedIds,
-    rows: Array,
-    table_of: Array,
-    is_new: Bool[Array, " ids"],
-    size: int,
+def _new_rows(
+    ids: MixedIds, rows: Array, table_of: Array, is_new: Bool[Array, " ids"]
 ) -> NewRows:
-    """Moves new rows to the front of arrays of a size."""
+    """Moves new rows to the front."""
+    (size,) = is_new.shape
     rank = running_sum(is_new.astype(jnp.int32))
     places = jnp.where(is_new, rank - 1, size)
     padding = jnp.full((size,), PADDING_ROW_ID, jnp.int32)

@@ -5,10 +5,9 @@ from typing import Any, Final
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jaxtyping import Array, Float, Int, UInt32
 
-from tpu_embedding.initializers import RowFunction, RowInitializer, threefry_key
+from tpu_embedding.initializers import threefry_key
 from tpu_embedding.optimizers.rules._sums import CompensatedSum, coarse_part, is_sum
 from tpu_embedding.optimizers.table_rows import AllReduce, table_rows_context
 from tpu_embedding.plan.stack_plan import StackPlan, TrainedStackPlan
@@ -122,30 +121,23 @@ def initial_rows(
       init_keys: random keys of the tables.
       stack: gives the initializers.
     """
-    by_function: dict[RowFunction, list[int]] = {}
-    initializers: list[RowInitializer] = []
-    for i, table in enumerate(stack.tables):
-        initializer = table.row_initializer
-        assert initializer is not None, "TableConfig refuses others"
-        initializers.append(initializer)
-        by_function.setdefault(initializer.function, []).append(i)
+    initializers: list[Any] = [table.row_initializer for table in stack.tables]
     keys = [_pick(init_keys[:, i], tables) for i in range(2)]
     keys = jnp.stack(threefry(keys[0], keys[1], first, second), axis=1)
-    result = None
-    for function, members in by_function.items():
-        scalars = [initializers[i].scalars for i in members]
+    result = jnp.zeros((*tables.shape, stack.dim), jnp.float32)
+    for function in dict.fromkeys(x.function for x in initializers):
+        is_member = [x.function == function for x in initializers]
+        # The scalars of other tables are not used.
+        some = initializers[is_member.index(True)]
+        scalars = [
+            (x if x.function == function else some).scalars for x in initializers
+        ]
         parameters = [
-            _pick(jnp.asarray(_spread(values, members, len(initializers))), tables)
-            for values in zip(*scalars, strict=True)
+            _pick(jnp.asarray(values), tables) for values in zip(*scalars, strict=True)
         ]
         values = _rows_of(function, keys, parameters, stack.dim)
-        is_member = jnp.zeros(tables.shape, bool)
-        for i in members:
-            is_member |= tables == i
-        result = (
-            values if result is None else jnp.where(is_member[:, None], values, result)
-        )
-    assert result is not None
+        of_function = _pick(jnp.asarray(is_member), tables)
+        result = jnp.where(of_function[:, None], values, result)
     return result
 
 
@@ -160,13 +152,6 @@ def _rows_of(
     # The parameters of one table round as those of several do.
     keys, parameters = as_variables((keys, parameters))
     return jax.vmap(row)(keys, *parameters)
-
-
-def _spread(values: Any, members: list[int], size: int) -> np.ndarray:
-    """Returns one value per table of the stack; those of other tables are any."""
-    result = np.full(size, values[0])
-    result[members] = values
-    return result
 
 
 def _pick(values: Array, tables: Array) -> Array:
