@@ -94,8 +94,9 @@ def insert_ids(
 ) -> InsertResult:
     """Finds the rows of a batch's ids; new ids get rows, which start as new.
 
-    Call it once per step before the lookup, in the same `jit`, with tables and slots
-    donated. Ids of features with `find_only` get no rows.
+    Where the table is full, a new id takes the row of the id that the table's eviction
+    rule values least. Call it once per step before the lookup, in the same `jit`, with
+    tables and slots donated. Ids of features with `find_only` get no rows.
 
     Args:
       tables: stack name to rows, from `init_tables`.
@@ -103,11 +104,11 @@ def insert_ids(
       features: see `lookup`; those of dynamic tables hold `Ids64`, which
         `prepare_features` makes.
       plan: plan of the layer.
-      now: clock of the step, an integer from 1 to 2**32 - 1, the same in all calls of
-        a step. Ids used at one `now` count as used once and are not evicted at it, so
-        far fewer ids than the capacity should be used in a unit. It sets the clock of
-        the tables. None: that clock, which each step raises by 1. So is a value in a
-        traced step that is out of range.
+      now: time of the step, an integer from 1 to 2**32 - 1, the same in all calls of
+        a step. It becomes the tables' clock. Ids used at one `now` count as used once,
+        and keep their rows until the next: give values that rise long before as many
+        ids are used as the table has rows. None: the tables' clock, which each step
+        raises by 1. A traced value out of range counts as None.
 
     Returns:
       Tables, slots, the batch with row numbers, and counts.

@@ -166,31 +166,11 @@ class TPUEmbedding(nnx.Module):
           ValueError: if the configuration contradicts itself, or the layer is made
             inside a Linen module.
         """
-        if current_linen_module() is not None:
-            raise ValueError(
-                "te.TPUEmbedding cannot be made inside a Linen module, such as "
-                "nnx.bridge.ToLinen, which would make new tables in every call; use "
-                "te.linen.TPUEmbedding(plan) there."
-            )
-        if pipeline_execution_with_tensor_core:
-            raise ValueError(
-                "pipeline_execution_with_tensor_core must be False, got "
-                f"{pipeline_execution_with_tensor_core!r}: a layer alone cannot look "
-                "ahead. Train with te.PipelinedTrainStep(loss_fn, features_of=..., "
-                "mode='stale'), which computes what TensorFlow does, or with "
-                "mode='exact'."
-            )
-        line = "te.TPUEmbedding(feature_config, optimizer, rngs=nnx.Rngs(0))"
-        check_type("te.TPUEmbedding: rngs", RNGS, rngs, line)
-        if plan is not None:
-            line = "te.TPUEmbedding(None, plan=plan, rngs=nnx.Rngs(0))"
-            check_type("te.TPUEmbedding: plan", PLAN, plan, line)
+        _check_arguments(pipeline_execution_with_tensor_core, rngs, plan)
         if plan is None:
+            placement = placement_of_embedding_feature(embedding_feature)
             plan = make_plan(
-                feature_config,
-                mesh,
-                optimizer=optimizer,
-                placement=placement_of_embedding_feature(embedding_feature),
+                feature_config, mesh, optimizer=optimizer, placement=placement
             )
         elif (optimizer, mesh, embedding_feature) != (None, None, None):
             raise ValueError(
@@ -374,3 +354,28 @@ class TPUEmbedding(nnx.Module):
         self.recorded.set_value(())
         self.prefetched.set_value(())
         return tuple(calls)
+
+
+def _check_arguments(
+    pipeline_execution_with_tensor_core: bool, rngs: Any, plan: Any
+) -> None:
+    """Refuses a layer within Linen modules, and arguments of another type."""
+    if current_linen_module() is not None:
+        raise ValueError(
+            "te.TPUEmbedding cannot be made inside a Linen module, such as "
+            "nnx.bridge.ToLinen, which would make new tables in every call; use "
+            "te.linen.TPUEmbedding(plan) there."
+        )
+    if pipeline_execution_with_tensor_core:
+        raise ValueError(
+            "pipeline_execution_with_tensor_core must be False, got "
+            f"{pipeline_execution_with_tensor_core!r}: a layer alone cannot look "
+            "ahead. Train with te.PipelinedTrainStep(loss_fn, features_of=..., "
+            "mode='stale'), which computes what TensorFlow does, or with "
+            "mode='exact'."
+        )
+    line = "te.TPUEmbedding(feature_config, optimizer, rngs=nnx.Rngs(0))"
+    check_type("te.TPUEmbedding: rngs", RNGS, rngs, line)
+    if plan is not None:
+        line = "te.TPUEmbedding(None, plan=plan, rngs=nnx.Rngs(0))"
+        check_type("te.TPUEmbedding: plan", PLAN, plan, line)

@@ -150,7 +150,7 @@ class Optimizer(nnx.Module):
           features: batch of the layer, from its `prepare`.
           layer: path of the layer; None: the only one with dynamic tables.
           now: clock of the step, an integer from 1 to 2**32 - 1. None: the number of
-            the step. Far fewer ids than the capacity should be used in a unit of it.
+            the step. See `tpu_embedding.functional.insert_ids`.
 
         Returns:
           The batch with row numbers for features of dynamic tables, which the layer

@@ -151,6 +151,11 @@ fraction_below_one = _all_of(_fraction_below_one, _is_below_one)
 step_size = _all_of(finite, _descends)
 
 
+def may_be_positive(value: Any) -> bool:
+    """Returns False for a number that is not positive; a traced value may be any."""
+    return not positive(value).problem
+
+
 def int_from(minimum: int, value: Any) -> Check:
     """Checks that a value is an integer, not below the minimum."""
     text = f"an int of at least {minimum}"

@@ -63,10 +63,12 @@ def with_slot_storage(
     check_slot_storage("with_slot_storage", dtype, initializers)
     values = dict(initializers or {})
 
-    def store(rule: optax.GradientTransformation) -> optax.GradientTransformation:
+    def store(inner: optax.GradientTransformation) -> optax.GradientTransformation:
+        # `shapes` is a tree like the state: the shape and type of a row of each slot,
+        # and None for leaves that are no slots.
         def init(rows: Any) -> Any:
-            state = rule.init(rows)
-            shapes = slot_row_shapes(rule, rows.shape[1:])
+            state = inner.init(rows)
+            shapes = slot_row_shapes(inner, rows.shape[1:])
             _check_names(values, shapes)
             state = jax.tree_util.tree_map_with_path(
                 lambda path, shape, leaf: _initial(path, shape, leaf, values),
@@ -77,9 +79,9 @@ def with_slot_storage(
             return _cast(shapes, state, lambda shape: _stored_dtype(shape, dtype))
 
         def update(updates: Any, state: Any, rows: Any) -> tuple[Any, Any]:
-            shapes = slot_row_shapes(rule, updates.shape[1:])
+            shapes = slot_row_shapes(inner, updates.shape[1:])
             state = _cast(shapes, state, lambda shape: shape.dtype)
-            updates, state = rule.update(updates, state, rows)
+            updates, state = inner.update(updates, state, rows)
             stored = _cast(shapes, state, lambda shape: _stored_dtype(shape, dtype))
             return updates, stored
 

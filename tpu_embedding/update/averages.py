@@ -4,6 +4,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jaxtyping import Array, Float
 
 from tpu_embedding.optimizers.rules._adafactor_state import AdafactorState
 from tpu_embedding.optimizers.rules._averages import catch_up
@@ -32,34 +33,35 @@ def swap_in_averages(
       The new table, and the state with which training may continue.
     """
     (node,) = averaged_nodes(state)
-    count, momentum = node.count, node.average_momentum
-    # Steps that only collected gradients averaged as well.
+    # A step that only collected its gradient left the rows as they were, and their
+    # averages take it in, too.
     waiting = sum(x.step for x in _nodes(state, KeptGradientState))
     rows = [table, node.averages, node.average_counts]
     blocks = blocks_of([packed.layout for packed in rows])
 
-    def swap_block(block: Any, carry: Any) -> Any:
+    def swap_block(block: tuple[Any, int], carry: tuple[Any, Array]) -> Any:
+        """Swaps the rows of a block; adds their squares to those of each table."""
         start, size = block
         (table, averages, counts), squares = carry
-        old = read_block(table, start, size)
-        missed = (count - read_block(counts, start, size) + waiting)[:, None]
-        new = catch_up(read_block(averages, start, size), old, missed, momentum)
-        stored = store_rows(new, table.layout)
-        kept = load_rows(stored, table.layout)
-        row_ids = start + jnp.arange(size, dtype=jnp.int32)
-        everything = jnp.ones(size, bool)
-        known = shard_rows(row_ids, everything, lambda x, _: x, stack)
-        squares = squares + known.total(jnp.sum(jnp.square(kept), axis=1))
-        caught_up = jnp.broadcast_to(count, (size,))
-        parts = (stored, new, caught_up)
-        written = [
-            write_block(packed, start, part)
-            for packed, part in zip((table, averages, counts), parts, strict=True)
+        missed = node.count - read_block(counts, start, size) + waiting
+        averaged = catch_up(
+            read_block(averages, start, size),
+            read_block(table, start, size),
+            missed[:, None],
+            node.average_momentum,
+        )
+        stored = store_rows(averaged, table.layout)
+        squares += _squares_by_table(load_rows(stored, table.layout), start, stack)
+        new_rows = [
+            write_block(table, start, stored),
+            write_block(averages, start, averaged),
+            write_block(counts, start, jnp.broadcast_to(node.count, (size,))),
         ]
-        return written, squares
+        return new_rows, squares
 
+    # The first block has a size of its own; a loop takes the others.
     carry = swap_block(blocks.first, (rows, jnp.zeros(len(stack.tables))))
-    carry = blocks.loop(lambda i, x: swap_block((i, blocks.size), x), carry)
+    carry = blocks.loop(lambda start, x: swap_block((start, blocks.size), x), carry)
     (new_table, averages, counts), squares = carry
     new_node = node._replace(
         averages=averages,
@@ -69,6 +71,17 @@ def swap_in_averages(
     return new_table, jax.tree.map(
         lambda x: new_node if x is node else x, state, is_leaf=lambda x: x is node
     )
+
+
+def _squares_by_table(
+    values: Float[Array, "size dim"], start: Any, stack: TrainedStackPlan
+) -> Float[Array, " tables"]:
+    """Returns the sum of squares of a block of stored rows, for each table."""
+    (size, _) = values.shape
+    row_ids = start + jnp.arange(size, dtype=jnp.int32)
+    # Of this shard: the caller adds up the shards once, after the last block.
+    rows = shard_rows(row_ids, jnp.ones(size, bool), lambda x, _: x, stack)
+    return rows.total(jnp.sum(jnp.square(values), axis=1))
 
 
 def averaged_nodes(state: Any) -> list[AdafactorState]:

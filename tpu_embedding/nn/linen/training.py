@@ -164,9 +164,10 @@ class TrainState(struct.PyTreeNode):
         """
         check_rule("te.linen.TrainState", tx, "tx", DENSE_EXAMPLE)
         layers = layer_tables(variables)
-        plan = next(iter(layers.values())).plan
+        plan = next(iter(layers.values())).plan  # all layers have one mesh
+        # The optimizer's state then lies as the parameters do.
         on_mesh = replicate_on_mesh({**variables}, plan)
-        slots = init_model_slots(layers)
+        slots = init_model_slots(layers)  # tables lie on the mesh from the start
         params = on_mesh.get("params", {})
         opt_state = tx.init(params)
         with_slots = [(tables.plan, slots[path]) for path, tables in layers.items()]
@@ -180,6 +181,7 @@ class TrainState(struct.PyTreeNode):
             slots=slots,
             **fields,
         )
+        # Step counts are new arrays, and lie on one device.
         return replicate_on_mesh(state, plan)
 
     def apply_gradients(
@@ -241,7 +243,7 @@ class TrainState(struct.PyTreeNode):
           features: batch of the layer, from `prepare_features`.
           layer: path of the layer; None: the only one with dynamic tables.
           now: clock of the step, an integer from 1 to 2**32 - 1. None: the number of
-            the step. Far fewer ids than the capacity should be used in a unit of it.
+            the step. See `tpu_embedding.functional.insert_ids`.
           with_stats: True returns counts, too.
 
         Returns:

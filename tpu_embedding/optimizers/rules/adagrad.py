@@ -18,6 +18,7 @@ from tpu_embedding.optimizers.checks import (
     Check,
     check_hyperparameters,
     checks_ranges,
+    may_be_positive,
     non_negative,
     positive,
 )
@@ -194,12 +195,12 @@ def scale_by_rowwise_adagrad(
     Raises:
       ValueError: if a value is out of its range.
     """
-    if positive(epsilon).problem:
+    if not may_be_positive(epsilon):
         check_hyperparameters(
             "rowwise_adagrad",
             initial_accumulator_value=positive(initial_accumulator_value),
         )
-    decays = not positive(weight_decay).problem
+    decays = may_be_positive(weight_decay)
 
     def init(params):
         return ScaleByAdagradState(

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import optax
 
 from tpu_embedding.optimizers.array_rules import for_each_array
-from tpu_embedding.optimizers.checks import fraction_below_one, positive
+from tpu_embedding.optimizers.checks import fraction_below_one, may_be_positive
 from tpu_embedding.optimizers.options import CommonOptions, takes_common_options
 
 VelocityOf = Literal["element", "row"]
@@ -310,6 +310,6 @@ def _moment_steps(
     moments = scale_by_corrected_moments(*betas, epsilon, velocity_of=velocity_of)
     # A weight decay of 0 does not read rows. Both transformations have an empty state,
     # so the state stays valid if a later step passes a traced weight decay.
-    decays = not positive(weight_decay).problem
+    decays = may_be_positive(weight_decay)
     decay = optax.add_decayed_weights(weight_decay) if decays else optax.identity()
     return moments, decay
