@@ -27,7 +27,8 @@ def errors_of_writing(path: str | os.PathLike[str]) -> Iterator[None]:
         # tensorstore and orbax raise all of them for a full disk.
         raise CheckpointError(
             f"The checkpoint {path} cannot be written: {_first_words(error)}. "
-            "Make room on the disk, or give a directory that can be written."
+            "Make room on the disk, give a directory that can be written, or convert "
+            "a leaf whose dtype no file can hold."
         ) from error
 
 

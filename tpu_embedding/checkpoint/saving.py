@@ -1,10 +1,15 @@
 """`te.save` and `te.restore`: the state of a training in one directory."""
 
+import contextlib
+import fcntl
 import os
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
+import jax
+import numpy as np
 import orbax.checkpoint as ocp
+from etils import epath
 
 from tpu_embedding.checkpoint.differences import (
     DenseChoice,
@@ -40,8 +45,9 @@ def save(
       description: JSON values to keep with the state.
 
     Raises:
-      CheckpointError: if the directory exists, or the files cannot be written.
-      TypeError: if a leaf is no number, or has a dtype that no file can hold.
+      CheckpointError: if the directory exists, or the files cannot be written, as with
+        a dtype that no file can hold.
+      TypeError: if a leaf is no number.
       ValueError: if the plan of some tables is not known.
 
     Example:
@@ -59,10 +65,43 @@ def save(
     """
     args = SaveState(state, plan=plan, description=description or {})
     path = checkpoint_path(directory)
-    if path.exists():
-        raise CheckpointError(f"The directory {path} exists; give another one.")
-    with errors_of_writing(path), ocp.Checkpointer(StateHandler()) as checkpointer:
+    with (
+        errors_of_writing(path),
+        _new_path(path),
+        ocp.Checkpointer(StateHandler()) as checkpointer,
+    ):
         checkpointer.save(path, args=args)
+
+
+@contextlib.contextmanager
+def _new_path(path: epath.Path) -> Iterator[None]:
+    """Refuses a path that exists; another save into its folder waits meanwhile.
+
+    Orbax writes under a temporary name, which two saves to one path would share. The
+    first process of a job decides for all. Stores such as `gs://` have no locks.
+    """
+    exists, error = False, None
+    with contextlib.ExitStack() as ends:
+        if jax.process_index() == 0:
+            try:
+                if "://" not in os.fspath(path):
+                    path.parent.mkdir(parents=True, exist_ok=True)
+                    folder = os.open(path.parent, os.O_RDONLY)
+                    ends.callback(os.close, folder)  # This frees the lock.
+                    with contextlib.suppress(OSError):  # some network file systems
+                        fcntl.flock(folder, fcntl.LOCK_EX)
+                exists = path.exists()
+            except OSError as found:
+                error = found
+        flags = np.array([exists, error is not None])
+        exists, fails = ocp.multihost.broadcast_one_to_all(flags)
+        if exists:
+            raise CheckpointError(f"The directory {path} exists; give another one.")
+        if fails:
+            raise error or CheckpointError(
+                f"The first process of the job cannot make {path}; see its error."
+            )
+        yield
 
 
 def restore(

@@ -19,21 +19,28 @@ RowFormat = Literal["float32", "bfloat16", "int8"]
 _MAX_CODE: Final = np.float32(255)
 
 
-def stored_spec(vocabulary_size: int, dim: int, row_format: RowFormat) -> TensorSpec:
-    """Returns the shape and dtype of a table's array.
+def check_row_format(row_format: str) -> None:
+    """Refuses a format of rows that is none of `RowFormat`.
+
+    Every process of a job calls it before a collective, or the others would wait.
 
     Raises:
-      ExportError: if the format is none of `RowFormat`.
-
-    Example:
-      >>> stored_spec(100, 16, "int8").shape
-      (100, 24)
+      ExportError: if it is unknown.
     """
     if row_format not in get_args(RowFormat):
         raise ExportError(
             f"dtype of the exported tables must be one of {get_args(RowFormat)}, got "
             f"{row_format!r}."
         )
+
+
+def stored_spec(vocabulary_size: int, dim: int, row_format: RowFormat) -> TensorSpec:
+    """Returns the shape and dtype of a table's array.
+
+    Example:
+      >>> stored_spec(100, 16, "int8").shape
+      (100, 24)
+    """
     if row_format == "int8":
         shape = (vocabulary_size, dim + SCALE_AND_BIAS_BYTES)
         return TensorSpec(shape, np.dtype(np.uint8))

@@ -30,7 +30,7 @@ from tpu_embedding.export.layer_tables import (
     tables_of_model,
     write_table_files,
 )
-from tpu_embedding.export.row_formats import RowFormat
+from tpu_embedding.export.row_formats import RowFormat, check_row_format
 from tpu_embedding.export.serving_program import make_program
 from tpu_embedding.export.signature import ExportError, Signature
 from tpu_embedding.export.tensor_files import read_tensors
@@ -81,6 +81,7 @@ def save(
       >>> served({"watched": np.array([3, 4, 5])})["watched"].shape
       (3, 4)
     """
+    check_row_format(dtype)
     program = make_program(
         model, example, method=method, row_format=dtype, batch_size=batch_size
     )
@@ -125,6 +126,7 @@ def save_tables(
       >>> [path.name for path in (directory / "tables").iterdir()]
       ['movie.safetensors']
     """
+    check_row_format(dtype)
     tables = tables_of_model(model)
     with new_directory(directory) as path:
         write_table_files(path, tables, dtype)

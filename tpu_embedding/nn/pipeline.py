@@ -98,6 +98,7 @@ class PipelinedTrainStep:
             transform_gradients=transform_gradients,
         )
         self._jitted: tuple[Any, Any] | None = None
+        self._structure: Any = None
         self._pending: _Pending | None = None
 
     def __call__(
@@ -110,7 +111,8 @@ class PipelinedTrainStep:
             place.
           optimizer: optimizer of the model.
           batch: to train on. It is the `next_batch` of the call before, the same
-            object, unless that was None or there was none.
+            object, unless that was None or there was none. A loader that reuses its
+            buffers must copy them: two batches are alive at a time.
           next_batch: the batch of the next call. None finishes: after the last batch,
             and before something else changes the model. In mode `"stale"`, the rows
             of `next_batch` are those of the tables in this call.
@@ -122,7 +124,8 @@ class PipelinedTrainStep:
           ValueError: if `batch` is another one than the call before announced; if the
             loss gives other features to a layer than `features_of` returns, which the
             first call checks; or if a batch is in flight for another model, or, in mode
-            `"stale"`, for a model that something else has trained.
+            `"stale"`, for a model whose tables or count of steps something else has
+            changed.
         """
         begin, advance = self._compile_lazily(model, optimizer)
         if self._pending is None:
@@ -139,7 +142,7 @@ class PipelinedTrainStep:
         nnx.update((model, optimizer), state)
         self._pending = None
         if next_batch is not None:
-            owners = (model, optimizer, optimizer.dense.step.get_value())
+            owners = (model, optimizer, _written_by_steps(model, optimizer))
             self._pending = _Pending(next_batch, own_next, next_in_flight, owners)
         return result
 
@@ -151,7 +154,8 @@ class PipelinedTrainStep:
                 raise ValueError(
                     "PipelinedTrainStep's features_of must return the features with "
                     f"which the loss calls the layer {path!r}, got others, or the loss "
-                    "does not call it. Features that depend on activations, on "
+                    "does not call it. Weights belong to the features: te.DenseIds("
+                    "ids=..., weights=...). Features that depend on activations, on "
                     "parameters or on random numbers are not there when the next "
                     "lookup begins: use te.value_and_grad for such a model."
                 )
@@ -168,21 +172,22 @@ class PipelinedTrainStep:
                 "      loss = step(model, optimizer, batch, next_batch)\n"
                 "To drop the announced batch, make a new PipelinedTrainStep."
             )
-        of_model, of_optimizer, num_steps = pending.owners
+        of_model, of_optimizer, written = pending.owners
         if of_model is not model or of_optimizer is not optimizer:
             raise ValueError(
                 "PipelinedTrainStep has a batch in flight for another model or "
                 "optimizer than it got. Finish with those first, by next_batch=None, "
                 "or make one PipelinedTrainStep per model."
             )
-        is_same = optimizer.dense.step.get_value() is num_steps
+        now = _written_by_steps(model, optimizer)
+        is_same = all(x is y for x, y in zip(now, written, strict=True))
         if self._program.mode == "stale" and not is_same:
             raise ValueError(
                 "PipelinedTrainStep with mode='stale' has rows in flight, and "
-                "something else has changed the optimizer since, such as "
-                "Optimizer.update or a restored checkpoint. Give next_batch=None "
-                "before such a change. To go on without the batch in flight, make a "
-                "new PipelinedTrainStep."
+                "something else has changed tables or optimizer since, such as "
+                "Optimizer.update, set_embedding_tables or a restored checkpoint. Give "
+                "next_batch=None before such a change. To go on without the batch in "
+                "flight, make a new PipelinedTrainStep."
             )
 
     def _compile_lazily(
@@ -192,13 +197,18 @@ class PipelinedTrainStep:
 
         The first call puts variables that lie on one device on the mesh.
         """
-        leaves = jax.tree.leaves(nnx.state((model, optimizer)))
+        leaves, structure = jax.tree.flatten(nnx.state((model, optimizer)))
         if any(isinstance(leaf, Tracer) for leaf in leaves):
             raise ValueError(
                 "PipelinedTrainStep compiles the step itself, and got a model inside "
                 "jit; call it outside of nnx.jit and jax.jit."
             )
         if self._jitted is not None:
+            if structure != self._structure:
+                raise ValueError(
+                    "PipelinedTrainStep has compiled its step for a model and an "
+                    "optimizer with other variables. Make a new PipelinedTrainStep."
+                )
             return self._jitted
         plans = [layer.plan for layer in embedding_layers(model).values()]
         if not plans:
@@ -218,12 +228,13 @@ class PipelinedTrainStep:
         jit = functools.partial(jax.jit, static_argnums=0, compiler_options=options)
         # The new state keeps the shardings, so that the second call compiles nothing.
         state = nnx.state((model, optimizer))
-        shardings = jax.tree.map(lambda leaf: leaf.sharding, state)
+        shardings = jax.tree.map(lambda leaf: getattr(leaf, "sharding", None), state)
         advance = jit(
             self._program.advance,
             donate_argnums=1,
             out_shardings=(shardings, None, None),
         )
+        self._structure = structure
         self._jitted = jit(self._program.begin), advance
         return self._jitted
 
@@ -235,15 +246,21 @@ class _Pending(NamedTuple):
       announced: the batch, as the user gave it.
       batch: for the loss, with copies of host memory.
       in_flight: what the program returned for it.
-      owners: model, optimizer, and its count of steps.
+      owners: model, optimizer, and the arrays that each step writes anew.
     """
 
     announced: Any
     batch: Any
     in_flight: InFlight
-    owners: tuple[nnx.Module, Optimizer, jax.Array]
+    owners: tuple[nnx.Module, Optimizer, list[jax.Array]]
+
+
+def _written_by_steps(model: nnx.Module, optimizer: Optimizer) -> list[jax.Array]:
+    """Returns the tables' arrays and the count of steps."""
+    tables = [layer.tables.get_value() for layer in embedding_layers(model).values()]
+    return [*jax.tree.leaves(tables), optimizer.dense.step.get_value()]
 
 
 def _own_copy(leaf: Any) -> Any:
-    # The batch is read again in the next call, and loaders reuse their buffers.
+    # The next call reads the batch again; its array may change until then.
     return np.array(leaf) if isinstance(leaf, np.ndarray) else leaf

@@ -53,7 +53,7 @@ LOCK_FILE: Final = "run.lock"
 PROFILE_DIR: Final = "profile"
 
 STEPS_IN_FLIGHT: Final = 2
-"""Steps that are dispatched before the host reads their metrics.
+"""Steps that are dispatched before the host waits for the first of them.
 
 One step in flight hides the host's work behind the devices'. Many steps would keep many
 batches in device memory."""
