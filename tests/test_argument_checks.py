@@ -176,7 +176,7 @@ TRAINING = {
     "update: loss and gradients": (
         lambda x: x.optimizer.update(x.model, (0.0, x.gradients)),
         "got tuple",
-        "gradients of tpu_embedding.value_and_grad",
+        "the gradients of value_and_grad",
         "optimizer.update(model, gradients)",
     ),
     "loss: nested": (

@@ -332,9 +332,12 @@ def _row_id_rows(
     key: jax.Array, row_ids: Int[Array, " rows"], dim: int, offset: jax.Array
 ) -> Float[Array, "rows dim"]:
     del key
-    shape = (row_ids.shape[0], dim)
-    rows = jax.lax.broadcast_in_dim(row_ids + offset, shape, (0,))
-    return rows.astype(jnp.float32)
+    sums = row_ids + offset
+    # A sum of int32 is exact; beyond 2**31 it wraps.
+    wraps = (offset > 0) & (sums < row_ids)
+    rounded = row_ids.astype(jnp.float32) + offset.astype(jnp.float32)
+    rows = jnp.where(wraps, rounded, sums.astype(jnp.float32))
+    return jax.lax.broadcast_in_dim(rows, (row_ids.shape[0], dim), (0,))
 
 
 def _symmetric(bits: UInt32[Array, "*shape"]) -> Float[Array, "*shape"]:

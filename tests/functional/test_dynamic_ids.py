@@ -374,7 +374,7 @@ def test_an_optimizer_of_another_model_is_refused():
 
     model = Model(plan_of())
     optimizer = te.Optimizer(Others(), optax.sgd(0.1))
-    message = r"layers \['embedding'\]; the optimizer has \['items'\]. Make"
+    message = r"layers \['items'\], got one with layers \['embedding'\]. Make"
     with pytest.raises(ValueError, match=message):
         optimizer.insert_ids(model, {"user": words([5])})
 

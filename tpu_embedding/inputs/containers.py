@@ -102,13 +102,17 @@ def batch_shape_of(ids: HostIds) -> tuple[int, ...]:
     return shape if len(shape) <= 1 else shape[:-1]
 
 
+def _masked(owner: str, what: str) -> TypeError:
+    return TypeError(
+        f"{what} of {owner} must be a plain array, got a masked array; write "
+        f".filled({PADDING_ROW_ID}) for ids, .filled(0) for weights."
+    )
+
+
 def as_array(values: Any, owner: str, what: str = "Ids") -> np.ndarray:
     """Converts values to a NumPy array, with errors that name their owner."""
     if isinstance(values, np.ma.MaskedArray):
-        raise TypeError(
-            f"{what} of {owner} must be a plain array, got a masked array; write "
-            f".filled({PADDING_ROW_ID}) for ids, .filled(0) for weights."
-        )
+        raise _masked(owner, what)
     if isinstance(values, jax.core.Tracer):
         raise TypeError(
             f"{what} of {owner} must be on the host, got {values}; call prepare "
@@ -227,11 +231,17 @@ def _read_sparse(ids: Any, owner: str, what: What) -> HostIds:
 
 def _read_lists(items: list[Any], owner: str, what: What) -> HostIds:
     """Reads nested lists: rectangular ones as dense, lists of uneven ones as ragged."""
+    for kind in set(map(type, items)):
+        if issubclass(kind, np.ma.MaskedArray):
+            raise _masked(owner, what)
     if not items or not isinstance(_first_id(items), str | bytes):
         try:
             array = np.asarray(items)
         except Exception:  # Uneven lists, or elements that NumPy cannot read.
             array = None
+        if array is not None and array.dtype.kind in "US":
+            array = np.asarray(items, object)  # NumPy would cut and convert strings
+            return DenseIds(ids=array)
         if array is not None and array.dtype != object:
             # NumPy takes empty lists for floats.
             return DenseIds(ids=array if array.size else array.astype(np.int32))

@@ -171,6 +171,13 @@ def int_from(minimum: int, value: Any) -> Check:
     return PASSED if number >= minimum else Check(f"{text}, got {value}")
 
 
+def _steps_per_update(value: Any) -> Check:
+    """Checks the number of steps per update: None or 0, or at least 2, as in Keras."""
+    if value is None or (value == 0 and not isinstance(value, bool)):
+        return PASSED
+    return int_from(2, value)
+
+
 def flag(value: Any) -> Check:
     """Checks that a value is True or False."""
     is_flag = isinstance(value, bool) or getattr(value, "dtype", None) == jnp.bool_
@@ -210,9 +217,7 @@ RANGES: Final[Mapping[str, Callable[[Any], Check]]] = {
     "epsilon_2": non_negative,
     "exponent": positive,
     "global_clipnorm": functools.partial(or_none, positive_bound),
-    "gradient_accumulation_steps": functools.partial(
-        or_none, functools.partial(int_from, 0)
-    ),
+    "gradient_accumulation_steps": _steps_per_update,
     "initial_accumulator_value": positive,
     "initial_ms": non_negative,
     "l1": non_negative,

@@ -4,9 +4,11 @@ from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
-import optax
 
-from tpu_embedding.optimizers.rules._adafactor_state import AdafactorState
+from tpu_embedding.optimizers.rules._adafactor_state import (
+    AdafactorState,
+    CollectedGradients,
+)
 from tpu_embedding.optimizers.rules._averages import catch_up
 
 Params = TypeVar("Params")
@@ -46,17 +48,17 @@ def finalize_variable_values(params: Params, state: Any) -> tuple[Params, Any]:
 
     def swap(state: Any, waiting_steps: Any) -> Any:
         def swap_node(node: Any) -> Any:
-            if isinstance(node, optax.MultiStepsState):
+            if isinstance(node, CollectedGradients):
                 # The steps that only collect gradients average as well.
-                inner = swap(node.inner_opt_state, node.mini_step)
-                return node._replace(inner_opt_state=inner)
+                inner = swap(node.steps.inner_opt_state, node.steps.mini_step)
+                return CollectedGradients(node.steps._replace(inner_opt_state=inner))
             if not _is_averaged(node):
                 return node
             new, node = _swap_in_averages(node, arrays, tree, waiting_steps)
             arrays[:] = new
             return node
 
-        is_node = lambda x: isinstance(x, optax.MultiStepsState) or _is_averaged(x)  # noqa: E731
+        is_node = lambda x: isinstance(x, CollectedGradients) or _is_averaged(x)  # noqa: E731
         return jax.tree.map(swap_node, state, is_leaf=is_node)
 
     state = swap(state, 0)

@@ -239,6 +239,11 @@ def _problems(class_key: str, values: Mapping[str, Any], rows: str) -> Iterator[
             "if it has no effect on numbers. Optimizers before Keras 2.11 had other "
             "fields, such as decay: make yours anew with tf_keras.optimizers or Keras 3"
         )
+    for field, default in {**_COMMON_FIELDS, **_OWN_FIELDS[class_key]}.items():
+        value = values.get(field, default)
+        types = bool if isinstance(default, bool) else int | float
+        if not isinstance(value, types) and not (value is None and default is None):
+            yield f"{field}={value!r}: must be of the type of {default!r}, or a number"
     if problem := _rate_problem(values.get("learning_rate")):
         yield problem
     if class_key == "adafactor":

@@ -104,14 +104,14 @@ class TableWriter:
         occurrence: Int[Array, ""] | int = 0,
     ) -> Shaped[Array, "ids _"]:
         """Returns `old + updates` as the table stores rows; see `add`."""
-        if self.step is None:
-            return old + updates
-        assert self.stack is not None
-        dtype = self.stack.layout.narrow_dtype
-        assert dtype is not None
         # A zero leaves an element its bits. An addition would turn -0.0 into 0.0, and
         # flush a denormal on a TPU.
         new = jnp.where(updates == 0, old, old + updates)
+        if self.step is None:
+            return new
+        assert self.stack is not None
+        dtype = self.stack.layout.narrow_dtype
+        assert dtype is not None
         bits = bits_of_rows(row_ids, self.step, occurrence, self.stack)
         return encode_rows(new, dtype, bits)
 

@@ -3,8 +3,15 @@
 from typing import Any, NamedTuple
 
 import jax
+import optax
 
 from tpu_embedding.optimizers.rules._sums import NO_SUM, CompensatedSum
+
+
+class CollectedGradients(NamedTuple):
+    """State of `adafactor` on dense arrays, with `gradient_accumulation_steps`."""
+
+    steps: optax.MultiStepsState
 
 
 class AdafactorState(NamedTuple):

@@ -17,10 +17,8 @@ import optax
 from tpu_embedding.optimizers.array_rules import for_each_array
 from tpu_embedding.optimizers.checks import (
     anything,
-    check_hyperparameters,
     checks_ranges,
     finite,
-    int_from,
     or_none,
     positive_bound,
 )
@@ -32,7 +30,10 @@ from tpu_embedding.optimizers.rules._adafactor_moments import (
     Moments,
     plus_total,
 )
-from tpu_embedding.optimizers.rules._adafactor_state import AdafactorState
+from tpu_embedding.optimizers.rules._adafactor_state import (
+    AdafactorState,
+    CollectedGradients,
+)
 from tpu_embedding.optimizers.rules._averages import Averages, EMAStart
 from tpu_embedding.optimizers.rules._clipping import (
     ClipnormOf,
@@ -214,8 +215,25 @@ def adafactor(
     if steps == 1:
         return DeclaredRule(row_optimizer)
     # A layer collects the gradients of its tables itself.
-    collects = optax.MultiSteps(transformation, steps)
-    return DeclaredRule(row_optimizer, collects.gradient_transformation())
+    return DeclaredRule(row_optimizer, _collecting(transformation, steps))
+
+
+def _collecting(
+    rule: optax.GradientTransformation, num_steps: int
+) -> optax.GradientTransformation:
+    """Runs a rule on the mean gradient of several steps."""
+    collects = optax.MultiSteps(rule, num_steps)
+
+    def init(params: Any) -> CollectedGradients:
+        return CollectedGradients(collects.init(params))
+
+    def update(
+        updates: Any, state: Any, params: Any = None
+    ) -> tuple[Any, CollectedGradients]:
+        updates, steps = collects.update(updates, state.steps, params)
+        return updates, CollectedGradients(steps)
+
+    return optax.GradientTransformation(init, update)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -315,7 +333,6 @@ def _check_together(rule: _Adafactor) -> None:
         )
     if steps == 1:
         return
-    check_hyperparameters("adafactor", gradient_accumulation_steps=int_from(2, steps))
     if rule.averages is not None and rule.averages.overwrite_frequency is not None:
         raise ValueError(
             "adafactor: ema_overwrite_frequency must be None with "
