@@ -124,8 +124,8 @@ class PipelinedTrainStep:
           ValueError: if `batch` is another one than the call before announced; if the
             loss gives other features to a layer than `features_of` returns, which the
             first call checks; or if a batch is in flight for another model, or, in mode
-            `"stale"`, for a model whose tables or count of steps something else has
-            changed.
+            `"stale"`, if something else has changed the optimizer since. Tables that
+            were set since are not noticed: the batch in flight has the old rows.
         """
         begin, advance = self._compile_lazily(model, optimizer)
         if self._pending is None:
@@ -142,7 +142,7 @@ class PipelinedTrainStep:
         nnx.update((model, optimizer), state)
         self._pending = None
         if next_batch is not None:
-            owners = (model, optimizer, _written_by_steps(model, optimizer))
+            owners = (model, optimizer, optimizer.dense.step.get_value())
             self._pending = _Pending(next_batch, own_next, next_in_flight, owners)
         return result
 
@@ -172,22 +172,21 @@ class PipelinedTrainStep:
                 "      loss = step(model, optimizer, batch, next_batch)\n"
                 "To drop the announced batch, make a new PipelinedTrainStep."
             )
-        of_model, of_optimizer, written = pending.owners
+        of_model, of_optimizer, num_steps = pending.owners
         if of_model is not model or of_optimizer is not optimizer:
             raise ValueError(
                 "PipelinedTrainStep has a batch in flight for another model or "
                 "optimizer than it got. Finish with those first, by next_batch=None, "
                 "or make one PipelinedTrainStep per model."
             )
-        now = _written_by_steps(model, optimizer)
-        is_same = all(x is y for x, y in zip(now, written, strict=True))
+        is_same = optimizer.dense.step.get_value() is num_steps
         if self._program.mode == "stale" and not is_same:
             raise ValueError(
                 "PipelinedTrainStep with mode='stale' has rows in flight, and "
-                "something else has changed tables or optimizer since, such as "
-                "Optimizer.update, set_embedding_tables or a restored checkpoint. Give "
-                "next_batch=None before such a change. To go on without the batch in "
-                "flight, make a new PipelinedTrainStep."
+                "something else has changed the optimizer since, such as "
+                "Optimizer.update or a restored checkpoint. Give next_batch=None "
+                "before such a change. To go on without the batch in flight, make a "
+                "new PipelinedTrainStep."
             )
 
     def _compile_lazily(
@@ -246,19 +245,13 @@ class _Pending(NamedTuple):
       announced: the batch, as the user gave it.
       batch: for the loss, with copies of host memory.
       in_flight: what the program returned for it.
-      owners: model, optimizer, and the arrays that each step writes anew.
+      owners: model, optimizer, and its count of steps.
     """
 
     announced: Any
     batch: Any
     in_flight: InFlight
-    owners: tuple[nnx.Module, Optimizer, list[jax.Array]]
-
-
-def _written_by_steps(model: nnx.Module, optimizer: Optimizer) -> list[jax.Array]:
-    """Returns the tables' arrays and the count of steps."""
-    tables = [layer.tables.get_value() for layer in embedding_layers(model).values()]
-    return [*jax.tree.leaves(tables), optimizer.dense.step.get_value()]
+    owners: tuple[nnx.Module, Optimizer, jax.Array]
 
 
 def _own_copy(leaf: Any) -> Any:
