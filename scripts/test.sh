@@ -82,9 +82,9 @@ check_lowest_versions() {
     python -c 'import flax, jax, optax, orbax.checkpoint
 print(*(f"{x.__name__} {x.__version__}" for x in (jax, flax, optax, orbax.checkpoint)))'
     run_pytest "$check_shapes" -m "not full and not tpu_compiler" \
-        tests/nn/test_golden_layer.py tests/nn/test_training.py tests/nn/test_linen.py \
-        tests/optimizers/test_golden.py tests/checkpoint/test_ways_out.py \
-        tests/checkpoint/test_saving.py tests/export/test_stablehlo.py -k "not eight and not 8devices"
+        tests/nn/test_training.py tests/nn/test_linen.py tests/optimizers/test_golden.py \
+        tests/checkpoint/test_ways_out.py tests/checkpoint/test_saving.py \
+        tests/export/test_stablehlo.py -k "not eight and not 8devices"
 }
 
 # TensorFlow is large, and the other tests run without it.
