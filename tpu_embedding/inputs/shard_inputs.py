@@ -198,7 +198,7 @@ def _with_one_word(ids: FeatureIds) -> FeatureIds:
     )
 
 
-def _matrix_shape(ids: Any) -> tuple[AxisSize, int]:
+def _matrix_shape(ids: Any) -> tuple[AxisSize, AxisSize]:
     """Returns the number of samples and of ids per sample, which is the last axis.
 
     Ids of one axis have one id per sample.
