@@ -21,6 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
+from tpu_embedding.argument_checks import describe_value
 from tpu_embedding.functional.dynamic_ids import (
     find_ids,
     holds_raw_ids,
@@ -511,7 +512,12 @@ def takes_model_norm(plan: EmbeddingPlan) -> bool:
 
 
 def _check_gradients(gradients: TableGradients, plan: EmbeddingPlan) -> None:
-    """Refuses gradients of another plan."""
+    """Refuses gradients of another type, and those of another plan."""
+    if not isinstance(gradients, TableGradients):
+        raise TypeError(
+            "gradients must be the TableGradients of te.functional.compute_gradients, "
+            f"got {describe_value(gradients)}."
+        )
     if gradients.plan.stacks != plan.stacks:
         raise ValueError(
             "gradients must be those of the plan's tables, got gradients that were "
