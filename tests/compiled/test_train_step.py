@@ -264,7 +264,7 @@ def test_a_step_that_may_be_skipped_is_in_place(name):
 
 
 @pytest.mark.tpu_compiler
-@pytest.mark.full
+@pytest.mark.exhaustive
 def test_a_step_that_may_be_skipped_is_in_place_on_tpu():
     mesh = compile_report.topology_mesh(TOPOLOGIES["v5p"])
     plan = make_plan(mesh, 128, ADAGRAD, 1)

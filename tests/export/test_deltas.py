@@ -62,7 +62,7 @@ def test_a_chain_gives_the_later_export(exports):
         assert made == content_of(exports / f"export{i + 1}")
 
 
-@pytest.mark.full
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("num_devices", "dtype"),
     [

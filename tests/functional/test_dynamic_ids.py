@@ -333,7 +333,7 @@ def test_ids_that_add_nothing_take_no_rows(case):
     assert not_admitted == num_ids - len(expected)
 
 
-@pytest.mark.full
+@pytest.mark.exhaustive
 def test_copies_of_a_table_insert_the_ids_of_all():
     users = te.TableConfig(vocabulary_size=te.Dynamic(capacity=128), dim=8, name="user")
     plan = te.make_plan(

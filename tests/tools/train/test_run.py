@@ -135,7 +135,7 @@ def test_a_damaged_checkpoint_is_refused_by_name(copied):
         run(copied, existing_run="resume")
 
 
-@pytest.mark.full
+@pytest.mark.exhaustive
 def test_dynamic_tables(tmp_path):
     settings = ["data.num_users=100", "data.num_items=50", "num_steps=4"]
     settings += ["data.evaluation_step=4"]
