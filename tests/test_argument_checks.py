@@ -151,6 +151,12 @@ OPTIMIZERS = {
         "unexpected keyword argument",
         "It takes learning_rate, beta_1",
     ),
+    "unknown option": (
+        lambda x: te.optimizers.with_options(optax.sgd(0.1), clip=1.0),
+        "'clip'",
+        "there is no option",
+        "clip_weight_min",
+    ),
 }
 
 TRAINING = {

@@ -105,6 +105,12 @@ def cyclic():
 UNCLEAR = {
     "coo": (scipy.sparse.coo_array([[0, 1]]), TypeError, "row_splits=m.indptr"),
     "masked": (np.ma.masked_array([1, 2], [0, 1]), TypeError, ".filled(2147483647)"),
+    "masked in a list": (
+        [np.ma.masked_array([1, 2], [0, 1])],
+        TypeError,
+        ".filled(2147483647)",
+    ),
+    "set": ({1, 2}, TypeError, "has no order"),
     "iterator": (iter([1]), TypeError, "next(iter(data))"),
     "dataset": (Batches(), TypeError, "Batches is no batch"),
     "hostile": (Hostile(), TypeError, "Hostile, which NumPy cannot read: no"),

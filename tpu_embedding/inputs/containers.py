@@ -324,6 +324,10 @@ _UNCLEAR: Final = (
         lambda ids: isinstance(ids, collections.abc.Mapping),
         "is a mapping; write te.DenseIds(ids=..., weights=...) or te.RaggedIds(...)",
     ),
+    (
+        lambda ids: isinstance(ids, collections.abc.Set),
+        "has no order, and samples do; write sorted(ids) if it is right",
+    ),
     (lambda ids: hasattr(ids, "element_spec"), _STREAM),
     (lambda ids: isinstance(ids, collections.abc.Iterator), _STREAM),
 )

@@ -191,6 +191,11 @@ def with_options(
       [[0.0, 0.0]]
     """
     check_rule("with_options", rule)
+    if unknown := sorted(set(options) - set(CommonOptions.__annotations__)):
+        raise TypeError(
+            f"with_options: there is no option {unknown[0]!r}. The options are "
+            f"{', '.join(CommonOptions.__annotations__)}."
+        )
     if learning_rate is not None:
         learning_rate = checked_schedule("with_options", learning_rate)
     return _with_options("with_options", rule, learning_rate, **options)
