@@ -243,6 +243,9 @@ def test_row_id_initializer():
     values = te.initializers.RowIdInitializer(5)(jax.random.key(0), (4, 2), jnp.float32)
     np.testing.assert_array_equal(values, [[5, 5], [6, 6], [7, 7], [8, 8]])
     assert values.dtype == jnp.float32
+    initializer = te.initializers.RowIdInitializer(2**31 - 3)
+    values = initializer(jax.random.key(0), (6, 1), jnp.float32)
+    np.testing.assert_array_equal(values[:, 0], np.float32(2**31 - 3 + np.arange(6)))
     named = table(initializer=te.initializers.RowIdInitializer(-1))
     plan = te.make_plan(te.FeatureConfig(table=named))
     tables = te.functional.unstack_tables(

@@ -101,6 +101,11 @@ WRONG = [
         "ema_overwrite_frequency must be None with gradient_accumulation_steps",
     ),
     (
+        adafactor,
+        {"gradient_accumulation_steps": 1},
+        "gradient_accumulation_steps must be an int of at least 2",
+    ),
+    (
         with_options,
         {"clipvalue": 1.0, "use_gradient_accumulation": False},
         "clipvalue bounds the summed gradient",

@@ -39,6 +39,15 @@ def test_integers_are_hashed_as_their_digits():
     assert te.inputs.hash_ids(large, 1000) == te.inputs.hash_ids([str(2**64 - 1)], 1000)
 
 
+def test_strings_in_deep_lists_keep_their_bytes_and_types():
+    # NumPy would strip the zero byte, and make a string of the number.
+    flat = te.inputs.hash_ids([b"a\x00", b"bbbb"], 1000).tolist()
+    deep = te.inputs.hash_ids([[[b"a\x00"], [b"bbbb"]]], 1000)
+    assert deep.tolist() == [[[flat[0]], [flat[1]]]]
+    with pytest.raises(TypeError):
+        te.inputs.hash_ids([[["a"], [1]]], 1000)
+
+
 LOOKUPS = {
     "hash": lambda strings: te.inputs.hash_ids(strings, 1000),
     "vocabulary": te.inputs.Vocabulary(["a", "b", "c"], num_oov_buckets=2).ids,

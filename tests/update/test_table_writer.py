@@ -19,7 +19,7 @@ from tests.update.update_cases import (
 from tpu_embedding.optimizers.table_rows import table_rows
 from tpu_embedding.rows import consecutive_rows
 from tpu_embedding.update.apply import apply_gradient, init_state
-from tpu_embedding.update.table_writer import bits_of_rows
+from tpu_embedding.update.table_writer import TableWriter, bits_of_rows
 
 SIZES = [5, 1, 6]
 DIM = 3
@@ -205,3 +205,9 @@ def test_what_is_not_finite_stays_in_its_element():
     is_finite = np.isfinite(table.rows)
     assert np.argwhere(~is_finite).tolist() == [[3, 1]]
     assert (table.rows[is_finite] == 1).all()
+
+
+def test_a_row_without_an_update_keeps_the_sign_of_its_zeros():
+    zeros = jnp.full((2, DIM), -0.0)
+    stored = TableWriter().stored_rows(jnp.arange(2), zeros, jnp.zeros((2, DIM)))
+    assert np.signbit(stored).all()

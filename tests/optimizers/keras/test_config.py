@@ -200,6 +200,18 @@ REFUSED = {
         tf_keras("Adafactor", **ADAFACTOR, clipnorm=1.0, weight_decay=0.1),
         "clipnorm_of='sum'",
     ),
+    "momentum, a string": (
+        keras_3("sgd", **{**PLAIN, "momentum": "0.9"}),
+        "momentum='0.9': must be of the type of 0.0",
+    ),
+    "nesterov, a string": (
+        keras_3("sgd", **{**MOMENTUM, "nesterov": "no"}),
+        "nesterov='no': must be of the type of False",
+    ),
+    "clipvalue, a string": (
+        keras_3("sgd", **PLAIN, clipvalue="x"),
+        "clipvalue='x': must be of the type of None",
+    ),
     "adamax": (keras_3("adamax"), "one of Keras' classes.*got 'adamax'"),
     "before_2.11": ({"name": "SGD", "decay": 0.0}, "decay=0.0: .*before Keras 2.11"),
     "no_mapping": ("adam", r"get_config\(\)"),

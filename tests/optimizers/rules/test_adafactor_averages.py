@@ -1,7 +1,9 @@
 """Moving averages of tables: kept by touched rows, swapped in at the end."""
 
 import jax
+import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 
 import tpu_embedding as te
@@ -90,6 +92,19 @@ def test_final_values_average_every_row_in_every_step(case):
         again, _ = te.functional.finalize_variable_values(final, new_slots, plan)
         for name, values in te.functional.unstack_tables(again, plan).items():
             np.testing.assert_allclose(values, found[name], rtol=1e-6, atol=1e-7)
+
+
+def test_steps_that_a_wrapper_of_the_user_collects_are_no_steps_of_averages():
+    rule = opt.adafactor(0.5, use_ema=True, ema_momentum=0.5)
+    tx = optax.MultiSteps(rule, 4)
+    params, final = {"bias": jnp.ones(1)}, {}
+    state = tx.init(params)
+    for step in range(1, 12):
+        updates, state = tx.update({"bias": jnp.ones(1)}, state, params)
+        params = optax.apply_updates(params, updates)
+        final[step], _ = opt.finalize_variable_values(params, state)
+    np.testing.assert_array_equal(final[11]["bias"], final[8]["bias"])
+    assert final[8]["bias"] != final[7]["bias"]
 
 
 def test_slots_without_averages_change_nothing():
