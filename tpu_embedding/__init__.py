@@ -30,6 +30,7 @@ if TYPE_CHECKING:  # For editors and type checkers; `_MODULE_OF` has the same na
     from tpu_embedding import metrics as metrics
     from tpu_embedding import nn as nn
     from tpu_embedding import optimizers as optimizers
+    from tpu_embedding.backends import SparseCore as SparseCore
     from tpu_embedding.checkpoint.saving import restore as restore
     from tpu_embedding.checkpoint.saving import save as save
     from tpu_embedding.config import FeatureConfig as FeatureConfig
@@ -85,6 +86,7 @@ _MODULE_OF = {
     "ReplicateSmall": "placement",
     "Replicated": "placement",
     "Sharded": "placement",
+    "SparseCore": "backends",
     "SparseIds": "types",
     "TPUEmbedding": "nn",
     "TableConfig": "config",

@@ -40,6 +40,7 @@ from tpu_embedding.inputs.shard_inputs import (
     to_shardable,
 )
 from tpu_embedding.lookup._backward import (
+    gradient_by_sample,
     gradient_rounds,
     seal_gradient,
     stack_gradient,
@@ -66,6 +67,7 @@ from tpu_embedding.update.apply import (
     step_without_gradient,
 )
 from tpu_embedding.update.lazy_update import values_of, with_values
+from tpu_embedding.update.sparse_cores import apply_on_sparse_cores
 from tpu_embedding.update.partition_specs import slot_specs, table_specs
 
 
@@ -424,22 +426,32 @@ def _move_rows(
         if stack.is_dynamic
     }
 
-    def rounds_of(gradients, stack):
-        if stack.name not in gradients.stacks:
-            return gradient_of_no_row(stack.dim)
-        return gradient_rounds(gradient_of_stack(gradients, stack), stack, plan)
+    def apply_stack(table, state, gradient, used_rows, stack):
+        def apply_rounds(table, state):
+            rounds = (
+                gradient_of_no_row(stack.dim)
+                if gradient is None
+                else gradient_rounds(gradient, stack, plan)
+            )
+            return apply_gradient(table, state, rounds, stack, plan, used_rows)
+
+        if gradient is None or stack.backend.updates == "xla":
+            return apply_rounds(table, state)
+        by_sample = gradient_by_sample(gradient, stack)
+        return apply_on_sparse_cores(table, state, by_sample, apply_rounds, stack)
 
     def apply_shard(tables, slots, used_rows, gradients, norm):
         squares = None if norm is None else lambda: jnp.square(norm)
         with model_gradient_context(squares):
             return {
-                stack.name: apply_gradient(
+                stack.name: apply_stack(
                     tables[stack.name],
                     slots[stack.name],
-                    rounds_of(gradients, stack),
-                    stack,
-                    plan,
+                    gradient_of_stack(gradients, stack)
+                    if stack.name in gradients.stacks
+                    else None,
                     used_rows.get(stack.name),
+                    stack,
                 )
                 for stack in stacks
             }

@@ -25,6 +25,7 @@ from tpu_embedding.lookup._gradient_blocks import (
 from tpu_embedding.lookup._merge import merge
 from tpu_embedding.lookup._replicas import add_dense_gradients, gather_from_replicas
 from tpu_embedding.lookup._rounds import Round, SentIds, fold_later_rounds, send_ids
+from tpu_embedding.lookup._sparse_cores import partition, sample_gradients
 from tpu_embedding.lookup._spread_cotangents import (
     ReadCotangents,
     cotangent_reader,
@@ -35,6 +36,7 @@ from tpu_embedding.plan.replicas import choose_reduction
 from tpu_embedding.plan.stack_plan import TrainedStackPlan
 from tpu_embedding.rows.opaque_row_ids import Sealed, seal
 from tpu_embedding.rows.row_gradients import GradientRounds, RowGradients
+from tpu_embedding.sparse_core.sample_gradients import SampleGradients
 from tpu_embedding.types import RowRange
 
 Carry = TypeVar("Carry")
@@ -51,13 +53,13 @@ class StackGradient:
       routing: the ids of the samples.
       cotangents: `[samples, dim]` per feature of the stack.
       ids: the unique ids and the first round of requests; or the ids in blocks, where
-        one CPU device owns all rows.
-      first: the first round at the owners; None for blocks.
+        one CPU device owns all rows; or None, where SparseCores update rows.
+      first: the first round at the owners; None for blocks and for SparseCores.
     """
 
     routing: StackRouting
     cotangents: list[Float[Array, "_ dim"]]
-    ids: SentIds | IdBlocks
+    ids: SentIds | IdBlocks | None
     first: RowGradients | None
 
     def scaled(self, factor: Any) -> "StackGradient":
@@ -95,9 +97,11 @@ def stack_gradient(
         return StackGradient(
             routing=routing, cotangents=cotangents, ids=ids, first=None
         )
-    sent = routing.sent
-    if sent is None:
-        sent = send_ids(routing.keys, routing.max_unique_ids, stack, plan)
+    if stack.backend.updates == "sparse_core":
+        return StackGradient(
+            routing=routing, cotangents=cotangents, ids=None, first=None
+        )
+    sent = _sent_ids(routing, stack, plan)
     reader = cotangent_reader(cotangents, routing.poolings)
     first = _receive(sent.first, sent, reader, stack, plan)
     return StackGradient(routing=routing, cotangents=cotangents, ids=sent, first=first)
@@ -116,10 +120,14 @@ def join_gradients(
     max_unique_ids = sum(part.max_unique_ids for part in parts)
     if not stack.keeps_duplicates:
         max_unique_ids = min(max_unique_ids, stack.num_rows)
+    keys = jnp.concatenate([part.keys for part in parts])
+    poolings = [pooling for part in parts for pooling in part.poolings]
+    on_sparse_cores = stack.backend.updates == "sparse_core"
     routing = StackRouting(
-        keys=jnp.concatenate([part.keys for part in parts]),
+        keys=keys,
         sent=None,
-        poolings=[pooling for part in parts for pooling in part.poolings],
+        partition=partition(keys, poolings, stack, plan) if on_sparse_cores else None,
+        poolings=poolings,
         out_of_range=[count for part in parts for count in part.out_of_range],
         max_unique_ids=max_unique_ids,
     )
@@ -141,12 +149,15 @@ def gradient_rounds(
       plan: gives the mesh.
     """
     reader = cotangent_reader(gradient.cotangents, gradient.routing.poolings)
-    sent = gradient.ids
+    sent, first = gradient.ids, gradient.first
     if isinstance(sent, IdBlocks):
         return gradient_blocks(sent, reader, stack.layout)
-    assert gradient.first is not None
+    if sent is None:
+        sent = _sent_ids(gradient.routing, stack, plan)
+    if first is None:
+        first = _receive(sent.first, sent, reader, stack, plan)
     if sent.size.holds_all:
-        return GradientRounds(first=gradient.first)
+        return GradientRounds(first=first)
 
     def fold_later(
         body: Callable[[Carry, RowGradients, RowRange], Carry], carry: Carry
@@ -162,10 +173,35 @@ def gradient_rounds(
         return carry
 
     return GradientRounds(
-        first=gradient.first,
+        first=first,
         first_rows=RowRange(jnp.int32(0), sent.first.end_row[0]),
         fold_later=fold_later,
     )
+
+
+def gradient_by_sample(
+    gradient: StackGradient, stack: TrainedStackPlan
+) -> SampleGradients:
+    """Returns a gradient as SparseCores take it. Per shard.
+
+    Args:
+      gradient: from `stack_gradient`, or a sum, of a stack that SparseCores update.
+      stack: plan of the stack.
+    """
+    routing = gradient.routing
+    assert routing.partition is not None
+    return sample_gradients(
+        gradient.cotangents, routing.partition, routing.poolings, stack
+    )
+
+
+def _sent_ids(
+    routing: StackRouting, stack: TrainedStackPlan, plan: EmbeddingPlan
+) -> SentIds:
+    """Returns the ids at the owners of their rows, and sends them if need be."""
+    if routing.sent is not None:
+        return routing.sent
+    return send_ids(routing.keys, routing.max_unique_ids, stack, plan)
 
 
 def _receive(

@@ -295,7 +295,7 @@ def _keys_of(stack_rows: Int[Array, " ids"], stack: StackPlan) -> Int[Array, " i
     """Returns the key of each row of a stack; padding stays padding."""
     local_row = jax.lax.div(stack_rows, jnp.int32(stack.num_shards))
     owner = stack_rows - local_row * stack.num_shards
-    keys = owner * stack.rows_per_shard + local_row
+    keys = owner * stack.rows_per_shard + stack.layout.dealt(local_row)
     return jnp.where(stack_rows == PADDING_ROW_ID, PADDING_ROW_ID, keys)
 
 

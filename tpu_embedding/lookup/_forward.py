@@ -6,6 +6,9 @@ need no table; `read_stack` folds the others over the rounds.
 
 A device that owns all rows of a stack skips dedup, rounds and both exchanges: it pools
 rows straight from its table. Only a gradient then needs these stages, and runs them.
+
+SparseCores replace all stages behind flatten, see `_sparse_cores.py`. The stages then
+run for batches that are beyond a limit of the operations.
 """
 
 import dataclasses
@@ -24,6 +27,7 @@ from tpu_embedding.lookup._flatten_to_owners import (
     max_unique_ids,
 )
 from tpu_embedding.lookup._rounds import Round, SentIds, fold_later_rounds, send_ids
+from tpu_embedding.lookup._sparse_cores import Partition, look_up, partition
 from tpu_embedding.plan.plan import EmbeddingPlan
 from tpu_embedding.plan.stack_plan import StackPlan
 from tpu_embedding.rows.packed_rows import PackedRows
@@ -37,7 +41,9 @@ class StackRouting:
 
     Attributes:
       keys: int32 `[ids]`, of all features; see `_flatten_to_owners.py`.
-      sent: the ids at the owners of their rows; None if this device reads its own rows.
+      sent: the ids at the owners of their rows; None if this device reads its own rows,
+        or SparseCores look rows up.
+      partition: the ids by SparseCore; None: SparseCores do not look rows up.
       poolings: per feature of the stack.
       out_of_range: int32 `[1]` per feature of the stack.
       max_unique_ids: upper bound on the unique ids of a shard.
@@ -45,6 +51,7 @@ class StackRouting:
 
     keys: Int[Array, " ids"]
     sent: SentIds | None
+    partition: Partition | None
     poolings: list[PoolingSpec]
     out_of_range: list[Int[Array, "_"]]
     max_unique_ids: int = dataclasses.field(metadata={"static": True})
@@ -58,7 +65,7 @@ class StackLookup:
     Attributes:
       activations: float32 `[samples, dim]` per feature of the stack.
       routing: facts for the backward pass.
-      rounds: int32 `[1]`.
+      rounds: int32 `[1]`; 0 if SparseCores looked the rows up.
       num_ids: int32 `[1]`, ids of the shard without padding; None if this device reads
         its own rows, which are then not counted.
       requested_rows: int32 `[1, num_shards]`, rows that the shard asks of each owner,
@@ -88,9 +95,11 @@ def route_stack(
     keys, poolings, out_of_range = flatten(inputs, features, stack)
     max_unique = max_unique_ids(inputs, features, stack)
     sent = send_ids(keys, max_unique, stack, plan) if stack.sends_ids else None
+    on_sparse_cores = stack.backend.lookups == "sparse_core"
     return StackRouting(
         keys=keys,
         sent=sent,
+        partition=partition(keys, poolings, stack, plan) if on_sparse_cores else None,
         poolings=poolings,
         out_of_range=[count[None] for count in out_of_range],
         max_unique_ids=max_unique,
@@ -109,19 +118,66 @@ def read_stack(
       plan: gives the mesh.
     """
     sent, poolings = routing.sent, routing.poolings
+    if routing.partition is not None:
+        activations, rounds = _read_on_sparse_cores(table, routing, stack, plan)
+    elif sent is None:
+        activations, rounds = _read_own_rows(table, routing, stack), jnp.int32(1)
+    else:
+        activations, rounds = _read_rounds(table, sent, poolings, stack, plan)
+    activations, routing = _order(activations, routing)
     if sent is None:
-        sums = pool(
-            lambda row_ids: read_local_rows(table, row_ids, stack),
-            routing.keys,
-            poolings,
-            stack.gathers,
-        )
-        activations, routing = _order(samples_of(sums, poolings), routing)
         return StackLookup(
-            activations=activations,
-            routing=routing,
-            rounds=jnp.ones((1,), jnp.int32),
+            activations=activations, routing=routing, rounds=rounds[None]
         )
+    return StackLookup(
+        activations=activations,
+        routing=routing,
+        rounds=rounds[None],
+        num_ids=sent.unique.first_places[-1:],
+        requested_rows=jnp.diff(sent.unique.first_ranks)[None],
+    )
+
+
+def _read_on_sparse_cores(
+    table: PackedRows, routing: StackRouting, stack: StackPlan, plan: EmbeddingPlan
+) -> tuple[list[Float[Array, "_ dim"]], Int[Array, ""]]:
+    """Looks rows up on SparseCores, or by the exchange if the ids are too many."""
+    ids, poolings = routing.partition, routing.poolings
+    assert ids is not None
+
+    def look_up_rows(table: PackedRows) -> tuple[list[Array], Array]:
+        return look_up(table, ids, poolings, stack), jnp.int32(0)
+
+    def exchange_rows(table: PackedRows) -> tuple[list[Array], Array]:
+        if stack.num_shards == 1:
+            return _read_own_rows(table, routing, stack), jnp.int32(1)
+        sent = send_ids(routing.keys, routing.max_unique_ids, stack, plan)
+        return _read_rounds(table, sent, poolings, stack, plan)
+
+    return jax.lax.cond(ids.fits[0], look_up_rows, exchange_rows, table)
+
+
+def _read_own_rows(
+    table: PackedRows, routing: StackRouting, stack: StackPlan
+) -> list[Float[Array, "_ dim"]]:
+    """Pools the rows of a device that owns all of them."""
+    sums = pool(
+        lambda row_ids: read_local_rows(table, row_ids, stack),
+        routing.keys,
+        routing.poolings,
+        stack.gathers,
+    )
+    return samples_of(sums, routing.poolings)
+
+
+def _read_rounds(
+    table: PackedRows,
+    sent: SentIds,
+    poolings: list[PoolingSpec],
+    stack: StackPlan,
+    plan: EmbeddingPlan,
+) -> tuple[list[Float[Array, "_ dim"]], Int[Array, ""]]:
+    """Fetches and pools rows, round by round; also returns the number of rounds."""
 
     def read_round(current: Round) -> list[Array]:
         rows = fetch_rows(table, current.requests, stack, plan)
@@ -133,14 +189,7 @@ def read_stack(
     sums, rounds = fold_later_rounds(
         add_round, read_round(sent.first), sent, stack, plan
     )
-    activations, routing = _order(samples_of(sums, poolings), routing)
-    return StackLookup(
-        activations=activations,
-        routing=routing,
-        rounds=rounds[None],
-        num_ids=sent.unique.first_places[-1:],
-        requested_rows=jnp.diff(sent.unique.first_ranks)[None],
-    )
+    return samples_of(sums, poolings), rounds
 
 
 def _order(
@@ -152,8 +201,10 @@ def _order(
     """
     sent = routing.sent
     if sent is None:
-        activations, keys = read_before_write((activations, routing.keys))
-        return activations, dataclasses.replace(routing, keys=keys)
+        activations, keys, ids = read_before_write(
+            (activations, routing.keys, routing.partition)
+        )
+        return activations, dataclasses.replace(routing, keys=keys, partition=ids)
     activations, keys, order, first = read_before_write(
         (activations, routing.keys, sent.unique.order, sent.first)
     )

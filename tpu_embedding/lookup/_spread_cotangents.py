@@ -66,7 +66,7 @@ def cotangent_reader(
       poolings: the features of the stack.
     """
     samples = jnp.concatenate(scale_samples(cotangents, poolings))
-    sample_ids, gains = _sample_of_each_id(poolings), _gain_of_each_id(poolings)
+    sample_ids, gains = _sample_of_each_id(poolings), gain_of_each_id(poolings)
 
     def cotangents_of(ids: Int[Array, " n"]) -> Float[Array, "n dim"]:
         sample = ids if sample_ids is None else gather_in_bounds(sample_ids, ids)
@@ -93,7 +93,7 @@ def _sample_of_each_id(
     return jnp.concatenate(samples)
 
 
-def _gain_of_each_id(
+def gain_of_each_id(
     poolings: Sequence[PoolingSpec],
 ) -> Float[Array, " all_ids"] | None:
     """Returns the gains of all features; None if every id has gain 1."""

@@ -31,6 +31,8 @@ def describe(plan: "EmbeddingPlan") -> str:
             *(note for stack in plan.stacks for note in _notes(stack, plan)),
             "",
             memory.format_table(_placement_rows(plan), num_left_aligned=4),
+            "",
+            memory.format_table(_backend_rows(plan), num_left_aligned=4),
         ]
     )
 
@@ -74,6 +76,15 @@ def _placement_rows(plan: "EmbeddingPlan") -> list[tuple[str, ...]]:
             copies += f" over {', '.join(stack.replica_axes)}"
         reasons = dict.fromkeys(table.placement_reason for table in stack.tables)
         rows += [(stack.name, axes, copies, reason) for reason in reasons]
+    return rows
+
+
+def _backend_rows(plan: "EmbeddingPlan") -> list[tuple[str, ...]]:
+    """Returns the cells of the table of backends, a row per stack."""
+    rows = [("stack", "lookup by", "update by", "why")]
+    for stack in plan.stacks:
+        backend = stack.backend
+        rows.append((stack.name, backend.lookups, backend.updates, backend.reason))
     return rows
 
 

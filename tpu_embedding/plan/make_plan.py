@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
+from tpu_embedding.backends import Backend, SparseCore, backend_of
 from tpu_embedding.config import TableConfig
 from tpu_embedding.field_checks import is_int
 from tpu_embedding.hardware import HardwareInfo
@@ -17,6 +18,7 @@ from tpu_embedding.optimizers.row_optimizer import TableOptimizer
 from tpu_embedding.placement import PlacementPolicy
 from tpu_embedding.plan import stacking
 from tpu_embedding.plan.features import flatten_config, plan_features
+from tpu_embedding.plan.capacity import LANES
 from tpu_embedding.plan.forms import choose_gathers, choose_updates
 from tpu_embedding.plan.mesh_options import (
     choose_hardware,
@@ -24,6 +26,11 @@ from tpu_embedding.plan.mesh_options import (
 )
 from tpu_embedding.plan.placing import check_policy, place_tables
 from tpu_embedding.plan.plan import EmbeddingPlan
+from tpu_embedding.plan.stack_backend import (
+    StackBackend,
+    choose_backend,
+    rows_of_shard,
+)
 from tpu_embedding.plan.stack_plan import StackPlan, TablePlan, TrainedStackPlan
 from tpu_embedding.rows.narrow_rows import NARROW_DTYPES, NarrowDtype
 from tpu_embedding.rows.packed_rows import (
@@ -42,6 +49,7 @@ def make_plan(
     capacity: int | None = None,
     placement: PlacementPolicy | None = None,
     hardware: HardwareInfo | None = None,
+    backend: Backend | None = None,
 ) -> EmbeddingPlan:
     """Makes the plan of an embedding layer.
 
@@ -60,6 +68,10 @@ def make_plan(
         `te.Replicated()`: a copy on every device. `te.ReplicateSmall(...)` and
         `te.AutoPlacement(...)` choose per table.
       hardware: None means that of the mesh's devices.
+      backend: what looks up and updates rows; it changes speed, never results.
+        `"xla"` (also None): gathers and scatters. `"sparse_core"` or
+        `te.SparseCore(...)`: XLA's embedding operations for SparseCores, for each
+        stack that they can serve; `print(plan)` says which, and why.
 
     Returns:
       The plan.
@@ -73,12 +85,13 @@ def make_plan(
     _check_options(capacity, optimizer)
     capacity = None if capacity is None else int(capacity)
     check_policy(placement, mesh)
+    wanted = backend_of(backend)
     features, tree = flatten_config(feature_config)
     configs = list(features.values())
     tables = stacking.name_tables([config.table for config in configs], optimizer)
     placed = place_tables(tables, configs, placement, mesh, _row_bytes)
     stacks = tuple(
-        _plan_stack(f"stack_{i}", group, mesh, capacity, hardware)
+        _plan_stack(f"stack_{i}", group, mesh, capacity, hardware, wanted)
         for i, group in enumerate(stacking.stack_tables(placed))
     )
     return EmbeddingPlan(
@@ -109,8 +122,10 @@ def _plan_stack(
     mesh: Mesh,
     capacity: int | None,
     hardware: HardwareInfo,
+    wanted: SparseCore | None,
 ) -> StackPlan:
     first = tables[0]
+    backend = choose_backend(wanted, first, mesh, hardware)
     placed = _tables_of_stack(tables)
     facts: dict[str, Any] = dict(
         name=name,
@@ -119,13 +134,18 @@ def _plan_stack(
         replica_axes=tuple(a for a in mesh.axis_names if a not in first.shard_axes),
         num_shards=first.num_shards,
         num_replicas=mesh.size // first.num_shards,
-        layout=_layout_of_stack(placed, first.num_shards, hardware),
+        layout=_layout_of_stack(placed, first.num_shards, hardware, backend),
         quantization=first.config.quantization_config,
         capacity=capacity,
         gathers=choose_gathers(hardware),
         updates=choose_updates(
-            hardware, first.optimizer, num_devices=mesh.size, capacity=capacity
+            hardware,
+            first.optimizer,
+            num_devices=mesh.size,
+            capacity=capacity,
+            backend=backend.lookups,
         ),
+        backend=backend,
         slots=_slots_of(first),
     )
     if first.optimizer is None:
@@ -149,12 +169,15 @@ def _tables_of_stack(tables: list[stacking.NamedTable]) -> tuple[TablePlan, ...]
 
 
 def _layout_of_stack(
-    tables: tuple[TablePlan, ...], num_shards: int, hardware: HardwareInfo
+    tables: tuple[TablePlan, ...],
+    num_shards: int,
+    hardware: HardwareInfo,
+    backend: StackBackend,
 ) -> RowLayout:
     """Returns the layout of a shard of tables that lie one after the other."""
     first, last = tables[0], tables[-1]
     num_rows = last.row_offset + last.num_rows
-    rows_per_shard = -(-num_rows // num_shards)
+    rows_per_shard = rows_of_shard(num_rows, num_shards, backend.cores)
     if rows_per_shard * num_shards >= PADDING_ROW_ID:
         raise ValueError(
             f"TableConfig.vocabulary_size of table {first.name!r} is "
@@ -164,7 +187,8 @@ def _layout_of_stack(
     return RowLayout(
         num_rows=rows_per_shard,
         row_shape=(first.config.dim,),
-        line_lanes=hardware.line_lanes,
+        line_lanes=hardware.line_lanes if backend.cores == 1 else LANES,
+        cores=backend.cores,
         contents=StackContents(ranges, num_shards),
         narrow_dtype=_narrow_dtype(first.config),
     )

@@ -10,6 +10,7 @@ from tpu_embedding.initializers import RowInitializer, row_initializer
 from tpu_embedding.optimizers.row_optimizer import RowOptimizer
 from tpu_embedding.plan.capacity import RoundSize, round_size
 from tpu_embedding.plan.forms import Gathers, Updates
+from tpu_embedding.plan.stack_backend import StackBackend
 from tpu_embedding.rows.packed_rows import RowLayout
 
 
@@ -61,6 +62,7 @@ class StackPlan:
       capacity: the user's maximum of ids per destination and round, or None.
       gathers: form of the gathers that bring rows to samples.
       updates: form in which gradients are summed and applied.
+      backend: what looks rows up, and what updates them.
       optimizer: None; `TrainedStackPlan` has one.
       slots: row shape and dtype of each slot variable.
     """
@@ -76,6 +78,7 @@ class StackPlan:
     capacity: int | None
     gathers: Gathers
     updates: Updates
+    backend: StackBackend
     optimizer: RowOptimizer | None
     slots: tuple[jax.ShapeDtypeStruct, ...]
 
@@ -112,9 +115,11 @@ class StackPlan:
     def sends_ids(self) -> bool:
         """True if a lookup sends ids to the owners of their rows, each row once.
 
-        False if each device reads its own rows straight from its table.
+        False if each device reads its own rows straight from its table, or SparseCores
+        exchange rows.
         """
-        return self.num_shards > 1 or self.capacity is not None
+        reads_own_rows = self.num_shards == 1 and self.capacity is None
+        return not reads_own_rows and self.backend.lookups == "xla"
 
     @property
     def keeps_duplicates(self) -> bool:

@@ -21,6 +21,7 @@ from tpu_embedding.rows.packed_rows import (
     PackedRows,
     RowLayout,
     lines_of_rows,
+    load_rows,
     rows_of_lines,
     store_rows,
 )
@@ -64,7 +65,7 @@ def to_file_rows(lines: np.ndarray, layout: RowLayout) -> np.ndarray:
     stored = rows_of_lines(lines.reshape(-1, layout.lanes), layout)
     match layout.narrow_dtype:
         case None:
-            return stored.reshape(-1, *layout.row_shape)
+            return load_rows(stored, layout).reshape(-1, *layout.row_shape)
         case "int8":
             return _int8_bytes(stored, layout.dim)
     return stored.astype(np.uint16).view(jnp.bfloat16)
@@ -82,7 +83,7 @@ def of_file_rows(rows: np.ndarray, layout: RowLayout) -> np.ndarray:
     """
     match layout.narrow_dtype:
         case None:
-            stored = rows.reshape(-1, layout.row_lanes)
+            stored = store_rows(rows.reshape(-1, layout.dim), layout)
         case "int8":
             stored = _int8_words(rows, layout)
         case _:

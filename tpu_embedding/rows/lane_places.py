@@ -1,6 +1,9 @@
 """Places of rows within lines: reads rows off lines, and puts rows into lines."""
 
+from typing import Any
+
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Int, Shaped
 
 from tpu_embedding.rows.packed_rows import RowLayout
@@ -48,17 +51,24 @@ def lines_to_add(
     """Returns lines, or single values, that hold each value at the place of its row."""
     if layout.is_flat:
         return values.reshape(row_ids.shape)
-    values = values.reshape(row_ids.shape[0], layout.row_lanes)
+    values = values.reshape(row_ids.shape[0], -1)
+    missing = layout.row_lanes - values.shape[1]
+    if missing:
+        neutral = _neutral(values.dtype)
+        values = jnp.pad(values, ((0, 0), (0, missing)), constant_values=neutral)
     return _place_in_lines(values, places_of(row_ids, layout), layout)
+
+
+def _neutral(dtype: Any) -> Any:
+    """Returns the number that changes nothing when it is added."""
+    return np.asarray(-0.0 if jnp.issubdtype(dtype, jnp.floating) else 0, dtype)
 
 
 def _place_in_lines(
     values: Array, places: Int[Array, " ids"], layout: RowLayout
 ) -> Array:
     """Puts each row at its place in a line that adds nothing to its other rows."""
-    neutral = jnp.zeros((), values.dtype)
-    if jnp.issubdtype(values.dtype, jnp.floating):
-        neutral = -neutral
+    neutral = _neutral(values.dtype)
     unused_lanes = layout.lanes - layout.places_per_line * layout.row_lanes
     copies = jnp.tile(values, (1, layout.places_per_line))
     lines = jnp.pad(copies, ((0, 0), (0, unused_lanes)))

@@ -39,6 +39,21 @@ def round_up(value: int, multiple: int) -> int:
     return -(-value // multiple) * multiple
 
 
+def sparse_core_lanes(dim: int) -> int:
+    """Returns the lanes of a row that SparseCores look up and update.
+
+    The next of 8, 16, 32 and 64, or the next multiple of 128: rows of these widths lie
+    in lines of 128 lanes as they lie in an array `[rows, lanes]` of a TPU.
+
+    Example:
+      >>> [sparse_core_lanes(dim) for dim in (1, 20, 64, 65, 200)]
+      [8, 32, 64, 128, 256]
+    """
+    if dim > 64:
+        return round_up(dim, 128)
+    return max(8, 1 << (dim - 1).bit_length())
+
+
 def gather_in_bounds(values: Array, places: Int[Array, " n"]) -> Array:
     """Returns `values[places]` along the first axis; every place must be in bounds."""
     return values.at[places].get(mode="promise_in_bounds", wrap_negative_indices=False)
@@ -79,6 +94,9 @@ class RowLayout:
       contents: tables that the rows belong to; None: not those of whole tables.
       narrow_dtype: storage type of rows of which several elements share a 32-bit lane;
         None: a lane holds one element, of the array's dtype.
+      cores: SparseCores that the rows of the shard are dealt to, round-robin; each has
+        its rows in one range, see `dealt`. A row then takes 8, 16, 32 or 64 lanes, or
+        a multiple of 128, as the operations of SparseCores ask. 1: rows are not dealt.
     """
 
     num_rows: int
@@ -86,6 +104,7 @@ class RowLayout:
     line_lanes: int | None = None
     contents: StackContents | None = None
     narrow_dtype: NarrowDtype | None = None
+    cores: int = 1
 
     @property
     def dim(self) -> int:
@@ -95,9 +114,11 @@ class RowLayout:
     @property
     def row_lanes(self) -> int:
         """Lanes that a row takes, alone or together with other rows."""
-        if self.narrow_dtype is None:
-            return self.dim
-        return lanes_per_row(self.narrow_dtype, self.dim)
+        if self.narrow_dtype is not None:
+            return lanes_per_row(self.narrow_dtype, self.dim)
+        if self.cores > 1 and self.row_shape:
+            return sparse_core_lanes(self.dim)
+        return self.dim
 
     @property
     def rows_per_lane(self) -> int:
@@ -155,6 +176,29 @@ class RowLayout:
             return (self.num_lines,)
         return self.num_lines, self.lanes
 
+    @property
+    def rows_per_core(self) -> int:
+        """Rows in the range of each SparseCore, the last ones possibly unused."""
+        return self.num_rows // self.cores
+
+    def dealt(self, rows: Any) -> Any:
+        """Returns where the rows of the shard lie, once they are dealt to SparseCores.
+
+        Row `r` belongs to SparseCore `r % cores`. So hot neighbouring rows spread out.
+
+        Args:
+          rows: integers, NumPy or JAX, or an int; numbers of rows before dealing.
+        """
+        if self.cores == 1:
+            return rows
+        return rows % self.cores * self.rows_per_core + rows // self.cores
+
+    def undealt(self, rows: Any) -> Any:
+        """Returns the rows before dealing; the inverse of `dealt`."""
+        if self.cores == 1:
+            return rows
+        return rows % self.rows_per_core * self.cores + rows // self.rows_per_core
+
     def slot_layout(self, row: jax.ShapeDtypeStruct) -> "RowLayout":
         """Returns the layout of a slot variable of the same rows.
 
@@ -176,6 +220,7 @@ class RowLayout:
         contents = self.contents or StackContents((), 1)
         return (
             f"{contents.num_shards} shards of {self.num_rows} rows",
+            *([f"rows dealt to {self.cores} SparseCores"] if self.cores > 1 else []),
             f"rows of {self.dtype_name} and shape {self.row_shape}",
             f"lines of shape {self.lines_shape}, {self.rows_per_line} rows in each",
             *(
@@ -258,8 +303,12 @@ def full_rows(value: Any, layout: RowLayout, dtype: Any) -> PackedRows:
     value = jnp.full(shape, value, dtype)
     row = jax.lax.broadcasted_iota(jnp.int32, shape, 0) * layout.rows_per_line
     if not layout.is_flat:
-        place = jax.lax.broadcasted_iota(jnp.int32, shape, 1) // layout.dim
-        row = jnp.where(place < layout.places_per_line, row + place, layout.num_rows)
+        lane = jax.lax.broadcasted_iota(jnp.int32, shape, 1)
+        place = lane // layout.row_lanes
+        is_used = place < layout.places_per_line
+        if layout.row_lanes > layout.dim:
+            is_used &= lane % layout.row_lanes < layout.dim
+        row = jnp.where(is_used, row + place, layout.num_rows)
     lines = jnp.where(row < layout.num_rows, value, jnp.zeros((), dtype))
     return PackedRows(lines=lines, layout=layout)
 
@@ -282,7 +331,7 @@ def store_rows(rows: Any, layout: RowLayout) -> Any:
       `[rows, row_lanes]`.
     """
     if layout.narrow_dtype is None:
-        return rows
+        return _padded(rows, layout.row_lanes)
     return encode_rows(rows, layout.narrow_dtype)
 
 
@@ -294,7 +343,7 @@ def load_rows(stored: Any, layout: RowLayout) -> Any:
       layout: see `store_rows`.
     """
     if layout.narrow_dtype is None:
-        return stored
+        return stored[:, : layout.dim]
     return decode_rows(stored, layout.narrow_dtype, layout.dim)
 
 
@@ -328,10 +377,16 @@ def lines_of_rows(stored: Any, layout: RowLayout) -> Any:
     else:
         parts = stored.reshape(-1, layout.rows_per_lane, used_lanes)
         lines = join_rows(parts, layout.narrow_dtype)
-    if used_lanes == layout.lanes:
-        return lines
-    pad = jnp.pad if isinstance(stored, jax.Array) else np.pad
-    return pad(lines, ((0, 0), (0, layout.lanes - used_lanes)))
+    return _padded(lines, layout.lanes)
+
+
+def _padded(values: Any, lanes: int) -> Any:
+    """Fills `[n, _]` up to a width with zeros; NumPy or JAX."""
+    missing = lanes - values.shape[1]
+    if not missing:
+        return values
+    pad = jnp.pad if isinstance(values, jax.Array) else np.pad
+    return pad(values, ((0, 0), (0, missing)))
 
 
 def rows_of_lines(lines: Any, layout: RowLayout) -> Any:

@@ -219,8 +219,17 @@ def _fill_slabs(
     layout = stack.layout
     slab, rows_per_line = rows_per_slab(layout), layout.rows_per_line
     shard = jax.lax.axis_index(stack.shard_axes)
+    # The rows of a table on this shard are one range for each SparseCore.
+    cores = layout.cores
+    num_parts = cores * stack.num_shards
+    core = jnp.arange(offsets.size * cores, dtype=jnp.int32) % cores
+    first_of_core, residues = (
+        core * layout.rows_per_core,
+        core * stack.num_shards + shard,
+    )
     first_rows, end_rows = (
-        (bounds + (stack.num_shards - 1 - shard)) // stack.num_shards
+        (jnp.repeat(bounds, cores) + (num_parts - 1 - residues)) // num_parts
+        + first_of_core
         for bounds in (offsets, offsets + sizes)
     )
     first_lines, end_lines = first_rows // rows_per_line, -(-end_rows // rows_per_line)
@@ -229,14 +238,15 @@ def _fill_slabs(
     last_start = layout.num_lines * rows_per_line - slab
 
     def fill_slab(slab_id: Any, rows: PackedRows) -> PackedRows:
-        i = jnp.sum(end_slabs <= slab_id)
+        part = jnp.sum(end_slabs <= slab_id)
+        i = part // cores
         offset, size = offsets[i], sizes[i]
-        slab_of_table = slab_id - (end_slabs[i] - num_slabs[i])
+        slab_of_part = slab_id - (end_slabs[part] - num_slabs[part])
         # The last slab of the shard overlaps the one before, with equal values.
-        start = first_lines[i] * rows_per_line + slab_of_table * slab
+        start = first_lines[part] * rows_per_line + slab_of_part * slab
         start = jnp.minimum(start, last_start)
         local_ids = start + jnp.arange(slab, dtype=jnp.int32)
-        row_ids = local_ids * stack.num_shards + shard - offset
+        row_ids = layout.undealt(local_ids) * stack.num_shards + shard - offset
         is_own = (row_ids >= 0) & (row_ids < size)
         values = values_of(i, jnp.clip(row_ids, 0, size - 1))
         stored = computed_apart(store_rows(values, layout))

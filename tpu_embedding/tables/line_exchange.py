@@ -60,6 +60,14 @@ class LineExchange:
         return self.num_shards * self.num_replicas if self.receivers == "one" else 1
 
     @property
+    def num_parts(self) -> int:
+        """Parts of a window: one per SparseCore that rows are dealt to, or per shard.
+
+        Part `p` comes from range `p % cores` of shard `p // cores`.
+        """
+        return self.num_shards * self.layout.cores
+
+    @property
     def received_spec(self) -> PartitionSpec:
         """Partition of the lines that devices receive of these ranges."""
         if self.receivers == "all":
@@ -69,35 +77,47 @@ class LineExchange:
     @property
     def parts_shape(self) -> tuple[int, ...]:
         """Shape of what all shards get to write to an array, a part per owner each."""
-        num_lines = self.num_shards**2 * self.part_lines
+        num_lines = self.num_shards * self.num_parts * self.part_lines
         return (num_lines, *self.layout.lines_shape[1:])
 
     @property
     def part_lines(self) -> int:
-        """Lines that one owner sends of one range, in whole tiles."""
+        """Lines of one part, in whole tiles."""
         layout = self.layout
-        rows = -(-self.window_rows // self.num_shards) + layout.rows_per_line - 1
+        rows = -(-self.window_rows // self.num_parts) + layout.rows_per_line - 1
         num_lines = -(-rows // layout.rows_per_line)
         tile_lines = max(8, _TILE_ELEMENTS // layout.lanes)
         return min(round_up(num_lines, tile_lines), layout.num_lines)
 
-    def first_row(self, shard: Any, start: Any) -> Any:
-        """Returns the first local row of a shard at or behind a row of the stack."""
-        return (start + (self.num_shards - 1 - shard)) // self.num_shards
+    def first_row(self, part: Any, start: Any) -> Any:
+        """Returns the first local row of a part at or behind a row of the stack."""
+        return self._first_in_part(part, start) + self._first_of_core(part)
 
-    def first_line(self, shard: Any, start: Any) -> Any:
-        """Returns the first line that a shard sends of the range from `start` on."""
-        line = self.first_row(shard, start) // self.layout.rows_per_line
+    def first_line(self, part: Any, start: Any) -> Any:
+        """Returns the first line of a part of the range from `start` on."""
+        line = self.first_row(part, start) // self.layout.rows_per_line
         last = self.layout.num_lines - self.part_lines
         return min(line, last) if isinstance(line, int) else jnp.minimum(line, last)
 
-    def rows_of_part(self, shard: int, window: Window) -> tuple[slice, slice]:
-        """Returns the rows of a shard: their range in its part, and in the window."""
-        begin = self.first_row(shard, window.start)
-        end = self.first_row(shard, window.start + window.num_rows)
-        base = self.first_line(shard, window.start) * self.layout.rows_per_line
-        first = begin * self.num_shards + shard - window.start
-        return slice(begin - base, end - base), slice(first, None, self.num_shards)
+    def rows_of_part(self, part: int, window: Window) -> tuple[slice, slice]:
+        """Returns the rows of a part: their range in its lines, and in the window."""
+        begin = self.first_row(part, window.start)
+        end = self.first_row(part, window.start + window.num_rows)
+        base = self.first_line(part, window.start) * self.layout.rows_per_line
+        in_part = self._first_in_part(part, window.start)
+        first = in_part * self.num_parts + self._residue(part) - window.start
+        return slice(begin - base, end - base), slice(first, None, self.num_parts)
+
+    def _residue(self, part: Any) -> Any:
+        """Returns the remainder that the part's rows of the stack leave."""
+        cores = self.layout.cores
+        return part % cores * self.num_shards + part // cores
+
+    def _first_in_part(self, part: Any, start: Any) -> Any:
+        return (start + (self.num_parts - 1 - self._residue(part))) // self.num_parts
+
+    def _first_of_core(self, part: Any) -> Any:
+        return part % self.layout.cores * self.layout.rows_per_core
 
 
 def line_exchange(
@@ -133,20 +153,27 @@ def read_lines(
       exchange: static facts.
 
     Returns:
-      For each window, one part of `part_lines` lines from each owner.
+      For each window, its parts of `part_lines` lines each.
     """
-    size = exchange.part_lines
+    cores = exchange.layout.cores
+    size = cores * exchange.part_lines
 
-    def part_of(lines: Array, start: Any) -> Array:
-        line = exchange.first_line(_index(exchange.shard_axes), start)
-        return jax.lax.dynamic_slice_in_dim(lines, line, size)
+    def parts_of(lines: Array, start: Any) -> Array:
+        first_part = _index(exchange.shard_axes) * cores
+        parts = [
+            jax.lax.dynamic_slice_in_dim(
+                lines, exchange.first_line(first_part + c, start), exchange.part_lines
+            )
+            for c in range(cores)
+        ]
+        return jnp.concatenate(parts)
 
     def read_one(lines: Array, starts: Array) -> Array:
         # All copies of the rows serve windows of their own.
         group = _index(exchange.replica_axes) * exchange.num_shards
 
         def add_part(i: Any, parts: Array) -> Array:
-            part = part_of(lines, starts[group + i])
+            part = parts_of(lines, starts[group + i])
             return jax.lax.dynamic_update_slice_in_dim(parts, part, i * size, axis=0)
 
         shape = (exchange.num_shards * size, *lines.shape[1:])
@@ -155,7 +182,7 @@ def read_lines(
         return _exchanged(parts, exchange)
 
     def read_all(lines: Array, starts: Array) -> Array:
-        part = part_of(lines, starts[0])
+        part = parts_of(lines, starts[0])
         if exchange.num_shards == 1:
             return part
         return jax.lax.all_gather(part, exchange.shard_axes, tiled=True)
@@ -181,8 +208,8 @@ def write_lines(
 
     Args:
       lines: lines of all shards.
-      parts: new lines, by shard and owner, of the window of each shard. Those of a
-        single window are dealt already: a part for each owner.
+      parts: new lines of the parts of the window of each shard. Those of a single
+        window are dealt already: each shard has its own.
       starts: first row of each window.
       sizes: number of rows of each window.
       exchange: static facts.
@@ -190,23 +217,25 @@ def write_lines(
     size = exchange.part_lines
 
     def write(lines: Array, parts: Array, starts: Array, sizes: Array) -> Array:
-        shard = _index(exchange.shard_axes)
+        cores = exchange.layout.cores
+        first_part = _index(exchange.shard_axes) * cores
         if len(starts) > 1:
             parts = _exchanged(parts, exchange)
 
         def write_part(i: Any, lines: Array) -> Array:
-            line = exchange.first_line(shard, starts[i])
+            window, part = i // cores, first_part + i % cores
+            line = exchange.first_line(part, starts[window])
             first_row = line * exchange.layout.rows_per_line
             begin, end = (
-                exchange.first_row(shard, row) - first_row
-                for row in (starts[i], starts[i] + sizes[i])
+                exchange.first_row(part, row) - first_row
+                for row in (starts[window], starts[window] + sizes[window])
             )
             old = jax.lax.dynamic_slice_in_dim(lines, line, size)
             new = jax.lax.dynamic_slice_in_dim(parts, i * size, size)
             new = _merged(old, new, begin, end, exchange.layout)
             return jax.lax.dynamic_update_slice_in_dim(lines, new, line, axis=0)
 
-        return jax.lax.fori_loop(0, len(starts), write_part, lines)
+        return jax.lax.fori_loop(0, len(starts) * cores, write_part, lines)
 
     spec = exchange.stack.rows_spec
     return on_shards(

@@ -225,7 +225,7 @@ def _blocks_of_turn(
         if i >= len(turn):
             continue
         window = turn[i]
-        parts = np.split(np.asarray(lines), exchange.num_shards)
+        parts = np.split(np.asarray(lines), exchange.num_parts)
         yield from _blocks_of_window(parts, window, exchange, file_row(packed))
 
 
@@ -243,7 +243,7 @@ def _blocks_of_window(
     exchange: LineExchange,
     row: jax.ShapeDtypeStruct,
 ) -> Iterator[RowBlock]:
-    """Yields the blocks of a window, from the lines of each owner."""
+    """Yields the blocks of a window, from the lines of its parts."""
     rows = _rows_of_window(parts, window, exchange, row)
     begin = 0
     for table, start, num_rows in window.pieces:
@@ -257,13 +257,13 @@ def _rows_of_window(
     exchange: LineExchange,
     row: jax.ShapeDtypeStruct,
 ) -> np.ndarray:
-    """Returns the rows of a window in their order, from the lines of each owner."""
-    if exchange.num_shards == 1:
+    """Returns the rows of a window in their order, from the lines of its parts."""
+    if exchange.num_parts == 1:
         of_part, _ = exchange.rows_of_part(0, window)
         return to_file_rows(parts[0], exchange.layout)[of_part]
     result = np.empty((window.num_rows, *row.shape), row.dtype)
-    for shard, lines in enumerate(parts):
-        of_part, of_window = exchange.rows_of_part(shard, window)
+    for part, lines in enumerate(parts):
+        of_part, of_window = exchange.rows_of_part(part, window)
         result[of_window] = to_file_rows(lines, exchange.layout)[of_part]
     return result
 
@@ -290,8 +290,8 @@ def _parts_of_window(
 
 
 def _parts_rows(exchange: LineExchange) -> tuple[int, int]:
-    """Returns the number of owners, and of the rows in the lines that each one gets."""
-    return exchange.num_shards, exchange.part_lines * exchange.layout.rows_per_line
+    """Returns the number of parts of a window, and of the rows in their lines."""
+    return exchange.num_parts, exchange.part_lines * exchange.layout.rows_per_line
 
 
 def _dealt(
@@ -303,10 +303,10 @@ def _dealt(
       rows: `[num_rows, *shape]`.
       window: range of the rows.
       exchange: facts of the lines.
-      parts: gets the rows of each owner, `[num_shards, part_rows, *shape]`.
+      parts: gets the rows of each part, `[num_parts, part_rows, *shape]`.
     """
-    for shard, part in enumerate(parts):
-        of_part, of_window = exchange.rows_of_part(shard, window)
+    for i, part in enumerate(parts):
+        of_part, of_window = exchange.rows_of_part(i, window)
         part[of_part] = rows[of_window]
     return of_file_rows(parts.reshape(-1, *rows.shape[1:]), exchange.layout)
 
@@ -341,13 +341,13 @@ def _read_on_host(
     size = exchange.layout.num_lines
     by_shard = jax.tree.map(np.asarray, _parts_by_index(packed.lines, size))
     # The rows of a single owner would be a view of its lines, which may be donated.
-    taken = np.array if exchange.num_shards == 1 else np.asarray
+    taken = np.array if exchange.num_parts == 1 else np.asarray
     for window in windows:
         parts = []
-        for shard in range(exchange.num_shards):
-            line = exchange.first_line(shard, window.start)
-            part = slice(line, line + exchange.part_lines)
-            parts.append(taken(by_shard[shard][part]))
+        for part in range(exchange.num_parts):
+            line = exchange.first_line(part, window.start)
+            lines = by_shard[part // exchange.layout.cores]
+            parts.append(taken(lines[line : line + exchange.part_lines]))
         yield list(_blocks_of_window(parts, window, exchange, file_row(packed)))
 
 

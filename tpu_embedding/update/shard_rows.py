@@ -69,5 +69,5 @@ def rows_of_stack(
     is_used = row_ids < stack.rows_per_shard
     shard = jax.lax.axis_index(stack.shard_axes)
     # The product of a padding id would overflow.
-    local_ids = jnp.where(is_used, row_ids, 0)
+    local_ids = stack.layout.undealt(jnp.where(is_used, row_ids, 0))
     return is_used, local_ids * stack.num_shards + shard

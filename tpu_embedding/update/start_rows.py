@@ -58,7 +58,8 @@ def start_rows(
         place = turn * per_turn + jnp.arange(per_turn, dtype=jnp.int32)
         is_used = place < new_rows.count
         place = jnp.minimum(place, num_ids - 1)
-        row_ids = jnp.where(is_used, new_rows.rows[place], PADDING_ROW_ID)
+        row_ids = table.layout.dealt(new_rows.rows[place])
+        row_ids = jnp.where(is_used, row_ids, PADDING_ROW_ID)
         values = initial_rows(
             new_rows.first[place],
             new_rows.second[place],

@@ -1,0 +1,176 @@
+"""The lookup and the gradient of one stack on SparseCores. Per shard.
+
+XLA's embedding operations replace the stages from dedup to combine: they fetch rows,
+exchange and pool them. They take ids sorted by the SparseCore of the sample and that of
+the row, and at most some ids of each pair. `Partition.fits` says, equally on all
+devices, whether this batch keeps within that limit. If it does not, the stages of
+`_forward.py` and `_backward.py` run on the same rows.
+
+The samples of each feature are dealt to the SparseCores of their device in equal parts,
+so each looks up its share of every feature.
+"""
+
+import dataclasses
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+from tpu_embedding.lookup._combine import samples_of, scale_samples
+from tpu_embedding.lookup._flatten_to_owners import PoolingSpec
+from tpu_embedding.lookup._spread_cotangents import gain_of_each_id
+from tpu_embedding.plan.plan import EmbeddingPlan
+from tpu_embedding.plan.stack_plan import StackPlan
+from tpu_embedding.rows.packed_rows import PackedRows, round_up
+from tpu_embedding.sparse_core import operations
+from tpu_embedding.sparse_core.limits import Limits, are_within, choose_limits
+from tpu_embedding.sparse_core.partitioned_ids import PartitionedIds, partition_ids
+from tpu_embedding.sparse_core.sample_gradients import SampleGradients
+from tpu_embedding.types import PADDING_ROW_ID
+
+_SAMPLE_ALIGNMENT = 8
+"""The samples of a SparseCore are a multiple of it."""
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Partition:
+    """The ids of a stack as SparseCores take them. Per shard.
+
+    Attributes:
+      ids: the ids, by SparseCore.
+      fits: bool `[1]`, whether all SparseCores of all devices keep within the limits.
+      limits: limits of the operations.
+      num_samples: samples of this device, those that fill up SparseCores included.
+    """
+
+    ids: PartitionedIds
+    fits: Bool[Array, "_"]
+    limits: Limits = dataclasses.field(metadata={"static": True})
+    num_samples: int = dataclasses.field(metadata={"static": True})
+
+
+@jax.named_scope("partition")
+def partition(
+    keys: Int[Array, " ids"],
+    poolings: Sequence[PoolingSpec],
+    stack: StackPlan,
+    plan: EmbeddingPlan,
+) -> Partition:
+    """Sorts ids by SparseCore, and checks the limits on all devices. Per shard.
+
+    Args:
+      keys: keys of all features; see `_flatten_to_owners.py`.
+      poolings: the features of the stack.
+      stack: plan of the stack.
+      plan: gives the mesh.
+    """
+    cores, layout = stack.backend.cores, stack.layout
+    owner, row = jnp.divmod(keys, stack.rows_per_shard)
+    core, row = jnp.divmod(row, layout.rows_per_core)
+    partitions = jnp.where(keys == PADDING_ROW_ID, keys, owner * cores + core)
+    gains = gain_of_each_id(poolings)
+    limits = choose_limits(
+        keys.shape[0],
+        max_ids=stack.backend.max_ids,
+        width=layout.row_lanes,
+        num_arrays=1 + len(stack.slots),
+        cores=cores,
+        devices=stack.num_shards,
+        hardware=plan.hardware,
+    )
+    num_samples = cores * _samples_per_core(poolings, cores)
+    ids, largest = partition_ids(
+        partitions,
+        row,
+        _samples_of_ids(poolings, cores),
+        jnp.ones(keys.shape, jnp.float32) if gains is None else gains,
+        num_samples=num_samples,
+        cores=cores,
+        rows_per_partition=layout.rows_per_core,
+        devices=stack.num_shards,
+        room=limits.room,
+    )
+    fits = are_within(largest, limits, plan.sample_axes)
+    return Partition(ids=ids, fits=fits[None], limits=limits, num_samples=num_samples)
+
+
+def look_up(
+    table: PackedRows,
+    partition: Partition,
+    poolings: Sequence[PoolingSpec],
+    stack: StackPlan,
+) -> list[Float[Array, "_ dim"]]:
+    """Returns the activations of each feature. Per shard; for a batch that fits."""
+    cores = stack.backend.cores
+    sums = operations.lookup(
+        partition.ids,
+        rows_as_stored(table),
+        num_samples=partition.num_samples,
+        limits=partition.limits,
+        cores=cores,
+        axes=stack.shard_axes,
+    )
+    by_core = sums.reshape(cores, -1, sums.shape[1])[:, :, : stack.dim]
+    result, first = [], 0
+    for pooling in poolings:
+        size = -(-pooling.num_samples // cores)
+        of_feature = by_core[:, first : first + size].reshape(-1, stack.dim)
+        result.append(of_feature[: pooling.num_samples])
+        first += size
+    return samples_of(result, poolings)
+
+
+def sample_gradients(
+    cotangents: Sequence[Float[Array, "_ dim"]],
+    partition: Partition,
+    poolings: Sequence[PoolingSpec],
+    stack: StackPlan,
+) -> SampleGradients:
+    """Returns the gradient of a stack by sample. Per shard."""
+    cores = stack.backend.cores
+    parts = []
+    for x in scale_samples(cotangents, poolings):
+        padded = jnp.pad(x, ((0, -x.shape[0] % cores), (0, 0)))
+        parts.append(padded.reshape(cores, -1, stack.dim))
+    by_core = jnp.concatenate(parts, axis=1)
+    missing = partition.num_samples // cores - by_core.shape[1]
+    unused = stack.layout.row_lanes - stack.dim
+    by_core = jnp.pad(by_core, ((0, 0), (0, missing), (0, unused)))
+    return SampleGradients(
+        ids=partition.ids,
+        values=by_core.reshape(partition.num_samples, -1),
+        fits=partition.fits[0],
+        limits=partition.limits,
+    )
+
+
+def rows_as_stored(packed: PackedRows) -> Float[Array, "rows width"]:
+    """Returns lines as rows: the same memory on a TPU."""
+    return packed.lines.reshape(-1, packed.layout.row_lanes)
+
+
+def _samples_per_core(poolings: Sequence[PoolingSpec], cores: int) -> int:
+    sizes = [-(-pooling.num_samples // cores) for pooling in poolings]
+    return round_up(sum(sizes), _SAMPLE_ALIGNMENT)
+
+
+def _samples_of_ids(poolings: Sequence[PoolingSpec], cores: int) -> Int[Array, " ids"]:
+    """Returns the sample of each id, in the order in which they are dealt."""
+    per_core = _samples_per_core(poolings, cores)
+    samples, first = [], 0
+    for pooling in poolings:
+        size = -(-pooling.num_samples // cores)
+        of_feature = jnp.arange(pooling.num_samples, dtype=jnp.int32)
+        of_feature = of_feature // size * per_core + first + of_feature % size
+        if pooling.sample_ids is None:
+            of_ids = jnp.tile(of_feature, pooling.valence)
+        else:
+            # Unused ids have the number after the last sample, and no row.
+            last = pooling.num_samples - 1
+            core, place = jnp.divmod(jnp.minimum(pooling.sample_ids, last), size)
+            of_ids = core * per_core + first + place
+        samples.append(of_ids)
+        first += size
+    return jnp.concatenate(samples)
