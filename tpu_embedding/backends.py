@@ -67,17 +67,17 @@ Backend = BackendName | SparseCore
 """A backend, by its name or with options."""
 
 
-def backend_of(value: Any) -> SparseCore | None:
-    """Returns the options of SparseCores that `backend=` asks for; None for XLA.
+def checked_backend(value: Any) -> Literal["xla"] | SparseCore | None:
+    """Returns the backend that `backend=` asks for; None if it leaves the choice.
 
     Raises:
       ValueError: if the value is no backend.
     """
-    if isinstance(value, SparseCore):
+    if value is None or isinstance(value, SparseCore):
         return value
-    if value not in (None, *BACKEND_NAMES):
+    if value not in BACKEND_NAMES:
         raise ValueError(
             f"backend must be one of {BACKEND_NAMES}, a te.SparseCore or None, got "
             f"{describe_value(value)}."
         )
-    return SparseCore() if value == "sparse_core" else None
+    return SparseCore() if value == "sparse_core" else "xla"

@@ -67,8 +67,8 @@ from tpu_embedding.update.apply import (
     step_without_gradient,
 )
 from tpu_embedding.update.lazy_update import values_of, with_values
-from tpu_embedding.update.sparse_cores import apply_on_sparse_cores
 from tpu_embedding.update.partition_specs import slot_specs, table_specs
+from tpu_embedding.update.sparse_cores import apply_on_sparse_cores
 
 
 @jax.tree_util.register_dataclass

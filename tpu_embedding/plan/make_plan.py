@@ -2,13 +2,13 @@
 
 import itertools
 import math
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from tpu_embedding.backends import Backend, SparseCore, backend_of
+from tpu_embedding.backends import Backend, SparseCore, checked_backend
 from tpu_embedding.config import TableConfig
 from tpu_embedding.field_checks import is_int
 from tpu_embedding.hardware import HardwareInfo
@@ -17,8 +17,8 @@ from tpu_embedding.optimizers.probe import probe_rule
 from tpu_embedding.optimizers.row_optimizer import TableOptimizer
 from tpu_embedding.placement import PlacementPolicy
 from tpu_embedding.plan import stacking
-from tpu_embedding.plan.features import flatten_config, plan_features
 from tpu_embedding.plan.capacity import LANES
+from tpu_embedding.plan.features import flatten_config, plan_features
 from tpu_embedding.plan.forms import choose_gathers, choose_updates
 from tpu_embedding.plan.mesh_options import (
     choose_hardware,
@@ -69,9 +69,10 @@ def make_plan(
         `te.AutoPlacement(...)` choose per table.
       hardware: None means that of the mesh's devices.
       backend: what looks up and updates rows; it changes speed, never results.
-        `"xla"` (also None): gathers and scatters. `"sparse_core"` or
-        `te.SparseCore(...)`: XLA's embedding operations for SparseCores, for each
-        stack that they can serve; `print(plan)` says which, and why.
+        `"xla"`: gathers and scatters. `"sparse_core"` or `te.SparseCore(...)`: XLA's
+        embedding operations for SparseCores, for each stack that they can serve;
+        `print(plan)` says which, and why. None: XLA, unless `tpu-embedding doctor` ran
+        on this machine, and found the operations equal and faster.
 
     Returns:
       The plan.
@@ -85,7 +86,7 @@ def make_plan(
     _check_options(capacity, optimizer)
     capacity = None if capacity is None else int(capacity)
     check_policy(placement, mesh)
-    wanted = backend_of(backend)
+    wanted = checked_backend(backend)
     features, tree = flatten_config(feature_config)
     configs = list(features.values())
     tables = stacking.name_tables([config.table for config in configs], optimizer)
@@ -122,7 +123,7 @@ def _plan_stack(
     mesh: Mesh,
     capacity: int | None,
     hardware: HardwareInfo,
-    wanted: SparseCore | None,
+    wanted: Literal["xla"] | SparseCore | None,
 ) -> StackPlan:
     first = tables[0]
     backend = choose_backend(wanted, first, mesh, hardware)

@@ -1,7 +1,7 @@
 """Chooses the backend of a stack: what looks its rows up, and what updates them."""
 
 import dataclasses
-from typing import Final
+from typing import Final, Literal
 
 from jax.sharding import Mesh
 
@@ -12,6 +12,7 @@ from tpu_embedding.plan.stacking import NamedTable
 from tpu_embedding.rows.packed_rows import round_up, sparse_core_lanes
 from tpu_embedding.sparse_core.operations import unavailable_reason
 from tpu_embedding.sparse_core.row_rule import RowRule, row_rule
+from tpu_embedding.sparse_core.verdict import verdict_problem
 
 _EMULATED_CORES: Final = 2
 """SparseCores per device, on devices without."""
@@ -40,18 +41,27 @@ class StackBackend:
 
 
 def choose_backend(
-    wanted: SparseCore | None, table: NamedTable, mesh: Mesh, hardware: HardwareInfo
+    wanted: Literal["xla"] | SparseCore | None,
+    table: NamedTable,
+    mesh: Mesh,
+    hardware: HardwareInfo,
 ) -> StackBackend:
     """Returns the backend of a stack.
 
     Args:
-      wanted: what the user asks for; None: XLA.
+      wanted: what the user asks for; None: what is known to be faster.
       table: a table of the stack.
       mesh: devices of the plan.
       hardware: their kind.
     """
-    if wanted is None:
+    if wanted == "xla":
         return StackBackend(reason="backend='xla'")
+    reason = "backend='sparse_core'"
+    if wanted is None:
+        problem = _choice_problem(mesh, hardware)
+        if problem:
+            return StackBackend(reason=problem)
+        wanted, reason = SparseCore(), "tpu-embedding doctor: equal and faster"
     problem = _lookup_problem(wanted, table, mesh, hardware)
     if problem:
         return StackBackend(reason=problem)
@@ -61,7 +71,7 @@ def choose_backend(
         updates="xla" if problem else "sparse_core",
         max_ids=wanted.max_ids,
         cores=_cores_of(wanted, hardware),
-        reason=f"update: {problem}" if problem else "backend='sparse_core'",
+        reason=f"{reason}; update: {problem}" if problem else reason,
     )
 
 
@@ -83,6 +93,13 @@ def rule_on_sparse_cores(optimizer: RowOptimizer, dim: int) -> RowRule:
     rule = row_rule(optimizer, dim, sparse_core_lanes(dim))
     assert isinstance(rule, RowRule), rule
     return rule
+
+
+def _choice_problem(mesh: Mesh, hardware: HardwareInfo) -> str | None:
+    """Returns why SparseCores are used only if the user asks; None: they are used."""
+    if not hardware.num_sparse_cores:
+        return f"the default on {hardware.name}"
+    return verdict_problem(mesh.devices.flat[0].device_kind)
 
 
 def _lookup_problem(

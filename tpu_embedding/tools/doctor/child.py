@@ -1,4 +1,4 @@
-"""The program of the doctor's children: `devices` or `rows`.
+"""The program of the doctor's children: `devices`, or `rows` with a backend.
 
 The last line of the output is the answer, in JSON.
 """
@@ -12,6 +12,7 @@ import jax
 import numpy as np
 
 import tpu_embedding as te
+from tpu_embedding.backends import BackendName
 
 RATE: Final = 0.5
 NUM_ROWS: Final = 1000
@@ -21,8 +22,8 @@ NUM_CALLS: Final = 10
 
 def main() -> None:
     """Prints the answer to the question of the command line."""
-    (question,) = sys.argv[1:]
-    answer = describe_devices() if question == "devices" else check_rows()
+    question, *backend = sys.argv[1:]
+    answer = describe_devices() if question == "devices" else check_rows(*backend)
     print(json.dumps(answer))
 
 
@@ -36,8 +37,11 @@ def describe_devices() -> dict[str, Any]:
     }
 
 
-def check_rows() -> dict[str, Any]:
+def check_rows(backend: BackendName) -> dict[str, Any]:
     """Compares a train step with the same step in NumPy, row by row.
+
+    Args:
+      backend: looks the rows up, and updates them.
 
     Returns:
       `problem`, or None if all rows are right, and `times`: pairs of a dim and the
@@ -46,14 +50,14 @@ def check_rows() -> dict[str, Any]:
     """
     times = []
     for dim in (32, 128):
-        problem, milliseconds = _check_dim(dim)
+        problem, milliseconds = _check_dim(dim, backend)
         if problem is not None:
             return {"problem": f"dim {dim}: {problem}"}
         times.append((dim, milliseconds))
     return {"problem": None, "times": times}
 
 
-def _check_dim(dim: int) -> tuple[str | None, float]:
+def _check_dim(dim: int, backend: BackendName) -> tuple[str | None, float]:
     mesh = jax.sharding.Mesh(np.array(jax.local_devices()), ("shard",))
     table = te.TableConfig(
         vocabulary_size=NUM_ROWS,
@@ -66,7 +70,10 @@ def _check_dim(dim: int) -> tuple[str | None, float]:
         {"ids": te.FeatureConfig(table=table)},
         mesh,
         optimizer=te.optimizers.adagrad(RATE, initial_accumulator_value=1.0),
+        backend=backend,
     )
+    if plan.stacks[0].backend.updates != backend:
+        return plan.stacks[0].backend.reason, 0.0
 
     @jax.jit
     def step(tables, slots, ids, cotangents):

@@ -117,6 +117,15 @@ def check_devices(
     return findings
 
 
+def has_sparse_cores(found: Mapping[str, Any]) -> bool:
+    """Returns True if the devices that JAX found have SparseCores."""
+    try:
+        hardware = hardware_of_kind(found["platform"], found["kinds"][0])
+    except ValueError:
+        return False
+    return hardware.num_sparse_cores > 0
+
+
 def _check_memory(limit: int | None, capacity: float) -> Finding:
     """Compares the memory of devices with the hardware table's."""
     if limit is None:

@@ -4,13 +4,22 @@ import glob
 from collections.abc import Iterator, Mapping
 from typing import Final
 
-from tpu_embedding.tools.doctor.devices import ask_child, check_devices, check_holders
+from tpu_embedding.sparse_core.verdict import verdict_file, write_verdict
+from tpu_embedding.tools.doctor.devices import (
+    ask_child,
+    check_devices,
+    check_holders,
+    has_sparse_cores,
+)
 from tpu_embedding.tools.doctor.environment import (
     Finding,
     check_variables,
     check_versions,
     user_environment,
 )
+
+Times = list[tuple[int, float]]
+"""Pairs of a dim and the milliseconds of a step."""
 
 _CHIP_FILES: Final = ("/dev/accel[0-9]*", "/dev/vfio/[0-9]*")
 
@@ -29,15 +38,38 @@ def examine(expected: str | None, seconds: float) -> Iterator[Finding]:
     yield from check_holders(chips)
     found = ask_child(["devices"], environment, seconds)
     yield from check_devices(found, expected, chips)
-    if isinstance(found, dict):
-        yield _check_rows(environment, seconds)
+    if not isinstance(found, dict):
+        return
+    finding, times = _check_rows("rows", ["rows", "xla"], environment, seconds)
+    yield finding
+    if has_sparse_cores(found):
+        kind = found["kinds"][0]
+        yield from _check_sparse_cores(kind, times, environment, seconds)
 
 
-def _check_rows(environment: Mapping[str, str], seconds: float) -> Finding:
-    answer = ask_child(["rows"], environment, seconds)
-    problem = answer if isinstance(answer, str) else answer["problem"]
-    if problem is None:
-        assert isinstance(answer, dict)
-        text = ", ".join(f"dim {x}: {t:.2f} ms a step" for x, t in answer["times"])
-        return Finding("rows", "ok", f"equal to NumPy; {text}")
-    return Finding("rows", "FAILED", problem, "Please report it, with this output.")
+def _check_rows(
+    check: str, question: list[str], environment: Mapping[str, str], seconds: float
+) -> tuple[Finding, Times]:
+    """Compares rows with NumPy; also returns the times of a step, if all are equal."""
+    answer = ask_child(question, environment, seconds)
+    if isinstance(answer, str) or answer["problem"] is not None:
+        problem = answer if isinstance(answer, str) else answer["problem"]
+        way_out = "Please report it, with this output."
+        return Finding(check, "FAILED", problem, way_out), []
+    text = ", ".join(f"dim {x}: {t:.2f} ms a step" for x, t in answer["times"])
+    return Finding(check, "ok", f"equal to NumPy; {text}"), answer["times"]
+
+
+def _check_sparse_cores(
+    kind: str, times: Times, environment: Mapping[str, str], seconds: float
+) -> Iterator[Finding]:
+    """Compares XLA's embedding operations, and writes the verdict for `make_plan`."""
+    question = ["rows", "sparse_core"]
+    finding, own_times = _check_rows("SparseCores", question, environment, seconds)
+    yield finding
+    ratios = [t / own for (_, t), (_, own) in zip(times, own_times, strict=False)]
+    speedup = min(ratios, default=0.0)
+    write_verdict(kind, is_equal=bool(own_times), speedup=speedup)
+    use = "uses them" if speedup > 1 else "does not use them unless asked"
+    text = f"{speedup:.2f} times as fast as XLA's gathers: make_plan {use}"
+    yield Finding("verdict", "ok", f"{text}; kept in {verdict_file()}")

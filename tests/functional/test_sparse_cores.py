@@ -1,0 +1,414 @@
+"""The backend `sparse_core` against `xla`: steps of whole layers, on emulated devices.
+
+Other tests compare `xla` with the dense reference. Here each case runs under both
+backends: activations, tables and slot variables must be equal up to rounding.
+"""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+import tpu_embedding as te
+from tests.conftest import mesh_of
+from tests.optimizers.rule_cases import OPTIMIZERS
+from tests.tiers import each_once, quick_cases, with_ids
+
+BATCH, STEPS = 20, 3
+TOLERANCE = dict(rtol=2e-5, atol=1e-6)  # Sums of float32 in another order.
+ADAGRAD = te.optimizers.adagrad(0.1)
+
+
+def plan_of(features, backend, num_devices=2, optimizer=ADAGRAD, **options):
+    mesh = mesh_of(num_devices)
+    return te.make_plan(features, mesh, optimizer=optimizer, backend=backend, **options)
+
+
+def features_of(combiner="sum", dim=4, sizes=(30, 7, 300)):
+    tables = [
+        te.TableConfig(vocabulary_size=n, dim=dim, combiner=combiner, name=f"t{n}")
+        for n in sizes
+    ]
+    return {
+        "one": te.FeatureConfig(table=tables[0]),
+        "bag": te.FeatureConfig(table=tables[1]),
+        "again": te.FeatureConfig(table=tables[0]),
+        "wide": te.FeatureConfig(table=tables[2]),
+        "sequence": te.FeatureConfig(table=tables[2], max_sequence_length=3),
+    }
+
+
+def batch_of(step, hot=None):
+    """Returns ids of all forms; `hot` takes the place of all of feature "wide"."""
+    draw = np.random.default_rng(step)
+    wide = draw.integers(0, 300, (BATCH, 6)).astype(np.int32)
+    lengths = draw.integers(0, 4, BATCH)
+    return {
+        "one": draw.integers(-1, 31, BATCH).astype(np.int32),
+        "bag": te.RaggedIds.from_lists(
+            [draw.integers(0, 7, n).tolist() for n in lengths],
+            [draw.normal(size=n).tolist() for n in lengths],
+        ),
+        "again": draw.integers(0, 30, (BATCH, 2)).astype(np.int32),
+        "wide": wide if hot is None else np.full_like(wide, hot),
+        "sequence": te.RaggedIds.from_lists(
+            [draw.integers(0, 300, n).tolist() for n in lengths]
+        ),
+    }
+
+
+def step_of(plan):
+    @jax.jit
+    def step(tables, slots, features):
+        result = te.functional.lookup(tables, features, plan)
+        # A loss whose derivative differs from sample to sample, and from step to step.
+        cotangents = jax.tree.map(lambda x: 1 + jnp.sin(3 * x), result.activations)
+        gradients = te.functional.compute_gradients(result.routing, cotangents, plan)
+        tables, slots = te.functional.apply_gradients(tables, slots, gradients, plan)
+        return tables, slots, result.activations, result.stats
+
+    return step
+
+
+def values_of(tables, slots, plan):
+    """Returns tables and slot variables in natural row order, by name."""
+    values = te.functional.unstack_tables(tables, plan)
+    if slots:
+        values |= te.functional.slot_values(slots, plan)
+    return values
+
+
+def start(plan):
+    tables = te.functional.init_tables(plan, jax.random.key(0))
+    return tables, te.functional.init_slots(tables, plan)
+
+
+def run(plan, batches):
+    """Returns all activations and the last values, and each step's rounds."""
+    tables, slots = start(plan)
+    step = step_of(plan)
+    activations, rounds = [], []
+    for batch in batches:
+        features = te.inputs.prepare_features(batch, plan)
+        tables, slots, of_step, stats = step(tables, slots, features)
+        activations.append(of_step)
+        rounds.append({name: int(n) for name, n in stats.rounds.items()})
+    return (activations, values_of(tables, slots, plan)), rounds
+
+
+def check(features, batches, backend, **options):
+    """Runs both backends, and returns the plan and the rounds under `backend`."""
+    expected, _ = run(plan_of(features, "xla", **options), batches)
+    plan = plan_of(features, backend, **options)
+    found, rounds = run(plan, batches)
+    jax.tree.map(
+        lambda x, y: np.testing.assert_allclose(x, y, **TOLERANCE), found, expected
+    )
+    return plan, rounds
+
+
+BATCHES = [batch_of(step) for step in range(STEPS)]
+ELEMENTWISE = [
+    "sgd",
+    "adagrad",
+    "adam",
+    "momentum",
+    "adagrad_momentum",
+    "ftrl",
+    "rmsprop",
+    "proximal_adagrad",
+    "adadelta",
+    "lion",
+    "bounded_adagrad",
+    "proximal_yogi",
+    "online_yogi",
+    "user_defined",
+    "options",
+    "adam_bias_corrected",
+    "schedule",
+    "optax.sgd",
+    "optax.adam",
+    "optax.adamw",
+    "optax.lion",
+    "optax.yogi",
+    "optax.rmsprop",
+    "optax.adagrad",
+    "optax.adabelief",
+    "chain",
+    "inject",
+]
+OTHERS = [
+    "rowwise_adagrad",
+    "frequency_aware_adagrad",
+    "lamb",
+    "partial_rowwise_adam",
+    "clippy_adagrad",
+    "adafactor",
+]
+
+
+@pytest.mark.parametrize(
+    ("num_devices", "cores", "combiner"),
+    each_once([1, 2, 3, 8], [2, 4], ["sum", "mean", "sqrtn"]),
+)
+def test_devices_and_combiners(num_devices, cores, combiner):
+    backend = te.SparseCore(cores=cores, max_ids=512)
+    plan, rounds = check(
+        features_of(combiner), BATCHES, backend, num_devices=num_devices
+    )
+    assert [stack.backend.updates for stack in plan.stacks] == ["sparse_core"]
+    assert rounds == [{"stack_0": 0}] * STEPS
+
+
+@pytest.mark.parametrize("name", quick_cases(ELEMENTWISE, "sgd", "adam", "ftrl"))
+def test_elementwise_rules_run_on_sparse_cores(name):
+    optimizer = OPTIMIZERS[name]
+    plan, rounds = check(features_of(), BATCHES, "sparse_core", optimizer=optimizer)
+    assert plan.stacks[0].backend.updates == "sparse_core", plan.stacks[0].backend
+    assert rounds == [{"stack_0": 0}] * STEPS
+
+
+@pytest.mark.parametrize("name", quick_cases(OTHERS, "rowwise_adagrad"))
+def test_other_rules_run_on_the_exchange(name):
+    optimizer = OPTIMIZERS[name]
+    plan, _ = check(features_of(), BATCHES, "sparse_core", optimizer=optimizer)
+    backend = plan.stacks[0].backend
+    assert (backend.lookups, backend.updates) == ("sparse_core", "xla"), backend
+
+
+@pytest.mark.parametrize("dim", quick_cases([1, 3, 8, 20, 64, 100, 128, 200], "20"))
+def test_dims(dim):
+    plan, _ = check(features_of(dim=dim), BATCHES, "sparse_core")
+    assert plan.stacks[0].backend.updates == "sparse_core"
+
+
+HOT = batch_of(0, hot=5)
+MIXED = BATCHES[1] | {
+    "wide": np.where(np.arange(BATCH)[:, None] < BATCH // 2, 8, BATCHES[1]["wide"])
+}
+
+
+@pytest.mark.parametrize("num_devices", quick_cases([1, 2, 8], "2"))
+@pytest.mark.parametrize("batch", with_ids({"all_devices": HOT, "one_device": MIXED}))
+def test_a_batch_beyond_the_limit_loses_no_id(batch, num_devices):
+    """The middle step of three takes the exchange, on the same rows."""
+    batches = [BATCHES[0], batch, BATCHES[2]]
+    backend = te.SparseCore(max_ids=48)
+    _, rounds = check(features_of(), batches, backend, num_devices=num_devices)
+    assert [n["stack_0"] > 0 for n in rounds] == [False, True, False]
+
+
+@pytest.mark.parametrize("beyond", ["update", "lookup", "both", "neither"])
+def test_lookup_and_update_choose_on_their_own(beyond):
+    """The gradient of two lookups is one batch for the update; or only one is used."""
+    features = features_of(sizes=(30, 7, 300))
+    first, second = {
+        "update": (BATCHES[0], BATCHES[1]),
+        "lookup": (HOT, BATCHES[1]),
+        "both": (HOT, BATCHES[1]),
+        "neither": (BATCHES[0], BATCHES[1]),
+    }[beyond]
+
+    def step_of_two(plan, features):
+        tables, slots = start(plan)
+
+        @jax.jit
+        def step(tables, slots, features):
+            results = [te.functional.lookup(tables, x, plan) for x in features]
+            parts = [
+                te.functional.compute_gradients(x.routing, x.activations, plan)
+                for x in results
+            ]
+            used = parts if beyond in ("update", "both") else parts[1:]
+            gradients = te.gradients.add(*used)
+            updated = te.functional.apply_gradients(tables, slots, gradients, plan)
+            return *updated, [x.activations for x in results]
+
+        prepared = [te.inputs.prepare_features(x, plan) for x in features]
+        tables, slots, activations = step(tables, slots, prepared)
+        return values_of(tables, slots, plan), activations
+
+    backend = te.SparseCore(max_ids=48)
+    found, expected = (
+        step_of_two(plan_of(features, x), (first, second)) for x in (backend, "xla")
+    )
+    jax.tree.map(
+        lambda x, y: np.testing.assert_allclose(x, y, **TOLERANCE), found, expected
+    )
+
+
+def test_untouched_rows_keep_their_bits():
+    plan = plan_of(features_of(), "sparse_core", num_devices=3)
+    tables, slots = start(plan)
+    before = values_of(tables, slots, plan)
+    features = te.inputs.prepare_features(BATCHES[0], plan)
+    tables, slots, _, _ = step_of(plan)(tables, slots, features)
+    after = values_of(tables, slots, plan)
+    touched = np.zeros(300, bool)
+    touched[BATCHES[0]["wide"]] = True
+    touched[BATCHES[0]["sequence"].values] = True
+    changed = np.any(before["t300"] != after["t300"], axis=1)
+    np.testing.assert_array_equal(changed, touched)
+
+
+def test_all_devices_give_the_same_numbers():
+    results = [
+        run(plan_of(features_of(), "sparse_core", num_devices=n), BATCHES)[0]
+        for n in (1, 8)
+    ]
+    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, **TOLERANCE), *results)
+
+
+def test_nothing_is_compiled_twice():
+    plan = plan_of(features_of(), "sparse_core")
+    tables, slots = start(plan)
+    step = step_of(plan)
+    for batch in BATCHES:
+        features = te.inputs.prepare_features(batch, plan)
+        tables, slots, _, _ = step(tables, slots, features)
+    assert step._cache_size() == 1
+
+
+@pytest.mark.parametrize(
+    ("table_options", "options", "why"),
+    [
+        ({"dtype": jnp.bfloat16}, {}, "float32 rows"),
+        ({}, {"placement": te.Replicated()}, "over all devices"),
+        (
+            {"quantization_config": te.QuantizationConfig(8, -1.0, 1.0)},
+            {},
+            "do not quantize",
+        ),
+    ],
+    ids=["bfloat16", "replicated", "quantized"],
+)
+def test_other_stacks_keep_the_exchange_and_say_why(table_options, options, why):
+    table = te.TableConfig(vocabulary_size=30, dim=4, name="t", **table_options)
+    plan = plan_of({"f": te.FeatureConfig(table=table)}, "sparse_core", **options)
+    assert plan.stacks[0].backend.lookups == "xla"
+    assert why in str(plan)
+
+
+def test_the_plan_prints_backends():
+    text = str(plan_of(features_of(), "sparse_core"))
+    assert "sparse_core  sparse_core" in text
+
+
+@pytest.mark.parametrize("value", ["tpu", 3, te.SparseCore])
+def test_refuses_other_backends(value):
+    with pytest.raises(ValueError, match="backend must be one of"):
+        plan_of(features_of(), value)
+
+
+def test_dynamic_tables():
+    table = te.TableConfig(
+        vocabulary_size=te.Dynamic(capacity=512), dim=4, name="t", combiner="sum"
+    )
+    features = {"f": te.FeatureConfig(table=table)}
+    draw = np.random.default_rng(0)
+    batches = [draw.integers(0, 2**40, (BATCH, 2)) for _ in range(STEPS)]
+
+    def run_dynamic(plan):
+        tables, slots = start(plan)
+
+        @jax.jit
+        def step(tables, slots, features):
+            inserted = te.functional.insert_ids(tables, slots, features, plan)
+            result = te.functional.lookup(inserted.tables, inserted.features, plan)
+            gradients = te.functional.compute_gradients(
+                result.routing, result.activations, plan
+            )
+            return *te.functional.apply_gradients(
+                inserted.tables, inserted.slots, gradients, plan
+            ), result.activations
+
+        activations = []
+        for batch in batches:
+            prepared = te.inputs.prepare_features({"f": batch}, plan)
+            tables, slots, of_step = step(tables, slots, prepared)
+            activations.append(of_step)
+        return activations, values_of(tables, slots, plan)
+
+    plan = plan_of(features, "sparse_core", num_devices=3)
+    assert plan.stacks[0].backend.updates == "sparse_core"
+    found, expected = map(run_dynamic, (plan, plan_of(features, "xla", num_devices=3)))
+    jax.tree.map(
+        lambda x, y: np.testing.assert_allclose(x, y, **TOLERANCE), found, expected
+    )
+
+
+def test_a_checkpoint_goes_from_one_backend_to_the_other(tmp_path):
+    plans = {name: plan_of(features_of(), name) for name in ("xla", "sparse_core")}
+    kept = {}
+    for name, plan in plans.items():
+        model = te.TPUEmbedding(None, plan=plan, rngs=nnx.Rngs(1))
+        te.save(tmp_path / name, model)
+        kept[name] = model.embedding_tables()
+    for name, plan in plans.items():
+        other = "xla" if name == "sparse_core" else "sparse_core"
+        model = te.TPUEmbedding(None, plan=plan, rngs=nnx.Rngs(2))
+        te.restore(tmp_path / other, model)
+        jax.tree.map(
+            np.testing.assert_array_equal, model.embedding_tables(), kept[other]
+        )
+
+
+class Model(nnx.Module):
+    def __init__(self, plan, rngs):
+        self.embedding = te.TPUEmbedding(None, plan=plan, rngs=rngs)
+        self.head = nnx.Linear(4, 1, rngs=rngs)
+
+    def __call__(self, features):
+        return sum(self.head(x).sum() for x in self.embedding(features).values())
+
+
+@pytest.mark.parametrize("pipelined", [False, True], ids=["plain", "pipelined"])
+def test_a_flax_model_trains(pipelined):
+    features = features_of()
+    features.pop("sequence")
+    batches = [{name: batch[name] for name in features} for batch in BATCHES]
+
+    def loss_fn(model, batch):
+        return jnp.square(model(batch) - 1)
+
+    def train(plan):
+        model = Model(plan, nnx.Rngs(0))
+        optimizer = te.Optimizer(model, optax.sgd(1e-3))
+        prepared = [model.embedding.prepare(batch) for batch in batches]
+        if pipelined:
+            step = te.PipelinedTrainStep(loss_fn, features_of=lambda batch: batch)
+            pairs = zip(prepared, [*prepared[1:], None], strict=True)
+            losses = [step(model, optimizer, *pair) for pair in pairs]
+        else:
+
+            @nnx.jit(donate_argnums=(0, 1))
+            def train_step(model, optimizer, batch):
+                loss, gradients = te.value_and_grad(loss_fn)(model, batch)
+                optimizer.update(model, gradients)
+                return loss
+
+            losses = [train_step(model, optimizer, batch) for batch in prepared]
+        return losses, model.embedding.embedding_tables()
+
+    found, expected = (train(plan_of(features, x)) for x in ("sparse_core", "xla"))
+    jax.tree.map(
+        lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-4, atol=1e-5),
+        found,
+        expected,
+    )
+
+
+def test_the_norm_of_gradients_is_that_of_the_exchange():
+    norms = []
+    for backend in ("sparse_core", "xla"):
+        plan = plan_of(features_of(), backend)
+        tables, _ = start(plan)
+        prepared = te.inputs.prepare_features(BATCHES[0], plan)
+        result = te.functional.lookup(tables, prepared, plan)
+        gradients = te.functional.compute_gradients(
+            result.routing, result.activations, plan
+        )
+        norms.append(te.gradients.global_norm(gradients))
+    np.testing.assert_allclose(*norms, rtol=1e-6)
