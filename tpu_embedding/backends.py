@@ -51,7 +51,7 @@ class SparseCore:
     cores: int | None = None
 
     def __post_init__(self):
-        convert_ints(self, ["max_ids", "cores"])
+        convert_ints(self, "max_ids", "cores")
         rules = {
             "max_ids": optional(int_rule(8)),
             "cores": optional(int_rule(2)),

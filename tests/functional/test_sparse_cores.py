@@ -32,7 +32,7 @@ def features_of(combiner="sum", dim=4, sizes=(30, 7, 300)):
         for n in sizes
     ]
     return {
-        "one": te.FeatureConfig(table=tables[0]),
+        "one": te.FeatureConfig(table=tables[0], out_of_range_ids="drop"),
         "bag": te.FeatureConfig(table=tables[1]),
         "again": te.FeatureConfig(table=tables[0]),
         "wide": te.FeatureConfig(table=tables[2]),
@@ -41,7 +41,7 @@ def features_of(combiner="sum", dim=4, sizes=(30, 7, 300)):
 
 
 def batch_of(step, hot=None):
-    """Returns ids of all forms; `hot` takes the place of all of feature "wide"."""
+    """Returns ids of all forms; `hot` rows take the place of all of feature "wide"."""
     draw = np.random.default_rng(step)
     wide = draw.integers(0, 300, (BATCH, 6)).astype(np.int32)
     lengths = draw.integers(0, 4, BATCH)
@@ -52,7 +52,7 @@ def batch_of(step, hot=None):
             [draw.normal(size=n).tolist() for n in lengths],
         ),
         "again": draw.integers(0, 30, (BATCH, 2)).astype(np.int32),
-        "wide": wide if hot is None else np.full_like(wide, hot),
+        "wide": wide if hot is None else np.tile(hot, (BATCH, 1)),
         "sequence": te.RaggedIds.from_lists(
             [draw.integers(0, 300, n).tolist() for n in lengths]
         ),
@@ -73,11 +73,11 @@ def step_of(plan):
 
 
 def values_of(tables, slots, plan):
-    """Returns tables and slot variables in natural row order, by name."""
-    values = te.functional.unstack_tables(tables, plan)
-    if slots:
-        values |= te.functional.slot_values(slots, plan)
-    return values
+    """Returns tables, and slot variables, in natural row order, by name."""
+    return (
+        te.functional.unstack_tables(tables, plan),
+        te.functional.slot_values(slots, plan),
+    )
 
 
 def start(plan):
@@ -184,10 +184,12 @@ def test_dims(dim):
     assert plan.stacks[0].backend.updates == "sparse_core"
 
 
-HOT = batch_of(0, hot=5)
-MIXED = BATCHES[1] | {
-    "wide": np.where(np.arange(BATCH)[:, None] < BATCH // 2, 8, BATCHES[1]["wide"])
-}
+# Rows of one SparseCore, on up to 8 devices of 4.
+HOT_ROWS = 5 + 32 * np.arange(6, dtype=np.int32)
+HOT = batch_of(0, hot=HOT_ROWS)
+IS_HOT = np.arange(BATCH)[:, None] < BATCH // 2
+MIXED = BATCHES[1] | {"wide": np.where(IS_HOT, HOT_ROWS[None], BATCHES[1]["wide"])}
+LIMITS = {1: 48, 2: 24, 8: 8}
 
 
 @pytest.mark.parametrize("num_devices", quick_cases([1, 2, 8], "2"))
@@ -195,7 +197,7 @@ MIXED = BATCHES[1] | {
 def test_a_batch_beyond_the_limit_loses_no_id(batch, num_devices):
     """The middle step of three takes the exchange, on the same rows."""
     batches = [BATCHES[0], batch, BATCHES[2]]
-    backend = te.SparseCore(max_ids=48)
+    backend = te.SparseCore(max_ids=LIMITS[num_devices])
     _, rounds = check(features_of(), batches, backend, num_devices=num_devices)
     assert [n["stack_0"] > 0 for n in rounds] == [False, True, False]
 
@@ -224,16 +226,18 @@ def test_lookup_and_update_choose_on_their_own(beyond):
             used = parts if beyond in ("update", "both") else parts[1:]
             gradients = te.gradients.add(*used)
             updated = te.functional.apply_gradients(tables, slots, gradients, plan)
-            return *updated, [x.activations for x in results]
+            rounds = [x.stats.rounds["stack_0"] for x in results]
+            return *updated, [x.activations for x in results], rounds
 
         prepared = [te.inputs.prepare_features(x, plan) for x in features]
-        tables, slots, activations = step(tables, slots, prepared)
-        return values_of(tables, slots, plan), activations
+        tables, slots, activations, rounds = step(tables, slots, prepared)
+        return (values_of(tables, slots, plan), activations), rounds
 
-    backend = te.SparseCore(max_ids=48)
-    found, expected = (
+    backend = te.SparseCore(max_ids=LIMITS[2])
+    (found, rounds), (expected, _) = (
         step_of_two(plan_of(features, x), (first, second)) for x in (backend, "xla")
     )
+    assert [int(n) > 0 for n in rounds] == [beyond in ("lookup", "both"), False]
     jax.tree.map(
         lambda x, y: np.testing.assert_allclose(x, y, **TOLERANCE), found, expected
     )
@@ -242,10 +246,10 @@ def test_lookup_and_update_choose_on_their_own(beyond):
 def test_untouched_rows_keep_their_bits():
     plan = plan_of(features_of(), "sparse_core", num_devices=3)
     tables, slots = start(plan)
-    before = values_of(tables, slots, plan)
+    before, _ = values_of(tables, slots, plan)
     features = te.inputs.prepare_features(BATCHES[0], plan)
     tables, slots, _, _ = step_of(plan)(tables, slots, features)
-    after = values_of(tables, slots, plan)
+    after, _ = values_of(tables, slots, plan)
     touched = np.zeros(300, bool)
     touched[BATCHES[0]["wide"]] = True
     touched[BATCHES[0]["sequence"].values] = True
@@ -262,10 +266,13 @@ def test_all_devices_give_the_same_numbers():
 
 
 def test_nothing_is_compiled_twice():
-    plan = plan_of(features_of(), "sparse_core")
+    names = ["one", "again", "wide"]  # Ragged features could have other sizes.
+    features = features_of()
+    plan = plan_of({name: features[name] for name in names}, "sparse_core")
     tables, slots = start(plan)
     step = step_of(plan)
-    for batch in BATCHES:
+    for batch in [BATCHES[0], HOT, BATCHES[2]]:
+        batch = {name: batch[name] for name in names}
         features = te.inputs.prepare_features(batch, plan)
         tables, slots, _, _ = step(tables, slots, features)
     assert step._cache_size() == 1
@@ -277,7 +284,7 @@ def test_nothing_is_compiled_twice():
         ({"dtype": jnp.bfloat16}, {}, "float32 rows"),
         ({}, {"placement": te.Replicated()}, "over all devices"),
         (
-            {"quantization_config": te.QuantizationConfig(8, -1.0, 1.0)},
+            {"quantization_config": te.QuantizationConfig(num_buckets=9, lower=-1, upper=1)},
             {},
             "do not quantize",
         ),

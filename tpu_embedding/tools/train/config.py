@@ -17,6 +17,7 @@ from typing import Any, Final, Literal
 import optax
 
 import tpu_embedding
+from tpu_embedding.backends import BackendName
 from tpu_embedding.field_checks import raise_all
 from tpu_embedding.optimizers.row_optimizer import TableOptimizer
 from tpu_embedding.paths import local_path
@@ -112,6 +113,8 @@ class RunConfig:
       target: metric that the config promises to reach, or None.
       capacity: ids per destination and round of the exchange; None lets the plan
         choose. It changes the speed, never the results.
+      backend: what looks up and updates rows, as `make_plan` takes it; None lets the
+        plan choose. It changes the speed, never the results.
       tables_split_over: devices that the rows of a table are split over: `"all"`, or
         `"slice"`, those of a slice, with a copy of the table in each. A table's own
         placement wins.
@@ -136,6 +139,7 @@ class RunConfig:
     max_dense_norm: float | None = None
     target: Target | None = None
     capacity: int | None = None
+    backend: BackendName | None = None
     tables_split_over: Literal["all", "slice"] = "all"
     seed: int = 0
     log_every: int = 100

@@ -38,7 +38,8 @@ from tpu_embedding.tools.train.models.model import Outputs
 StepMetrics = dict[str, jax.Array]
 """Global scalars of a train step: `loss` and `is_finite`, of the loss, all gradients
 and the tables' learning rates; `rounds`, the most that a stack needed; the number of
-ids `out_of_range`; and counts of dynamic tables, by `table/count`."""
+ids `out_of_range`; with SparseCores `beyond_limit`, 1 if a stack of theirs took the
+exchange, else 0; and counts of dynamic tables, by `table/count`."""
 
 TrainStep = Callable[[nnx.State, Batch], tuple[nnx.State, StepMetrics]]
 EvaluationStep = Callable[[nnx.State, Batch], Metrics]
@@ -68,6 +69,7 @@ def make_run_plan(
         optimizer=config.make_table_optimizer(config),
         placement=placement,
         capacity=config.capacity,
+        backend=config.backend,
     )
 
 
@@ -251,15 +253,22 @@ def _outputs_of(model: Any, batch: Batch) -> Outputs:
 
 def _counts_of(model: nnx.Module) -> StepMetrics:
     """Returns what the embedding layers counted in a step."""
-    rounds, out_of_range = [], []
+    rounds, out_of_range, beyond_limit = [], [], []
     for layer in embedding_layers(model).values():
         stats = layer.stats.get_value()
         rounds += stats.rounds.values()
         out_of_range += stats.out_of_range.values()
+        beyond_limit += [
+            (stats.rounds[stack.name] > 0).astype(jnp.float32)
+            for stack in layer.plan.stacks
+            if stack.backend.lookups == "sparse_core"
+        ]
     counts = {
         "rounds": jnp.max(jnp.stack(rounds)),
         "out_of_range": jnp.sum(jnp.stack(out_of_range)),
     }
+    if beyond_limit:
+        counts["beyond_limit"] = jnp.max(jnp.stack(beyond_limit))
     dynamic = _dynamic_layer(model)
     for name, stats in (dynamic.dynamic_stats.get_value() if dynamic else {}).items():
         for field in dataclasses.fields(stats):
