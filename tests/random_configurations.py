@@ -30,6 +30,8 @@ WEIGHTS = (1, 2, 0.5, 0, -1, -2, -0.5)
 # Ids in 64 bits are for the host only.
 BAD_IDS = (-1, -7, -(2**31), 12, 13, 2**31 - 2)
 FOREIGN_IDS = (2**31, 2**40, -(2**40))
+# Tables this small are rarely beyond a limit of the plan's choice.
+BACKENDS = ("xla", "sparse_core", te.SparseCore(max_ids=8), te.SparseCore(cores=4))
 ABSENT = object()
 DENSE_FORMS = ("one", "matrix")
 MAX_VALENCE = 5
@@ -195,6 +197,7 @@ def examples(draw):
     options = dict(
         capacity=draw(st.sampled_from([None, 1, 2])),
         placement=draw(st.sampled_from([*placements, te.ReplicateSmall(max_rows=4)])),
+        backend=draw(st.sampled_from(BACKENDS)),
     )
     is_prepared = draw(st.sampled_from([True, True, True, False]))
     batch_size = draw(st.integers(1, 7))

@@ -12,6 +12,7 @@ so each looks up its share of every feature.
 
 import dataclasses
 from collections.abc import Sequence
+from typing import Final
 
 import jax
 import jax.numpy as jnp
@@ -29,8 +30,14 @@ from tpu_embedding.sparse_core.partitioned_ids import PartitionedIds, partition_
 from tpu_embedding.sparse_core.sample_gradients import SampleGradients
 from tpu_embedding.types import PADDING_ROW_ID
 
-_SAMPLE_ALIGNMENT = 8
+_SAMPLE_ALIGNMENT: Final = 8
 """The samples of a SparseCore are a multiple of it."""
+
+_RAGGED_HEADROOM: Final = 2
+"""Room for the ids of a ragged feature, in multiples of the mean of a SparseCore."""
+
+_EMULATED_BYTES: Final = 512 * 1024
+"""Memory of a SparseCore's subcore, on devices without."""
 
 
 @jax.tree_util.register_dataclass
@@ -71,15 +78,7 @@ def partition(
     core, row = jnp.divmod(row, layout.rows_per_core)
     partitions = jnp.where(keys == PADDING_ROW_ID, keys, owner * cores + core)
     gains = gain_of_each_id(poolings)
-    limits = choose_limits(
-        keys.shape[0],
-        max_ids=stack.backend.max_ids,
-        width=layout.row_lanes,
-        num_arrays=1 + len(stack.slots),
-        cores=cores,
-        devices=stack.num_shards,
-        hardware=plan.hardware,
-    )
+    limits = _limits_of(poolings, stack, plan)
     num_samples = cores * _samples_per_core(poolings, cores)
     ids, largest = partition_ids(
         partitions,
@@ -149,6 +148,33 @@ def sample_gradients(
 def rows_as_stored(packed: PackedRows) -> Float[Array, "rows width"]:
     """Returns lines as rows: the same memory on a TPU."""
     return packed.lines.reshape(-1, packed.layout.row_lanes)
+
+
+def _limits_of(
+    poolings: Sequence[PoolingSpec], stack: StackPlan, plan: EmbeddingPlan
+) -> Limits:
+    """Returns the limits of the operations, or those that the user gives."""
+    cores, max_ids = stack.backend.cores, stack.backend.max_ids
+    limits = choose_limits(
+        sum(_max_ids_of_core(pooling, cores) for pooling in poolings),
+        num_samples=_samples_per_core(poolings, cores),
+        num_partitions=cores * stack.num_shards,
+        memory_bytes=plan.hardware.subcore_memory_bytes or _EMULATED_BYTES,
+    )
+    if max_ids is None:
+        return limits
+    max_unique = min(max_ids, limits.max_unique)
+    return dataclasses.replace(limits, max_ids=max_ids, max_unique=max_unique)
+
+
+def _max_ids_of_core(pooling: PoolingSpec, cores: int) -> int:
+    """Returns the ids of a feature that one SparseCore has room for.
+
+    Samples of different lengths may lie unevenly; a batch beyond the room does not fit.
+    """
+    if pooling.sample_ids is None:
+        return -(-pooling.num_samples // cores) * pooling.valence
+    return min(pooling.num_ids, _RAGGED_HEADROOM * -(-pooling.num_ids // cores))
 
 
 def _samples_per_core(poolings: Sequence[PoolingSpec], cores: int) -> int:

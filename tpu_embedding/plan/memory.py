@@ -60,8 +60,8 @@ def rows_per_slab(layout: RowLayout) -> int:
     shard_bytes = LANE_BYTES * layout.num_lines * layout.lanes
     slab_bytes = min(_MAX_SLAB_BYTES, shard_bytes // _SLABS_PER_TABLE)
     num_rows = max(_MIN_SLAB_BYTES, slab_bytes) // row_bytes
-    num_lines = min(max(1, num_rows // layout.rows_per_line), layout.num_lines)
-    return num_lines * layout.rows_per_line
+    num_rows = max(1, num_rows // layout.rows_per_line) * layout.rows_per_line
+    return min(num_rows, layout.row_of(layout.num_lines))
 
 
 def whole_table_init_bytes(num_rows: int, num_shards: int, layout: RowLayout) -> int:

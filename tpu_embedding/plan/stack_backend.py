@@ -136,6 +136,4 @@ def _update_problem(optimizer: RowOptimizer | None, dim: int) -> str | None:
 
 
 def _cores_of(wanted: SparseCore, hardware: HardwareInfo) -> int:
-    if hardware.num_sparse_cores:
-        return hardware.num_sparse_cores // hardware.devices_per_chip
-    return wanted.cores or _EMULATED_CORES
+    return hardware.cores_per_device or wanted.cores or _EMULATED_CORES

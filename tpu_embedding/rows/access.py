@@ -113,11 +113,7 @@ def _add_to_stored(
 ) -> PackedRows:
     """Adds to the lanes of rows by XLA's scatter."""
     layout = packed.layout
-    is_used = row_ids < layout.num_rows
-    # Lines beyond the last are dropped. Each gets its own number, so ids stay unique.
-    # In a table of 2**31 lines the numbers wrap to negative ones: dropped as well.
-    dropped = layout.num_lines + jnp.arange(row_ids.shape[0], dtype=jnp.int32)
-    line_ids = jnp.where(is_used, row_ids // layout.rows_per_line, dropped)
+    line_ids = _line_ids(row_ids, row_ids < layout.num_rows, layout)
     lines = packed.lines.at[line_ids].add(
         lines_to_add(row_ids, values, layout),
         mode="drop",
@@ -192,15 +188,14 @@ def _clear_stuck_values(
     is_stuck = ~jnp.isfinite(row_differences(old, new)) & ~jnp.isnan(new)
     old = jnp.where(is_stuck, jnp.zeros((), old.dtype), old)
     stuck = _if_used(is_stuck, row_ids, layout)
-    dropped = layout.num_lines + jnp.arange(row_ids.shape[0], dtype=jnp.int32)
 
     def clear(place: Array, packed: PackedRows) -> PackedRows:
         is_due = (row_ids < layout.num_rows) & (row_ids % layout.rows_per_line == place)
-        line_ids = jnp.where(is_due, row_ids // layout.rows_per_line, 0)
-        lines = gather_in_bounds(packed.lines, line_ids)
+        line_ids = _line_ids(row_ids, is_due, layout)
+        in_bounds = jnp.minimum(line_ids, layout.num_lines - 1)
+        lines = gather_in_bounds(packed.lines, in_bounds)
         is_stuck = lines_to_add(row_ids, stuck.astype(lines.dtype), layout)
         lines = jnp.where(is_stuck > 0, jnp.zeros((), lines.dtype), lines)
-        line_ids = jnp.where(is_due, line_ids, dropped)
         return _set_lines(packed, line_ids, lines)
 
     num_turns = jnp.where(jnp.any(stuck), layout.rows_per_line, 0)
@@ -212,7 +207,10 @@ def _gather_stored(
 ) -> Shaped[Array, "ids _"]:
     """Reads rows as they are stored, by XLA; all ids must be in bounds."""
     layout = packed.layout
-    lines = gather_lines(packed.lines, row_ids // layout.rows_per_line)
+    if layout.lines_per_row > 1:
+        lines = gather_lines(packed.lines, _lines_of_rows(row_ids, layout))
+        return lines.reshape(-1, layout.row_lanes)
+    lines = gather_lines(packed.lines, layout.line_of(row_ids))
     if layout.is_flat:
         rows = lines[:, None]
     else:
@@ -221,6 +219,30 @@ def _gather_stored(
     if layout.rows_per_lane == 1:
         return rows
     return (rows >> shifts_of(row_ids, layout)[:, None]) & 0xFFFF
+
+
+def _line_ids(
+    row_ids: Int[Array, " ids"], is_named: Bool[Array, " ids"], layout: RowLayout
+) -> Int[Array, " lines"]:
+    """Returns the lines of rows; numbers beyond the last line for rows not named.
+
+    Each of these gets its own number, so that ids stay unique, and is dropped. In a
+    table of 2**31 lines the numbers wrap to negative ones: dropped as well.
+    """
+    line_ids = _lines_of_rows(row_ids, layout)
+    dropped = layout.num_lines + jnp.arange(line_ids.shape[0], dtype=jnp.int32)
+    return jnp.where(jnp.repeat(is_named, layout.lines_per_row), line_ids, dropped)
+
+
+def _lines_of_rows(
+    row_ids: Int[Array, " ids"], layout: RowLayout
+) -> Int[Array, " lines"]:
+    """Returns the lines of each row, `lines_per_row` one after the other."""
+    line_ids, num_lines = layout.line_of(row_ids), layout.lines_per_row
+    if num_lines == 1:
+        return line_ids
+    parts = jnp.arange(num_lines, dtype=jnp.int32)
+    return (line_ids[:, None] + parts[None]).reshape(-1)
 
 
 def _in_vectors(lines: Float[Array, "ids lanes"]) -> Float[Array, "ids lanes"]:
@@ -264,7 +286,7 @@ def set_rows(
             packed, old = _clear_stuck_values(packed, row_ids, old, zeros)
         return add_to_rows(add_to_rows(packed, row_ids, -old), row_ids, values)
     lines = lines_to_add(row_ids, values.astype(packed.lines.dtype), layout)
-    line_ids = jnp.where(row_ids < layout.num_rows, row_ids, layout.num_lines)
+    line_ids = _line_ids(row_ids, row_ids < layout.num_rows, layout)
     return _set_lines(packed, line_ids, lines)
 
 

@@ -79,7 +79,7 @@ def write_block(
     """
     layout = packed.layout.resized(rows.shape[0])
     new = pack_stored(rows.reshape(rows.shape[0], layout.row_lanes), layout)
-    first_line = start // layout.rows_per_line
+    first_line = layout.line_of(start)
     lines = jax.lax.dynamic_update_slice_in_dim(
         packed.lines, new.lines, first_line, axis=0
     )
@@ -108,6 +108,6 @@ def merge_block(
 
 def _lines_from(packed: PackedRows, start: Any, layout: RowLayout) -> PackedRows:
     """Returns the rows of a layout from row `start` on, as they lie in lines."""
-    first_line, size = start // layout.rows_per_line, layout.num_lines
+    first_line, size = layout.line_of(start), layout.num_lines
     lines = jax.lax.dynamic_slice_in_dim(packed.lines, first_line, size)
     return PackedRows(lines=lines, layout=layout)

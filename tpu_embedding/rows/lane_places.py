@@ -48,7 +48,10 @@ def select_lanes(
 def lines_to_add(
     row_ids: Int[Array, " ids"], values: Array, layout: RowLayout
 ) -> Array:
-    """Returns lines, or single values, that hold each value at the place of its row."""
+    """Returns lines, or single values, that hold each value at the place of its row.
+
+    A row of several lines has them one after the other.
+    """
     if layout.is_flat:
         return values.reshape(row_ids.shape)
     values = values.reshape(row_ids.shape[0], -1)
@@ -68,6 +71,8 @@ def _place_in_lines(
     values: Array, places: Int[Array, " ids"], layout: RowLayout
 ) -> Array:
     """Puts each row at its place in a line that adds nothing to its other rows."""
+    if layout.lines_per_row > 1:
+        return values.reshape(-1, layout.lanes)
     neutral = _neutral(values.dtype)
     unused_lanes = layout.lanes - layout.places_per_line * layout.row_lanes
     copies = jnp.tile(values, (1, layout.places_per_line))

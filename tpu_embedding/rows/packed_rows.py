@@ -158,16 +158,35 @@ class RowLayout:
         return self.places_per_line * self.rows_per_lane
 
     @property
+    def lines_per_row(self) -> int:
+        """Lines that a row takes, one after the other; 1 except for SparseCores.
+
+        A TPU stores a line of several times 128 lanes in pieces between those of other
+        lines. The operations of SparseCores take a row in one piece.
+        """
+        if self.cores == 1 or self.line_lanes is None:
+            return 1
+        return max(1, self.row_lanes // self.line_lanes)
+
+    @property
     def lanes(self) -> int:
         """Width of a line, in lanes."""
         if self.line_lanes is None or self.is_flat:
             return self.row_lanes
-        return round_up(self.row_lanes, self.line_lanes)
+        return round_up(self.row_lanes, self.line_lanes) // self.lines_per_row
 
     @property
     def num_lines(self) -> int:
         """Lines per shard."""
-        return -(-self.num_rows // self.rows_per_line)
+        return -(-self.num_rows // self.rows_per_line) * self.lines_per_row
+
+    def line_of(self, row: Any) -> Any:
+        """Returns the line of a row, the first one if it takes several."""
+        return row // self.rows_per_line * self.lines_per_row
+
+    def row_of(self, line: Any) -> Any:
+        """Returns the first row of a line; the row of the line if it takes several."""
+        return line // self.lines_per_row * self.rows_per_line
 
     @property
     def lines_shape(self) -> tuple[int, ...]:
@@ -301,9 +320,12 @@ def full_rows(value: Any, layout: RowLayout, dtype: Any) -> PackedRows:
     """
     shape = layout.lines_shape
     value = jnp.full(shape, value, dtype)
-    row = jax.lax.broadcasted_iota(jnp.int32, shape, 0) * layout.rows_per_line
+    line = jax.lax.broadcasted_iota(jnp.int32, shape, 0)
+    row = layout.row_of(line)
     if not layout.is_flat:
         lane = jax.lax.broadcasted_iota(jnp.int32, shape, 1)
+        if layout.lines_per_row > 1:
+            lane = line % layout.lines_per_row * layout.lanes + lane
         place = lane // layout.row_lanes
         is_used = place < layout.places_per_line
         if layout.row_lanes > layout.dim:
@@ -349,7 +371,7 @@ def load_rows(stored: Any, layout: RowLayout) -> Any:
 
 def pack_stored(stored: Shaped[Array, "rows _"], layout: RowLayout) -> PackedRows:
     """Packs rows as they are stored, `[num_rows, row_lanes]`, per shard."""
-    missing = layout.num_lines * layout.rows_per_line - layout.num_rows
+    missing = layout.row_of(layout.num_lines) - layout.num_rows
     lines = lines_of_rows(jnp.pad(stored, ((0, missing), (0, 0))), layout)
     return PackedRows(lines=lines.reshape(layout.lines_shape), layout=layout)
 
@@ -371,6 +393,8 @@ def lines_of_rows(stored: Any, layout: RowLayout) -> Any:
     Returns:
       `[lines, lanes]`.
     """
+    if layout.lines_per_row > 1:
+        return stored.reshape(-1, layout.lanes)
     used_lanes = layout.places_per_line * layout.row_lanes
     if layout.narrow_dtype is None:
         lines = stored.reshape(-1, used_lanes)
@@ -391,6 +415,8 @@ def _padded(values: Any, lanes: int) -> Any:
 
 def rows_of_lines(lines: Any, layout: RowLayout) -> Any:
     """Returns the stored rows of whole lines; the inverse of `lines_of_rows`."""
+    if layout.lines_per_row > 1:
+        return lines.reshape(-1, layout.row_lanes)
     lines = lines[:, : layout.places_per_line * layout.row_lanes]
     if layout.narrow_dtype is not None:
         lines = split_rows(lines, layout.narrow_dtype)

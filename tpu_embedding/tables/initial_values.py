@@ -235,7 +235,7 @@ def _fill_slabs(
     first_lines, end_lines = first_rows // rows_per_line, -(-end_rows // rows_per_line)
     num_slabs = -(-(end_lines - first_lines) // (slab // rows_per_line))
     end_slabs = jnp.cumsum(num_slabs)
-    last_start = layout.num_lines * rows_per_line - slab
+    last_start = layout.row_of(layout.num_lines) - slab
 
     def fill_slab(slab_id: Any, rows: PackedRows) -> PackedRows:
         part = jnp.sum(end_slabs <= slab_id)

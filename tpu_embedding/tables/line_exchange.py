@@ -85,7 +85,7 @@ class LineExchange:
         """Lines of one part, in whole tiles."""
         layout = self.layout
         rows = -(-self.window_rows // self.num_parts) + layout.rows_per_line - 1
-        num_lines = -(-rows // layout.rows_per_line)
+        num_lines = -(-rows // layout.rows_per_line) * layout.lines_per_row
         tile_lines = max(8, _TILE_ELEMENTS // layout.lanes)
         return min(round_up(num_lines, tile_lines), layout.num_lines)
 
@@ -95,7 +95,7 @@ class LineExchange:
 
     def first_line(self, part: Any, start: Any) -> Any:
         """Returns the first line of a part of the range from `start` on."""
-        line = self.first_row(part, start) // self.layout.rows_per_line
+        line = self.layout.line_of(self.first_row(part, start))
         last = self.layout.num_lines - self.part_lines
         return min(line, last) if isinstance(line, int) else jnp.minimum(line, last)
 
@@ -103,7 +103,7 @@ class LineExchange:
         """Returns the rows of a part: their range in its lines, and in the window."""
         begin = self.first_row(part, window.start)
         end = self.first_row(part, window.start + window.num_rows)
-        base = self.first_line(part, window.start) * self.layout.rows_per_line
+        base = self.layout.row_of(self.first_line(part, window.start))
         in_part = self._first_in_part(part, window.start)
         first = in_part * self.num_parts + self._residue(part) - window.start
         return slice(begin - base, end - base), slice(first, None, self.num_parts)
@@ -225,7 +225,7 @@ def write_lines(
         def write_part(i: Any, lines: Array) -> Array:
             window, part = i // cores, first_part + i % cores
             line = exchange.first_line(part, starts[window])
-            first_row = line * exchange.layout.rows_per_line
+            first_row = exchange.layout.row_of(line)
             begin, end = (
                 exchange.first_row(part, row) - first_row
                 for row in (starts[window], starts[window] + sizes[window])
@@ -262,14 +262,13 @@ def _exchanged(parts: Array, exchange: LineExchange) -> Array:
 def _merged(old: Array, new: Array, begin: Any, end: Any, layout: RowLayout) -> Array:
     """Takes rows `begin` to `end` from the new lines, all others from the old ones."""
     line = jax.lax.broadcasted_iota(jnp.int32, old.shape, 0)
+    first_row = layout.row_of(line)
     lane = 0 if layout.is_flat else jax.lax.broadcasted_iota(jnp.int32, old.shape, 1)
     place = lane // layout.row_lanes
     is_used = place < layout.places_per_line
 
     def is_new(part_of_lane: int) -> Any:
-        row = (
-            line * layout.rows_per_line + part_of_lane * layout.places_per_line + place
-        )
+        row = first_row + part_of_lane * layout.places_per_line + place
         return is_used & (row >= begin) & (row < end)
 
     if layout.rows_per_lane == 1:

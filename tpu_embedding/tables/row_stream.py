@@ -291,7 +291,7 @@ def _parts_of_window(
 
 def _parts_rows(exchange: LineExchange) -> tuple[int, int]:
     """Returns the number of parts of a window, and of the rows in their lines."""
-    return exchange.num_parts, exchange.part_lines * exchange.layout.rows_per_line
+    return exchange.num_parts, exchange.layout.row_of(exchange.part_lines)
 
 
 def _dealt(
