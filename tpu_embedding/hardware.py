@@ -13,6 +13,7 @@ import jax
 
 __all__ = ["HardwareInfo", "hardware_by_name"]
 
+KIBIBYTE: Final = 2**10
 MEBIBYTE: Final = 2**20
 GIBIBYTE: Final = 2**30
 
@@ -31,6 +32,8 @@ class HardwareInfo:
       hbm_capacity_bytes: memory of one chip.
       devices_per_chip: number of JAX devices per chip.
       num_sparse_cores: SparseCores per chip that XLA can use.
+      subcore_memory_bytes: memory of one vector subcore of a SparseCore, which bounds
+        the ids that XLA's embedding operations take; None without such operations.
       compiler_options: XLA options for train steps on this device. XLA rejects
         `xla_tpu_` options on other devices.
     """
@@ -41,6 +44,7 @@ class HardwareInfo:
     hbm_capacity_bytes: int | None = None
     devices_per_chip: int = 1
     num_sparse_cores: int = 0
+    subcore_memory_bytes: int | None = None
     compiler_options: tuple[tuple[str, str], ...] = ()
 
     @property
@@ -48,10 +52,15 @@ class HardwareInfo:
         """True for TPUs, which take XLA's TPU options and libtpu's topologies."""
         return self.line_lanes is not None
 
+    @property
+    def cores_per_device(self) -> int:
+        """SparseCores of one JAX device."""
+        return self.num_sparse_cores // self.devices_per_chip
+
 
 # Capacities: the "System architecture" page of each generation in Google Cloud's TPU
-# documentation (cloud.google.com/tpu/docs/v4, v5e, v5p, v6e, tpu7x). Lanes and
-# sublanes: JAX's own table, `jax/_src/tpu_info.py`.
+# documentation (cloud.google.com/tpu/docs/v4, v5e, v5p, v6e, tpu7x). Lanes, sublanes,
+# SparseCores and their memory: JAX's own table, `jax/_src/tpu_info.py`.
 #
 # XLA offloads gathers to SparseCore by default, scatters and long sorts only on
 # request. Sorts are offloaded for their compile time: 900,000 pairs take 9 s to compile
@@ -70,7 +79,11 @@ _SPARSE_CORE_OPTIONS: Final = (
 
 
 def _tpu(
-    name: str, hbm_gibibytes: int, num_sparse_cores: int = 0, devices_per_chip: int = 1
+    name: str,
+    hbm_gibibytes: int,
+    num_sparse_cores: int = 0,
+    devices_per_chip: int = 1,
+    subcore_memory_kibibytes: int = 0,
 ) -> HardwareInfo:
     return HardwareInfo(
         name=name,
@@ -79,15 +92,22 @@ def _tpu(
         hbm_capacity_bytes=hbm_gibibytes * GIBIBYTE,
         devices_per_chip=devices_per_chip,
         num_sparse_cores=num_sparse_cores,
+        subcore_memory_bytes=subcore_memory_kibibytes * KIBIBYTE or None,
         compiler_options=_SPARSE_CORE_OPTIONS if num_sparse_cores else (),
     )
 
 
 _TPU_V4: Final = _tpu("v4", 32)
 _TPU_V5E: Final = _tpu("v5e", 16)
-_TPU_V5P: Final = _tpu("v5p", 95, num_sparse_cores=4)
-_TPU_V6E: Final = _tpu("v6e", 32, num_sparse_cores=2)
-_TPU_7X: Final = _tpu("tpu7x", 192, num_sparse_cores=4, devices_per_chip=2)
+_TPU_V5P: Final = _tpu("v5p", 95, num_sparse_cores=4, subcore_memory_kibibytes=512)
+_TPU_V6E: Final = _tpu("v6e", 32, num_sparse_cores=2, subcore_memory_kibibytes=256)
+_TPU_7X: Final = _tpu(
+    "tpu7x",
+    192,
+    num_sparse_cores=4,
+    devices_per_chip=2,
+    subcore_memory_kibibytes=512,
+)
 _CPU: Final = HardwareInfo(name="cpu")
 _GPU: Final = HardwareInfo(name="gpu")
 

@@ -1,0 +1,210 @@
+"""XLA's SparseCore operations, which look up and update embedding rows.
+
+`lookup` and `update` run per shard, inside `shard_map`. On a TPU each is one custom
+call that exchanges ids and rows between all SparseCores of the program. On other
+devices plain JAX computes the same; see `reference`.
+"""
+
+import json
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax.core import ShapedArray
+from jax.extend.core import Primitive
+from jax.extend.mlir import ir
+from jax.extend.mlir.dialects import stablehlo
+from jax.interpreters import mlir
+from jaxtyping import Array, Float
+
+from tpu_embedding.sparse_core import reference
+from tpu_embedding.sparse_core.limits import Limits
+from tpu_embedding.sparse_core.partitioned_ids import PartitionedIds
+from tpu_embedding.sparse_core.row_rule import RowRule
+from tpu_embedding.types import PADDING_ROW_ID
+
+
+@jax.named_scope("sparse_core_lookup")
+def lookup(
+    ids: PartitionedIds,
+    table: Float[Array, "rows width"],
+    *,
+    num_samples: int,
+    limits: Limits,
+    cores: int,
+    axes: tuple[str, ...],
+) -> Float[Array, "num_samples width"]:
+    """Sums the rows of each sample, times their gains. Per shard; exchanges.
+
+    Args:
+      ids: from `partition_ids`; no count of any device may exceed its limit.
+      table: rows of this device, those of each core one after the other.
+      num_samples: samples of this device, a multiple of `8 * cores`.
+      limits: those that the counts were compared with.
+      cores: SparseCores per device.
+      axes: mesh axes whose devices share the table; on TPUs, all of the program.
+
+    Returns:
+      The sums; zero for a sample without ids.
+    """
+
+    def on_tpu(ids: PartitionedIds, table: Array) -> Array:
+        return _lookup_p.bind(
+            *_buffers(ids), table, num_samples=num_samples, limits=limits
+        )
+
+    def elsewhere(ids: PartitionedIds, table: Array) -> Array:
+        return reference.lookup(
+            ids, table, num_samples=num_samples, limits=limits, cores=cores, axes=axes
+        )
+
+    return jax.lax.platform_dependent(ids, table, tpu=on_tpu, default=elsewhere)
+
+
+@jax.named_scope("sparse_core_update")
+def update(
+    ids: PartitionedIds,
+    gradients: Float[Array, "num_samples width"],
+    arrays: Sequence[Float[Array, "rows width"]],
+    hyperparameters: Sequence[Float[Array, ""]],
+    *,
+    rule: RowRule,
+    limits: Limits,
+    cores: int,
+    axes: tuple[str, ...],
+) -> tuple[Float[Array, "rows width"], ...]:
+    """Applies a rule to the rows that were looked up, once per row.
+
+    The gradient of a row is the sum, over all devices, of its samples' gradients times
+    their gains. Other rows keep their bits. Per shard; exchanges.
+
+    Args:
+      ids: see `lookup`.
+      gradients: gradient of each sample's sum.
+      arrays: the table and its slot variables, in the order of the optimizer's state.
+      hyperparameters: from `rule.values`.
+      rule: from `row_rule`.
+      limits: see `lookup`.
+      cores: see `lookup`.
+      axes: see `lookup`.
+
+    Returns:
+      The new table and slot variables.
+    """
+    arguments = ids, gradients, tuple(arrays), tuple(hyperparameters)
+
+    def on_tpu(
+        ids: PartitionedIds, gradients: Array, arrays: Any, hyperparameters: Any
+    ) -> tuple[Array, ...]:
+        operands = (*_buffers(ids), gradients, *arrays, *hyperparameters)
+        results = _update_p.bind(
+            *operands, num_arrays=len(arrays), rule=rule.stablehlo, limits=limits
+        )
+        return tuple(results)
+
+    def elsewhere(*arguments: Any) -> tuple[Array, ...]:
+        return reference.update(
+            *arguments, rule=rule, limits=limits, cores=cores, axes=axes
+        )
+
+    return jax.lax.platform_dependent(*arguments, tpu=on_tpu, default=elsewhere)
+
+
+def _buffers(ids: PartitionedIds) -> tuple[Array, ...]:
+    return ids.pointers, ids.rows, ids.samples, ids.gains
+
+
+_lookup_p = Primitive("sparse_core_lookup")
+_update_p = Primitive("sparse_core_update")
+_update_p.multiple_results = True
+
+
+@_lookup_p.def_abstract_eval
+def _lookup_result(*operands: Any, num_samples: int, limits: Limits) -> ShapedArray:
+    del limits
+    return ShapedArray((num_samples, operands[-1].shape[1]), np.float32)
+
+
+@_update_p.def_abstract_eval
+def _update_results(
+    *operands: Any, num_arrays: int, rule: str, limits: Limits
+) -> list[ShapedArray]:
+    del rule, limits
+    return [ShapedArray(x.shape, x.dtype) for x in operands[5 : 5 + num_arrays]]
+
+
+def _lower_lookup(
+    context: mlir.LoweringRuleContext, *operands: Any, num_samples: int, limits: Limits
+) -> Any:
+    """Emits the operation, which adds to sums that begin at zero."""
+    zero = stablehlo.constant(ir.DenseElementsAttr.get(np.float32(0)))
+    shape = mlir.dense_int_array(context.avals_out[0].shape)
+    lower = jax.ffi.ffi_lowering(
+        "SparseDenseMatmulOp",
+        result_types=[
+            mlir.aval_to_ir_type(context.module_context, context.avals_out[0])
+        ],
+        backend_config=_backend_config(limits),
+        api_version=1,
+        skip_ffi_layout_processing=True,
+    )
+    return lower(context, *operands, stablehlo.broadcast(zero, shape))
+
+
+def _lower_update(
+    context: mlir.LoweringRuleContext,
+    *operands: Any,
+    num_arrays: int,
+    rule: str,
+    limits: Limits,
+) -> Any:
+    """Emits the operation, and the rule as a function that it calls."""
+    module = context.module_context
+    function = mlir.merge_mlir_modules(
+        module.module,
+        "sparse_core_row_rule",
+        ir.Module.parse(rule, context=module.context),
+        dst_symtab=module.symbol_table,
+    )
+    types = [mlir.aval_to_ir_type(module, aval) for aval in context.avals_out]
+    lower = jax.ffi.ffi_lowering(
+        "SparseDenseMatmulGradOpWithOptimizerUpdate",
+        result_types=[ir.TupleType.get_tuple(types)],
+        backend_config=_backend_config(
+            limits,
+            num_slot_variables=num_arrays - 1,
+            num_hyperparameters=len(operands) - 5 - num_arrays,
+        ),
+        called_computations=[function],
+        api_version=1,
+        skip_ffi_layout_processing=True,
+    )
+    (result,) = lower(context, *operands)
+    return [_sparse_element(result, i) for i in range(num_arrays)]
+
+
+def _sparse_element(values: Any, index: int) -> Any:
+    """Returns an element of a tuple, marked as data of the SparseCores."""
+    element = stablehlo.GetTupleElementOp(values, index)
+    element.attributes["mhlo.frontend_attributes"] = ir.DictAttr.get(
+        {"_xla_compute_type": ir.StringAttr.get("sparse")}
+    )
+    return element.result
+
+
+def _backend_config(limits: Limits, **more: int) -> str:
+    config = {
+        "max_ids_per_partition": limits.max_ids,
+        "max_unique_ids_per_partition": limits.max_unique,
+        "sharding_strategy": 1,  # Row r belongs to partition r % partitions.
+        "pad_value": int(PADDING_ROW_ID),
+        **more,
+    }
+    return json.dumps(
+        {"sparse_dense_matmul_config": config, "device_type": "DEVICE_TYPE_SPARSECORE"}
+    )
+
+
+mlir.register_lowering(_lookup_p, _lower_lookup, platform="tpu")
+mlir.register_lowering(_update_p, _lower_update, platform="tpu")

@@ -1,0 +1,213 @@
+"""Sorts raw ids into the buffers that the SparseCore operations read.
+
+A SparseCore looks up the samples of its own part of the device's batch. It sends each
+partition of the table, which is the rows of one SparseCore of the slice, the ids that
+it needs of it. So the ids of a device are sorted by core, partition, row and sample.
+They lie in one region of places per core, and the ids of each partition begin at a
+multiple of 8.
+
+TensorFlow and jax-tpu-embedding make the same buffers on the host. Like them, ids that
+are equal in row and sample are merged into one, whose gain is the sum of theirs.
+"""
+
+import dataclasses
+from typing import Any, Final
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Bool, Float, Int
+
+from tpu_embedding.rows.packed_rows import round_up
+from tpu_embedding.types import PADDING_ROW_ID
+
+ALIGNMENT: Final = 8
+"""The ids of a partition begin at a multiple of this place."""
+
+MIN_POINTERS: Final = 8
+"""A core has at least as many row pointers, even with fewer partitions."""
+
+_WORD: Final = 2**32
+"""Number of values of one sort key."""
+
+_BLOCK: Final = 128
+"""Numbers that a running sum adds at once: the lanes of a TPU's vector register."""
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PartitionedIds:
+    """The ids of one device, as the SparseCore operations read them. Per shard.
+
+    Attributes:
+      pointers: int32 `[cores * max(8, partitions)]`, for each core and partition the
+        place after the last id, counted from the beginning of the core's region. If
+        there are fewer than 8 partitions, the last pointers repeat the end.
+      rows: int32 `[cores * room]`, row of each id within its partition. Unused places
+        hold `PADDING_ROW_ID`.
+      samples: int32 `[cores * room]`, sample of each id within the samples of its core.
+        Unused places hold `PADDING_ROW_ID`.
+      gains: float32 `[cores * room]`, factor of the row. Unused places hold NaN.
+    """
+
+    pointers: Int[Array, " pointers"]
+    rows: Int[Array, " places"]
+    samples: Int[Array, " places"]
+    gains: Float[Array, " places"]
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LargestCounts:
+    """The largest counts of a device's cores and partitions, int32 scalars. Per shard.
+
+    Attributes:
+      ids: ids that one core sends to one partition, equal ids of a sample once.
+      unique: distinct rows among them.
+      places: places that one core's region needs.
+    """
+
+    ids: Int[Array, ""]
+    unique: Int[Array, ""]
+    places: Int[Array, ""]
+
+
+@jax.named_scope("partition_ids")
+def partition_ids(
+    partitions: Int[Array, " ids"],
+    rows: Int[Array, " ids"],
+    samples: Int[Array, " ids"],
+    gains: Float[Array, " ids"],
+    *,
+    num_samples: int,
+    rows_per_partition: int,
+    cores: int,
+    devices: int,
+    room: int,
+) -> tuple[PartitionedIds, LargestCounts]:
+    """Sorts ids into the buffers of the SparseCore operations. Per shard.
+
+    Args:
+      partitions: partition of each id's row, `device * cores + core`. Padding ids have
+        any other number, such as `PADDING_ROW_ID`, and vanish.
+      rows: row within the partition.
+      samples: 0 to `num_samples - 1`. Sample `s` belongs to the core
+        `s // (num_samples // cores)` of this device.
+      gains: factor of each id's row.
+      num_samples: samples of this device, a multiple of `8 * cores`.
+      rows_per_partition: rows of each partition.
+      cores: SparseCores per device.
+      devices: devices that share the table.
+      room: places of one core's region, a multiple of 8.
+
+    Returns:
+      The buffers, and the counts to compare with the limits. Where a count exceeds its
+      limit, the buffers lack ids and must not be used.
+
+    Example:
+      >>> ids, largest = partition_ids(
+      ...     jnp.array([1, 0, 1, 1]), jnp.array([5, 2, 5, 3]), jnp.array([0, 0, 8, 0]),
+      ...     jnp.ones(4), num_samples=16, rows_per_partition=8, cores=2, devices=1,
+      ...     room=16)
+      >>> ids.pointers.reshape(2, 8)[:, :2].tolist()
+      [[1, 10], [0, 1]]
+      >>> ids.rows[jnp.array([0, 8, 9, 16])].tolist(), int(largest.ids)
+      ([2, 3, 5, 5], 2)
+    """
+    num_partitions = cores * devices
+    num_groups = cores * num_partitions
+    samples_per_core = num_samples // cores
+    is_used = (partitions >= 0) & (partitions < num_partitions)
+    core, sample = jnp.divmod(samples, jnp.int32(samples_per_core))
+    # A group is what one core of this device asks one partition for.
+    group = jnp.where(is_used, core * num_partitions + partitions, num_groups)
+    order = _order_by(
+        (jnp.where(is_used, sample, 0), samples_per_core),
+        (jnp.where(is_used, rows, 0), rows_per_partition),
+        (group, num_groups + 1),
+    )
+    group, row, sample, gain = (x[order] for x in (group, rows, sample, gains))
+
+    is_new_row = _differs(group) | _differs(row)
+    is_new_id = is_new_row | _differs(sample)
+    bounds = jnp.searchsorted(group, jnp.arange(num_groups + 1, dtype=jnp.int32))
+    num_ids, num_rows = _running_sum(is_new_id), _running_sum(is_new_row)
+    count, first_rank = _in_groups(num_ids, bounds)
+    unique, _ = _in_groups(num_rows, bounds)
+
+    taken = round_up(count, ALIGNMENT).reshape(cores, num_partitions)
+    end = jnp.cumsum(taken, axis=1)
+    start = end - taken
+    moved_by = (start.reshape(-1) - first_rank).at[group].get(mode="clip")
+    place = num_ids - 1 + moved_by
+    is_placed = (group < num_groups) & (place < room)
+    place = jnp.where(is_placed, place + group // num_partitions * room, cores * room)
+
+    def put(values: Array, padding: Any) -> Array:
+        places = jnp.full((cores * room,), padding, values.dtype)
+        return places.at[place].set(values, mode="drop")
+
+    is_taken = put(is_placed, False)
+    sums = jnp.zeros((cores * room,), jnp.float32).at[place].add(gain, mode="drop")
+    pointers = start + count.reshape(cores, num_partitions)
+    missing = max(0, MIN_POINTERS - num_partitions)
+    ids = PartitionedIds(
+        pointers=jnp.pad(pointers, ((0, 0), (0, missing)), mode="edge").reshape(-1),
+        rows=put(row, PADDING_ROW_ID),
+        samples=put(sample, PADDING_ROW_ID),
+        gains=jnp.where(is_taken, sums, jnp.nan),
+    )
+    largest = LargestCounts(
+        ids=jnp.max(count), unique=jnp.max(unique), places=jnp.max(end[:, -1])
+    )
+    return ids, largest
+
+
+def _order_by(*digits: tuple[Int[Array, " ids"], int]) -> Int[Array, " ids"]:
+    """Returns the order that sorts ids by digits, the last one first. It is stable.
+
+    The digits are joined to as few words as they fit in. Each word takes a sort of two
+    operands, which XLA:TPU compiles in a second; one of four takes it half a minute.
+
+    Args:
+      *digits: values, and their number: they are 0 to that number - 1.
+    """
+    words, num_values = [], _WORD
+    for digit, size in digits:
+        if num_values * size > _WORD:
+            words.append(jnp.zeros_like(digit, dtype=jnp.uint32))
+            num_values = 1
+        words[-1] += digit.astype(jnp.uint32) * np.uint32(num_values)
+        num_values *= size
+    places = jnp.arange(words[0].shape[0], dtype=jnp.int32)
+    order = places
+    for word in words:
+        _, then = jax.lax.sort((word[order], places), num_keys=1)
+        order = order[then]
+    return order
+
+
+def _differs(values: Int[Array, " ids"]) -> Bool[Array, " ids"]:
+    """Returns True where a value differs from the one before it, and at the first."""
+    return jnp.concatenate([jnp.ones(1, bool), values[1:] != values[:-1]])
+
+
+def _running_sum(terms: Bool[Array, " ids"]) -> Int[Array, " ids"]:
+    """Returns `jnp.cumsum(terms)`, which XLA:TPU compiles for long if it is long."""
+    blocks = jnp.pad(terms, (0, -terms.shape[0] % _BLOCK)).reshape(-1, _BLOCK)
+    within = jnp.cumsum(blocks, axis=1, dtype=jnp.int32)
+    before = jnp.cumsum(within[:, -1]) - within[:, -1]
+    return (within + before[:, None]).reshape(-1)[: terms.shape[0]]
+
+
+def _in_groups(
+    sums: Int[Array, " ids"], bounds: Int[Array, " groups_and_one"]
+) -> tuple[Int[Array, " groups"], Int[Array, " groups"]]:
+    """Returns the sum of the terms of each group, and of those before it.
+
+    Args:
+      sums: running sum of terms.
+      bounds: place of the first term of each group, and the place after the last group.
+    """
+    before = jnp.where(bounds > 0, sums.at[bounds - 1].get(mode="clip"), 0)
+    return before[1:] - before[:-1], before[:-1]
