@@ -284,7 +284,11 @@ def test_nothing_is_compiled_twice():
         ({"dtype": jnp.bfloat16}, {}, "float32 rows"),
         ({}, {"placement": te.Replicated()}, "over all devices"),
         (
-            {"quantization_config": te.QuantizationConfig(num_buckets=9, lower=-1, upper=1)},
+            {
+                "quantization_config": te.QuantizationConfig(
+                    num_buckets=9, lower=-1, upper=1
+                )
+            },
             {},
             "do not quantize",
         ),

@@ -34,6 +34,12 @@ LAYOUTS |= {
     )
     for lanes in (None, 128)
 }
+LAYOUTS |= {
+    f"dim{dim}-dealt": RowLayout(
+        num_rows=2 * NUM_ROWS, row_shape=(dim,), line_lanes=128, cores=2
+    )
+    for dim in DIMS
+}
 every_layout = pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
 
 
@@ -104,13 +110,40 @@ def test_pack_and_unpack_keep_every_bit(layout):
 @every_layout
 def test_rows_lie_side_by_side_and_the_rest_is_zero(layout):
     rows = random_rows(layout)
-    lines = np.asarray(pack(rows, layout).lines).reshape(-1, layout.lanes)
+    lines = whole_lines(pack(rows, layout).lines, layout)
     expected = np.zeros_like(lines)
     for row in range(layout.num_rows):
         line, place = divmod(row, layout.rows_per_line)
-        start = place * layout.dim
+        start = place * layout.row_lanes
         expected[line, start : start + layout.dim] = rows[row]
     np.testing.assert_array_equal(lines, expected)
+
+
+def whole_lines(lines, layout):
+    """Returns lines as an array that can be set; those of a row as one line."""
+    lines = np.array(lines)
+    return lines.reshape(layout.num_lines // layout.lines_per_row, -1)
+
+
+def test_rows_are_dealt_to_sparse_cores_in_turn():
+    layout = RowLayout(num_rows=12, row_shape=(4,), line_lanes=128, cores=3)
+    rows = np.arange(12)
+    np.testing.assert_array_equal(
+        layout.dealt(rows), [0, 4, 8, 1, 5, 9, 2, 6, 10, 3, 7, 11]
+    )
+    np.testing.assert_array_equal(layout.undealt(layout.dealt(rows)), rows)
+
+
+@pytest.mark.parametrize(
+    ("dim", "row_lanes", "rows_per_line", "lines_per_row"),
+    [(1, 8, 16, 1), (20, 32, 4, 1), (64, 64, 2, 1), (65, 128, 1, 1), (200, 256, 1, 2)],
+)
+def test_sizes_of_rows_for_sparse_cores(dim, row_lanes, rows_per_line, lines_per_row):
+    layout = RowLayout(num_rows=64, row_shape=(dim,), line_lanes=128, cores=2)
+    assert layout.row_lanes == row_lanes
+    assert layout.rows_per_line == rows_per_line
+    assert layout.lines_per_row == lines_per_row
+    assert layout.lines_shape == (64 // rows_per_line * lines_per_row, 128)
 
 
 def ids_of(layout):
@@ -125,12 +158,12 @@ def ids_of(layout):
 def test_gather_reads_exact_bits_whatever_the_neighbours_hold(layout):
     rows = nasty_rows(layout)
     # What lies behind the last row in its line must not come out either.
-    lines = np.array(pack(rows, layout).lines).reshape(-1, layout.lanes)
-    lines[:, layout.rows_per_line * layout.dim :] = np.nan
-    unused = layout.num_lines * layout.rows_per_line - layout.num_rows
+    lines = whole_lines(pack(rows, layout).lines, layout)
+    lines[:, layout.rows_per_line * layout.row_lanes :] = np.nan
+    unused = layout.row_of(layout.num_lines) - layout.num_rows
     if unused:
-        end = layout.rows_per_line * layout.dim
-        lines[-1, end - unused * layout.dim : end] = np.nan
+        end = layout.rows_per_line * layout.row_lanes
+        lines[-1, end - unused * layout.row_lanes : end] = np.nan
     ids = ids_of(layout)
     lines = lines.reshape(layout.lines_shape)
     packed = PackedRows(lines=jnp.asarray(lines), layout=layout)

@@ -65,12 +65,13 @@ init_tables = jax.jit(
 
 
 @functools.cache
-def values_of(num_devices=1, hardware=None, tables=TABLES, key_data=11):
+def values_of(num_devices=1, hardware=None, tables=TABLES, key_data=11, **options):
     """Logical initial values by table name."""
     plan = te.make_plan(
         [te.FeatureConfig(table=t) for t in tables],
         mesh_of(num_devices),
         hardware=None if hardware is None else te.hardware.hardware_by_name(hardware),
+        **options,
     )
     stacked = init_tables(plan, jax.random.key(key_data))
     for stack in plan.stacks:
@@ -103,6 +104,11 @@ def assert_same_values(actual, expected):
 def test_equal_on_any_devices_and_in_any_packing(num_devices, hardware):
     values = values_of(num_devices, hardware)
     assert values.keys() == {t.name for t in TABLES}
+    assert_same_values(values, values_of())
+
+
+def test_equal_if_rows_are_dealt_to_sparse_cores():
+    values = values_of(3, backend="sparse_core")
     assert_same_values(values, values_of())
 
 

@@ -20,7 +20,7 @@ from tpu_embedding.tables.row_stream import read_blocks, rows_per_block, write_b
 SIZES = {"a": 301, "b": 1, "c": 5, "d": 40}
 
 
-def plan_of(mesh, dim=3, dtype="float32", hardware="cpu", placement=None):
+def plan_of(mesh, dim=3, dtype="float32", hardware="cpu", placement=None, **options):
     features = [
         te.FeatureConfig(
             table=te.TableConfig(vocabulary_size=size, dim=dim, name=name, dtype=dtype)
@@ -32,6 +32,7 @@ def plan_of(mesh, dim=3, dtype="float32", hardware="cpu", placement=None):
         mesh,
         hardware=te.hardware.hardware_by_name(hardware),
         placement=placement,
+        **options,
     )
 
 
@@ -108,6 +109,14 @@ def way(request, monkeypatch):
     if request.param == "exchanged":
         monkeypatch.setattr(row_stream, "_lies_on_host", lambda packed: False)
     return request.param
+
+
+@pytest.mark.parametrize("dim", [3, 200])
+@pytest.mark.parametrize("row", [None, "one value"])
+def test_rows_that_are_dealt_to_sparse_cores(dim, row, monkeypatch):
+    monkeypatch.setattr(row_windows, "_MIN_BLOCK_BYTES", 2000)
+    plan = plan_of(mesh_of(3), dim, backend=te.SparseCore(cores=2))
+    assert_round_trip(plan, ROWS[row] if row else None)
 
 
 @pytest.fixture

@@ -208,3 +208,10 @@ def _backend_config(limits: Limits, **more: int) -> str:
 
 mlir.register_lowering(_lookup_p, _lower_lookup, platform="tpu")
 mlir.register_lowering(_update_p, _lower_update, platform="tpu")
+
+
+def unavailable_reason() -> str | None:
+    """Returns why this jax cannot compile the operations; None if it can."""
+    if jax.__version_info__ < (0, 12):
+        return f"jax {jax.__version__}: the operations need jax 0.12"
+    return None

@@ -184,8 +184,8 @@ def _read_places(ids: PartitionedIds, cores: int, num_partitions: int) -> _Place
     )
     return _Places(
         partitions=partitions,
-        is_used=is_known & (places < jnp.take_along_axis(ends, partitions, axis=1)),
-        is_first=places == jnp.take_along_axis(starts, partitions, axis=1),
+        is_used=is_known & (places[None] < jnp.take_along_axis(ends, partitions, axis=1)),
+        is_first=places[None] == jnp.take_along_axis(starts, partitions, axis=1),
         rows=rows,
         samples=samples,
         gains=gains,

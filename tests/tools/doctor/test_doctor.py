@@ -141,11 +141,12 @@ def test_children_that_give_no_answer(code, words, monkeypatch):
 
 
 def test_wrong_rows_are_named(monkeypatch):
-    assert child.check_rows()["problem"] is None
+    assert child.check_rows("xla")["problem"] is None
+    assert child.check_rows("sparse_core")["problem"] is None
     monkeypatch.setattr(child, "RATE", 0.25)  # of the reference alone, from here on
     rule = child.te.optimizers.adagrad(0.5, initial_accumulator_value=1.0)
     monkeypatch.setattr(child.te.optimizers, "adagrad", lambda *_, **__: rule)
-    assert "dim 32: an update gives" in child.check_rows()["problem"]
+    assert "dim 32: an update gives" in child.check_rows("xla")["problem"]
 
 
 @pytest.mark.full

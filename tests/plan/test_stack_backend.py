@@ -1,0 +1,151 @@
+"""The choice of a stack's backend: what the user asks for, and what is possible."""
+
+import json
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import tpu_embedding as te
+from tests.conftest import mesh_of
+from tests.lookup.placements import mesh_of_shape
+from tpu_embedding.plan import stack_backend
+from tpu_embedding.sparse_core import verdict
+from tpu_embedding.tools import compile_report
+
+ADAGRAD = te.optimizers.adagrad(0.1)
+
+
+def backend_of(backend, mesh=None, optimizer=ADAGRAD, hardware=None, **options):
+    placement = options.pop("placement", None)
+    table = te.TableConfig(vocabulary_size=100, dim=20, name="t", **options)
+    plan = te.make_plan(
+        te.FeatureConfig(table=table),
+        mesh or mesh_of(2),
+        optimizer=optimizer,
+        placement=placement,
+        hardware=hardware and te.hardware.hardware_by_name(hardware),
+        backend=backend,
+    )
+    (stack,) = plan.stacks
+    assert stack.layout.cores == stack.backend.cores
+    assert stack.backend.reason in str(plan)
+    return stack.backend
+
+
+def ways_of(backend):
+    return backend.lookups, backend.updates
+
+
+@pytest.mark.parametrize("hardware", ["v5p", "cpu"])
+@pytest.mark.parametrize("wanted", [None, "xla"])
+def test_xla_is_the_default(wanted, hardware):
+    assert ways_of(backend_of(wanted, hardware=hardware)) == ("xla", "xla")
+
+
+@pytest.mark.parametrize(
+    ("hardware", "cores"),
+    [("v5p", 4), ("v6e", 2), ("tpu7x", 2), ("cpu", 2), ("gpu", 2)],
+)
+def test_asked_for_by_name(hardware, cores):
+    found = backend_of("sparse_core", hardware=hardware)
+    assert ways_of(found) == ("sparse_core", "sparse_core")
+    assert found.cores == cores
+
+
+OTHERS = {
+    "v5e": (dict(hardware="v5e"), "no SparseCores on v5e"),
+    "v4": (dict(hardware="v4"), "no SparseCores on v4"),
+    "bfloat16": (dict(dtype=jnp.bfloat16), "not bfloat16"),
+    "int8": (dict(dtype=jnp.int8, optimizer=None), "not int8"),
+    "replicated": (dict(placement=te.Replicated()), "not split over all devices"),
+    "one axis": (
+        dict(mesh=mesh_of_shape("2x2"), placement=te.Sharded(axes=("model",))),
+        "not split over all devices",
+    ),
+    "quantized": (
+        dict(
+            quantization_config=te.QuantizationConfig(num_buckets=3, lower=0, upper=1)
+        ),
+        "do not quantize",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_stacks_that_keep_the_exchange(name):
+    options, why = OTHERS[name]
+    found = backend_of("sparse_core", **options)
+    assert ways_of(found) == ("xla", "xla")
+    assert why in found.reason
+
+
+RULES = {
+    "none": (None, "no optimizer"),
+    "by row": (te.optimizers.rowwise_adagrad(0.1), "has the shape"),
+    "every row": (te.optimizers.every_row(ADAGRAD), "every row"),
+    "totals": (te.optimizers.adafactor(0.1), "totals"),
+    "mixes elements": (te.optimizers.lamb(0.1), ""),
+}
+
+
+@pytest.mark.parametrize("name", RULES)
+def test_rules_whose_updates_keep_the_exchange(name):
+    optimizer, why = RULES[name]
+    found = backend_of("sparse_core", optimizer=optimizer)
+    assert ways_of(found) == ("sparse_core", "xla")
+    assert why in found.reason
+
+
+def test_an_older_jax_keeps_the_exchange(monkeypatch):
+    reason = "jax 0.10: the operations need jax 0.12"
+    monkeypatch.setattr(stack_backend, "unavailable_reason", lambda: reason)
+    assert backend_of("sparse_core", hardware="v5p").reason == reason
+    assert ways_of(backend_of("sparse_core")) == ("sparse_core", "sparse_core")
+
+
+def test_cores_are_those_of_the_chip():
+    found = backend_of(te.SparseCore(cores=2), hardware="v5p")
+    assert ways_of(found) == ("xla", "xla")
+    assert "te.SparseCore(cores=2), but a device of v5p has 4" in found.reason
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (dict(max_ids=4), "SparseCore.max_ids must be an int of at least 8"),
+        (dict(max_ids=20), "SparseCore.max_ids must be a multiple of 8, got 20"),
+        (dict(cores=1), "SparseCore.cores must be an int of at least 2"),
+    ],
+)
+def test_refuses_options(options, words):
+    with pytest.raises(ValueError, match=words):
+        te.SparseCore(**options)
+
+
+@pytest.mark.tpu_compiler
+def test_the_verdict_of_the_doctor_decides(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    mesh = compile_report.topology_mesh("v5p:2x2x1")
+    kind = mesh.devices.flat[0].device_kind
+
+    def found():
+        return backend_of(None, mesh=mesh)
+
+    assert "has not compared SparseCores here" in found().reason
+    verdict.write_verdict(kind, is_equal=True, speedup=1.5)
+    assert ways_of(found()) == ("sparse_core", "sparse_core")
+    assert ways_of(backend_of("xla", mesh=mesh)) == ("xla", "xla")
+    verdict.write_verdict(kind, is_equal=True, speedup=0.9)
+    assert "slower" in found().reason
+    verdict.write_verdict(kind, is_equal=False, speedup=1.5)
+    assert "other numbers" in found().reason
+    verdict.write_verdict("TPU v9", is_equal=True, speedup=1.5)
+    assert "another device or version" in found().reason
+    text = json.dumps({"is_equal": True, "speedup": 2.0})
+    for damaged in (text, "[]", "{"):
+        verdict.verdict_file().write_text(damaged)
+        assert ways_of(found()) == ("xla", "xla")
+    verdict.write_verdict(kind, is_equal=True, speedup=1.5)
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    assert "several processes" in found().reason
