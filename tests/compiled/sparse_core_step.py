@@ -26,9 +26,11 @@ class Compiled:
 
     Attributes:
       logical_bytes: table and slot variables.
-      argument_bytes: table, slot variables, ids and cotangents.
+      input_bytes: ids and cotangents.
+      argument_bytes: all arguments.
       aliased_bytes: those that are updated in place.
       temporary_bytes: the larger of temporaries and peak beyond the arguments.
+      exchange_bytes: the distinct rows that a device may ask for in a step.
       copies: instructions that copy an array of the size of the table.
       operations: the SparseCore operations of the program.
     """
@@ -38,6 +40,7 @@ class Compiled:
     argument_bytes: int
     aliased_bytes: int
     temporary_bytes: int
+    exchange_bytes: int
     copies: list[str]
     operations: int
 
