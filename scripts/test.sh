@@ -99,7 +99,8 @@ check_tensorflow() {
 # Where it does not install, its leg is left out: it has no wheel for some platforms.
 check_jax_tpu_embedding() {
     local VENV=.venv-peer
-    if ! setup_environment dev,peer; then
+    setup_environment dev
+    if ! install "$VENV/bin/python" --editable ".[peer]"; then
         echo "jax-tpu-embedding does not install here: its leg is left out."
         return
     fi
