@@ -9,8 +9,9 @@
 #   scripts/test.sh --all [-- PYTEST_OPTIONS]
 #       The full tier, for continuous integration: also types, the tests marked `full`,
 #       the docs, the wheel, export to and import from TensorFlow in an environment of
-#       its own, Python 3.11 if that interpreter is there, and the lowest versions of all
-#       dependencies that pyproject.toml allows.
+#       its own, the buffers of jax-tpu-embedding in another, Python 3.11 if that
+#       interpreter is there, and the lowest versions of all dependencies that
+#       pyproject.toml allows.
 #   scripts/test.sh --exhaustive [-- PYTEST_OPTIONS]
 #       The exhaustive tier, for before a release: also the tests marked `exhaustive`,
 #       and the shapes of all arguments of traced functions.
@@ -95,6 +96,17 @@ check_tensorflow() {
         tests/export/test_saved_model.py tests/checkpoint/imports/test_tensorflow.py
 }
 
+# Where it does not install, its leg is left out: it has no wheel for some platforms.
+check_jax_tpu_embedding() {
+    local VENV=.venv-peer
+    setup_environment dev
+    if ! install "$VENV/bin/python" --editable ".[peer]"; then
+        echo "jax-tpu-embedding does not install here: its leg is left out."
+        return
+    fi
+    python -m pytest -n0 -m "" tests/sparse_core/test_jax_tpu_embedding.py
+}
+
 section "environment"
 if [ "$tests" = "not full" ]; then
     setup_environment dev,tpu
@@ -109,13 +121,14 @@ section "imports between folders"
 lint-imports --no-cache
 if [ "$tests" != "not full" ]; then
     # One leg on each core: all spend most of their time on one.
-    section "types, wheel, Python 3.11 and lowest versions, beside TensorFlow"
+    section "types, wheel, a peer, Python 3.11 and lowest versions, beside TensorFlow"
     log=$(mktemp)
     check_tensorflow >"$log" 2>&1 &
     leg=$!
     trap 'kill "$leg" 2>/dev/null || true; rm -f "$log"' EXIT
     pyright --pythonpath "$(command -v python)"
     bash scripts/check_wheel.sh
+    (check_jax_tpu_embedding)
     (check_python311)
     (check_lowest_versions)
     section "TensorFlow"

@@ -11,12 +11,14 @@ are equal in row and sample are merged into one, whose gain is the sum of theirs
 """
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any, Final
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Float, Int
+from jax.experimental.compute_on import compute_on
+from jaxtyping import Array, Bool, Float, Int, UInt32
 
 from tpu_embedding.rows.packed_rows import round_up
 from tpu_embedding.types import PADDING_ROW_ID
@@ -30,6 +32,9 @@ MIN_POINTERS: Final = 8
 _WORD: Final = 2**32
 """Number of values of one sort key."""
 
+_RISING: Final = dict(indices_are_sorted=True, mode="promise_in_bounds")
+"""Options of scatters at places that rise: XLA:TPU need not sort them."""
+
 _BLOCK: Final = 128
 """Numbers that a running sum adds at once: the lanes of a TPU's vector register."""
 
@@ -42,7 +47,8 @@ class PartitionedIds:
     Attributes:
       pointers: int32 `[cores * max(8, partitions)]`, for each core and partition the
         place after the last id, counted from the beginning of the core's region. If
-        there are fewer than 8 partitions, the last pointers repeat the end.
+        there are fewer than 8 partitions, the spare pointers are the end of all places
+        that are taken, a multiple of 8.
       rows: int32 `[cores * room]`, row of each id within its partition. Unused places
         hold `PADDING_ROW_ID`.
       samples: int32 `[cores * room]`, sample of each id within the samples of its core.
@@ -139,23 +145,28 @@ def partition_ids(
     end = jnp.cumsum(taken, axis=1)
     start = end - taken
     moved_by = (start.reshape(-1) - first_rank).at[group].get(mode="clip")
-    place = num_ids - 1 + moved_by
-    is_placed = (group < num_groups) & (place < room)
-    place = jnp.where(is_placed, place + group // num_partitions * room, cores * room)
+    # Each region has one place more, for ids that do not fit and for padding. So no id
+    # is placed outside of its region, and the places rise.
+    core = jnp.minimum(group // num_partitions, cores - 1)
+    place = jnp.where(group < num_groups, num_ids - 1 + moved_by, room)
+    place = core * (room + 1) + jnp.minimum(place, room)
+
+    def in_regions(values: Array) -> Array:
+        return values.reshape(cores, room + 1)[:, :room].reshape(-1)
 
     def put(values: Array, padding: Any) -> Array:
-        places = jnp.full((cores * room,), padding, values.dtype)
-        return places.at[place].set(values, mode="drop")
+        places = jnp.full((cores * (room + 1),), padding, values.dtype)
+        return in_regions(places.at[place].set(values, **_RISING))
 
-    is_taken = put(is_placed, False)
-    sums = jnp.zeros((cores * room,), jnp.float32).at[place].add(gain, mode="drop")
+    rows = put(row, PADDING_ROW_ID)
+    sums = jnp.zeros((cores * (room + 1),), jnp.float32).at[place].add(gain, **_RISING)
     pointers = start + count.reshape(cores, num_partitions)
-    missing = max(0, MIN_POINTERS - num_partitions)
+    spare = jnp.repeat(end[:, -1:], max(0, MIN_POINTERS - num_partitions), axis=1)
     ids = PartitionedIds(
-        pointers=jnp.pad(pointers, ((0, 0), (0, missing)), mode="edge").reshape(-1),
-        rows=put(row, PADDING_ROW_ID),
+        pointers=jnp.concatenate([pointers, spare], axis=1).reshape(-1),
+        rows=rows,
         samples=put(sample, PADDING_ROW_ID),
-        gains=jnp.where(is_taken, sums, jnp.nan),
+        gains=jnp.where(rows == PADDING_ROW_ID, jnp.nan, in_regions(sums)),
     )
     largest = LargestCounts(
         ids=jnp.max(count), unique=jnp.max(unique), places=jnp.max(end[:, -1])
@@ -164,10 +175,10 @@ def partition_ids(
 
 
 def _order_by(*digits: tuple[Int[Array, " ids"], int]) -> Int[Array, " ids"]:
-    """Returns the order that sorts ids by digits, the last one first. It is stable.
+    """Returns an order that sorts ids by digits, of which the last one counts most.
 
     The digits are joined to as few words as they fit in. Each word takes a sort of two
-    operands, which XLA:TPU compiles in a second; one of four takes it half a minute.
+    operands; XLA:TPU takes half a minute to compile a sort of four.
 
     Args:
       *digits: values, and their number: they are 0 to that number - 1.
@@ -179,12 +190,34 @@ def _order_by(*digits: tuple[Int[Array, " ids"], int]) -> Int[Array, " ids"]:
             num_values = 1
         words[-1] += digit.astype(jnp.uint32) * np.uint32(num_values)
         num_values *= size
+    return _on_sparse_cores(_sort)(*words)
+
+
+def _sort(*words: UInt32[Array, " ids"]) -> Int[Array, " ids"]:
+    """Returns an order that sorts ids by words, of which the last one counts most."""
     places = jnp.arange(words[0].shape[0], dtype=jnp.int32)
-    order = places
+    order = None
     for word in words:
-        _, then = jax.lax.sort((word[order], places), num_keys=1)
-        order = order[then]
+        word = word if order is None else word[order]
+        # SparseCores sort stably where an operand is the places themselves.
+        _, then = jax.lax.sort((word, places), num_keys=1)
+        order = then if order is None else order[then]
     return order
+
+
+def _on_sparse_cores(function: Callable[..., Array]) -> Callable[..., Array]:
+    """Returns a function whose operations XLA:TPU places on the SparseCores.
+
+    Two sorts of 82,000 ids compile in 1.5 s there, and in 24 s on the TensorCore. On
+    other devices, and with a jax before 0.12, this is the function itself.
+    """
+    if jax.__version_info__ < (0, 12):
+        return function
+    return compute_on(
+        function,
+        compute_type="tpu_sparsecore",
+        out_memory_spaces=jax.memory.Space.Device,
+    )
 
 
 def _differs(values: Int[Array, " ids"]) -> Bool[Array, " ids"]:

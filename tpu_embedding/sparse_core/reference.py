@@ -169,16 +169,14 @@ def _read_places(ids: PartitionedIds, cores: int, num_partitions: int) -> _Place
     ends = pointers[:, :num_partitions]
     next_starts = round_up(ends, ALIGNMENT)
     starts = jnp.pad(next_starts[:, :-1], ((0, 0), (1, 0)))
-    places = jnp.arange(ids.rows.size // cores, dtype=jnp.int32)
+    places = jnp.arange(ids.rows.size // cores, dtype=jnp.int32)[None]
 
     def partitions_of(next_starts: Array) -> Array:
-        return jnp.searchsorted(next_starts, places, side="right")
+        return jnp.searchsorted(next_starts, places[0], side="right")
 
     partitions = jax.vmap(partitions_of)(next_starts)
-    is_known, partitions = (
-        partitions < num_partitions,
-        jnp.minimum(partitions, num_partitions - 1),
-    )
+    is_known = partitions < num_partitions
+    partitions = jnp.minimum(partitions, num_partitions - 1)
     rows, samples, gains = (
         x.reshape(cores, -1) for x in (ids.rows, ids.samples, ids.gains)
     )
@@ -221,8 +219,7 @@ def _is_defined(
         places.ends - places.starts <= limits.max_ids,
         unique <= limits.max_unique,
         end <= rows.shape[1],
-        places.spare_pointers >= end,
-        places.spare_pointers <= round_up(end, ALIGNMENT),
+        places.spare_pointers == round_up(end, ALIGNMENT),
     ]
     return jnp.all(jnp.stack([jnp.all(x) for x in conditions]))
 

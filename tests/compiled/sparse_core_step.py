@@ -1,0 +1,164 @@
+"""Compiles a step of raw ids by the SparseCore operations, and says what it holds."""
+
+import dataclasses
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental import topologies
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from tpu_embedding.hardware import hardware_of_device
+from tpu_embedding.optimizers.row_optimizer import row_optimizer_of
+from tpu_embedding.sparse_core import operations
+from tpu_embedding.sparse_core.limits import are_within, choose_limits
+from tpu_embedding.sparse_core.partitioned_ids import partition_ids
+from tpu_embedding.sparse_core.row_rule import row_rule
+
+LANES = 128
+
+
+@dataclasses.dataclass(frozen=True)
+class Compiled:
+    """What a compiled step of one device holds.
+
+    Attributes:
+      logical_bytes: table and slot variables.
+      input_bytes: ids and cotangents.
+      argument_bytes: all arguments.
+      aliased_bytes: those that are updated in place.
+      temporary_bytes: the larger of temporaries and peak beyond the arguments.
+      exchange_bytes: the distinct rows that a device may ask for in a step.
+      copies: instructions that copy an array of the size of the table.
+      operations: the SparseCore operations of the program.
+    """
+
+    logical_bytes: int
+    input_bytes: int
+    argument_bytes: int
+    aliased_bytes: int
+    temporary_bytes: int
+    exchange_bytes: int
+    copies: list[str]
+    operations: int
+
+
+def compile_step(
+    topology, optimizer, *, dim, valence=1, num_samples=4096, mebibytes=32, limits=None
+):
+    """Compiles lookup, gradient and update under `cond`, over lines `[n, 128]`.
+
+    Args:
+      topology: libtpu's name of a slice.
+      optimizer: the rule.
+      dim: columns of the table, which is stored in rows of a fitting width.
+      valence: ids of each sample.
+      num_samples: samples of a device.
+      mebibytes: size of the table of a device.
+      limits: in place of those that fit.
+    """
+    description = topologies.get_topology_desc(topology_name=topology, platform="tpu")
+    devices = np.asarray(description.devices)
+    mesh, count = Mesh(devices, ("shard",)), devices.size
+    hardware = hardware_of_device(description.devices[0])
+    cores = hardware.cores_per_device
+    width = next((w for w in (8, 16, 32, 64) if dim <= w), -(-dim // LANES) * LANES)
+    rule = row_rule(row_optimizer_of(optimizer), dim, width)
+    others = [
+        x for x in jax.tree.leaves(optimizer.init(jnp.ones((3, dim)))) if x.ndim == 0
+    ]
+    num_lines = mebibytes * 2**20 // (4 * LANES)
+    num_rows = num_lines * LANES // width
+    limits = limits or choose_limits(
+        num_samples * valence // cores,
+        num_samples=num_samples // cores,
+        num_partitions=cores * count,
+        memory_bytes=hardware.subcore_memory_bytes,
+    )
+    sizes = dict(limits=limits, cores=cores, axes=("shard",))
+
+    def step(lines, others, ids, cotangents):
+        samples = jnp.repeat(jnp.arange(num_samples, dtype=jnp.int32), valence)
+        flat = ids.reshape(-1)
+        placed, largest = partition_ids(
+            flat % (cores * count),
+            flat // (cores * count),
+            samples,
+            jnp.ones(flat.shape, jnp.float32),
+            num_samples=num_samples,
+            rows_per_partition=num_rows // cores,
+            cores=cores,
+            devices=count,
+            room=limits.room,
+        )
+        fits = are_within(largest, limits, ("shard",))
+        hyperparameters, others = rule.values(others)
+
+        def look_up(lines):
+            table = lines[0].reshape(-1, width)
+            return operations.lookup(placed, table, num_samples=num_samples, **sizes)
+
+        def update(lines):
+            arrays = [x.reshape(-1, width) for x in lines]
+            new = operations.update(
+                placed, gradients, arrays, hyperparameters, rule=rule, **sizes
+            )
+            return [x.reshape(-1, LANES) for x in new]
+
+        # In place of another path over the same lines.
+        def read_lines(lines):
+            some = jnp.tile(lines[0][flat[:8]], (1, -(-width // LANES)))[:, :width]
+            return jnp.tile(some, (num_samples // 8, 1))
+
+        def add_to_lines(lines):
+            return [x.at[flat[:8]].add(gradients[0, 0]) for x in lines]
+
+        activations = jax.lax.cond(fits, look_up, read_lines, lines)
+        gradients = activations * cotangents
+        lines = jax.lax.cond(fits, update, add_to_lines, lines)
+        return lines, others, activations[:, :dim]
+
+    split, whole = NamedSharding(mesh, P("shard")), NamedSharding(mesh, P())
+    arrays = [
+        jax.ShapeDtypeStruct((num_lines * count, LANES), jnp.float32, sharding=split)
+    ] * (1 + rule.num_slots)
+    others = [jax.ShapeDtypeStruct((), x.dtype, sharding=whole) for x in others]
+    ids = jax.ShapeDtypeStruct(
+        (count * num_samples, valence), jnp.int32, sharding=split
+    )
+    cotangents = jax.ShapeDtypeStruct(
+        (count * num_samples, width), jnp.float32, sharding=split
+    )
+    mapped = jax.shard_map(
+        step,
+        mesh=mesh,
+        in_specs=(P("shard"), P(), P("shard"), P("shard")),
+        out_specs=(P("shard"), P(), P("shard")),
+        check_vma=False,
+    )
+    program = jax.jit(mapped, donate_argnums=0).lower(arrays, others, ids, cotangents)
+    compiled = program.compile()
+    memory, text = compiled.memory_analysis(), compiled.as_text()
+    table_bytes = num_lines * LANES * 4
+    return Compiled(
+        logical_bytes=table_bytes * (1 + rule.num_slots),
+        input_bytes=num_samples * (valence + width) * 4,
+        argument_bytes=memory.argument_size_in_bytes,
+        aliased_bytes=memory.alias_size_in_bytes,
+        temporary_bytes=max(
+            memory.temp_size_in_bytes,
+            memory.peak_memory_in_bytes - memory.argument_size_in_bytes,
+        ),
+        copies=[
+            x for x in re.findall(r"= (\S+) copy\(", text) if _bytes(x) >= table_bytes
+        ],
+        operations=len(re.findall(r"sparsecore|SparseDenseMatmul", text)),
+    )
+
+
+def _bytes(shape):
+    dims = re.match(r"\w+\[([\d,]*)\]", shape)
+    sizes = [int(x) for x in dims.group(1).split(",") if x] if dims else [0]
+    return 4 * int(np.prod(sizes))

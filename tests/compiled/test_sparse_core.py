@@ -1,0 +1,116 @@
+"""The TPU compiler takes raw ids into the SparseCore operations, without a copy.
+
+No TPU is needed: libtpu compiles for a described topology. The step looks up, and
+updates table and slot variables, each under `cond` beside another path over the same
+lines. A child compiles what the compiler refuses, for libtpu may abort its process.
+"""
+
+import pathlib
+import subprocess
+import sys
+
+import optax
+import pytest
+
+import tpu_embedding as te
+from tests.compiled.sparse_core_step import compile_step
+from tests.tiers import quick_cases, with_ids
+from tpu_embedding.hardware import hardware_by_name
+from tpu_embedding.sparse_core.limits import Limits, choose_limits
+
+pytestmark = pytest.mark.tpu_compiler
+
+RULES = {
+    "sgd": optax.sgd(0.1),
+    "adagrad": te.optimizers.adagrad(0.1),
+    "adam": te.optimizers.adam(0.1, bias_correction=True),
+    "ftrl": te.optimizers.ftrl(0.5, l1_regularization_strength=0.01),
+    "momentum": te.optimizers.momentum(0.1, use_nesterov=True),
+    "chain": optax.chain(
+        optax.clip(0.5),
+        optax.scale_by_adam(),
+        optax.add_decayed_weights(0.01),
+        optax.scale_by_schedule(optax.cosine_decay_schedule(-0.1, 100)),
+    ),
+}
+
+SMALL = {"v5p": "v5p:2x2x1", "v6e": "v6e:2x2", "tpu7x": "tpu7x:2x2x1"}
+
+CASES = {
+    # Each rule, and each width, on each generation.
+    **{
+        f"{name}-{rule}-dim{dim}-{valence}ids": (topology, rule, dim, valence)
+        for name, topology in SMALL.items()
+        for rule, dim, valence in (
+            ("adagrad", 32, 1),
+            ("adagrad", 8, 20),
+            ("sgd", 16, 1),
+            ("adam", 64, 20),
+            ("ftrl", 128, 1),
+            ("momentum", 256, 1),
+            ("chain", 512, 1),
+            ("chain", 100, 1),  # columns of padding
+        )
+    },
+    "64devices-v5p": ("v5p:4x4x4", "adagrad", 32, 1),
+    "64devices-v6e": ("v6e:8x8", "adam", 64, 20),
+    "64devices-tpu7x": ("tpu7x:2x4x4", "adagrad", 128, 1),
+}
+
+
+@pytest.mark.parametrize(
+    "topology, rule, dim, valence",
+    quick_cases(with_ids(CASES), "v5p-adagrad-dim32-1ids", every_case=True),
+)
+def test_a_step_holds_no_copy_of_the_table(topology, rule, dim, valence):
+    mebibytes = 64 if dim >= 64 else 32
+    step = compile_step(
+        topology, RULES[rule], dim=dim, valence=valence, mebibytes=mebibytes
+    )
+    tables = step.argument_bytes - step.input_bytes
+    assert step.logical_bytes <= tables <= 1.02 * step.logical_bytes
+    assert step.aliased_bytes >= step.logical_bytes
+    assert step.copies == []
+    # Rows are sent and received, in a lookup and in an update.
+    assert step.temporary_bytes < 16e6 + 4 * step.exchange_bytes
+    assert step.operations > 0
+
+
+GENERATIONS = quick_cases(SMALL, every_case=True)
+
+
+def _compiles(topology, dim, limits):
+    """Compiles in a child; returns True, or the message of the compiler."""
+    program = (
+        "import sys; import optax; "
+        "from tests.compiled.sparse_core_step import compile_step; "
+        "from tpu_embedding.sparse_core.limits import Limits; "
+        f"compile_step({topology!r}, optax.sgd(0.1), dim={dim}, valence=20, "
+        f"num_samples=65536, limits={limits!r})"
+    )
+    result = subprocess.run(
+        [sys.executable, "-c", program],
+        capture_output=True,
+        text=True,
+        cwd=pathlib.Path(__file__).parents[2],
+    )
+    return result.returncode == 0 or result.stderr
+
+
+@pytest.mark.parametrize("dim", quick_cases([8, 512], every_case=True))
+@pytest.mark.parametrize("generation", GENERATIONS)
+def test_the_largest_limits_compile_and_more_do_not(generation, dim):
+    hardware, topology = hardware_by_name(generation), SMALL[generation]
+    partitions = {"v5p": 16, "v6e": 8, "tpu7x": 16}[generation]
+    most = choose_limits(
+        10**7,
+        num_samples=10**6,
+        num_partitions=partitions,
+        memory_bytes=hardware.subcore_memory_bytes,
+    )
+    room = 65536 * 20 // hardware.cores_per_device + 8 * partitions
+    limits = Limits(max_ids=most.max_ids, max_unique=most.max_unique, room=room)
+    assert _compiles(topology, dim, limits) is True
+    beyond = most.max_unique * 9 // 8 // 8 * 8
+    limits = Limits(max_ids=most.max_ids, max_unique=beyond, room=room)
+    assert "No viable logical replica count" in str(_compiles(topology, dim, limits))

@@ -1,0 +1,467 @@
+"""The operations in plain JAX equal dense NumPy, and refuse what a chip cannot do."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import tpu_embedding as te
+from tests.optimizers.rule_cases import OPTIMIZERS
+from tests.sparse_core.cases import (
+    dealt,
+    gathered,
+    on_devices,
+    random_case,
+    room_for,
+    stacked,
+)
+from tests.tiers import quick_cases, with_ids
+from tpu_embedding.optimizers.row_optimizer import row_optimizer_of
+from tpu_embedding.sparse_core import operations
+from tpu_embedding.sparse_core.limits import Limits
+from tpu_embedding.sparse_core.partitioned_ids import partition_ids
+from tpu_embedding.sparse_core.row_rule import RowRule, row_rule
+
+WIDTH = 8
+AXES = ("shard",)
+LIMITS = Limits(max_ids=256, max_unique=256, room=0)
+
+SHAPES = quick_cases(
+    with_ids(
+        {
+            f"{cores}cores-{devices}devices": (cores, devices)
+            for cores in (2, 4)
+            for devices in (1, 2, 3, 8)
+        }
+    ),
+    "4cores-3devices",
+    every_case=True,
+)
+
+
+def cases_of(cores, devices, seed=0):
+    """Returns the ids of each device, for one table."""
+    cases = [random_case(seed + i, cores, devices) for i in range(devices)]
+    rows = max(case.rows_per_partition for case in cases)
+    return [dataclasses.replace(case, rows_per_partition=rows) for case in cases]
+
+
+def table_of(case, seed=0, width=WIDTH):
+    shape = case.rows_per_partition * case.num_partitions, width
+    return np.random.default_rng(seed).normal(size=shape).astype(np.float32)
+
+
+def expected_sums(cases, table):
+    sums = np.zeros((len(cases), cases[0].num_samples, table.shape[1]))
+    for device, case in enumerate(cases):
+        for row, sample, gain in zip(case.ids, case.samples, case.gains, strict=True):
+            if row >= 0:
+                sums[device, sample] += gain * table[row]
+    return sums
+
+
+def expected_gradients(cases, cotangents):
+    """Returns the gradient of each row, and which rows were asked for."""
+    num_rows = cases[0].rows_per_partition * cases[0].num_partitions
+    sums, is_touched = np.zeros((num_rows, cotangents.shape[2])), np.zeros(num_rows)
+    for case, of_device in zip(cases, cotangents, strict=True):
+        for row, sample, gain in zip(case.ids, case.samples, case.gains, strict=True):
+            if row >= 0:
+                sums[row] += np.float32(gain) * of_device[sample]
+                is_touched[row] = 1
+    return sums, is_touched > 0
+
+
+def run_lookup(cases, table, limits=LIMITS, change=lambda ids: ids):
+    case = cases[0]
+
+    def look_up(partitions, rows, samples, gains, shard):
+        ids, _ = partition_ids(
+            partitions, rows, samples, gains, **case.sizes(), room=room_for(case)
+        )
+        return operations.lookup(
+            change(ids),
+            shard,
+            num_samples=case.num_samples,
+            limits=limits,
+            cores=case.cores,
+            axes=AXES,
+        )
+
+    run = on_devices(look_up, case.devices, 5, 1)
+    return np.asarray(run(*stacked(cases), dealt(table, case.cores, case.devices)))
+
+
+def run_update(
+    cases, rule: RowRule, arrays, cotangents, hyperparameters, limits=LIMITS
+):
+    case = cases[0]
+
+    def update(partitions, rows, samples, gains, cotangents, *shards):
+        ids, _ = partition_ids(
+            partitions, rows, samples, gains, **case.sizes(), room=room_for(case)
+        )
+        return operations.update(
+            ids,
+            cotangents,
+            shards,
+            hyperparameters,
+            rule=rule,
+            limits=limits,
+            cores=case.cores,
+            axes=AXES,
+        )
+
+    shards = [dealt(x, case.cores, case.devices) for x in arrays]
+    num = len(arrays)
+    run = on_devices(
+        lambda *x: update(*x)[0] if num == 1 else update(*x), case.devices, 5 + num, num
+    )
+    results = run(*stacked(cases), cotangents, *shards)
+    results = [results] if num == 1 else results
+    return [gathered(x, case.cores) for x in results]
+
+
+@pytest.mark.parametrize("cores, devices", SHAPES)
+def test_lookup_equals_dense_sums(cores, devices):
+    cases = cases_of(cores, devices)
+    table = table_of(cases[0])
+    sums = run_lookup(cases, table)
+    # Sums of some rounded products, in another order.
+    np.testing.assert_allclose(sums, expected_sums(cases, table), atol=1e-5)
+
+
+@pytest.mark.parametrize("cores, devices", SHAPES)
+def test_update_equals_dense_adagrad(cores, devices):
+    cases = cases_of(cores, devices)
+    case = cases[0]
+    table, slot = table_of(case), np.abs(table_of(case, 1)) + 0.5
+    shape = (devices, case.num_samples, WIDTH)
+    cotangents = np.random.default_rng(2).normal(size=shape).astype(np.float32)
+    rule = _rule(te.optimizers.adagrad(0.1))
+    hyperparameters, _ = rule.values([])
+    results = run_update(cases, rule, [table, slot], cotangents, hyperparameters)
+    gradient, is_touched = expected_gradients(cases, cotangents)
+    new_slot = slot + gradient**2
+    new_table = table - 0.1 * gradient / np.sqrt(new_slot)
+    np.testing.assert_allclose(results[0], new_table, atol=1e-5)
+    np.testing.assert_allclose(results[1], new_slot, rtol=1e-4)
+    assert np.array_equal(results[0][~is_touched], table[~is_touched])
+    assert np.array_equal(results[1][~is_touched], slot[~is_touched])
+
+
+@functools.cache
+def _rule(optimizer, dim=WIDTH, width=WIDTH) -> RowRule:
+    rule = row_rule(row_optimizer_of(optimizer), dim, width)
+    assert isinstance(rule, RowRule), rule
+    return rule
+
+
+ELEMENTWISE = {
+    name: rule
+    for name, rule in OPTIMIZERS.items()
+    if not any(x in name for x in ("rowwise", "lamb", "clippy", "frequency"))
+    and name != "adafactor"
+}
+
+
+@pytest.mark.parametrize("name", quick_cases(ELEMENTWISE, "chain", every_case=True))
+@pytest.mark.parametrize(
+    "dim", quick_cases(with_ids({"full": 8, "padded": 5}), "padded")
+)
+def test_every_elementwise_rule_equals_optax(name, dim):
+    """Two steps, in the second of which other rows are touched."""
+    optimizer = ELEMENTWISE[name]
+    rule = _rule(optimizer, dim)
+    cases, more = cases_of(2, 2), cases_of(2, 2, seed=7)
+    rows = max(cases[0].rows_per_partition, more[0].rows_per_partition)
+    table = table_of(dataclasses.replace(cases[0], rows_per_partition=rows), width=dim)
+    state = optimizer.init(jnp.asarray(table))
+    leaves, tree = jax.tree.flatten(state)
+    is_slot = [np.shape(x) == table.shape for x in leaves]
+    arrays = [
+        np.asarray(x) for x, of_rows in zip(leaves, is_slot, strict=True) if of_rows
+    ]
+    padding = np.full((len(table), WIDTH - dim), -3, np.float32)
+    stored = [np.concatenate([x, padding], 1) for x in (table, *arrays)]
+    others = [x for x, of_rows in zip(leaves, is_slot, strict=True) if not of_rows]
+
+    for step, cases_ in enumerate((cases, more)):
+        cases_ = [dataclasses.replace(x, rows_per_partition=rows) for x in cases_]
+        shape = (2, cases_[0].num_samples, WIDTH)
+        cotangents = np.random.default_rng(step).normal(size=shape).astype(np.float32)
+        hyperparameters, others = rule.values(others)
+        stored = run_update(cases_, rule, stored, cotangents, hyperparameters)
+
+        gradient, is_touched = expected_gradients(cases_, cotangents)
+        gradient = jnp.asarray(gradient[:, :dim], jnp.float32)
+        updates, new = optimizer.update(gradient, state, jnp.asarray(table))
+        new_leaves = tree.flatten_up_to(new)
+        table = np.where(is_touched[:, None], table + updates, table)
+        leaves = [
+            np.where(is_touched[:, None], after, before) if of_rows else after
+            for before, after, of_rows in zip(leaves, new_leaves, is_slot, strict=True)
+        ]
+        state = tree.unflatten([jnp.asarray(x) for x in leaves])
+        expected = [table, *(x for x, s in zip(leaves, is_slot, strict=True) if s)]
+        for got, wanted in zip(stored, expected, strict=True):
+            # Sums of gradients in another order; roots of small numbers widen that.
+            np.testing.assert_allclose(got[:, :dim], wanted, rtol=2e-4, atol=2e-5)
+            assert np.array_equal(got[:, dim:], padding)
+        wanted = [x for x, s in zip(leaves, is_slot, strict=True) if not s]
+        jax.tree.map(np.testing.assert_array_equal, others, wanted)
+
+
+BROKEN = {
+    "too many ids": dict(limits=Limits(max_ids=0, max_unique=256, room=0)),
+    "too many rows": dict(limits=Limits(max_ids=256, max_unique=0, room=0)),
+    "pointer": dict(
+        change=lambda ids: dataclasses.replace(ids, pointers=ids.pointers.at[9].add(1))
+    ),
+    "gain": dict(
+        change=lambda ids: dataclasses.replace(ids, gains=ids.gains.at[0].set(jnp.nan))
+    ),
+    "row": dict(
+        change=lambda ids: dataclasses.replace(ids, rows=ids.rows.at[0].set(10**6))
+    ),
+    "padding": dict(
+        change=lambda ids: dataclasses.replace(ids, rows=ids.rows.at[-1].set(0))
+    ),
+}
+
+
+@pytest.mark.parametrize("name", quick_cases(BROKEN, "pointer", every_case=True))
+def test_what_a_chip_leaves_undefined_is_nan(name):
+    fault = BROKEN[name]
+    cases = cases_of(2, 1)
+    cases = [dataclasses.replace(cases[0], ids=np.maximum(cases[0].ids, 0))]
+    assert np.all(np.isnan(run_lookup(cases, table_of(cases[0]), **fault)))
+
+
+@pytest.mark.full
+def test_undefined_on_one_device_is_nan_on_all():
+    cases = cases_of(2, 3)
+    empty = [dataclasses.replace(c, ids=np.full_like(c.ids, -1)) for c in cases]
+    one = [empty[0], cases[1], empty[2]]
+    limits = Limits(max_ids=1, max_unique=1, room=0)
+    table = table_of(cases[0])
+    assert np.all(run_lookup(empty, table, limits) == 0)
+    assert np.all(np.isnan(run_lookup(one, table, limits)))
+    rule = _rule(optax.sgd(0.1))
+    cotangents = np.ones((3, cases[0].num_samples, WIDTH), np.float32)
+    hyperparameters, _ = rule.values([])
+    (updated,) = run_update(one, rule, [table], cotangents, hyperparameters, limits)
+    assert np.all(np.isnan(updated))
+
+
+def test_it_runs_in_a_conditional():
+    case = cases_of(2, 1)[0]
+    rule = _rule(optax.sgd(0.1))
+    table = table_of(case)
+    hyperparameters, _ = rule.values([])
+
+    def step(partitions, rows, samples, gains, shard, fits):
+        ids, _ = partition_ids(
+            partitions, rows, samples, gains, **case.sizes(), room=room_for(case)
+        )
+        cotangents = jnp.ones((case.num_samples, WIDTH))
+
+        def by_operation(shard):
+            sizes = dict(limits=LIMITS, cores=2, axes=AXES)
+            return operations.update(
+                ids, cotangents, [shard], hyperparameters, rule=rule, **sizes
+            )[0]
+
+        return jax.lax.cond(fits, by_operation, lambda shard: shard + 1, shard)
+
+    run = on_devices(step, 1, 6, 1)
+    shards = dealt(table, 2, 1)
+    untouched = run(*stacked([case]), shards, jnp.array([False]))
+    np.testing.assert_array_equal(untouched, shards + 1)
+    gradient, _ = expected_gradients([case], np.ones((1, case.num_samples, WIDTH)))
+    touched = run(*stacked([case]), shards, jnp.array([True]))
+    np.testing.assert_allclose(gathered(touched, 2), table - 0.1 * gradient, atol=1e-5)
+
+
+# Inputs and results of jax-tpu-embedding's tests of its primitives, which run on TPUs:
+# jax_tpu_embedding/sparsecore/lib/core/primitives/tests, commit 566086d. 16 samples
+# with one id each; all elements of row i start at i, or at i + 1 if `first` is 1.
+PUBLISHED_IDS = [5, 3, 9, 1, 6, 12, 0, 4, 15, 13, 11, 7, 8, 14, 2, 10]
+
+
+def _laprop(learning_rate, b1=0.9, decay=0.95, epsilon=1e-8):
+    """Its update of LaProp, as an optax transformation."""
+
+    def init(rows):
+        return jnp.full_like(rows, 0.002), jnp.full_like(rows, 0.004)
+
+    def update(gradient, state, rows=None):
+        mu, nu = state
+        nu = decay * nu + (1 - decay) * (gradient * gradient + epsilon)
+        mu = b1 * mu + np.sqrt(1 - b1**2) * gradient / jnp.sqrt(nu)
+        return -learning_rate * mu, (mu, nu)
+
+    return optax.GradientTransformation(init, update)
+
+
+def _adagrad_momentum(rate, momentum, exponent, beta2, epsilon):
+    """Its Adagrad with momentum, with an exponent that `te.optimizers` refuses."""
+
+    def init(rows):
+        return jnp.full_like(rows, 0.002), jnp.full_like(rows, 0.004)
+
+    def update(gradient, state, rows=None):
+        squares, momenta = state
+        squares = beta2 * squares + (1 - beta2) * gradient * gradient
+        scaled = jnp.power(squares + epsilon, -1 / exponent) * gradient
+        momenta = momentum * momenta + scaled
+        return -rate * momenta, (squares, momenta)
+
+    return optax.GradientTransformation(init, update)
+
+
+@dataclasses.dataclass(frozen=True)
+class Published:
+    """One of these tests: `moved` maps the values of rows to the new ones."""
+
+    optimizer: optax.GradientTransformation
+    gradient: float
+    first: int
+    slots: tuple[float, ...]
+    moved: object
+    new_slots: tuple
+
+
+def _ftrl(w, a, z, g, rate, power, l1, l2, beta):
+    """Its update of FTRL in float64."""
+    new = a + g * g
+    delta = (new**-power - a**-power) / rate
+    z = z + g - delta * w
+    w = np.where(
+        np.abs(z) > l1,
+        (np.sign(z) * l1 - z) / ((new**-power + beta) / rate + 2 * l2),
+        0.0,
+    )
+    return w, new, z
+
+
+_SQUARES = 0.999 * 0.002 + 0.001 * 0.012**2  # The epsilon is 1e-8.
+
+PUBLISHED = {
+    "sgd": Published(optax.sgd(0.01), 0.01, 0, (), lambda w: w - 1e-4, ()),
+    "adagrad": Published(
+        te.optimizers.adagrad(0.1, 0.002),
+        0.012,
+        1,
+        (0.002,),
+        lambda w: w - 0.02591604,
+        (0.002144,),
+    ),
+    "adagrad_momentum": Published(
+        _adagrad_momentum(0.1, 0.9, -0.5, 0.999, 1e-8),
+        0.012,
+        1,
+        (0.002, 0.004),
+        lambda w: w - 0.1 * (0.9 * 0.004 + 0.012 * _SQUARES**2),
+        (_SQUARES, 0.9 * 0.004 + 0.012 * _SQUARES**2),
+    ),
+    "adam": Published(
+        te.optimizers.adam(0.1, bias_correction=True, epsilon=1e-8),
+        0.012,
+        1,
+        (0.002, 0.004),
+        lambda w: (
+            w
+            - 0.1
+            * ((0.9 * 0.002 + 0.1 * 0.012) / 0.1)
+            / np.sqrt((0.999 * 0.004 + 0.001 * 0.012**2) / 0.001)
+        ),
+        (0.003, 0.999 * 0.004 + 0.001 * 0.012**2),
+    ),
+    "ftrl": Published(
+        te.optimizers.ftrl(
+            0.1,
+            learning_rate_power=-0.05,
+            l1_regularization_strength=2.0,
+            l2_regularization_strength=3.0,
+            beta=0.5,
+        ),
+        0.012,
+        1,
+        (0.002, 0.004),
+        lambda w: _ftrl(w, 0.002, 0.004, 0.012, 0.1, -0.05, 2.0, 3.0, 0.5)[0],
+        (
+            0.002144,
+            lambda w: _ftrl(w, 0.002, 0.004, 0.012, 0.1, -0.05, 2.0, 3.0, 0.5)[2],
+        ),
+    ),
+    "laprop": Published(
+        _laprop(0.1),
+        0.01,
+        0,
+        (0.002, 0.004),
+        lambda w: w - 0.00724642,
+        (0.07246420, 0.0038050005),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", quick_cases(PUBLISHED, "adam", every_case=True))
+@pytest.mark.parametrize("cores", quick_cases([2, 4], "2"))
+def test_published_updates(name, cores):
+    published = PUBLISHED[name]
+    num_samples = 16 if cores == 2 else 32
+    case = random_case(0, cores, 1, num_samples=num_samples, valence=1)
+    ids = np.asarray(PUBLISHED_IDS + [-1] * (num_samples - 16))
+    case = dataclasses.replace(
+        case,
+        ids=ids,
+        samples=np.arange(num_samples),
+        gains=np.ones(num_samples),
+        rows_per_partition=32 // cores,
+    )
+    values = np.arange(32.0) + published.first
+    table = np.tile(np.float32(values)[:, None], WIDTH)
+    slots = [np.full_like(table, x) for x in published.slots]
+    cotangents = np.full((1, num_samples, WIDTH), published.gradient, np.float32)
+    rule = _rule(published.optimizer)
+    state = jax.tree.leaves(published.optimizer.init(jnp.asarray(table)))
+    others = [x for x in state if np.shape(x) != table.shape]
+    hyperparameters, _ = rule.values(others)
+    results = run_update([case], rule, [table, *slots], cotangents, hyperparameters)
+
+    expected = [published.moved, *published.new_slots]
+    for before, got, wanted in zip([table, *slots], results, expected, strict=True):
+        after = wanted(values) if callable(wanted) else np.full(32, wanted)
+        after = np.where(np.arange(32) < 16, after, before[:, 0])
+        # The tolerance of the original tests.
+        np.testing.assert_allclose(got, np.tile(after[:, None], WIDTH), atol=1e-5)
+
+
+def test_published_lookup():
+    ids = np.asarray(PUBLISHED_IDS)
+    case = dataclasses.replace(
+        random_case(0, 2, 1, num_samples=16, valence=1),
+        ids=ids,
+        samples=np.arange(16),
+        gains=np.ones(16),
+        rows_per_partition=16,
+    )
+    table = np.tile(np.arange(32, dtype=np.float32)[:, None], WIDTH)
+    sums = run_lookup([case], table)
+    np.testing.assert_array_equal(sums[0], np.tile(ids[:, None], WIDTH))
+    # Two equal ids per sample, in a batch of twice the size.
+    twice = dataclasses.replace(
+        case,
+        ids=np.tile(np.repeat(ids, 2), 2),
+        samples=np.repeat(np.arange(32), 2),
+        gains=np.ones(64),
+        num_samples=32,
+    )
+    sums = run_lookup([twice], table + 1)
+    expected = np.tile(2.0 * (ids + 1), 2)
+    np.testing.assert_array_equal(sums[0], np.tile(expected[:, None], WIDTH))
