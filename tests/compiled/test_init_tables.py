@@ -56,6 +56,20 @@ def test_a_narrow_table_is_written_in_place():
     assert_bounded(plan_of("v6e:2x2", 20_000_000, 32))
 
 
+@pytest.mark.full
+@pytest.mark.parametrize("dim", [32, 200])
+def test_a_table_that_is_dealt_to_sparse_cores_is_written_in_place(dim):
+    table = te.TableConfig(vocabulary_size=20_000_000, dim=dim, name="t")
+    plan = te.make_plan(
+        te.FeatureConfig(table=table),
+        topology_mesh("v6e:2x4"),
+        optimizer=te.optimizers.adagrad(0.1),
+        backend="sparse_core",
+    )
+    assert plan.stacks[0].layout.cores == 2
+    assert_bounded(plan)
+
+
 CASES = {
     "4,096 chips, dim 8": ("v5p:16x16x16", 1_000_000_000, 8, "float32"),
     "4,096 chips, dim 512": ("v5p:16x16x16", 1_000_000_000, 512, "float32"),

@@ -182,8 +182,8 @@ def _read_places(ids: PartitionedIds, cores: int, num_partitions: int) -> _Place
     )
     return _Places(
         partitions=partitions,
-        is_used=is_known & (places[None] < jnp.take_along_axis(ends, partitions, axis=1)),
-        is_first=places[None] == jnp.take_along_axis(starts, partitions, axis=1),
+        is_used=is_known & (places < jnp.take_along_axis(ends, partitions, axis=1)),
+        is_first=places == jnp.take_along_axis(starts, partitions, axis=1),
         rows=rows,
         samples=samples,
         gains=gains,
@@ -201,7 +201,9 @@ def _is_defined(
     row_before, sample_before = jnp.roll(rows, 1, axis=1), jnp.roll(samples, 1, axis=1)
     is_new_row = is_used & (places.is_first | (rows != row_before))
     cores = jnp.arange(rows.shape[0])[:, None]
-    unique = jnp.zeros_like(places.ends).at[cores, places.partitions].add(is_new_row)
+    unique = jnp.zeros_like(places.ends).at[cores, places.partitions].add(
+        is_new_row.astype(jnp.int32)
+    )
     is_rising = (rows > row_before) | ((rows == row_before) & (samples > sample_before))
     is_id = (
         (places.is_first | is_rising)

@@ -1,0 +1,123 @@
+"""Train steps of whole layers with SparseCore operations, compiled for TPUs.
+
+The operation and the exchange stand in one conditional, over the same donated lines:
+in place, without a copy of a table, in no more than the logical bytes. Nothing is
+allocated: tables are shapes only.
+"""
+
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+
+import tpu_embedding as te
+from tests.compiled.test_pipelined_step import compile_step as compile_pipelined_step
+from tests.compiled.test_train_step import (
+    ADAGRAD,
+    REPRESENTATIVE,
+    TOPOLOGIES,
+    check,
+    compile_step,
+    make_plan,
+)
+from tests.tiers import quick_cases
+from tpu_embedding.tools import compile_report
+
+RULES = {
+    "adagrad": ADAGRAD,
+    "adam": REPRESENTATIVE["adam"],
+    "sgd": te.optimizers.sgd(0.1),
+    "ftrl": te.optimizers.ftrl(0.1),
+    "momentum": te.optimizers.momentum(0.1),
+    "chain": optax.chain(optax.clip(1.0), optax.scale_by_adam(), optax.scale(-0.1)),
+}
+CASES = [
+    ("v5p", 16, "adagrad"),
+    ("v5p", 1, "sgd"),
+    ("v5p", 128, "adam"),
+    ("v6e", 200, "ftrl"),
+    ("v6e", 64, "chain"),
+    ("tpu7x", 8, "momentum"),
+    ("tpu7x", 512, "adagrad"),
+    ("v6e:8x8", 32, "adagrad"),
+]
+
+
+def plan_of(topology, dim, optimizer):
+    mesh = compile_report.topology_mesh(TOPOLOGIES.get(topology, topology))
+    plan = make_plan(mesh, dim, optimizer, max(1, 128 // dim), backend="sparse_core")
+    assert plan.stacks[0].backend.lookups == "sparse_core"
+    return plan
+
+
+def check_in_place(plan, compiled, dim):
+    report = check(plan, compiled)
+    assert report.temporary_bytes < 2**24
+    assert "sparsecore" in compiled.as_text()
+    stack = plan.stacks[0]
+    if stack.layout.row_lanes == dim:
+        rows = stack.num_rows / plan.num_shards
+        logical_bytes = (1 + len(stack.slots)) * 4 * dim * rows
+        assert report.argument_bytes < 1.02 * logical_bytes
+
+
+@pytest.mark.tpu_compiler
+@pytest.mark.parametrize(
+    ("topology", "dim", "name"),
+    quick_cases([pytest.param(*case) for case in CASES], "v5p-16-adagrad"),
+)
+def test_a_step_is_in_place(topology, dim, name):
+    plan = plan_of(topology, dim, RULES[name])
+    assert plan.stacks[0].backend.updates == "sparse_core"
+    check_in_place(plan, compile_step(plan, dim), dim)
+
+
+@pytest.mark.full
+@pytest.mark.tpu_compiler
+@pytest.mark.parametrize("mode", quick_cases(["exact", "stale"]))
+def test_a_pipelined_step_is_in_place(mode):
+    plan = plan_of("v5p", 16, ADAGRAD)
+    check_in_place(plan, compile_pipelined_step(plan, 16, mode), 16)
+
+
+@pytest.mark.full
+@pytest.mark.tpu_compiler
+@pytest.mark.parametrize("name", ["rowwise_adagrad", "adafactor"])
+def test_other_rules_update_by_scatters(name):
+    plan = plan_of("v5p", 128, REPRESENTATIVE[name])
+    assert plan.stacks[0].backend.updates == "xla"
+    report = check(plan, compile_step(plan, 128))
+    assert report.sparse_core_scatters > 0
+
+
+@pytest.mark.full
+@pytest.mark.tpu_compiler
+def test_without_compiler_options_a_step_is_in_place():
+    """As under `nnx.jit`, which takes none."""
+    plan = plan_of("v6e", 16, ADAGRAD)
+
+    def init():
+        tables = te.functional.init_tables(plan, jax.random.key(0))
+        return tables, te.functional.init_slots(tables, plan)
+
+    def step(state, features):
+        tables, slots = state
+        result = te.functional.lookup(tables, features, plan)
+        gradients = te.functional.compute_gradients(
+            result.routing, result.activations, plan
+        )
+        return te.functional.apply_gradients(tables, slots, gradients, plan)
+
+    features = {
+        "one": jax.ShapeDtypeStruct((2048,), jnp.int32),
+        "many": jax.ShapeDtypeStruct((2048, 4), jnp.int32),
+    }
+    compiled = (
+        jax.jit(step, donate_argnums=0)
+        .lower(
+            compile_report.abstract_arrays(jax.eval_shape(init), plan),
+            compile_report.abstract_batch(features, plan),
+        )
+        .compile()
+    )
+    check_in_place(plan, compiled, 16)
