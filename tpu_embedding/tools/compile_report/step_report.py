@@ -208,6 +208,7 @@ def _access_lines(accesses: TableAccesses) -> list[str]:
     counts = {
         "gathers on SparseCore": accesses.sparse_core_gathers,
         "scatters on SparseCore": accesses.sparse_core_scatters,
+        "operations of SparseCore": accesses.sparse_core_operations,
         "layout changes on SparseCore": accesses.sparse_core_relayouts,
         "all-to-alls": accesses.all_to_alls,
         "table-sized copies": len(accesses.table_sized_copies),

@@ -7,6 +7,7 @@ has one. The HLO shows all three, so tests check them without a TPU.
 
 import dataclasses
 import math
+import re
 from typing import Final
 
 import jax
@@ -38,6 +39,8 @@ _WITHOUT_COPY: Final = frozenset(
 )
 _COPIES: Final = frozenset({"copy", "copy-start", "copy-done", "transpose"})
 _ALL_GATHERS: Final = frozenset({"all-gather", "all-gather-start"})
+_OPERATION_SCOPE: Final = re.compile("/sparse_core_(lookup|update)/")
+"""Scopes of the functions in `sparse_core/operations.py`."""
 _MIN_TABLE_SIZE: Final = 2**14
 """Minimum elements per device (64 KiB) of the table-sized arrays in a report.
 
@@ -64,6 +67,7 @@ class TableAccesses:
       table_sized_all_gathers: all-gathers whose result has that size.
       sparse_core_gathers: number of gathers on SparseCore.
       sparse_core_scatters: number of scatters on SparseCore.
+      sparse_core_operations: number of XLA's embedding operations, lookups and updates.
       sparse_core_relayouts: number of copies on SparseCore that change an array's
         layout. Any is a defect.
       all_to_alls: number of all-to-alls, including those of later rounds.
@@ -77,6 +81,7 @@ class TableAccesses:
     table_sized_all_gathers: tuple[str, ...]
     sparse_core_gathers: int
     sparse_core_scatters: int
+    sparse_core_operations: int
     sparse_core_relayouts: int
     all_to_alls: int
 
@@ -115,6 +120,10 @@ def inspect_program(
         ),
         sparse_core_gathers=text.count("OFFLOAD_GATHER"),
         sparse_core_scatters=text.count("OFFLOAD_SCATTER"),
+        sparse_core_operations=sum(
+            i.opcode == "call-start" and _OPERATION_SCOPE.search(i.text) is not None
+            for i in instructions
+        ),
         sparse_core_relayouts=text.count("OFFLOAD_DATA_FORMATTING"),
         all_to_alls=sum(i.base_opcode == "all-to-all" for i in instructions),
     )
