@@ -9,14 +9,18 @@ import pathlib
 import subprocess
 import sys
 
+import jax
+import jax.numpy as jnp
 import optax
 import pytest
+from jax.extend.core.primitives import add_jaxvals_p
 
 import tpu_embedding as te
 from tests.compiled.sparse_core_step import compile_step
 from tests.tiers import quick_cases, with_ids
 from tpu_embedding.hardware import hardware_by_name
 from tpu_embedding.sparse_core.limits import Limits, choose_limits
+from tpu_embedding.sparse_core.row_rule import _ELEMENTWISE
 
 pytestmark = pytest.mark.tpu_compiler
 
@@ -114,3 +118,39 @@ def test_the_largest_limits_compile_and_more_do_not(generation, dim):
     beyond = most.max_unique * 9 // 8 // 8 * 8
     limits = Limits(max_ids=most.max_ids, max_unique=beyond, room=room)
     assert "No viable logical replica count" in str(_compiles(topology, dim, limits))
+
+
+def _all_operations(gradient, state, rows=None):
+    """A rule that has each operation on elements that rules may have."""
+    g, half = gradient, jnp.full_like(gradient, 0.5)
+    lax = jax.lax
+    floats = [lax.abs(g), lax.cbrt(g), lax.ceil(g), lax.clamp(-1.0, g, 1.0), lax.cos(g)]
+    floats += [half / g, lax.exp(g), lax.exp2(g), lax.expm1(g), lax.floor(g)]
+    floats += [lax.integer_pow(g, 3), lax.log(g), lax.log1p(g), lax.logistic(g)]
+    floats += [
+        lax.max(g, half),
+        lax.min(g, half),
+        -g,
+        lax.pow(g, half),
+        lax.rem(g, half),
+    ]
+    floats += [lax.round(g), lax.rsqrt(g), lax.sign(g), lax.sin(g), lax.sqrt(g)]
+    floats += [lax.square(g), g - half, lax.tan(g), lax.tanh(g), g * half]
+    floats += [add_jaxvals_p.bind(g, half)]
+    bools = [g == half, g >= half, g > half, g <= half, g < half, g != half]
+    bools += [bools[0] & bools[1], bools[0] | bools[1], bools[0] ^ bools[1], ~bools[2]]
+    total = sum(floats[1:], floats[0])
+    for condition in bools:
+        total = jnp.where(condition, total, half)
+    return total + g.astype(jnp.bfloat16).astype(jnp.float32), state
+
+
+@pytest.mark.parametrize("generation", quick_cases(SMALL, every_case=True))
+def test_each_operation_of_rules_compiles(generation):
+    optimizer = optax.GradientTransformation(lambda rows: (), _all_operations)
+    shape = jnp.ones((2, 8))
+    used = {x.primitive.name for x in jax.make_jaxpr(_all_operations)(shape, ()).eqns}
+    used |= {"select_n"}  # within jnp.where
+    assert _ELEMENTWISE <= used
+    step = compile_step(SMALL[generation], optimizer, dim=8, num_samples=512)
+    assert step.copies == []

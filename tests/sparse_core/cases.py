@@ -9,7 +9,6 @@ import numpy as np
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
-from tpu_embedding.sparse_core.limits import Limits
 from tpu_embedding.sparse_core.partitioned_ids import partition_ids
 
 PAD = 2**31 - 1
@@ -145,9 +144,6 @@ def gathered(shards, cores):
     devices, _, width = shards.shape
     by_partition = np.asarray(shards).reshape(devices * cores, -1, width)
     return by_partition.swapaxes(0, 1).reshape(-1, width)
-
-
-LOOSE = Limits(max_ids=1024, max_unique=1024, room=0)
 
 
 def stacked(cases):

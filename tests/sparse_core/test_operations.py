@@ -28,7 +28,7 @@ from tpu_embedding.sparse_core.row_rule import RowRule, row_rule
 
 WIDTH = 8
 AXES = ("shard",)
-LIMITS = Limits(max_ids=256, max_unique=256, room=0)
+LIMITS = Limits(max_ids=256, max_unique=256, room=4096)
 
 SHAPES = quick_cases(
     with_ids(
@@ -217,8 +217,8 @@ def test_every_elementwise_rule_equals_optax(name, dim):
 
 
 BROKEN = {
-    "too many ids": dict(limits=Limits(max_ids=0, max_unique=256, room=0)),
-    "too many rows": dict(limits=Limits(max_ids=256, max_unique=0, room=0)),
+    "too many ids": dict(limits=Limits(max_ids=0, max_unique=256, room=4096)),
+    "too many rows": dict(limits=Limits(max_ids=256, max_unique=0, room=4096)),
     "pointer": dict(
         change=lambda ids: dataclasses.replace(ids, pointers=ids.pointers.at[9].add(1))
     ),
@@ -247,7 +247,7 @@ def test_undefined_on_one_device_is_nan_on_all():
     cases = cases_of(2, 3)
     empty = [dataclasses.replace(c, ids=np.full_like(c.ids, -1)) for c in cases]
     one = [empty[0], cases[1], empty[2]]
-    limits = Limits(max_ids=1, max_unique=1, room=0)
+    limits = Limits(max_ids=1, max_unique=1, room=4096)
     table = table_of(cases[0])
     assert np.all(run_lookup(empty, table, limits) == 0)
     assert np.all(np.isnan(run_lookup(one, table, limits)))

@@ -113,4 +113,4 @@ def are_within(
         & (largest.unique <= limits.max_unique)
         & (largest.places <= limits.room)
     ).astype(jnp.int32)
-    return (jax.lax.pmin(is_within, tuple(axes)) if axes else is_within) > 0
+    return jax.lax.pmin(is_within, tuple(axes)) > 0

@@ -5,6 +5,7 @@ call that exchanges ids and rows between all SparseCores of the program. On othe
 devices plain JAX computes the same; see `reference`.
 """
 
+import functools
 import json
 from collections.abc import Sequence
 from typing import Any
@@ -18,11 +19,26 @@ from jax.extend.mlir.dialects import stablehlo
 from jax.interpreters import mlir
 from jaxtyping import Array, Float
 
+from tpu_embedding.hardware import HardwareInfo
 from tpu_embedding.sparse_core import reference
 from tpu_embedding.sparse_core.limits import Limits
 from tpu_embedding.sparse_core.partitioned_ids import PartitionedIds
 from tpu_embedding.sparse_core.row_rule import RowRule
 from tpu_embedding.types import PADDING_ROW_ID
+
+
+def unavailable_reason(hardware: HardwareInfo) -> str | None:
+    """Returns why the operations do not run on a device; None if they do.
+
+    Example:
+      >>> from tpu_embedding.hardware import hardware_by_name
+      >>> unavailable_reason(hardware_by_name("v5e"))
+      'v5e has no SparseCores that XLA can use'
+      >>> unavailable_reason(hardware_by_name("cpu"))  # in plain JAX
+    """
+    if hardware.is_tpu and not hardware.cores_per_device:
+        return f"{hardware.name} has no SparseCores that XLA can use"
+    return None
 
 
 @jax.named_scope("sparse_core_lookup")
@@ -48,18 +64,13 @@ def lookup(
     Returns:
       The sums; zero for a sample without ids.
     """
-
-    def on_tpu(ids: PartitionedIds, table: Array) -> Array:
-        return _lookup_p.bind(
-            *_buffers(ids), table, num_samples=num_samples, limits=limits
-        )
-
-    def elsewhere(ids: PartitionedIds, table: Array) -> Array:
-        return reference.lookup(
-            ids, table, num_samples=num_samples, limits=limits, cores=cores, axes=axes
-        )
-
-    return jax.lax.platform_dependent(ids, table, tpu=on_tpu, default=elsewhere)
+    sizes = reference.Sizes(num_samples, limits, cores, axes)
+    return jax.lax.platform_dependent(
+        ids,
+        table,
+        tpu=lambda ids, x: _lookup_p.bind(*jax.tree.leaves(ids), x, sizes=sizes),
+        default=functools.partial(reference.lookup, sizes=sizes),
+    )
 
 
 @jax.named_scope("sparse_core_update")
@@ -92,27 +103,20 @@ def update(
     Returns:
       The new table and slot variables.
     """
-    arguments = ids, gradients, tuple(arrays), tuple(hyperparameters)
+    sizes = reference.Sizes(gradients.shape[0], limits, cores, axes)
 
-    def on_tpu(
-        ids: PartitionedIds, gradients: Array, arrays: Any, hyperparameters: Any
-    ) -> tuple[Array, ...]:
-        operands = (*_buffers(ids), gradients, *arrays, *hyperparameters)
-        results = _update_p.bind(
-            *operands, num_arrays=len(arrays), rule=rule.stablehlo, limits=limits
-        )
-        return tuple(results)
+    def on_tpu(*operands: Any) -> tuple[Array, ...]:
+        static = dict(num_arrays=len(arrays), rule=rule.stablehlo, sizes=sizes)
+        return tuple(_update_p.bind(*jax.tree.leaves(operands), **static))
 
-    def elsewhere(*arguments: Any) -> tuple[Array, ...]:
-        return reference.update(
-            *arguments, rule=rule, limits=limits, cores=cores, axes=axes
-        )
-
-    return jax.lax.platform_dependent(*arguments, tpu=on_tpu, default=elsewhere)
-
-
-def _buffers(ids: PartitionedIds) -> tuple[Array, ...]:
-    return ids.pointers, ids.rows, ids.samples, ids.gains
+    return jax.lax.platform_dependent(
+        ids,
+        gradients,
+        tuple(arrays),
+        tuple(hyperparameters),
+        tpu=on_tpu,
+        default=functools.partial(reference.update, rule=rule, sizes=sizes),
+    )
 
 
 _lookup_p = Primitive("sparse_core_lookup")
@@ -121,43 +125,27 @@ _update_p.multiple_results = True
 
 
 @_lookup_p.def_abstract_eval
-def _lookup_result(*operands: Any, num_samples: int, limits: Limits) -> ShapedArray:
-    del limits
-    return ShapedArray((num_samples, operands[-1].shape[1]), np.float32)
+def _lookup_result(*operands: Any, sizes: reference.Sizes) -> ShapedArray:
+    return ShapedArray((sizes.num_samples, operands[-1].shape[1]), np.float32)
 
 
 @_update_p.def_abstract_eval
-def _update_results(
-    *operands: Any, num_arrays: int, rule: str, limits: Limits
-) -> list[ShapedArray]:
-    del rule, limits
+def _update_results(*operands: Any, num_arrays: int, **_: Any) -> list[ShapedArray]:
     return [ShapedArray(x.shape, x.dtype) for x in operands[5 : 5 + num_arrays]]
 
 
-def _lower_lookup(
-    context: mlir.LoweringRuleContext, *operands: Any, num_samples: int, limits: Limits
-) -> Any:
+def _lower_lookup(context: Any, *operands: Any, sizes: reference.Sizes) -> Any:
     """Emits the operation, which adds to sums that begin at zero."""
+    (result,) = context.avals_out
     zero = stablehlo.constant(ir.DenseElementsAttr.get(np.float32(0)))
-    shape = mlir.dense_int_array(context.avals_out[0].shape)
-    lower = jax.ffi.ffi_lowering(
-        "SparseDenseMatmulOp",
-        result_types=[
-            mlir.aval_to_ir_type(context.module_context, context.avals_out[0])
-        ],
-        backend_config=_backend_config(limits),
-        api_version=1,
-        skip_ffi_layout_processing=True,
-    )
-    return lower(context, *operands, stablehlo.broadcast(zero, shape))
+    zeros = stablehlo.broadcast(zero, mlir.dense_int_array(result.shape))
+    types = [mlir.aval_to_ir_type(context.module_context, result)]
+    lower = _custom_call("SparseDenseMatmulOp", types, _config(sizes.limits))
+    return lower(context, *operands, zeros)
 
 
 def _lower_update(
-    context: mlir.LoweringRuleContext,
-    *operands: Any,
-    num_arrays: int,
-    rule: str,
-    limits: Limits,
+    context: Any, *operands: Any, num_arrays: int, rule: str, sizes: reference.Sizes
 ) -> Any:
     """Emits the operation, and the rule as a function that it calls."""
     module = context.module_context
@@ -168,20 +156,30 @@ def _lower_update(
         dst_symtab=module.symbol_table,
     )
     types = [mlir.aval_to_ir_type(module, aval) for aval in context.avals_out]
-    lower = jax.ffi.ffi_lowering(
+    config = _config(
+        sizes.limits,
+        num_slot_variables=num_arrays - 1,
+        num_hyperparameters=len(operands) - 5 - num_arrays,
+    )
+    lower = _custom_call(
         "SparseDenseMatmulGradOpWithOptimizerUpdate",
-        result_types=[ir.TupleType.get_tuple(types)],
-        backend_config=_backend_config(
-            limits,
-            num_slot_variables=num_arrays - 1,
-            num_hyperparameters=len(operands) - 5 - num_arrays,
-        ),
+        [ir.TupleType.get_tuple(types)],
+        config,
         called_computations=[function],
-        api_version=1,
-        skip_ffi_layout_processing=True,
     )
     (result,) = lower(context, *operands)
     return [_sparse_element(result, i) for i in range(num_arrays)]
+
+
+def _custom_call(name: str, types: Sequence[Any], config: str, **more: Any) -> Any:
+    return jax.ffi.ffi_lowering(
+        name,
+        result_types=types,
+        backend_config=config,
+        api_version=1,
+        skip_ffi_layout_processing=True,
+        **more,
+    )
 
 
 def _sparse_element(values: Any, index: int) -> Any:
@@ -193,7 +191,7 @@ def _sparse_element(values: Any, index: int) -> Any:
     return element.result
 
 
-def _backend_config(limits: Limits, **more: int) -> str:
+def _config(limits: Limits, **more: int) -> str:
     config = {
         "max_ids_per_partition": limits.max_ids,
         "max_unique_ids_per_partition": limits.max_unique,

@@ -21,6 +21,7 @@ from jax.experimental.compute_on import compute_on
 from jaxtyping import Array, Bool, Float, Int, UInt32
 
 from tpu_embedding.rows.packed_rows import round_up
+from tpu_embedding.xla import computed_apart
 from tpu_embedding.types import PADDING_ROW_ID
 
 ALIGNMENT: Final = 8
@@ -138,17 +139,17 @@ def partition_ids(
     is_new_id = is_new_row | _differs(sample)
     bounds = jnp.searchsorted(group, jnp.arange(num_groups + 1, dtype=jnp.int32))
     num_ids, num_rows = _running_sum(is_new_id), _running_sum(is_new_row)
-    count, first_rank = _in_groups(num_ids, bounds)
-    unique, _ = _in_groups(num_rows, bounds)
+    count, unique = jnp.diff(num_ids[bounds]), jnp.diff(num_rows[bounds])
 
     taken = round_up(count, ALIGNMENT).reshape(cores, num_partitions)
     end = jnp.cumsum(taken, axis=1)
     start = end - taken
-    moved_by = (start.reshape(-1) - first_rank).at[group].get(mode="clip")
+    moved_by = start.reshape(-1) - num_ids[bounds][:-1]
+    place = num_ids[1:] - 1 + moved_by.at[group].get(mode="clip")
     # Each region has one place more, for ids that do not fit and for padding. So no id
     # is placed outside of its region, and the places rise.
     core = jnp.minimum(group // num_partitions, cores - 1)
-    place = jnp.where(group < num_groups, num_ids - 1 + moved_by, room)
+    place = jnp.where(group < num_groups, place, room)
     place = core * (room + 1) + jnp.minimum(place, room)
 
     def in_regions(values: Array) -> Array:
@@ -190,7 +191,7 @@ def _order_by(*digits: tuple[Int[Array, " ids"], int]) -> Int[Array, " ids"]:
             num_values = 1
         words[-1] += digit.astype(jnp.uint32) * np.uint32(num_values)
         num_values *= size
-    return _on_sparse_cores(_sort)(*words)
+    return _on_sparse_cores(_sort)(*computed_apart(words))
 
 
 def _sort(*words: UInt32[Array, " ids"]) -> Int[Array, " ids"]:
@@ -225,22 +226,13 @@ def _differs(values: Int[Array, " ids"]) -> Bool[Array, " ids"]:
     return jnp.concatenate([jnp.ones(1, bool), values[1:] != values[:-1]])
 
 
-def _running_sum(terms: Bool[Array, " ids"]) -> Int[Array, " ids"]:
-    """Returns `jnp.cumsum(terms)`, which XLA:TPU compiles for long if it is long."""
+def _running_sum(terms: Bool[Array, " ids"]) -> Int[Array, " ids_and_one"]:
+    """Returns the sums of the terms before each place, and of all terms.
+
+    XLA:TPU compiles `jnp.cumsum` of many terms for long.
+    """
     blocks = jnp.pad(terms, (0, -terms.shape[0] % _BLOCK)).reshape(-1, _BLOCK)
     within = jnp.cumsum(blocks, axis=1, dtype=jnp.int32)
     before = jnp.cumsum(within[:, -1]) - within[:, -1]
-    return (within + before[:, None]).reshape(-1)[: terms.shape[0]]
-
-
-def _in_groups(
-    sums: Int[Array, " ids"], bounds: Int[Array, " groups_and_one"]
-) -> tuple[Int[Array, " groups"], Int[Array, " groups"]]:
-    """Returns the sum of the terms of each group, and of those before it.
-
-    Args:
-      sums: running sum of terms.
-      bounds: place of the first term of each group, and the place after the last group.
-    """
-    before = jnp.where(bounds > 0, sums.at[bounds - 1].get(mode="clip"), 0)
-    return before[1:] - before[:-1], before[:-1]
+    sums = (within + before[:, None]).reshape(-1)[: terms.shape[0]]
+    return jnp.pad(sums, (1, 0))

@@ -1,44 +1,50 @@
 """The SparseCore operations in plain JAX, for devices without SparseCores.
 
-It is strict: where a SparseCore's result is undefined, all results are NaN. So a test
-on a CPU sees ids beyond a limit, and buffers that are not as the operations read them.
+They are strict: where a SparseCore's result is undefined, all results are NaN. So a
+test on a CPU sees ids beyond a limit, and buffers that are not as SparseCores read
+them.
 """
 
-import dataclasses
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from tpu_embedding.rows.packed_rows import round_up
-from tpu_embedding.sparse_core.limits import Limits
+from tpu_embedding.sparse_core.limits import Limits, are_within
 from tpu_embedding.sparse_core.partitioned_ids import (
     ALIGNMENT,
-    MIN_POINTERS,
     PartitionedIds,
+    partition_ids,
 )
 from tpu_embedding.sparse_core.row_rule import RowRule
 from tpu_embedding.types import PADDING_ROW_ID
 from tpu_embedding.xla import read_before_write, run_if
 
 
+class Sizes(NamedTuple):
+    """What is static in an operation; see `operations.lookup`."""
+
+    num_samples: int
+    limits: Limits
+    cores: int
+    axes: tuple[str, ...]
+
+
 def lookup(
-    ids: PartitionedIds,
-    table: Float[Array, "rows width"],
-    *,
-    num_samples: int,
-    limits: Limits,
-    cores: int,
-    axes: tuple[str, ...],
+    ids: PartitionedIds, table: Float[Array, "rows width"], sizes: Sizes
 ) -> Float[Array, "num_samples width"]:
-    """Computes `operations.lookup`: each owner adds its rows to samples of all."""
-    asked = _asked_rows(ids, table.shape[0], num_samples, limits, cores, axes)
+    """Computes `operations.lookup`: each owner adds its rows to the samples of all."""
+    num_rows, width = table.shape
+    asked = _asked_rows(ids, num_rows, sizes)
     rows = table.at[asked.rows].get(mode="fill", fill_value=0)
-    sums = jax.ops.segment_sum(
-        _times(asked.gains, rows), asked.samples, asked.num_devices * num_samples
-    )
-    sums = _reduce_scatter(sums.reshape(-1, num_samples, table.shape[1]), axes)
+    rows = asked.gains[:, None] * rows
+    num_devices = asked.rows.size // ids.rows.size
+    sums = jax.ops.segment_sum(rows, asked.samples, num_devices * sizes.num_samples)
+    sums = sums.reshape(num_devices, sizes.num_samples, width)
+    sums = jax.lax.psum_scatter(sums, sizes.axes)
     return jnp.where(asked.is_defined, sums, jnp.nan)
 
 
@@ -47,17 +53,14 @@ def update(
     gradients: Float[Array, "num_samples width"],
     arrays: Sequence[Float[Array, "rows width"]],
     hyperparameters: Sequence[Float[Array, ""]],
-    *,
     rule: RowRule,
-    limits: Limits,
-    cores: int,
-    axes: tuple[str, ...],
+    sizes: Sizes,
 ) -> tuple[Float[Array, "rows width"], ...]:
     """Computes `operations.update`: each owner sums the gradients of its rows."""
     num_rows, width = arrays[0].shape
-    asked = _asked_rows(ids, num_rows, gradients.shape[0], limits, cores, axes)
-    gradients = _all_gather(gradients, axes).reshape(-1, width)
-    gradients = _times(asked.gains, gradients[asked.samples])
+    asked = _asked_rows(ids, num_rows, sizes)
+    gradients = jax.lax.all_gather(gradients, sizes.axes, tiled=True)
+    gradients = asked.gains[:, None] * gradients[asked.samples]
 
     rows, order = jax.lax.sort((asked.rows, jnp.arange(asked.rows.size)), num_keys=1)
     is_new = jnp.concatenate([jnp.ones(1, bool), rows[1:] != rows[:-1]])
@@ -79,8 +82,7 @@ def update(
     )
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class _AskedRows:
+class _AskedRows(NamedTuple):
     """The rows that all devices ask for, as one device sees them.
 
     Attributes:
@@ -89,156 +91,61 @@ class _AskedRows:
       samples: sample among those of all devices.
       gains: factor of the row; 0 in unused places.
       is_defined: False if a SparseCore's result is undefined on some device.
-      num_devices: devices that share the table.
     """
 
     rows: Int[Array, " n"]
     samples: Int[Array, " n"]
     gains: Float[Array, " n"]
     is_defined: Bool[Array, ""]
-    num_devices: int
 
 
-def _asked_rows(
-    ids: PartitionedIds,
-    num_rows: int,
-    num_samples: int,
-    limits: Limits,
-    cores: int,
-    axes: tuple[str, ...],
-) -> _AskedRows:
+def _asked_rows(ids: PartitionedIds, num_rows: int, sizes: Sizes) -> _AskedRows:
     """Gathers the ids of all devices, and finds those of this device's rows."""
-    num_devices = jax.lax.psum(1, axes) if axes else 1
-    device = jax.lax.axis_index(axes) if axes else 0
-    places = _read_places(ids, cores, cores * num_devices)
-    is_defined = _is_defined(places, num_rows // cores, num_samples // cores, limits)
-    if axes:
-        is_defined = jax.lax.pmin(is_defined.astype(jnp.int32), axes) > 0
-    first_sample = jnp.arange(cores, dtype=jnp.int32) * (num_samples // cores)
-    samples = first_sample[:, None] + places.samples + device * num_samples
-    owner, core = jnp.divmod(places.partitions, cores)
-    rows, owner, samples, gains, is_used = (
-        _all_gather(x, axes).reshape(-1)
+    cores, axes = sizes.cores, sizes.axes
+    num_devices, device = jax.lax.psum(1, axes), jax.lax.axis_index(axes)
+    room, num_partitions = ids.rows.size // cores, cores * num_devices
+    ends = ids.pointers.reshape(cores, -1)[:, :num_partitions]
+    places = jnp.arange(room, dtype=jnp.int32)
+    partitions = jax.vmap(
+        lambda starts: jnp.searchsorted(starts, places, side="right")
+    )(round_up(ends, ALIGNMENT))
+    ends = jnp.take_along_axis(ends, partitions, axis=1, mode="fill", fill_value=0)
+    is_used = (places[None] < ends).reshape(-1)
+    partitions = jnp.where(is_used, partitions.reshape(-1), PADDING_ROW_ID)
+
+    first_samples = jnp.arange(cores, dtype=jnp.int32) * (sizes.num_samples // cores)
+    samples = jnp.where(is_used, jnp.repeat(first_samples, room) + ids.samples, 0)
+    # Buffers are as SparseCores read them if their ids would make the same ones.
+    again, largest = partition_ids(
+        partitions,
+        ids.rows,
+        samples,
+        ids.gains,
+        num_samples=sizes.num_samples,
+        rows_per_partition=num_rows // cores,
+        cores=cores,
+        devices=num_devices,
+        room=room,
+    )
+    has_row = (ids.rows >= 0) & (ids.rows < num_rows // cores)
+    has_sample = (ids.samples >= 0) & (ids.samples < sizes.num_samples // cores)
+    is_sound = (has_row & has_sample & ~jnp.isnan(ids.gains)) | ~is_used
+    is_same = [
+        jnp.array_equal(x, y, equal_nan=x.dtype == jnp.float32)
+        for x, y in zip(jax.tree.leaves(ids), jax.tree.leaves(again), strict=True)
+    ]
+    is_defined = jnp.all(is_sound) & jnp.all(jnp.stack(is_same))
+    is_defined = jax.lax.pmin(is_defined.astype(jnp.int32), axes) > 0
+    is_defined &= are_within(largest, sizes.limits, axes)
+
+    partitions, rows, samples, gains = (
+        jax.lax.all_gather(x, axes, tiled=True)
         for x in (
-            core * (num_rows // cores) + places.rows,
-            owner,
-            samples,
-            places.gains,
-            places.is_used,
+            partitions,
+            partitions % cores * (num_rows // cores) + ids.rows,
+            samples + device * sizes.num_samples,
+            jnp.where(is_used, ids.gains, 0),
         )
     )
-    return _AskedRows(
-        rows=jnp.where(is_used & (owner == device), rows, num_rows),
-        samples=jnp.where(is_used, samples, 0),
-        gains=jnp.where(is_used, gains, 0),
-        is_defined=is_defined,
-        num_devices=num_devices,
-    )
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class _Places:
-    """The places of the buffers of one device, `[cores, room]`, and its pointers.
-
-    Attributes:
-      partitions: partition that a place belongs to.
-      is_used: False in places behind the ids of their partition.
-      is_first: True in the first place of a partition.
-      rows: see `PartitionedIds`.
-      samples: see `PartitionedIds`.
-      gains: see `PartitionedIds`.
-      starts: first place of each partition, `[cores, partitions]`.
-      ends: place after the last id of each partition, `[cores, partitions]`.
-      spare_pointers: those after the pointers of all partitions.
-    """
-
-    partitions: Int[Array, "cores room"]
-    is_used: Bool[Array, "cores room"]
-    is_first: Bool[Array, "cores room"]
-    rows: Int[Array, "cores room"]
-    samples: Int[Array, "cores room"]
-    gains: Float[Array, "cores room"]
-    starts: Int[Array, "cores partitions"]
-    ends: Int[Array, "cores partitions"]
-    spare_pointers: Int[Array, "cores _"]
-
-
-def _read_places(ids: PartitionedIds, cores: int, num_partitions: int) -> _Places:
-    num_pointers = max(MIN_POINTERS, num_partitions)
-    pointers = ids.pointers.reshape(cores, num_pointers)
-    ends = pointers[:, :num_partitions]
-    next_starts = round_up(ends, ALIGNMENT)
-    starts = jnp.pad(next_starts[:, :-1], ((0, 0), (1, 0)))
-    places = jnp.arange(ids.rows.size // cores, dtype=jnp.int32)[None]
-
-    def partitions_of(next_starts: Array) -> Array:
-        return jnp.searchsorted(next_starts, places[0], side="right")
-
-    partitions = jax.vmap(partitions_of)(next_starts)
-    is_known = partitions < num_partitions
-    partitions = jnp.minimum(partitions, num_partitions - 1)
-    rows, samples, gains = (
-        x.reshape(cores, -1) for x in (ids.rows, ids.samples, ids.gains)
-    )
-    return _Places(
-        partitions=partitions,
-        is_used=is_known & (places < jnp.take_along_axis(ends, partitions, axis=1)),
-        is_first=places == jnp.take_along_axis(starts, partitions, axis=1),
-        rows=rows,
-        samples=samples,
-        gains=gains,
-        starts=starts,
-        ends=ends,
-        spare_pointers=pointers[:, num_partitions:],
-    )
-
-
-def _is_defined(
-    places: _Places, rows_per_core: int, samples_per_core: int, limits: Limits
-) -> Bool[Array, ""]:
-    """Returns True if a SparseCore's result with such buffers is defined."""
-    rows, samples, is_used = places.rows, places.samples, places.is_used
-    row_before, sample_before = jnp.roll(rows, 1, axis=1), jnp.roll(samples, 1, axis=1)
-    is_new_row = is_used & (places.is_first | (rows != row_before))
-    cores = jnp.arange(rows.shape[0])[:, None]
-    unique = jnp.zeros_like(places.ends).at[cores, places.partitions].add(
-        is_new_row.astype(jnp.int32)
-    )
-    is_rising = (rows > row_before) | ((rows == row_before) & (samples > sample_before))
-    is_id = (
-        (places.is_first | is_rising)
-        & ((rows >= 0) & (rows < rows_per_core))
-        & ((samples >= 0) & (samples < samples_per_core))
-        & ~jnp.isnan(places.gains)
-    )
-    is_padding = (
-        (rows == PADDING_ROW_ID) & (samples == PADDING_ROW_ID) & jnp.isnan(places.gains)
-    )
-    end = places.ends[:, -1:]
-    conditions = [
-        jnp.where(is_used, is_id, is_padding),
-        places.starts <= places.ends,
-        places.ends - places.starts <= limits.max_ids,
-        unique <= limits.max_unique,
-        end <= rows.shape[1],
-        places.spare_pointers == round_up(end, ALIGNMENT),
-    ]
-    return jnp.all(jnp.stack([jnp.all(x) for x in conditions]))
-
-
-def _times(
-    gains: Float[Array, " n"], rows: Float[Array, "n width"]
-) -> Float[Array, "n width"]:
-    """Returns rows times their gains; zeros where a gain is 0, whatever the row is."""
-    return jnp.where(gains[:, None] == 0, 0.0, gains[:, None] * rows)
-
-
-def _all_gather(values: Array, axes: tuple[str, ...]) -> Array:
-    return jax.lax.all_gather(values, axes) if axes else values[None]
-
-
-def _reduce_scatter(values: Array, axes: tuple[str, ...]) -> Array:
-    """Sums the values of all devices; each device gets its entry of the first axis."""
-    if not axes:
-        return values[0]
-    return jax.lax.psum_scatter(values, axes, scatter_dimension=0)
+    rows = jnp.where(partitions // cores == device, rows, num_rows)
+    return _AskedRows(rows, samples, gains, is_defined)

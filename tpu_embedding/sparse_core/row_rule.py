@@ -2,47 +2,53 @@
 
 A rule is written for rows `[rows, dim]`. Its jaxpr falls into two parts. What depends
 on no row, such as the learning rate of a schedule, is computed outside, once a step;
-the rows get its results as hyper-parameters. The rest must be elementwise: the
-SparseCores apply it to each row as soon as its gradient is summed. It is traced again
-on scalars, which proves that no element needs another one.
+the rows get such values as hyper-parameters. The rest must be elementwise: the
+SparseCores apply it to each row as soon as its gradient is summed. It is run again on
+scalars, one element of each row and slot, which proves that no other one is needed.
 """
 
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
-from typing import Any, Final
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Final, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.extend.core import ClosedJaxpr, JaxprEqn, Literal
 from jaxtyping import Array
 
 from tpu_embedding.optimizers.probe import on_its_own, probe_rule
 from tpu_embedding.optimizers.row_optimizer import RowOptimizer
 from tpu_embedding.optimizers.table_rows import some_rows, table_rows_context
-from tpu_embedding.sparse_core.flat_program import (
-    FlatProgram,
-    Name,
-    Operation,
-    flat_program,
-    read,
-)
 
 _NUM_ROWS: Final = 8
 """Rows that a rule is traced on."""
 
 _ELEMENTWISE: Final = frozenset(
-    "abs add add_any and cbrt ceil clamp convert_element_type cos div eq erf exp exp2 "
-    "expm1 floor ge gt integer_pow is_finite le log log1p logistic lt max min mul ne "
-    "neg not or pow rem round rsqrt select_n sign sin sqrt square sub tan tanh "
-    "xor".split()
+    "abs add add_any and cbrt ceil clamp convert_element_type cos div eq exp exp2 "
+    "expm1 floor ge gt integer_pow le log log1p logistic lt max min mul ne neg not or "
+    "pow rem round rsqrt select_n sign sin sqrt square sub tan tanh xor".split()
 )
-"""Operations that XLA compiles for SparseCores, on one element of each operand."""
+"""Operations that libtpu compiles for SparseCores, on one element of each operand.
+
+It refuses `erf`, `lgamma` and `is_finite`, and converts no float16."""
 
 _SAME_ELEMENTS: Final = frozenset(
     "broadcast_in_dim copy expand_dims optimization_barrier reshape squeeze".split()
 )
 """Operations that keep each element in its place, unless they change their number."""
+
+_DTYPES: Final = ("bool", "bfloat16", "float32", "int32")
+"""Element types of the arithmetic on rows."""
+
+_CALLS: Final = {
+    "jit": "jaxpr",
+    "pjit": "jaxpr",
+    "custom_jvp_call": "call_jaxpr",
+    "custom_vjp_call": "call_jaxpr",
+}
+"""Operations that call a function, and the parameter that holds it."""
 
 
 class _NotElementwiseError(Exception):
@@ -88,7 +94,7 @@ def row_rule(optimizer: RowOptimizer, dim: int, width: int) -> RowRule | str:
       >>> rule.num_slots, rule.num_hyperparameters
       (2, 2)
       >>> row_rule(RowOptimizer(transformation=rowwise_adagrad(0.1)), 4, 8)
-      'a slot variable has the shape () per row, not (4,)'
+      'a slot variable has float32[] per row, not float32[4]'
     """
     try:
         _check_declared(optimizer, dim)
@@ -100,69 +106,59 @@ def row_rule(optimizer: RowOptimizer, dim: int, width: int) -> RowRule | str:
 
 def _check_declared(optimizer: RowOptimizer, dim: int) -> None:
     """Refuses what SparseCores do not do, whatever the arithmetic of the rule is."""
-    if optimizer.rows == "every":
-        raise _NotElementwiseError("the rule updates every row, not the touched ones")
-    if optimizer.duplicates != "sum":
-        raise _NotElementwiseError("the rule needs the gradient of each occurrence")
-    if optimizer.gradient_steps > 1 or optimizer.keeps_gradient:
-        raise _NotElementwiseError("the rule collects the gradients of several steps")
-    if optimizer.takes_model_norm:
-        raise _NotElementwiseError("the rule needs the norm of all gradients")
     probed = probe_rule(optimizer, dim)
-    if optimizer.takes_totals or probed.takes_totals:
-        raise _NotElementwiseError("the rule needs totals over the rows of a table")
+    refused = {
+        "the rule updates every row, not the touched ones": optimizer.rows == "every",
+        "the rule needs the gradient of each occurrence": optimizer.duplicates != "sum",
+        "the rule collects gradients of several steps": optimizer.gradient_steps > 1,
+        "the rule needs the norm of all gradients": optimizer.takes_model_norm,
+        "the rule needs totals over the rows of a table": probed.takes_totals,
+        "the state holds the gradient of all rows": optimizer.keeps_gradient,
+    }
+    for reason, is_so in refused.items():
+        if is_so:
+            raise _NotElementwiseError(reason)
     for slot in probed.slots:
-        if slot.row.shape != (dim,):
+        if slot.row.shape != (dim,) or slot.row.dtype != jnp.float32:
             raise _NotElementwiseError(
-                f"a slot variable has the shape {slot.row.shape} per row, not ({dim},)"
-            )
-        if slot.row.dtype != jnp.float32:
-            raise _NotElementwiseError(
-                f"a slot variable is {slot.row.dtype}, not float32"
+                f"a slot variable has {slot.row.dtype}{list(slot.row.shape)} per row, "
+                f"not float32[{dim}]"
             )
 
 
 def _split(optimizer: RowOptimizer, dim: int, width: int) -> RowRule:
     """Traces a rule, and splits it."""
+    traced = _trace(optimizer, dim)
     is_slot = [slot is not None for slot in probe_rule(optimizer, dim).leaves]
-    program = _trace(optimizer, dim)
-    # Values 0 and 1 are the gradients and the rows; then come the leaves of the state.
-    row_inputs = [0, 1, *(2 + i for i, by_row in enumerate(is_slot) if by_row)]
-    leaf_inputs = [2 + i for i, by_row in enumerate(is_slot) if not by_row]
-    row_outputs, leaf_outputs = [], []
-    for output, by_row in zip(program.outputs, [True, *is_slot], strict=True):
-        (row_outputs if by_row else leaf_outputs).append(output)
+    is_by_row, num_slots = [True, True, *is_slot], sum(is_slot)
 
-    by_row = program.dependent(row_inputs)
-    if any(isinstance(x, int) and x in by_row for x in leaf_outputs):
-        raise _NotElementwiseError(
-            "a value of the state that belongs to no row depends on the rows"
-        )
-    operations = [x for x in program.needed(row_outputs) if by_row & set(x.outputs)]
-    for operation in operations:
-        _check_elementwise(program, operation)
-    taken = [x for operation in operations for x in operation.inputs] + row_outputs
-    shared = [x for x in dict.fromkeys(filter(_is_number, taken)) if x not in by_row]
-    _check_hyperparameters(program, shared)
+    def run(
+        elements: Sequence[Any], leaves: Sequence[Any], given: Iterator[Array] | None
+    ) -> tuple[list[Any], list[Any], _Run]:
+        """Returns the new elements and leaves."""
+        of_rows, others, a_run = iter(elements), iter(leaves), _Run({}, given)
+        inputs = [
+            _OfRows(next(of_rows)) if by_row else _of_step(variable, next(others))
+            for by_row, variable in zip(is_by_row, traced.jaxpr.invars, strict=True)
+        ]
+        new = list(zip(a_run.walk(traced, inputs), is_by_row[1:], strict=True))
+        new_elements = [a_run.element(x) for x, by_row in new if by_row]
+        return new_elements, [x for x, by_row in new if not by_row], a_run
 
     def values(leaves: Sequence[Any]) -> tuple[tuple[Array, ...], list[Array]]:
-        env = {**program.constants, **dict(zip(leaf_inputs, leaves, strict=True))}
-        for operation in program.needed([*shared, *leaf_outputs]):
-            operation.run(env)
-        scalars = [jnp.ravel(env[x])[0].astype(jnp.float32) for x in shared]
+        _, new, a_run = run([jnp.zeros(())] * (2 + num_slots), leaves, None)
+        if any(isinstance(x, _OfRows) for x in new):
+            raise _NotElementwiseError(
+                "a value of the state that belongs to no row depends on the rows"
+            )
+        scalars = tuple(x.astype(jnp.float32) for x in a_run.shared.values())
         # The operation wants at least one.
-        return tuple(scalars or [jnp.zeros(())]), [read(env, x) for x in leaf_outputs]
+        return scalars or (jnp.zeros(()),), [getattr(x, "value", x) for x in new]
 
     def element(*arguments: Array) -> tuple[Array, ...]:
-        env = dict(zip([*row_inputs, *shared], arguments, strict=False))
-        env.update({x: env[x].astype(program.avals[x].dtype) for x in shared})
-        for operation in operations:
-            if operation.primitive.name in _SAME_ELEMENTS:
-                inputs = [read(env, x) for x in operation.inputs]
-                env.update(zip(operation.outputs, inputs, strict=True))
-            else:
-                operation.run(env)
-        return tuple(jnp.asarray(read(env, x)) for x in row_outputs)
+        elements, given = arguments[: 2 + num_slots], iter(arguments[2 + num_slots :])
+        unknown = [None] * (len(is_slot) - num_slots)
+        return tuple(jnp.asarray(x) for x in run(elements, unknown, given)[0])
 
     def rows(*arguments: Array) -> tuple[Array, ...]:
         axes = tuple(0 if x.ndim else None for x in arguments)
@@ -173,71 +169,162 @@ def _split(optimizer: RowOptimizer, dim: int, width: int) -> RowRule:
         pairs = zip(new, arguments[1:], strict=False)
         return tuple(jax.lax.select(is_column, *pair) for pair in pairs)
 
-    num_hyperparameters = max(1, len(shared))
+    others = zip(traced.in_avals[2:], is_slot, strict=True)
+    leaves = [
+        jax.ShapeDtypeStruct(x.shape, x.dtype) for x, by_row in others if not by_row
+    ]
+    num_hyperparameters = len(jax.eval_shape(values, leaves)[0])
     row = jax.ShapeDtypeStruct((1, width), jnp.float32)
-    traced = jax.jit(rows, keep_unused=True).trace(
-        *[row] * (len(row_inputs) + num_hyperparameters)
+    program = jax.jit(rows, keep_unused=True).trace(
+        *[row] * (2 + num_slots + num_hyperparameters)
     )
     return RowRule(
-        num_slots=sum(is_slot),
+        num_slots=num_slots,
         num_hyperparameters=num_hyperparameters,
         values=values,
         rows=rows,
-        stablehlo=traced.lower(lowering_platforms=("tpu",)).as_text(),
+        stablehlo=program.lower(lowering_platforms=("tpu",)).as_text(),
     )
 
 
-def _trace(optimizer: RowOptimizer, dim: int) -> FlatProgram:
+def _trace(optimizer: RowOptimizer, dim: int) -> ClosedJaxpr:
     """Traces a step of a rule: gradients, rows and state to new rows and state."""
     rows = jax.ShapeDtypeStruct((_NUM_ROWS, dim), jnp.float32)
 
-    def init(rows: Array) -> Any:
-        with table_rows_context(some_rows(_NUM_ROWS)):
-            return optimizer.init(rows)
+    with table_rows_context(some_rows(_NUM_ROWS)):
+        state, tree = jax.tree.flatten(jax.eval_shape(optimizer.init, rows))
 
-    state, tree = jax.tree.flatten(jax.eval_shape(init, rows))
-
-    def step(gradients: Array, rows: Array, *state: Array) -> list[Array]:
-        with table_rows_context(some_rows(_NUM_ROWS)):
+        def step(gradients: Array, rows: Array, *state: Array) -> list[Array]:
             updates, new = optimizer.update(gradients, tree.unflatten(state), rows)
-        return [rows + updates, *tree.flatten_up_to(new)]
+            return [rows + updates, *tree.flatten_up_to(new)]
 
-    return flat_program(step, rows, rows, *state)
-
-
-def _is_number(name: Name) -> bool:
-    return isinstance(name, int)
+        return jax.make_jaxpr(step)(rows, rows, *state)
 
 
-def _check_elementwise(program: FlatProgram, operation: Operation) -> None:
+class _OfRows(NamedTuple):
+    """A value that depends on rows: a scalar, one element of it."""
+
+    element: Any
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class _OfStep:
+    """A value that depends on no row.
+
+    Attributes:
+      value: the array; None while rows are computed.
+      aval: its shape and dtype.
+      is_uniform: True if all elements are equal.
+    """
+
+    value: Any
+    aval: Any
+    is_uniform: bool
+
+
+def _of_step(variable: Any, value: Any, is_uniform: bool = False) -> _OfStep:
+    return _OfStep(value, variable.aval, is_uniform or variable.aval.size == 1)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Run:
+    """One run of a rule. Literals are NumPy arrays.
+
+    Attributes:
+      shared: the values of the step that rows need, in the order in which they ask.
+      given: gives these values, while rows are computed; None: the run computes them.
+    """
+
+    shared: dict[_OfStep, Array]
+    given: Iterator[Array] | None
+
+    def walk(self, jaxpr: ClosedJaxpr, inputs: Sequence[Any]) -> list[Any]:
+        """Returns the results of a jaxpr."""
+        names = dict(zip(jaxpr.jaxpr.invars, inputs, strict=True))
+        for variable, value in zip(jaxpr.jaxpr.constvars, jaxpr.consts, strict=True):
+            names[variable] = _of_step(variable, value, np.unique(value).size == 1)
+
+        def read(atom: Any) -> Any:
+            if isinstance(atom, Literal):
+                return np.asarray(atom.val, atom.aval.dtype)
+            return names[atom]
+
+        for equation in jaxpr.jaxpr.eqns:
+            values = [read(x) for x in equation.invars]
+            called = equation.params.get(_CALLS.get(equation.primitive.name, ""))
+            if called is not None:
+                results = self.walk(called, values)
+            elif any(isinstance(x, _OfRows) for x in values):
+                results = self._compute_rows(equation, values)
+            else:
+                results = self._compute_step(equation, values)
+            names.update(zip(equation.outvars, results, strict=True))
+        return [read(x) for x in jaxpr.jaxpr.outvars]
+
+    def element(self, value: Any) -> Any:
+        """Returns the scalar that an operation on rows takes for a value."""
+        match value:
+            case _OfRows():
+                return value.element
+            case _OfStep() if value not in self.shared:
+                _check_hyperparameter(value)
+                if self.given is None:
+                    scalar = jnp.ravel(value.value)[0]
+                else:
+                    scalar = next(self.given).astype(value.aval.dtype)
+                self.shared[value] = scalar
+        return self.shared[value] if isinstance(value, _OfStep) else value
+
+    def _compute_rows(self, equation: JaxprEqn, values: Sequence[Any]) -> list[Any]:
+        _check_elementwise(equation)
+        results = [self.element(x) for x in values]
+        if equation.primitive.name not in _SAME_ELEMENTS:
+            results = _bind(equation, results)
+        return [_OfRows(x) for x in results]
+
+    def _compute_step(self, equation: JaxprEqn, values: Sequence[Any]) -> list[Any]:
+        is_by_element = equation.primitive.name in _ELEMENTWISE | _SAME_ELEMENTS
+        is_uniform = is_by_element and all(
+            getattr(x, "is_uniform", True) for x in values
+        )
+        results = [None] * len(equation.outvars)
+        if self.given is None:
+            results = _bind(equation, [getattr(x, "value", x) for x in values])
+        return [
+            _of_step(variable, value, is_uniform)
+            for variable, value in zip(equation.outvars, results, strict=True)
+        ]
+
+
+def _bind(equation: JaxprEqn, values: Sequence[Any]) -> Sequence[Any]:
+    params = equation.primitive.get_bind_params(equation.params)
+    results = equation.primitive.bind(*values, **params)
+    return results if equation.primitive.multiple_results else [results]
+
+
+def _check_elementwise(equation: JaxprEqn) -> None:
     """Refuses an operation on rows that needs more than one element of an operand."""
-    name = operation.primitive.name
-    sizes = [
-        np.size(x) if isinstance(x, np.ndarray) else program.avals[x].size
-        for x in operation.inputs
-    ]
+    name, results = equation.primitive.name, equation.outvars
     if name in _SAME_ELEMENTS:
-        if sizes[0] != program.avals[operation.outputs[0]].size:
+        if any(
+            x.aval.size != y.aval.size
+            for x, y in zip(equation.invars, results, strict=True)
+        ):
             raise _NotElementwiseError(f"{name} copies the elements of a row")
     elif name not in _ELEMENTWISE:
         raise _NotElementwiseError(
-            f"{name} mixes the elements of a row, or is unknown to SparseCores"
+            f"{name} mixes the elements of a row, or SparseCores do not have it"
         )
+    for result in results:
+        if result.aval.dtype.name not in _DTYPES:
+            raise _NotElementwiseError(f"SparseCores have no {result.aval.dtype}")
 
 
-def _check_hyperparameters(program: FlatProgram, shared: Sequence[int]) -> None:
-    """Refuses values of a step that are no scalars, or that float32 cannot hold."""
-    uniform = {i for i, aval in enumerate(program.avals) if aval.size == 1}
-    uniform |= {i for i, x in program.constants.items() if np.unique(x).size == 1}
-    for operation in program.operations:
-        is_by_element = operation.primitive.name in _ELEMENTWISE | _SAME_ELEMENTS
-        if is_by_element and operation.operands <= uniform:
-            uniform.update(operation.outputs)
-    for value in shared:
-        aval = program.avals[value]
-        if value not in uniform:
-            raise _NotElementwiseError(
-                f"a value of shape {aval.shape} differs between the elements of a row"
-            )
-        if not (aval.dtype == bool or jnp.issubdtype(aval.dtype, jnp.floating)):
-            raise _NotElementwiseError(f"rows need a scalar of dtype {aval.dtype}")
+def _check_hyperparameter(value: _OfStep) -> None:
+    """Refuses a value of the step that is no scalar, or that float32 cannot hold."""
+    if not value.is_uniform:
+        raise _NotElementwiseError(
+            f"a value of shape {value.aval.shape} differs between the elements of a row"
+        )
+    if value.aval.dtype.name not in ("bool", "bfloat16", "float16", "float32"):
+        raise _NotElementwiseError(f"rows need a scalar of dtype {value.aval.dtype}")
