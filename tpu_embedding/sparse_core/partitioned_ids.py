@@ -191,19 +191,19 @@ def _order_by(*digits: tuple[Int[Array, " ids"], int]) -> Int[Array, " ids"]:
             num_values = 1
         words[-1] += digit.astype(jnp.uint32) * np.uint32(num_values)
         num_values *= size
-    return _on_sparse_cores(_sort)(*computed_apart(words))
-
-
-def _sort(*words: UInt32[Array, " ids"]) -> Int[Array, " ids"]:
-    """Returns an order that sorts ids by words, of which the last one counts most."""
-    places = jnp.arange(words[0].shape[0], dtype=jnp.int32)
-    order = None
-    for word in words:
-        word = word if order is None else word[order]
-        # SparseCores sort stably where an operand is the places themselves.
-        _, then = jax.lax.sort((word, places), num_keys=1)
-        order = then if order is None else order[then]
+    sort = _on_sparse_cores(_order_of)
+    order = sort(words[0])
+    for word in words[1:]:
+        # By a call of its own: libtpu 0.0.50 aborts on a gather that a sort pads.
+        order = order[sort(word[order])]
     return order
+
+
+def _order_of(word: UInt32[Array, " ids"]) -> Int[Array, " ids"]:
+    """Returns the order that sorts words; of equal ones, the first comes first."""
+    # SparseCores sort stably where an operand is the places themselves.
+    places = jnp.arange(word.shape[0], dtype=jnp.int32)
+    return jax.lax.sort((word, places), num_keys=1)[1]
 
 
 def _on_sparse_cores(function: Callable[..., Array]) -> Callable[..., Array]:
@@ -232,6 +232,7 @@ def _running_sum(terms: Bool[Array, " ids"]) -> Int[Array, " ids_and_one"]:
     XLA:TPU compiles `jnp.cumsum` of many terms for long.
     """
     blocks = jnp.pad(terms, (0, -terms.shape[0] % _BLOCK)).reshape(-1, _BLOCK)
+    blocks = computed_apart(blocks)
     within = jnp.cumsum(blocks, axis=1, dtype=jnp.int32)
     before = jnp.cumsum(within[:, -1]) - within[:, -1]
     sums = (within + before[:, None]).reshape(-1)[: terms.shape[0]]
