@@ -36,6 +36,9 @@ _WORD: Final = 2**32
 _RISING: Final = dict(indices_are_sorted=True, mode="promise_in_bounds")
 """Options of scatters at places that rise: XLA:TPU need not sort them."""
 
+_MIN_LONG_SORT: Final = 1024
+"""Ids that SparseCores sort. They refuse a few ids, which the TensorCore sorts fast."""
+
 _BLOCK: Final = 128
 """Numbers that a running sum adds at once: the lanes of a TPU's vector register."""
 
@@ -191,7 +194,8 @@ def _order_by(*digits: tuple[Int[Array, " ids"], int]) -> Int[Array, " ids"]:
             num_values = 1
         words[-1] += digit.astype(jnp.uint32) * np.uint32(num_values)
         num_values *= size
-    sort = _on_sparse_cores(_order_of)
+    is_long = words[0].shape[0] >= _MIN_LONG_SORT
+    sort = _on_sparse_cores(_order_of) if is_long else _order_of
     order = sort(words[0])
     for word in words[1:]:
         # By a call of its own: libtpu 0.0.50 aborts on a gather that a sort pads.
