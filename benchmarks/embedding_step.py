@@ -20,6 +20,7 @@ def make_plan(
     vocabulary_size: int,
     dim: int,
     optimizer: Any,
+    backend: str | None = None,
 ) -> te.EmbeddingPlan:
     """Plans equal tables with one feature each."""
     tables = [
@@ -32,7 +33,7 @@ def make_plan(
         for i in range(num_tables)
     ]
     features = {table.name: te.FeatureConfig(table=table) for table in tables}
-    return te.make_plan(features, mesh, optimizer=optimizer)
+    return te.make_plan(features, mesh, optimizer=optimizer, backend=backend)
 
 
 def abstract_ids(plan: te.EmbeddingPlan, batch_size: int) -> Any:

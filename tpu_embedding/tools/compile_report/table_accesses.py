@@ -121,7 +121,9 @@ def inspect_program(
         sparse_core_gathers=text.count("OFFLOAD_GATHER"),
         sparse_core_scatters=text.count("OFFLOAD_SCATTER"),
         sparse_core_operations=sum(
-            i.opcode == "call-start" and _OPERATION_SCOPE.search(i.text) is not None
+            i.opcode == "call-start"
+            and i.name.startswith("sparse-core-call")
+            and _OPERATION_SCOPE.search(i.text) is not None
             for i in instructions
         ),
         sparse_core_relayouts=text.count("OFFLOAD_DATA_FORMATTING"),
