@@ -151,6 +151,7 @@ def compile_step(
             memory.temp_size_in_bytes,
             memory.peak_memory_in_bytes - memory.argument_size_in_bytes,
         ),
+        exchange_bytes=cores * cores * count * limits.max_unique * width * 4,
         copies=[
             x for x in re.findall(r"= (\S+) copy\(", text) if _bytes(x) >= table_bytes
         ],

@@ -100,30 +100,27 @@ def run_update(
     cases, rule: RowRule, arrays, cotangents, hyperparameters, limits=LIMITS
 ):
     case = cases[0]
-
-    def update(partitions, rows, samples, gains, cotangents, *shards):
-        ids, _ = partition_ids(
-            partitions, rows, samples, gains, **case.sizes(), room=room_for(case)
-        )
-        return operations.update(
-            ids,
-            cotangents,
-            shards,
-            hyperparameters,
-            rule=rule,
-            limits=limits,
-            cores=case.cores,
-            axes=AXES,
-        )
-
+    sizes = tuple(case.sizes().items())
+    run = update_program(rule, sizes, room_for(case), limits)
     shards = [dealt(x, case.cores, case.devices) for x in arrays]
-    num = len(arrays)
-    run = on_devices(
-        lambda *x: update(*x)[0] if num == 1 else update(*x), case.devices, 5 + num, num
-    )
-    results = run(*stacked(cases), cotangents, *shards)
-    results = [results] if num == 1 else results
-    return [gathered(x, case.cores) for x in results]
+    scalars = [jnp.repeat(x[None], case.devices) for x in hyperparameters]
+    results = run(*stacked(cases), cotangents, *shards, *scalars)
+    return [gathered(x, case.cores) for x in jax.tree.leaves(results)]
+
+
+@functools.cache
+def update_program(rule: RowRule, sizes, room, limits):
+    sizes, num_arrays = dict(sizes), 1 + rule.num_slots
+    static = dict(rule=rule, limits=limits, cores=sizes["cores"], axes=AXES)
+
+    def update(partitions, rows, samples, gains, cotangents, *rest):
+        ids, _ = partition_ids(partitions, rows, samples, gains, **sizes, room=room)
+        shards, scalars = rest[:num_arrays], rest[num_arrays:]
+        new = operations.update(ids, cotangents, shards, scalars, **static)
+        return new if num_arrays > 1 else new[0]
+
+    num_inputs = 5 + num_arrays + rule.num_hyperparameters
+    return on_devices(update, sizes["devices"], num_inputs, num_arrays)
 
 
 @pytest.mark.parametrize("cores, devices", SHAPES)
@@ -169,9 +166,14 @@ ELEMENTWISE = {
 }
 
 
-@pytest.mark.parametrize("name", quick_cases(ELEMENTWISE, "chain", every_case=True))
+RULES_AND_DIMS = {
+    **{name: (name, 5) for name in ELEMENTWISE},
+    "no padding": ("adam", 8),
+}
+
+
 @pytest.mark.parametrize(
-    "dim", quick_cases(with_ids({"full": 8, "padded": 5}), "padded")
+    "name, dim", quick_cases(with_ids(RULES_AND_DIMS), "chain", every_case=True)
 )
 def test_every_elementwise_rule_equals_optax(name, dim):
     """Two steps, in the second of which other rows are touched."""

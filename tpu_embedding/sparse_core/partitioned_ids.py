@@ -187,7 +187,7 @@ def _order_by(*digits: tuple[Int[Array, " ids"], int]) -> Int[Array, " ids"]:
     Args:
       *digits: values, and their number: they are 0 to that number - 1.
     """
-    words, num_values = [], _WORD
+    words, num_values = [], _WORD + 1
     for digit, size in digits:
         if num_values * size > _WORD:
             words.append(jnp.zeros_like(digit, dtype=jnp.uint32))

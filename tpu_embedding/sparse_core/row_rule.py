@@ -42,12 +42,9 @@ _SAME_ELEMENTS: Final = frozenset(
 _DTYPES: Final = ("bool", "bfloat16", "float32", "int32")
 """Element types of the arithmetic on rows."""
 
-_CALLS: Final = {
-    "jit": "jaxpr",
-    "pjit": "jaxpr",
-    "custom_jvp_call": "call_jaxpr",
-    "custom_vjp_call": "call_jaxpr",
-}
+_CALLS: Final = dict(
+    jit="jaxpr", custom_jvp_call="call_jaxpr", custom_vjp_call="call_jaxpr"
+)
 """Operations that call a function, and the parameter that holds it."""
 
 
@@ -146,7 +143,7 @@ def _split(optimizer: RowOptimizer, dim: int, width: int) -> RowRule:
         return new_elements, [x for x, by_row in new if not by_row], a_run
 
     def values(leaves: Sequence[Any]) -> tuple[tuple[Array, ...], list[Array]]:
-        _, new, a_run = run([jnp.zeros(())] * (2 + num_slots), leaves, None)
+        _, new, a_run = run([None] * (2 + num_slots), leaves, None)
         if any(isinstance(x, _OfRows) for x in new):
             raise _NotElementwiseError(
                 "a value of the state that belongs to no row depends on the rows"
@@ -252,48 +249,41 @@ class _Run:
         for equation in jaxpr.jaxpr.eqns:
             values = [read(x) for x in equation.invars]
             called = equation.params.get(_CALLS.get(equation.primitive.name, ""))
-            if called is not None:
-                results = self.walk(called, values)
-            elif any(isinstance(x, _OfRows) for x in values):
-                results = self._compute_rows(equation, values)
+            if called is None:
+                results = self._compute(equation, values)
             else:
-                results = self._compute_step(equation, values)
+                results = self.walk(called, values)
             names.update(zip(equation.outvars, results, strict=True))
         return [read(x) for x in jaxpr.jaxpr.outvars]
 
     def element(self, value: Any) -> Any:
         """Returns the scalar that an operation on rows takes for a value."""
-        match value:
-            case _OfRows():
-                return value.element
-            case _OfStep() if value not in self.shared:
-                _check_hyperparameter(value)
-                if self.given is None:
-                    scalar = jnp.ravel(value.value)[0]
-                else:
-                    scalar = next(self.given).astype(value.aval.dtype)
-                self.shared[value] = scalar
-        return self.shared[value] if isinstance(value, _OfStep) else value
+        if not isinstance(value, _OfStep):
+            return getattr(value, "element", value)
+        if value not in self.shared:
+            _check_hyperparameter(value)
+            if self.given is None:
+                self.shared[value] = jnp.ravel(value.value)[0]
+            else:
+                self.shared[value] = next(self.given).astype(value.aval.dtype)
+        return self.shared[value]
 
-    def _compute_rows(self, equation: JaxprEqn, values: Sequence[Any]) -> list[Any]:
-        _check_elementwise(equation)
-        results = [self.element(x) for x in values]
-        if equation.primitive.name not in _SAME_ELEMENTS:
-            results = _bind(equation, results)
-        return [_OfRows(x) for x in results]
-
-    def _compute_step(self, equation: JaxprEqn, values: Sequence[Any]) -> list[Any]:
-        is_by_element = equation.primitive.name in _ELEMENTWISE | _SAME_ELEMENTS
-        is_uniform = is_by_element and all(
-            getattr(x, "is_uniform", True) for x in values
-        )
-        results = [None] * len(equation.outvars)
+    def _compute(self, equation: JaxprEqn, values: Sequence[Any]) -> list[Any]:
+        """Returns the results of an operation, without arrays if not of this run."""
+        name, results = equation.primitive.name, [None] * len(equation.outvars)
+        if any(isinstance(x, _OfRows) for x in values):
+            _check_elementwise(equation)
+            scalars = [self.element(x) for x in values]
+            if self.given is not None:
+                is_same = name in _SAME_ELEMENTS
+                results = scalars if is_same else _bind(equation, scalars)
+            return [_OfRows(x) for x in results]
+        is_uniform = name in _ELEMENTWISE | _SAME_ELEMENTS
+        is_uniform &= all(getattr(x, "is_uniform", True) for x in values)
         if self.given is None:
             results = _bind(equation, [getattr(x, "value", x) for x in values])
-        return [
-            _of_step(variable, value, is_uniform)
-            for variable, value in zip(equation.outvars, results, strict=True)
-        ]
+        pairs = zip(equation.outvars, results, strict=True)
+        return [_of_step(variable, value, is_uniform) for variable, value in pairs]
 
 
 def _bind(equation: JaxprEqn, values: Sequence[Any]) -> Sequence[Any]:
@@ -306,10 +296,7 @@ def _check_elementwise(equation: JaxprEqn) -> None:
     """Refuses an operation on rows that needs more than one element of an operand."""
     name, results = equation.primitive.name, equation.outvars
     if name in _SAME_ELEMENTS:
-        if any(
-            x.aval.size != y.aval.size
-            for x, y in zip(equation.invars, results, strict=True)
-        ):
+        if [x.aval.size for x in equation.invars] != [x.aval.size for x in results]:
             raise _NotElementwiseError(f"{name} copies the elements of a row")
     elif name not in _ELEMENTWISE:
         raise _NotElementwiseError(
