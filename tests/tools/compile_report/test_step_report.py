@@ -108,7 +108,6 @@ def test_a_step_that_does_not_fit(capsys):
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ([], "--topology must name"),
         (["--topology", "v9:2x2"], "give a generation"),
         (["--topology", "v5e:3x3"], "slices of v5e have"),
     ],

@@ -167,6 +167,18 @@ def evaluate(
             return run.finish()
 
 
+def open_data(config: RunConfig, data_dir: Any) -> Dataset:
+    """Returns the data set of a run.
+
+    Args:
+      config: config of the run.
+      data_dir: path of the data, None, or what else the config's source takes.
+    """
+    if is_local_path(data_dir):
+        data_dir = local_path(data_dir)
+    return config.data.open(data_dir, batch_size=config.batch_size, seed=config.seed)
+
+
 @contextlib.contextmanager
 def _stop_on_signals() -> Iterator[threading.Event]:
     """Yields an event that SIGTERM and SIGINT set; a second signal ends the process.
@@ -226,11 +238,7 @@ class _Run:
         mesh: Mesh | None,
     ):
         self.config, self.directory = config, directory
-        if is_local_path(data_dir):
-            data_dir = local_path(data_dir)
-        self.data: Dataset = config.data.open(
-            data_dir, batch_size=config.batch_size, seed=config.seed
-        )
+        self.data = open_data(config, data_dir)
         self.plan: EmbeddingPlan = make_run_plan(config, self.data, mesh)
         options = ocp.CheckpointManagerOptions(max_to_keep=config.checkpoints_kept)
         path = directory / CHECKPOINTS_DIR
