@@ -17,10 +17,8 @@ from jax.sharding import Mesh
 
 from tpu_embedding.hardware import EXAMPLE_TOPOLOGIES, HardwareInfo, hardware_by_name
 from tpu_embedding.host_without_tpus import ONE_HOST
-from tpu_embedding.plan.dynamic_rows import dynamic_tables
 from tpu_embedding.plan.plan import EmbeddingPlan
-from tpu_embedding.plan.stack_plan import StackPlan
-from tpu_embedding.rows.id_directory import IdDirectory
+from tpu_embedding.rows.id_directory import IdDirectory, directory_name
 from tpu_embedding.rows.packed_rows import PackedRows
 from tpu_embedding.tools.compile_report.slice_shapes import (
     CHIP_CONFIG_NAMES,
@@ -158,48 +156,30 @@ def abstract_arrays(tree: Tree, plan: EmbeddingPlan) -> Tree:
     """Returns the shapes of a train state with the shardings of a real state.
 
     Args:
-      tree: pytree of arrays or `jax.ShapeDtypeStruct`, as from `nnx.eval_shape`.
+      tree: pytree of arrays or `jax.ShapeDtypeStruct`, as from `nnx.eval_shape`. Tables
+        and slot variables lie in dicts by the names of their stacks.
       plan: plan of the layer.
 
     Returns:
       The same tree of `jax.ShapeDtypeStruct`. Packed rows are sharded as their stack;
       all other arrays are replicated.
     """
+    by_name = {stack.name: stack for stack in plan.stacks}
+    by_name |= {directory_name(name): stack for name, stack in by_name.items()}
 
-    def place(leaf: Any) -> Any:
-        if isinstance(leaf, PackedRows):
-            sharding = plan.rows_sharding(_stack_of(leaf, plan))
-            return jax.tree.map(lambda x: _struct(x, sharding), leaf)
-        if isinstance(leaf, IdDirectory):
-            sharding = plan.rows_sharding(_stack_of_directory(leaf, plan))
-            return jax.tree.map(lambda x: _struct(x, sharding), leaf)
-        return _struct(leaf, plan.replicated)
+    def place(path: Any, leaf: Any) -> Any:
+        if not _are_rows(leaf):
+            return _struct(leaf, plan.replicated)
+        names = (getattr(part, "key", None) for part in reversed(path))
+        stack = by_name[next(name for name in names if name in by_name)]
+        sharding = plan.rows_sharding(stack)
+        return jax.tree.map(lambda x: _struct(x, sharding), leaf)
 
-    return jax.tree.map(
-        place, tree, is_leaf=lambda x: isinstance(x, PackedRows | IdDirectory)
-    )
-
-
-def _stack_of_directory(directory: IdDirectory, plan: EmbeddingPlan) -> StackPlan:
-    """Returns a stack whose directory has as many buckets."""
-    return next(
-        stack
-        for stack in plan.stacks
-        if stack.is_dynamic
-        and stack.num_shards * sum(t.buckets_per_shard for t in dynamic_tables(stack))
-        == directory.keys.shape[0]
-    )
+    return jax.tree.map_with_path(place, tree, is_leaf=_are_rows)
 
 
-def _stack_of(rows: PackedRows, plan: EmbeddingPlan) -> StackPlan:
-    contents = rows.layout.contents
-    assert contents is not None
-    (stack,) = (
-        stack
-        for stack in plan.stacks
-        if stack.tables[0].name == contents.tables[0].name
-    )
-    return stack
+def _are_rows(leaf: Any) -> bool:
+    return isinstance(leaf, PackedRows | IdDirectory)
 
 
 def abstract_batch(batch: Tree, plan: EmbeddingPlan) -> Tree:

@@ -26,11 +26,12 @@ from tpu_embedding import distributed
 from tpu_embedding.checkpoint.restoring import RestoreState
 from tpu_embedding.checkpoint.state_handler import SaveState
 from tpu_embedding.inputs.buffer_sizes import BufferSizes
+from tpu_embedding.inputs.prepare import shard_batch
 from tpu_embedding.paths import is_local_path, local_path
 from tpu_embedding.plan.plan import EmbeddingPlan
 from tpu_embedding.tools.data.batch import DataError, Dataset
 from tpu_embedding.tools.train.config import RunConfig
-from tpu_embedding.tools.train.feeding import check_values, put_batch, train_batches
+from tpu_embedding.tools.train.feeding import check_values, prepare_batch, train_batches
 from tpu_embedding.tools.train.metrics import (
     LOSSES,
     Metrics,
@@ -42,7 +43,6 @@ from tpu_embedding.tools.train.steps import (
     StepMetrics,
     abstract_train_state,
     init_train_state,
-    jit_train_step,
     make_evaluation_step,
     make_run_plan,
     make_train_step,
@@ -249,8 +249,7 @@ class _Run:
         """Makes the state, or restores it, and reports the start."""
         config, data, plan = self.config, self.data, self.plan
         graph, abstract = abstract_train_state(config, data, plan)
-        step = make_train_step(graph, config)
-        self.train_step = jit_train_step(step, abstract, plan)
+        self.train_step = make_train_step(graph, abstract, config, plan)
         self.evaluation_step = jax.jit(
             make_evaluation_step(graph, config.loss), out_shardings=plan.replicated
         )
@@ -318,9 +317,10 @@ class _Run:
         def evaluated() -> Iterator[Metrics]:
             for number, batch in enumerate(self.data.evaluation_batches()):
                 check_values(batch, self.config, f"Evaluation batch {number}")
-                on_devices = put_batch(
+                prepared = prepare_batch(
                     batch, self.plan, self._evaluation_sizes, model=self.config.model
                 )
+                on_devices = shard_batch(prepared, self.plan)
                 yield self.evaluation_step(self.state, on_devices)
 
         metrics = values_of(merge_batches(evaluated()))
