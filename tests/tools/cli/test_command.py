@@ -33,7 +33,7 @@ def test_help():
         (["train", "synthetic", "--set", "help"], "--model.hidden-sizes"),
         (["train", "--help"], "--output-dir"),
         (["evaluate", "--help"], "--data-dir"),
-        (["inspect", "--help"], "--id"),
+        (["inspect", "--help"], "--row"),
     ],
 )
 def test_help_of_commands_and_configs(arguments, shown, capsys):

@@ -4,9 +4,8 @@ import dataclasses
 import sys
 
 import jax
-from jax.sharding import Mesh
 
-from tpu_embedding.plan.device_mesh import SHARD_AXIS, SLICE_AXIS
+from tpu_embedding.plan.device_mesh import device_mesh
 from tpu_embedding.tools.cli.arguments import ConfigCommand, UsageError
 from tpu_embedding.tools.compile_report.step_report import (
     compile_report,
@@ -36,9 +35,10 @@ class Compile(ConfigCommand):
         config = self.load()
         jax.config.update("jax_platforms", "cpu")
         try:
-            mesh = slices_mesh(self.topology, self.slices)
+            mesh = topology_mesh(self.topology, num_slices=self.slices)
         except (ImportError, ValueError) as error:
             raise UsageError(str(error)) from error
+        mesh = device_mesh([*mesh.devices.flat])  # as the command `train` makes it
         name, topology = config.name, self.topology
         print(f"compiling {name} for {topology} ...", file=sys.stderr, flush=True)
         data = config.data.outline(batch_size=config.batch_size, seed=config.seed)
@@ -49,12 +49,3 @@ class Compile(ConfigCommand):
         )
         print(format_report(report))
         return 0 if report.memory.fits else 1
-
-
-def slices_mesh(topology: str, num_slices: int) -> Mesh:
-    """Returns the mesh that the command `train` makes of such devices."""
-    if num_slices == 1:
-        return topology_mesh(topology)
-    return topology_mesh(
-        topology, (SLICE_AXIS, SHARD_AXIS), (num_slices, -1), num_slices=num_slices
-    )
