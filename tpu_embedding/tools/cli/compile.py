@@ -5,7 +5,6 @@ import sys
 
 import jax
 
-from tpu_embedding.plan.device_mesh import device_mesh
 from tpu_embedding.tools.cli.arguments import ConfigCommand, UsageError
 from tpu_embedding.tools.compile_report.step_report import (
     compile_report,
@@ -38,7 +37,6 @@ class Compile(ConfigCommand):
             mesh = topology_mesh(self.topology, num_slices=self.slices)
         except (ImportError, ValueError) as error:
             raise UsageError(str(error)) from error
-        mesh = device_mesh([*mesh.devices.flat])  # as the command `train` makes it
         name, topology = config.name, self.topology
         print(f"compiling {name} for {topology} ...", file=sys.stderr, flush=True)
         data = config.data.outline(batch_size=config.batch_size, seed=config.seed)

@@ -7,16 +7,16 @@ No function of this module touches a device.
 import contextlib
 import os
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any, Final, TypeVar
 
 import jax
-import numpy as np
 from jax.experimental import topologies
 from jax.sharding import Mesh
 
 from tpu_embedding.hardware import EXAMPLE_TOPOLOGIES, HardwareInfo, hardware_by_name
 from tpu_embedding.host_without_tpus import ONE_HOST
+from tpu_embedding.plan.device_mesh import device_mesh
 from tpu_embedding.plan.plan import EmbeddingPlan
 from tpu_embedding.rows.id_directory import IdDirectory, directory_name
 from tpu_embedding.rows.packed_rows import PackedRows
@@ -44,13 +44,7 @@ _HOST: Final = {
 }
 
 
-def topology_mesh(
-    topology: str,
-    axis_names: Sequence[str] = ("shard",),
-    axis_sizes: Sequence[int] | None = None,
-    *,
-    num_slices: int = 1,
-) -> Mesh:
+def topology_mesh(topology: str, *, num_slices: int = 1) -> Mesh:
     """Returns a mesh of the devices of one TPU slice or of several equal slices.
 
     The grid must be one that slices of the generation have. libtpu builds others, too,
@@ -59,13 +53,12 @@ def topology_mesh(
     Args:
       topology: generation and chip grid of a slice, as in
         `hardware.EXAMPLE_TOPOLOGIES`.
-      axis_names: names of the mesh axes.
-      axis_sizes: sizes of the mesh axes; None puts all devices on one axis.
       num_slices: number of slices, from 1 to 256, connected by the data-centre
-        network. The mesh holds the devices slice by slice.
+        network.
 
     Returns:
-      A mesh to lower and compile for; it cannot hold arrays.
+      A mesh to lower and compile for, as `te.device_mesh` makes it of such devices; it
+      cannot hold arrays.
 
     Raises:
       ImportError: if libtpu is not installed.
@@ -95,10 +88,7 @@ def topology_mesh(
             )
     except Exception as error:
         raise _unknown(topology, str(error)) from error
-    devices = np.asarray(description.devices)
-    if axis_sizes is not None:
-        devices = devices.reshape(axis_sizes)
-    return Mesh(devices, tuple(axis_names))
+    return device_mesh(description.devices)
 
 
 def topology_hardware(topology: str) -> HardwareInfo:

@@ -191,17 +191,14 @@ def _stop_on_signals() -> Iterator[threading.Event]:
         event.set()
         signal.signal(number, signal.SIG_DFL)
 
-    if distributed.num_processes() == 1 and _is_main_thread():
+    is_main_thread = threading.current_thread() is threading.main_thread()
+    if distributed.num_processes() == 1 and is_main_thread:
         before = {n: signal.signal(n, stop) for n in (signal.SIGTERM, signal.SIGINT)}
     try:
         yield event
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
-
-
-def _is_main_thread() -> bool:
-    return threading.current_thread() is threading.main_thread()
 
 
 @contextlib.contextmanager
