@@ -14,7 +14,6 @@ from collections.abc import Mapping
 from typing import Any, Final
 
 import jax
-import jaxlib.version
 
 import tpu_embedding
 from tpu_embedding.export.signature import ExportError, Signature
@@ -59,7 +58,6 @@ def write_document(directory: pathlib.Path, signature: Signature | None = None) 
         versions={
             "tpu_embedding": tpu_embedding.__version__,
             "jax": jax.__version__,
-            "jaxlib": jaxlib.version.__version__,
         },
     )
     text = json.dumps(dataclasses.asdict(document), indent=2) + "\n"
