@@ -8,6 +8,7 @@ import jax
 import numpy as np
 import orbax.checkpoint as ocp
 import pytest
+import safetensors.numpy
 from flax import nnx
 
 import tpu_embedding as te
@@ -68,13 +69,13 @@ def test_checkpoints(here, path):
 
 @each_path
 def test_files_of_tables(here, path):
-    """Imports from orbax and from NumPy, and exports."""
+    """Imports from orbax and safetensors, and exports."""
     target = pathlib.Path(os.path.realpath(os.path.expanduser(written(path, here))))
     values = {"movie": np.arange(40, dtype=np.float32).reshape(10, 4)}
     with ocp.StandardCheckpointer() as checkpointer:
         checkpointer.save(target / "orbax", values)
-    np.savez(target / "tables.npz", **values)
-    for name in ("orbax", "tables.npz"):
+    safetensors.numpy.save_file(values, target / "some.safetensors")
+    for name in ("orbax", "some.safetensors"):
         source = open_tables(os.path.join(written(path, here), name))
         np.testing.assert_array_equal(
             source.tables["movie"].values.read(0, 10), values["movie"]

@@ -6,8 +6,8 @@ The batch is cut, because compile time grows with it; it does not grow with the 
 import pytest
 
 from tpu_embedding.tools import compile_report
-from tpu_embedding.tools.train import apply_overrides, load_config, make_run_plan
-from tpu_embedding.tools.train.steps import abstract_step
+from tpu_embedding.tools.train import apply_overrides, load_config
+from tpu_embedding.tools.train.steps import abstract_step, make_run_plan
 
 # Slice, rows, and bytes of a row with its slots: Adagrad's are one per element, those
 # of row-wise Adagrad one per row.

@@ -86,7 +86,7 @@ def test_cpu_step_is_in_place(mode, num_devices, capacity, loss_fn):
 
 def spans_of_sparse_core(module):
     """Yields the operations on SparseCore, and the instructions run beside each."""
-    instructions = list(module.entry.instructions.values())
+    instructions = list(module.entry.values())
     place_of = {each.name: place for place, each in enumerate(instructions)}
     for done in instructions:
         if done.opcode == "call-done":

@@ -8,6 +8,7 @@ if it is small, by all-gathers of rows if it is large.
 import jax
 import jax.numpy as jnp
 import pytest
+from jax.sharding import Mesh
 
 import tpu_embedding as te
 from tests.compiled.test_train_step import ADAGRAD, BATCH, LINES_PER_DEVICE, check
@@ -37,7 +38,8 @@ COLLECTIVES = (
 
 def mesh_for(generation):
     topology, sizes = TOPOLOGIES[generation]
-    return compile_report.topology_mesh(topology, ("data", "model"), sizes)
+    devices = compile_report.topology_mesh(topology).devices
+    return Mesh(devices.reshape(sizes), ("data", "model"))
 
 
 def plan_of(tables, mesh, **options):

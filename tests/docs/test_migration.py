@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+import safetensors.numpy
 from flax import nnx
 
 import tpu_embedding as te
@@ -33,8 +34,8 @@ ROWS = list(rows())
 def namespace(tmp_path):
     """Returns what the lines of the table name; a line may donate or delete arrays."""
     directory = tmp_path / "saved"
-    path = directory.with_name("tables.npz")
-    np.savez(path, movies=np.ones((100, 8)))
+    path = directory.with_name("tables.safetensors")
+    safetensors.numpy.save_file({"movies": np.ones((100, 8))}, path)
     movies = te.TableConfig(vocabulary_size=100, dim=8, combiner="mean", name="movies")
     biases = te.TableConfig(vocabulary_size=100, dim=1, name="biases")
     features = {

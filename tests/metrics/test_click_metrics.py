@@ -293,13 +293,3 @@ def test_shapes_that_jax_would_broadcast_are_refused(metric):
         metric.from_batch(np.zeros(4), np.zeros((4, 1)))
     with pytest.raises(ValueError, match=r"weights must .* \[4\], got \[1\]"):
         metric.from_batch(np.zeros(4), np.zeros(4), np.ones(1))
-
-
-@pytest.mark.parametrize("num_bins", [1, 0, -3])
-def test_too_few_bins(num_bins):
-    with pytest.raises(
-        ValueError, match=f"num_bins must be at least 2, got {num_bins}"
-    ):
-        m.AUC.empty(num_bins)
-    with pytest.raises(ValueError, match="num_bins"):
-        m.AUC.from_batch([0.0], [1.0], num_bins=num_bins)

@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+import safetensors.numpy
 
 import tpu_embedding as te
 from tests.processes.checkpoint_worker import STREAM
@@ -61,7 +62,8 @@ def test_processes_import_together(tmp_path):
         for table, rows in {"sharded": 101, "replicated": 13}.items()
         for suffix in ("", "/momenta", "/velocities")
     }
-    np.savez(tmp_path / "tables.npz", **arrays)
-    imported = run_job(2, 2, "import", tmp_path / "tables.npz", tmp_path)
+    file = tmp_path / "tables.safetensors"
+    safetensors.numpy.save_file(arrays, file)
+    imported = run_job(2, 2, "import", file, tmp_path)
     for name, array in arrays.items():
         np.testing.assert_array_equal(imported[name], array)

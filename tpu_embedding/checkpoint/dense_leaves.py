@@ -34,9 +34,7 @@ def restored_leaf(
     """
     if isinstance(wanted, np.ndarray):
         return saved.read()
-    if isinstance(wanted, np.generic):
-        return wanted.dtype.type(saved.read())
-    if isinstance(wanted, bool | int | float):
+    if isinstance(wanted, bool | int | float | np.generic):
         return type(wanted)(saved.read())
     if isinstance(wanted, jax.Array) and not wanted.committed:
         # Such an array may meet arrays of any devices in a program, and so must this.

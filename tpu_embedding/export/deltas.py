@@ -1,6 +1,6 @@
 """Deltas: what differs between two exports, so that a server need not copy all again.
 
-delta.json                  digest of the older export's export.json
+base.json                   export.json of the older export
 export.json                 that of the newer export
 tables/NAME.safetensors     of a table that differs: the rows that do, and their places
 others                      whole files of the newer export that differ
@@ -10,7 +10,6 @@ A tensor `T` of a table, `[rows, ...]`, becomes two: `rows`, the rows that diffe
 that came or were evicted are rows that differ, too.
 """
 
-import dataclasses
 import pathlib
 import shutil
 from typing import Final
@@ -22,31 +21,16 @@ from tpu_embedding.export.directories import new_directory
 from tpu_embedding.export.documents import (
     DOCUMENT_FILE,
     check_files,
-    file_digest,
     files_of,
     read_document,
-    read_json,
-    write_json,
 )
 from tpu_embedding.export.layer_tables import TABLES_DIR
 from tpu_embedding.export.signature import ExportError
 from tpu_embedding.export.tensor_files import read_tensors, writable_tensor
 from tpu_embedding.paths import local_path
 
-DELTA_FILE: Final = "delta.json"
+BASE_FILE: Final = "base.json"
 _BLOCK_BYTES: Final = 2**24
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class DeltaDocument:
-    """The content of `delta.json`.
-
-    Attributes:
-      base: SHA-256 of the older export's `export.json`.
-    """
-
-    base: str
-    format: str = "tpu_embedding.delta 3"
 
 
 def save_delta(
@@ -106,8 +90,7 @@ def save_delta(
             else:
                 shutil.copyfile(source, path / name)
         shutil.copyfile(new / DOCUMENT_FILE, path / DOCUMENT_FILE)
-        document = DeltaDocument(base=file_digest(old / DOCUMENT_FILE))
-        write_json(path / DELTA_FILE, document)
+        shutil.copyfile(old / DOCUMENT_FILE, path / BASE_FILE)
 
 
 def _changed_rows(new: pathlib.Path, old: pathlib.Path) -> dict[str, np.ndarray]:
@@ -154,14 +137,14 @@ def apply_delta(
         missing or damaged, or the directory holds files.
     """
     old, change = local_path(export), local_path(delta)
-    base = read_json(change / DELTA_FILE, DeltaDocument, "te.export.save_delta").base
     later = read_document(change)
     read_document(old)
-    if file_digest(old / DOCUMENT_FILE) != base:
+    base = change / BASE_FILE
+    if not base.is_file() or base.read_bytes() != (old / DOCUMENT_FILE).read_bytes():
         raise ExportError(
-            f"The delta {change} does not follow the export {old}: it was made from "
-            "another one. Apply deltas in the order in which they were made, or copy "
-            "the whole newer export."
+            f"The delta {change} does not follow the export {old}: it has another "
+            f"{BASE_FILE}, or none. Apply deltas in the order in which they were made, "
+            "or copy the whole newer export."
         )
     with new_directory(directory) as path:
         if path is None:

@@ -14,7 +14,6 @@ from collections.abc import Mapping
 from typing import Any, Final
 
 import jax
-import jaxlib.version
 
 import tpu_embedding
 from tpu_embedding.export.signature import ExportError, Signature
@@ -59,16 +58,10 @@ def write_document(directory: pathlib.Path, signature: Signature | None = None) 
         versions={
             "tpu_embedding": tpu_embedding.__version__,
             "jax": jax.__version__,
-            "jaxlib": jaxlib.version.__version__,
         },
     )
-    write_json(directory / DOCUMENT_FILE, document)
-
-
-def write_json(path: pathlib.Path, document: Any) -> None:
-    """Writes a dataclass as JSON."""
     text = json.dumps(dataclasses.asdict(document), indent=2) + "\n"
-    path.write_text(text, encoding="utf-8")
+    (directory / DOCUMENT_FILE).write_text(text, encoding="utf-8")
 
 
 def read_document(directory: pathlib.Path) -> ExportDocument:
@@ -78,43 +71,26 @@ def read_document(directory: pathlib.Path) -> ExportDocument:
       ExportError: if the directory holds none that this release reads.
     """
     path = directory / DOCUMENT_FILE
-    document = read_json(path, ExportDocument, "te.export.save")
-    try:
-        signature = document.signature and Signature.of_json(document.signature)
-        files = dict(document.files)
-    except (LookupError, TypeError, ValueError) as error:
-        raise _unreadable(path, error) from None
-    return dataclasses.replace(document, signature=signature, files=files)
-
-
-def read_json(path: pathlib.Path, kind: Any, writer: str) -> Any:
-    """Returns a JSON file as a dataclass; types of fields are not checked.
-
-    Args:
-      path: place of the file.
-      kind: the dataclass, whose field `format` has a default.
-      writer: names the call that writes such directories, for the error.
-
-    Raises:
-      ExportError: if the file is missing or damaged, or has other fields.
-    """
     if not path.is_file():
         raise ExportError(
-            f"{path.parent} must be a directory that {writer} wrote, but it has no "
+            f"{directory} must be a directory that te.export.save wrote, but it has no "
             f"{path.name}."
         )
     try:
-        document = kind(**json.loads(path.read_text(encoding="utf-8")))
-        if document.format != kind.format:
-            raise ValueError(f"format must be {kind.format!r}, got {document.format!r}")
-    except (ValueError, TypeError, RecursionError, OSError) as error:
-        raise _unreadable(path, error) from None
-    return document
-
-
-def _unreadable(path: pathlib.Path, error: Exception) -> ExportError:
-    problem = str(error) or type(error).__name__
-    return ExportError(f"{path} cannot be read: {problem}; {_AGAIN}")
+        document = ExportDocument(**json.loads(path.read_text(encoding="utf-8")))
+        if document.format != ExportDocument.format:
+            raise ValueError(
+                f"format must be {ExportDocument.format!r}, got {document.format!r}"
+            )
+        signature: Any = document.signature
+        return dataclasses.replace(
+            document,
+            signature=signature and Signature.of_json(signature),
+            files=dict(document.files),
+        )
+    except (LookupError, TypeError, ValueError, RecursionError, OSError) as error:
+        problem = str(error) or type(error).__name__
+        raise ExportError(f"{path} cannot be read: {problem}; {_AGAIN}") from None
 
 
 def file_digest(path: pathlib.Path) -> str:

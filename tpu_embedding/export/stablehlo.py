@@ -142,13 +142,11 @@ class ServedModel:
       signature: names and kinds of the inputs.
       tables: the tables, and the ids of dynamic ones, as they are stored.
       dense: the dense parameters.
-      document: the content of `export.json`.
     """
 
     signature: Signature
     tables: Mapping[str, jax.Array]
     dense: Mapping[str, jax.Array]
-    document: ExportDocument
     _call: Any
     _feeder: Feeder
 
@@ -190,7 +188,6 @@ def load(directory: str | pathlib.Path, *, verify: bool = True) -> ServedModel:
         signature=saved.signature,
         tables=tables,
         dense={name: jnp.asarray(x) for name, x in saved.dense.items()},
-        document=saved.document,
         _call=jit_program(saved.exported, tables, device),
         _feeder=Feeder(saved.signature, arrays_of_program(saved.exported)),
     )
@@ -205,14 +202,12 @@ class SavedProgram:
       signature: the inputs.
       tables: the tables by name, and the ids of dynamic ones.
       dense: the dense parameters by name.
-      document: the content of `export.json`.
     """
 
     exported: jax.export.Exported
     signature: Signature
     tables: dict[str, np.ndarray]
     dense: dict[str, np.ndarray]
-    document: ExportDocument
 
 
 def read_export(path: pathlib.Path, *, verify: bool = True) -> SavedProgram:
@@ -236,7 +231,6 @@ def read_export(path: pathlib.Path, *, verify: bool = True) -> SavedProgram:
         signature=document.signature,
         tables=tables,
         dense=dense,
-        document=document,
     )
 
 

@@ -9,11 +9,10 @@ import json
 import math
 import pathlib
 from collections.abc import Mapping
-from typing import Any, Final, NamedTuple
+from typing import Final, NamedTuple
 
 import numpy as np
 
-from tpu_embedding.checkpoint.errors import CheckpointError
 from tpu_embedding.checkpoint.imports.safetensors import (
     DTYPES,
     LENGTH_BYTES,
@@ -68,16 +67,9 @@ def read_tensors(path: pathlib.Path) -> dict[str, np.ndarray]:
       >>> read_tensors(path)["movie"].shape
       (2, 3)
     """
-    return _mapped(path, "r")
+    return map_tensors(path, "r", ExportError)
 
 
 def writable_tensor(path: pathlib.Path, name: str) -> np.ndarray:
     """Returns a tensor of a file, mapped to memory; what is set is written."""
-    return _mapped(path, "r+")[name]
-
-
-def _mapped(path: pathlib.Path, mode: Any) -> dict[str, np.ndarray]:
-    try:
-        return map_tensors(path, mode)
-    except CheckpointError as error:
-        raise ExportError(str(error)) from None
+    return map_tensors(path, "r+", ExportError)[name]

@@ -5,9 +5,10 @@ from typing import Final
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, ArrayLike, Bool, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
-from tpu_embedding.metrics.metric import Metric, check_clicks, weighted
+from tpu_embedding.metrics.means import ClickMetric
+from tpu_embedding.metrics.metric import weighted
 from tpu_embedding.metrics.sums import Sum
 
 NUM_BINS: Final = 4096
@@ -16,7 +17,7 @@ NUM_BINS: Final = 4096
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class AUC(Metric):
+class AUC(ClickMetric):
     """The area under the ROC curve.
 
     It is the probability that a positive sample scores above a negative one; equal
@@ -33,7 +34,7 @@ class AUC(Metric):
     Attributes:
       positives: `[num_bins]`, weight of the positive samples, by rising score.
       negatives: `[num_bins]`, weight of the negative samples.
-      num_bins: number of bins.
+      num_bins: number of bins, at least 2; an option of `from_batch`.
 
     Example:
       >>> auc = AUC.from_batch([0.3, 1.5], [1, 0])
@@ -48,34 +49,16 @@ class AUC(Metric):
     @classmethod
     def empty(cls, num_bins: int = NUM_BINS) -> "AUC":
         """Returns the metric of no samples."""
-        zeros = Sum.zeros((_checked(num_bins),))
+        zeros = Sum.zeros((num_bins,))
         return cls(positives=zeros, negatives=zeros, num_bins=num_bins)
 
     @classmethod
-    def from_batch(
-        cls,
-        logits: ArrayLike,
-        labels: ArrayLike,
-        weights: ArrayLike | None = None,
-        *,
-        num_bins: int = NUM_BINS,
+    def _of_clicks(
+        cls, logits: Array, labels: Array, weights: Array, num_bins: int = NUM_BINS
     ) -> "AUC":
-        """Returns the metric of one batch.
-
-        Args:
-          logits: any shape. The area depends on their order only.
-          labels: in `[0, 1]`, shaped like `logits`.
-          weights: at least 0, or bool; shaped like `logits`. None: every weight is 1.
-          num_bins: at least 2.
-
-        Raises:
-          ValueError: if shapes differ, a label on the host lies outside of `[0, 1]`, or
-            `num_bins` is below 2.
-        """
-        scores, labels, weights = check_clicks(cls.__name__, logits, labels, weights)
-        bins = _bins(scores, _checked(num_bins))
+        bins = _bins(logits, num_bins)
         # NaN scores have no place, and make the result NaN.
-        labels = jnp.where(jnp.isnan(scores), jnp.nan, labels)
+        labels = jnp.where(jnp.isnan(logits), jnp.nan, labels)
         empty = jnp.zeros(num_bins, jnp.float32)
         return cls(
             positives=Sum.of(empty.at[bins].add(weighted(labels, weights))),
@@ -118,9 +101,3 @@ def _bins(scores: Float[Array, "*shape"], num_bins: int) -> Int[Array, "*shape"]
     )  # in [-1, 1]
     bins = jnp.floor((places + 1) * (0.5 * num_bins)).astype(jnp.int32)
     return jnp.where(jnp.isnan(scores), 0, jnp.clip(bins, 0, num_bins - 1))
-
-
-def _checked(num_bins: int) -> int:
-    if num_bins < 2:
-        raise ValueError(f"AUC.num_bins must be at least 2, got {num_bins}.")
-    return num_bins

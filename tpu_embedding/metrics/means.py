@@ -122,6 +122,7 @@ class ClickMetric(Metric):
         logits: ArrayLike,
         labels: ArrayLike,
         weights: ArrayLike | None = None,
+        **settings: Any,
     ) -> Self:
         """Returns the metric of one batch.
 
@@ -130,14 +131,18 @@ class ClickMetric(Metric):
             Infinite ones are certain: their log loss is 0 or infinite.
           labels: in `[0, 1]`, shaped like `logits`.
           weights: weight of each sample; see `Mean.from_batch`.
+          **settings: settings of the class, if it has any.
 
         Raises:
           ValueError: if shapes differ, or a label on the host lies outside of `[0, 1]`.
         """
-        return cls._of_clicks(*check_clicks(cls.__name__, logits, labels, weights))
+        batch = check_clicks(cls.__name__, logits, labels, weights)
+        return cls._of_clicks(*batch, **settings)
 
     @classmethod
-    def _of_clicks(cls, logits: Array, labels: Array, weights: Array) -> Self:
+    def _of_clicks(
+        cls, logits: Array, labels: Array, weights: Array, **settings: Any
+    ) -> Self:
         """Returns the metric of a checked batch."""
         raise NotImplementedError
 

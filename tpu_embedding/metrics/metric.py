@@ -51,7 +51,7 @@ class Metric:
         Raises:
           ValueError: if the other one is of another class, or has other settings.
         """
-        return jax.tree.map(Sum.add, self, other, is_leaf=_is_sum)
+        return merge(self, other)
 
     def is_defined(self) -> Bool[Array, ""]:
         """Returns True if the samples determine a value; see each class."""
@@ -85,9 +85,7 @@ def merge(metrics: Nest, others: Nest) -> Nest:
       metrics: nest of metrics.
       others: nest of the same structure.
     """
-    return jax.tree.map(
-        lambda metric, other: metric.merge(other), metrics, others, is_leaf=_is_metric
-    )
+    return jax.tree.map(Sum.add, metrics, others, is_leaf=_is_sum)
 
 
 def compute(metrics: Any) -> Any:

@@ -6,11 +6,12 @@ therefore gets the value of a random order, not that of a perfect one.
 """
 
 import dataclasses
+import functools
 from typing import Self
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, ArrayLike, Bool, Float, Int
+from jaxtyping import Array, ArrayLike, Bool, Float
 
 from tpu_embedding.metrics.means import Mean
 from tpu_embedding.metrics.metric import check_batch
@@ -117,9 +118,14 @@ class _TopK(Mean):
         k: int,
     ) -> Float[Array, " batch"]:
         """Returns the total of label times gain of each sample's best `k`."""
-        keys = (1 - is_candidate.astype(jnp.int32), -scores)
-        *keys, labels = jax.lax.sort((*keys, labels), num_keys=2)
-        starts, ends = _ties(keys)
+        # NaN is behind all scores, so places without a candidate are behind them, too.
+        keys = jnp.where(is_candidate, -scores, jnp.nan)
+        starts, ends = (
+            jax.vmap(functools.partial(jnp.searchsorted, side=side))(
+                jnp.sort(keys, axis=1), keys
+            )
+            for side in ("left", "right")
+        )
         ranks = jnp.arange(scores.shape[1], dtype=jnp.float32)
         gains = jnp.where(ranks < k, cls._gains(ranks), 0.0)
         before = jnp.concatenate([jnp.zeros(1), jnp.cumsum(gains)])
@@ -182,25 +188,3 @@ class NDCGAtK(_TopK):
     def _values(cls, scores, labels, is_candidate, k):
         gains = cls._total_gains(scores, labels, is_candidate, k)
         return gains / cls._total_gains(labels, labels, is_candidate, k)
-
-
-def _ties(
-    keys: list[Array],
-) -> tuple[
-    Int[Array, "batch candidates"],
-    Int[Array, "batch candidates"],
-]:
-    """Returns the first and the last plus one place of the candidates that are equal.
-
-    Args:
-      keys: `[batch, candidates]` each, sorted along the rows.
-    """
-    batch, length = keys[0].shape
-    places = jnp.broadcast_to(jnp.arange(length, dtype=jnp.int32), (batch, length))
-    is_first = places == 0
-    for key in keys:
-        is_first |= key != jnp.roll(key, 1, axis=1)
-    is_last = jnp.roll(is_first, -1, axis=1)
-    starts = jax.lax.cummax(jnp.where(is_first, places, 0), axis=1)
-    ends = jax.lax.cummin(jnp.where(is_last, places + 1, length), axis=1, reverse=True)
-    return starts, ends

@@ -66,18 +66,8 @@ class Sum:
 
     def running(self) -> "Sum":
         """Returns the total up to and including each entry of a vector."""
-        return _scan(self)[1]
+        return jax.lax.associative_scan(Sum.add, self)
 
     def total(self) -> "Sum":
         """Returns the total over a vector."""
-        return _scan(self)[0]
-
-
-def _scan(values: Sum) -> tuple[Sum, Sum]:
-    """Returns the total and the running totals of a vector."""
-
-    def add(total: Sum, value: Sum) -> tuple[Sum, Sum]:
-        total = total.add(value)
-        return total, total
-
-    return jax.lax.scan(add, Sum.zeros(), values)
+        return jax.tree.map(lambda totals: totals[-1], self.running())

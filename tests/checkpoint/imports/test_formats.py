@@ -17,9 +17,9 @@ FILES = pathlib.Path(__file__).parent / "fixtures"
 
 
 def arrays_in(directory):
-    np.save(directory / "movie.npy", values("movie", (20, 4)))
-    (directory / "movie").mkdir()
-    np.save(directory / "movie" / "m.npy", values("movie/m", (20, 4)))
+    arrays = {name: values(name, (20, 4)) for name in ("movie", "movie/m")}
+    (directory / "deep").mkdir()
+    safetensors.numpy.save_file(arrays, directory / "deep" / "some.safetensors")
     safetensors.numpy.save_file(
         {"user": values("user", (7, 2))}, directory / "more.safetensors"
     )
@@ -29,7 +29,7 @@ def arrays_in(directory):
 def npz_in(directory):
     arrays = {"movie": (20, 4), "movie/m": (20, 4), "user": (7, 2)}
     np.savez(directory / "a.npz", **{k: values(k, x) for k, x in arrays.items()})
-    return directory / "a.npz"
+    return np.load(directory / "a.npz")
 
 
 def orbax_in(directory):
@@ -56,11 +56,7 @@ UNREADABLE = {
     "nothing": (lambda path: None, "There is no file or directory"),
     "unknown": (lambda path: path.write_text("x"), "The format of .* is unknown"),
     "directory": (lambda path: path.mkdir(), "The format of .* is unknown"),
-    ".npz": (lambda path: path.write_bytes(b"PK"), "cannot be read as a file of NumPy"),
-    ".npy": (
-        lambda path: np.save(path, np.array([{}]), allow_pickle=True),
-        "cannot be read as a file of NumPy",
-    ),
+    ".npz": (lambda path: path.write_bytes(b"PK"), "Open files of NumPy by np.load"),
     ".safetensors": (lambda path: path.write_bytes(b"\1" * 9), "as a safetensors file"),
     ".pt": (lambda path: path.touch(), "safetensors.torch.save_file"),
 }

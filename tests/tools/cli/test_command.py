@@ -33,7 +33,7 @@ def test_help():
         (["train", "synthetic", "--set", "help"], "--model.hidden-sizes"),
         (["train", "--help"], "--output-dir"),
         (["evaluate", "--help"], "--data-dir"),
-        (["inspect", "--help"], "--id"),
+        (["inspect", "--help"], "--row"),
     ],
 )
 def test_help_of_commands_and_configs(arguments, shown, capsys):
@@ -55,7 +55,7 @@ def test_version(capsys):
         (["train", "synthetic", "--set", "num_steps=many"], "num-steps"),
         (["train", "synthetic", "--set", "num_steps=0"], "must be at least 1"),
         (["train", "syntetic"], "There is no config 'syntetic'"),
-        (["train", "synthetic", "--slices", "2"], "--slices needs --devices"),
+        (["train", "synthetic", "--devices", "9"], "JAX has 8 CPU devices"),
         (["train", "synthetic", "--devices", "1", "--data-dir", "."], "reads no file"),
         (["train", "dlrm_v4", "--devices", "1"], "--data-dir"),
         (["evaluate", "synthetic", "--devices", "1"], "no checkpoint to evaluate"),

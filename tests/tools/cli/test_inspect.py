@@ -50,7 +50,7 @@ def test_tables_are_listed(run_directory, capsys):
 )
 def test_a_row_is_printed(run_directory, capsys, table, id_, row):
     path = run_directory / "checkpoints" / "10"
-    assert cli.main(["inspect", str(path), "--table", table, f"--id={id_}"]) == 0
+    assert cli.main(["inspect", str(path), "--row", table, str(id_)]) == 0
     (wanted,) = te.checkpoint.read_table(path, table, [row])
     text = capsys.readouterr().out
     assert f"values: {wanted.tolist()}\naccumulators: [" in text
@@ -59,10 +59,9 @@ def test_a_row_is_printed(run_directory, capsys, table, id_, row):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--id=3"], "give both"),
-        (["--table=film", "--id=3"], "has the tables movie, user"),
-        (["--table=movie", "--id=2000"], "from 0 to 1999, got 2000"),
-        (["--table=user", "--id=5"], "none of the 2 ids"),
+        (["--row", "film", "3"], "has the tables movie, user"),
+        (["--row", "movie", "2000"], "from 0 to 1999, got 2000"),
+        (["--row", "user", "5"], "none of the 2 ids"),
     ],
 )
 def test_refusals(run_directory, capsys, arguments, message):

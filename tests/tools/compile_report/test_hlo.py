@@ -37,18 +37,18 @@ def test_module():
         "reducer",
         "main.7_spmd",
     ]
-    entry = module.entry.instructions
-    assert module.entry.name == "main.7_spmd"
+    entry = module.entry
+    assert entry is module.computations["main.7_spmd"]
     assert entry["tuple"].operands == ("fusion", "param")
     assert entry["constant.1"].operands == ()
-    assert module.computations["reducer"].instructions["sum"].operands == ("a", "b")
+    assert module.computations["reducer"]["sum"].operands == ("a", "b")
     unfused = [i.name for i in module.unfused_instructions()]
     assert "neg" not in unfused
     assert {"sum", "copy-done", "tuple"} <= set(unfused)
 
 
 def test_instructions():
-    entry = parse_module(TEXT).entry.instructions
+    entry = parse_module(TEXT).entry
     start = entry["copy-start"]
     assert (start.opcode, start.base_opcode) == ("copy-start", "copy")
     assert start.dims == ((8,), (8,), ())

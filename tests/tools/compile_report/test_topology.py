@@ -38,15 +38,10 @@ def test_devices(topology, num_chips):
 
 
 @pytest.mark.tpu_compiler
-def test_axes():
-    mesh = compile_report.topology_mesh("v5e:2x4", ("a", "b"), (2, 4))
-    assert dict(mesh.shape) == {"a": 2, "b": 4}
-
-
-@pytest.mark.tpu_compiler
 def test_slices_follow_each_other():
     mesh = compile_report.topology_mesh("v5e:2x2", num_slices=3)
     assert num_slices_of(mesh) == 3
+    assert dict(mesh.shape) == {"slice": 3, "shard": 4}
     slices = [device.slice_index for device in mesh.devices.flat]
     assert slices == [0] * 4 + [1] * 4 + [2] * 4
 

@@ -9,7 +9,6 @@ import pytest
 
 from tests.tools.data.damage import cut, flip, samples_of_steps
 from tpu_embedding.tools.data.batch import DataError
-from tpu_embedding.tools.data.parquet_rows import MissingPyarrowError
 from tpu_embedding.tools.train import ParquetFeature, ParquetSource
 
 pa = pytest.importorskip("pyarrow")
@@ -192,5 +191,5 @@ def test_damaged_files(directory, tmp_path):
 
 def test_missing_pyarrow_names_the_extra(directory, monkeypatch):
     monkeypatch.setitem(sys.modules, "pyarrow", None)
-    with pytest.raises(MissingPyarrowError, match=r"tpu-embedding\[parquet\]"):
+    with pytest.raises(DataError, match=r"tpu-embedding\[parquet\]"):
         open_source(directory)

@@ -8,13 +8,12 @@ from tests.tiers import quick_cases
 from tpu_embedding.tools.train import (
     ConfigError,
     Target,
-    abstract_step,
     apply_overrides,
     list_configs,
     load_config,
-    make_run_plan,
     warm_up,
 )
+from tpu_embedding.tools.train.steps import abstract_step, make_run_plan
 
 
 @pytest.mark.parametrize("name", sorted(list_configs()))

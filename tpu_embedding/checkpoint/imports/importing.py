@@ -5,7 +5,7 @@ Everything is checked before the model changes: names, shapes, types and checksu
 
 import dataclasses
 import functools
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -14,7 +14,6 @@ from flax import nnx
 from tpu_embedding.checkpoint.errors import CheckpointError
 from tpu_embedding.checkpoint.imports.match import (
     ImportedSlots,
-    ImportOptions,
     MatchedTable,
     TargetTable,
     match_tables,
@@ -22,6 +21,7 @@ from tpu_embedding.checkpoint.imports.match import (
 from tpu_embedding.checkpoint.imports.opening import open_tables
 from tpu_embedding.checkpoint.imports.report import ImportReport
 from tpu_embedding.checkpoint.imports.source import RowArray, TableSource, array_of
+from tpu_embedding.checkpoint.split_state import LayerState, SplitState
 from tpu_embedding.functional.following_slots import with_following_slots
 from tpu_embedding.functional.placed_ids import place_ids, with_placed_ids
 from tpu_embedding.nn.optimizer import Optimizer
@@ -92,34 +92,22 @@ def import_tables(
       Imported 1 tables from arrays:
         movie of films: values
     """
-    layers = embedding_layers(model)
-    states: Mapping[str, Any] = {} if optimizer is None else optimizer.slots.get_value()
-    if optimizer is not None and set(states) != set(layers):
+    layers = set(embedding_layers(model))
+    if optimizer is not None and set(optimizer.slots.get_value()) != layers:
         raise ValueError(
             "import_tables needs the optimizer that was made for the model, got layers "
-            f"{sorted(layers)} of the model and {sorted(states)} of the optimizer."
+            f"{sorted(layers)} of the model and {sorted(optimizer.slots.get_value())} "
+            "of the optimizer."
         )
-    targets = {
-        path: _Stacks(layer.plan, layer.tables.get_value(), states.get(path, {}), path)
-        for path, layer in layers.items()
-    }
-    if len(layers) == 1:
-        targets = {k: dataclasses.replace(x, path="") for k, x in targets.items()}
-    options = ImportOptions(
-        tables=tables, rename=rename or {}, slots=slots, ids=ids or {}
-    )
-    matched, report = _match(source, list(targets.values()), options)
+    parts = SplitState((model,) if optimizer is None else (model, optimizer))
+    options = {"tables": tables, "rename": rename or {}, "slots": slots}
+    matched, report = _match(source, parts.layers, **options, ids=ids or {})
     if optimizer is None:
         line = "import_tables(source, model, optimizer)"
-        for path, layer in layers.items():
-            own = targets[path].own(matched)
-            layer.followed_tables.check_without_optimizer(own, line)
-    new_states = {}
-    for path, layer in layers.items():
-        new_tables, new_states[path] = targets[path].write(targets[path].own(matched))
-        layer.tables.set_value(new_tables)
-    if optimizer is not None:
-        optimizer.slots.set_value(new_states)
+        for layer in parts.layers:
+            for each in layer.followed_tables:
+                each.check_without_optimizer(_of_layer(matched, layer), line)
+    parts.rebuilt([_written(layer, matched) for layer in parts.layers], {})
     return report
 
 
@@ -165,152 +153,150 @@ def import_into_stacks(
       >>> float(te.functional.unstack_tables(stacks, plan)["movie"].mean())
       1.0
     """
-    target = _Stacks(plan, stacks, states)
-    options = ImportOptions(
-        tables=tables, rename=rename or {}, slots=slots, ids=ids or {}
-    )
-    matched, report = _match(source, [target], options)
-    return *target.write(matched), report
+    layer = LayerState(path="", plan=plan, tables=stacks, slots=states)
+    options = {"tables": tables, "rename": rename or {}, "slots": slots}
+    matched, report = _match(source, [layer], **options, ids=ids or {})
+    new = _written(layer, matched)
+    return dict(new.tables), dict(new.slots or {}), report
 
 
 def _match(
-    source: Any, targets: list["_Stacks"], options: ImportOptions
+    source: Any, layers: Sequence[LayerState], **options: Any
 ) -> tuple[dict[str, MatchedTable], ImportReport]:
     """Returns what to write into each table, and the report.
+
+    Args:
+      source: see `import_tables`.
+      layers: layers of the model.
+      **options: of `match_tables`.
 
     Raises:
       CheckpointError: if anything is wrong with them.
     """
     source = source if isinstance(source, TableSource) else open_tables(source)
-    tables = [table for stacks in targets for table in stacks.tables()]
-    matched = match_tables(source, tables, options)
+    targets = [table for layer in layers for table in _targets(layer)]
+    matched = match_tables(source, targets, **options)
     for table in matched.values():
         for array in (table.values, *table.slots.values()):
             array.check()
-    imports = {k: x for stacks in targets for k, x in stacks.placed(matched).items()}
+    imports = {k: x for layer in layers for k, x in _placed(layer, matched).items()}
     names = {name: table.source for name, table in matched.items()}
     report = ImportReport(
         origin=source.origin,
         tables=names,
         slots={name: table.slot_names for name, table in matched.items()},
         dropped=tuple(slot for table in matched.values() for slot in table.dropped),
-        kept=tuple(sorted({table.name for table in tables} - set(names))),
+        kept=tuple(sorted({target.name for target in targets} - set(names))),
         unused=tuple(sorted(set(source.tables) - set(names.values()))),
     )
     return imports, report
 
 
-@dataclasses.dataclass(frozen=True)
-class _Stacks:
-    """Stacks of one plan, and their optimizer states, into which tables are imported.
+def _of_layer(
+    imports: Mapping[str, MatchedTable], layer: LayerState
+) -> dict[str, MatchedTable]:
+    """Returns the tables of a layer, by their names in its plan."""
+    return {k: imports[full] for k, full in layer.names.items() if full in imports}
 
-    Attributes:
-      plan: gives the place of each table in the stacks.
-      stacks: stack name to packed rows; directories of ids, too.
-      states: stack name to optimizer state; empty without an optimizer.
-      path: path of the layer, before the names of its tables; empty for a single one.
-    """
 
-    plan: EmbeddingPlan
-    stacks: Mapping[str, Any]
-    states: Mapping[str, Any]
-    path: str = ""
+def _slots_of(layer: LayerState, stack: StackPlan) -> dict[str, PackedRows]:
+    """Returns the slot variables of a stack; none without its optimizer."""
+    states = layer.slots or {}
+    if not isinstance(stack, TrainedStackPlan) or stack.name not in states:
+        return {}
+    return slot_rows(states[stack.name], stack)
 
-    def own(self, imports: Mapping[str, MatchedTable]) -> dict[str, MatchedTable]:
-        """Returns the tables of these stacks, by their names in the plan."""
-        names = {t.name: self._full(t.name) for s in self.plan.stacks for t in s.tables}
-        return {k: imports[full] for k, full in names.items() if full in imports}
 
-    def _full(self, table: str) -> str:
-        return f"{self.path}/{table}" if self.path else table
+def _targets(layer: LayerState) -> Iterator[TargetTable]:
+    """Yields the tables of a layer, by their names in the model."""
+    for stack in layer.plan.stacks:
+        slots = {k: file_row(packed) for k, packed in _slots_of(layer, stack).items()}
+        for table in stack.tables:
+            name = layer.name_of(table.name)
+            yield TargetTable(name=name, config=table.config, slots=slots)
 
-    def tables(self) -> Iterator[TargetTable]:
-        """Yields the tables, by their names in the model."""
-        for stack in self.plan.stacks:
-            slots = None
-            if isinstance(stack, TrainedStackPlan) and stack.name in self.states:
-                found = slot_rows(self.states[stack.name], stack)
-                slots = {name: file_row(packed) for name, packed in found.items()}
-            for table in stack.tables:
-                name = self._full(table.name)
-                yield TargetTable(name=name, config=table.config, slots=slots)
 
-    def placed(self, matched: Mapping[str, MatchedTable]) -> dict[str, MatchedTable]:
-        """Returns the matched tables of these stacks, with rows in their order here."""
-        imports = {}
-        for stack in self.plan.stacks:
-            members = {x.table.name: x for x in dynamic_tables(stack)}
-            for table in stack.tables:
-                name = self._full(table.name)
-                if (match := matched.get(name)) is None:
-                    continue
-                if match.ids is None:
-                    imports[name] = match
-                    continue
-                placed = place_ids(match.ids, members[table.name])
-                if placed.num_left_out:
-                    raise CheckpointError(
-                        f"{placed.num_left_out} ids of table {name!r} find no place, "
-                        "because the 64 places of their buckets are full. Give "
-                        "te.Dynamic a larger capacity, 1.35 times the ids or more."
-                    )
-                gathered = {
-                    own: _gathered(array, placed.sources)
-                    for own, array in match.slots.items()
-                }
-                imports[name] = dataclasses.replace(
-                    match,
-                    values=_gathered(match.values, placed.sources),
-                    slots=self._new_slots(stack, len(placed.sources)) | gathered,
-                    placed=placed,
+def _placed(
+    layer: LayerState, matched: Mapping[str, MatchedTable]
+) -> dict[str, MatchedTable]:
+    """Returns the matched tables of a layer, with rows in their order here."""
+    imports = {}
+    for stack in layer.plan.stacks:
+        members = {x.table.name: x for x in dynamic_tables(stack)}
+        for table in stack.tables:
+            name = layer.name_of(table.name)
+            if (match := matched.get(name)) is None:
+                continue
+            if match.ids is None:
+                imports[name] = match
+                continue
+            placed = place_ids(match.ids, members[table.name])
+            if placed.num_left_out:
+                raise CheckpointError(
+                    f"{placed.num_left_out} ids of table {name!r} find no place, "
+                    "because the 64 places of their buckets are full. Give "
+                    "te.Dynamic a larger capacity, 1.35 times the ids or more."
                 )
-        return imports
-
-    def _new_slots(self, stack: StackPlan, num_rows: int) -> dict[str, RowArray]:
-        """Returns slot variables of a dynamic table as new, where they are known."""
-        if not isinstance(stack, TrainedStackPlan) or stack.name not in self.states:
-            return {}
-        found = slot_rows(self.states[stack.name], stack)
-        slots = probe_rule(stack.optimizer, stack.dim).slots
-        if len(slots) != len(found):
-            return {}
-        return {
-            name: array_of(
-                np.broadcast_to(
-                    np.float32(slot.initial_value), (num_rows, *file_row(packed).shape)
-                )
+            gathered = {
+                own: _gathered(array, placed.sources)
+                for own, array in match.slots.items()
+            }
+            imports[name] = dataclasses.replace(
+                match,
+                values=_gathered(match.values, placed.sources),
+                slots=_new_slots(layer, stack, len(placed.sources)) | gathered,
+                placed=placed,
             )
-            for (name, packed), slot in zip(found.items(), slots, strict=True)
-            if slot.initial_value is not None
-        }
+    return imports
 
-    def write(
-        self, imports: Mapping[str, MatchedTable]
-    ) -> tuple[dict[str, PackedRows], dict[str, Any]]:
-        """Returns the stacks and states with the imported tables; donates the old."""
-        not_finite = NotFinite()
-        stacks = dict(self.stacks)
-        for stack in self.plan.stacks:
-            rows = _rows_of(stack, None, imports)
-            if rows:
-                packed = stacks[stack.name]
-                stacks[stack.name] = _write(packed, rows, stack, self.plan, not_finite)
-            placed = {k: ids for k in rows if (ids := imports[k].placed) is not None}
-            if placed:
-                name = directory_name(stack.name)
-                stacks[name] = with_placed_ids(stacks[name], placed, stack, self.plan)
-        num_rows = {name: table.values.shape[0] for name, table in imports.items()}
-        states = with_following_slots(self.states, stacks, num_rows, self.plan)
-        for stack in self.plan.trained_stacks:
-            if stack.name in states:
-                # Slot variables of the source replace those that follow the tables.
-                new = slot_rows(states[stack.name], stack)
-                for slot, packed in new.items():
-                    if rows := _rows_of(stack, slot, imports):
-                        new[slot] = _write(packed, rows, stack, self.plan, not_finite)
-                states[stack.name] = with_slot_rows(states[stack.name], new, stack)
-        not_finite.warn()
-        return stacks, states
+
+def _new_slots(
+    layer: LayerState, stack: StackPlan, num_rows: int
+) -> dict[str, RowArray]:
+    """Returns slot variables of a dynamic table as new, where they are known."""
+    found = _slots_of(layer, stack)
+    if not isinstance(stack, TrainedStackPlan) or not found:
+        return {}
+    slots = probe_rule(stack.optimizer, stack.dim).slots
+    if len(slots) != len(found):
+        return {}
+    return {
+        name: array_of(
+            np.broadcast_to(
+                np.float32(slot.initial_value), (num_rows, *file_row(packed).shape)
+            )
+        )
+        for (name, packed), slot in zip(found.items(), slots, strict=True)
+        if slot.initial_value is not None
+    }
+
+
+def _written(layer: LayerState, matched: Mapping[str, MatchedTable]) -> LayerState:
+    """Returns a layer with the imported tables; donates the old ones."""
+    imports, plan = _of_layer(matched, layer), layer.plan
+    not_finite = NotFinite()
+    stacks = dict(layer.tables)
+    for stack in plan.stacks:
+        rows = _rows_of(stack, None, imports)
+        if rows:
+            packed = stacks[stack.name]
+            stacks[stack.name] = _write(packed, rows, stack, plan, not_finite)
+        placed = {k: ids for k in rows if (ids := imports[k].placed) is not None}
+        if placed:
+            name = directory_name(stack.name)
+            stacks[name] = with_placed_ids(stacks[name], placed, stack, plan)
+    num_rows = {name: table.values.shape[0] for name, table in imports.items()}
+    states = with_following_slots(layer.slots or {}, stacks, num_rows, plan)
+    for stack in plan.trained_stacks:
+        if stack.name in states:
+            # Slot variables of the source replace those that follow the tables.
+            new = slot_rows(states[stack.name], stack)
+            for slot, packed in new.items():
+                if rows := _rows_of(stack, slot, imports):
+                    new[slot] = _write(packed, rows, stack, plan, not_finite)
+            states[stack.name] = with_slot_rows(states[stack.name], new, stack)
+    not_finite.warn()
+    return dataclasses.replace(layer, tables=stacks, slots=states)
 
 
 def _rows_of(

@@ -35,28 +35,18 @@ were saved as a plain tuple have numbers."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class ImportOptions:
-    """Options of an import; see `import_tables`."""
-
-    tables: Collection[str] | None = None
-    rename: Mapping[str, str] = dataclasses.field(default_factory=dict)
-    slots: ImportedSlots = "same_rule"
-    ids: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
 class TargetTable:
     """A table of the model that may be imported.
 
     Attributes:
       name: name of the table; with several layers, `"path of the layer/table"`.
       config: gives its rows and columns.
-      slots: row shape of each slot variable by name; None without its optimizer.
+      slots: row shape of each slot variable by name; none without its optimizer.
     """
 
     name: str
     config: TableConfig
-    slots: Mapping[str, jax.ShapeDtypeStruct] | None
+    slots: Mapping[str, jax.ShapeDtypeStruct]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -83,26 +73,37 @@ class MatchedTable:
 
 
 def match_tables(
-    source: TableSource, targets: Sequence[TargetTable], options: ImportOptions
+    source: TableSource,
+    targets: Sequence[TargetTable],
+    *,
+    tables: Collection[str] | None,
+    rename: Mapping[str, str],
+    slots: ImportedSlots,
+    ids: Mapping[str, Any],
 ) -> dict[str, MatchedTable]:
     """Returns the tables to import by the model's name.
 
     Args:
       source: the tables that there are.
       targets: tables of the model.
-      options: what to import.
+      tables: see `import_tables`, as the others.
+      rename: name of a table of the model to its name in the source.
+      slots: slot variables to import.
+      ids: name of a dynamic table of the model to the ids of its rows.
 
     Raises:
       CheckpointError: with all mismatches, and a way out for each.
     """
-    names = _names(source, targets, options)
+    own = [target.name for target in targets]
+    names = _names(source, own, tables, rename, ids)
     matched: dict[str, MatchedTable] = {}
     problems: list[str] = []
     for target in targets:
         if target.name in names:
             other = names[target.name]
             try:
-                matched[target.name] = _match(target, other, source, options)
+                given = ids.get(target.name)
+                matched[target.name] = _match(target, other, source, slots, given)
             except CheckpointError as error:
                 problems.append(f"table {target.name!r} of {other!r}: {error}")
     if problems:
@@ -114,24 +115,27 @@ def match_tables(
 
 
 def _names(
-    source: TableSource, targets: Sequence[TargetTable], options: ImportOptions
+    source: TableSource,
+    own: Sequence[str],
+    tables: Collection[str] | None,
+    rename: Mapping[str, str],
+    ids: Collection[str],
 ) -> dict[str, str]:
     """Returns the source's name of each table to import, by the model's name."""
-    own = [target.name for target in targets]
-    wanted = own if options.tables is None else options.tables
-    given = {"tables": wanted, "rename": options.rename, "ids": options.ids}
+    wanted = own if tables is None else tables
+    given = {"tables": wanted, "rename": rename, "ids": ids}
     problems = [
         f"{argument} names {name!r}; the model has the tables {sorted(own)}."
         for argument, named in given.items()
         for name in named
         if name not in own
     ]
-    names = {name: options.rename.get(name, name) for name in own if name in wanted}
-    if options.tables is None:
+    names = {name: rename.get(name, name) for name in own if name in wanted}
+    if tables is None:
         names = {
             name: other
             for name, other in names.items()
-            if name in options.rename or other in source.tables
+            if name in rename or other in source.tables
         }
     problems += [
         f"table {name!r}: the source has no table {other!r}. Give its name there by "
@@ -153,7 +157,11 @@ def _names(
 
 
 def _match(
-    target: TargetTable, other: str, source: TableSource, options: ImportOptions
+    target: TargetTable,
+    other: str,
+    source: TableSource,
+    slots: ImportedSlots,
+    given_ids: Any,
 ) -> MatchedTable:
     """Returns a table to import.
 
@@ -161,7 +169,7 @@ def _match(
       CheckpointError: if it does not fit.
     """
     table = source.tables[other]
-    names = _slot_names(target, table, options.slots)
+    names = _slot_names(target, table, slots)
     dropped = [slot for slot in table.slots if slot not in names.values()]
     _check_rows(target, table.values)
     return MatchedTable(
@@ -170,7 +178,7 @@ def _match(
         slots={own: table.slots[theirs] for own, theirs in names.items()},
         slot_names=names,
         dropped=tuple(f"{other}/{slot}" for slot in dropped),
-        ids=_ids(target, table, options.ids.get(target.name)),
+        ids=_ids(target, table, given_ids),
     )
 
 
@@ -242,8 +250,6 @@ def _slot_names(
     Raises:
       CheckpointError: if a slot that the caller named is missing, or does not fit.
     """
-    if target.slots is None:
-        return {}
     if slots == "same_rule":
         own = tuple(sorted(target.slots))
         for theirs in (own, *_SAME_SLOTS.get(own, ())):
@@ -265,7 +271,7 @@ def _slot_names(
 
 def _slot_fits(target: TargetTable, table: SourceTable, own: str, theirs: str) -> bool:
     """Returns True if a slot of a source can become a slot of a table."""
-    slot, array = (target.slots or {}).get(own), table.slots.get(theirs)
+    slot, array = target.slots.get(own), table.slots.get(theirs)
     if slot is None or array is None:
         return False
     fits = np.can_cast(array.dtype, slot.dtype)
@@ -275,5 +281,5 @@ def _slot_fits(target: TargetTable, table: SourceTable, own: str, theirs: str) -
 
 
 def _described(target: TargetTable) -> str:
-    shapes = [f"{k} {list(slot.shape)}" for k, slot in (target.slots or {}).items()]
+    shapes = [f"{k} {list(slot.shape)}" for k, slot in target.slots.items()]
     return f"{', '.join(shapes)} per row" if shapes else "no slot variables"

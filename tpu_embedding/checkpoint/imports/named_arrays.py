@@ -1,13 +1,10 @@
-"""Opens arrays by name: dicts, `.npz`, and directories of `.npy` and `.safetensors`.
+"""Opens arrays by name: dicts, and files of `.safetensors`.
 
-`.npy` and `.safetensors` files are mapped to memory, so only the rows that are read
-take memory. The arrays of an `.npz` file are read as a whole.
+The files are mapped to memory, so only the rows that are read take memory.
 """
 
 import pathlib
 from collections.abc import Mapping
-
-import numpy as np
 
 from tpu_embedding.checkpoint.errors import CheckpointError
 from tpu_embedding.checkpoint.imports.safetensors import map_tensors
@@ -52,20 +49,18 @@ def tables_by_name(arrays: Mapping[str, RowArray], origin: str) -> TableSource:
 
 
 def arrays_of_path(path: pathlib.Path) -> dict[str, RowArray]:
-    """Returns the arrays of a file, or of all files in a directory by their paths.
+    """Returns the tensors of a safetensors file, or of all such files in a directory.
 
     Raises:
-      CheckpointError: if there is none, it is damaged, or it holds Python objects.
+      CheckpointError: if there is none, or it is damaged.
     """
     if not path.exists():
         raise CheckpointError(f"There is no file or directory {path}.")
-    base, files = path.parent, [path]
-    if path.is_dir():
-        base, files = path, sorted(x for x in path.rglob("*") if x.is_file())
+    inside = path.rglob("*") if path.is_dir() else [path]
+    files = sorted(file for file in inside if file.suffix == ".safetensors")
     arrays: dict[str, RowArray] = {}
     for file in files:
-        name = file.relative_to(base).with_suffix("").as_posix()
-        found = _arrays_of_file(file, name)
+        found = map_tensors(file)
         if both := sorted(found.keys() & arrays.keys()):
             raise CheckpointError(
                 f"{path} has several arrays of the names {both}; open one of its files "
@@ -74,26 +69,9 @@ def arrays_of_path(path: pathlib.Path) -> dict[str, RowArray]:
         arrays |= {key: array_of(array) for key, array in found.items()}
     if not arrays:
         raise CheckpointError(
-            f"The format of {path} is unknown. It must be an .npz or .safetensors "
-            "file, a directory of .npy or .safetensors files, or a checkpoint of "
-            "TensorFlow or orbax. Convert files of torch.save by "
+            f"The format of {path} is unknown. It must be a .safetensors file, a "
+            "directory of them, or a checkpoint of TensorFlow or orbax. Open files of "
+            "NumPy by np.load, and pass their arrays. Convert files of torch.save by "
             "safetensors.torch.save_file, and those of Keras by np.savez."
         )
     return arrays
-
-
-def _arrays_of_file(file: pathlib.Path, name: str) -> dict[str, np.ndarray]:
-    if file.suffix == ".safetensors":
-        return map_tensors(file)
-    try:
-        if file.suffix == ".npy":
-            return {name: np.load(file, mmap_mode="r", allow_pickle=False)}
-        if file.suffix == ".npz":
-            with np.load(file, allow_pickle=False) as arrays:
-                return dict(arrays)
-    except Exception as error:  # NumPy and zipfile have errors of many types.
-        raise CheckpointError(
-            f"{file} cannot be read as a file of NumPy: {error}; copy or write it "
-            "again."
-        ) from None
-    return {}

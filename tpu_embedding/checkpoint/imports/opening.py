@@ -19,11 +19,11 @@ def open_tables(source: str | pathlib.Path | Mapping[str, Any]) -> TableSource:
     """Opens the tables of a foreign file or checkpoint.
 
     Args:
-      source: a dict of arrays, a file or a directory:
+      source: a dict of arrays, such as `np.load` returns of an `.npz` file; or a file
+        or directory:
 
-        * `.npz`, `.safetensors`, or a directory of `.npy` or `.safetensors` files:
-          arrays by table name, `"table/slot"` for slot variables, or a state dict of
-          TorchRec;
+        * `.safetensors`, or a directory of such files: arrays by table name,
+          `"table/slot"` for slot variables, or a state dict of TorchRec;
         * a directory that dynamicemb dumped: files of keys and values;
         * a TensorFlow checkpoint: its prefix, a directory of checkpoints, or that of a
           SavedModel. TensorFlow reads it, from the extra `tf`;

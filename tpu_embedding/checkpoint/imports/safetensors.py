@@ -31,19 +31,18 @@ _TYPES: Final[dict[str, Any]] = {
 DTYPES: Final = {name: np.dtype(dtype) for name, dtype in _TYPES.items()}
 """Name of a type in the header of a file to the type."""
 
-METADATA: Final = "__metadata__"
 LENGTH_BYTES: Final = 8
 
 
-def map_tensors(path: pathlib.Path, mode: Any = "r") -> dict[str, np.ndarray]:
+def map_tensors(
+    path: pathlib.Path, mode: Any = "r", error_type: type[ValueError] = CheckpointError
+) -> dict[str, np.ndarray]:
     """Returns the tensors of a file, mapped to memory; pages are read on use.
 
     Args:
       path: the file.
       mode: "r", or "r+" to write what is set.
-
-    Raises:
-      CheckpointError: if the file is missing, or its header contradicts it.
+      error_type: raised if the file is missing, or its header contradicts it.
     """
     try:
         # It raises an error for a header that contradicts itself or the file's size.
@@ -51,11 +50,11 @@ def map_tensors(path: pathlib.Path, mode: Any = "r") -> dict[str, np.ndarray]:
         with path.open("rb") as file:
             length = int.from_bytes(file.read(LENGTH_BYTES), "little")
             header = json.loads(file.read(length))
-        header.pop(METADATA, None)
+        header.pop("__metadata__", None)
         start = LENGTH_BYTES + length
         return {name: _map(path, mode, start, entry) for name, entry in header.items()}
     except Exception as error:  # The library, JSON and NumPy have errors of their own.
-        raise CheckpointError(
+        raise error_type(
             f"{path} cannot be read as a safetensors file: {error}; write or copy it "
             "again."
         ) from None

@@ -1,32 +1,54 @@
-"""Devices and errors of the user, as several commands need them."""
+"""Options that several commands share, emulated devices, and errors of the user."""
 
 import contextlib
+import dataclasses
+from typing import Annotated
 
 import jax
+import tyro
 from jax.sharding import Mesh
 
 from tpu_embedding.plan.device_mesh import device_mesh
+from tpu_embedding.tools.train.config import RunConfig, apply_overrides, load_config
 
 
 class UsageError(ValueError):
     """Raised if the command line contradicts itself or names something missing."""
 
 
-def use_cpu_only() -> None:
-    """Restricts JAX to CPU devices, unless it has been initialised already."""
-    with contextlib.suppress(RuntimeError):
-        jax.config.update("jax_platforms", "cpu")
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ConfigCommand:
+    """Options of a command that takes a config."""
+
+    config: Annotated[str, tyro.conf.Positional]
+    """Name of a config, or path of a Python file that defines `config`."""
+
+    set: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
+    """Change of the config as KEY=VALUE, such as num_steps=100 or model.dim=8; may be
+    repeated. `--set help` lists the keys of the config."""
+
+    def load(self) -> RunConfig:
+        """Returns the config with its changes."""
+        return apply_overrides(load_config(self.config), self.set)
 
 
-def emulated_mesh(
-    count: int, num_processes: int = 1, num_slices: int | None = None
-) -> Mesh:
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RunCommand(ConfigCommand):
+    """Options of a command that opens the data, and makes a model on some devices."""
+
+    data_dir: str | None = None
+    """File or directory of the data."""
+
+    devices: int | None = None
+    """Emulates so many CPU devices, over all processes, in place of the machine's."""
+
+
+def emulated_mesh(count: int, num_processes: int = 1) -> Mesh:
     """Returns a mesh of CPU devices; creates them if JAX is not initialised yet.
 
     Args:
       count: devices of all processes together.
       num_processes: processes of the job, each of which has an equal number.
-      num_slices: equal slices to emulate; None: one.
     """
     emulate_devices(count // num_processes)
     devices = jax.devices("cpu")
@@ -35,11 +57,11 @@ def emulated_mesh(
             f"--devices {count}: JAX has {len(devices)} CPU devices in {num_processes} "
             "processes; give a multiple of the processes, in a process of its own."
         )
-    return device_mesh(devices[:count], num_slices=num_slices)
+    return device_mesh(devices[:count])
 
 
 def emulate_devices(count: int) -> None:
     """Lets JAX start with so many CPU devices, unless it has started already."""
-    use_cpu_only()
+    jax.config.update("jax_platforms", "cpu")
     with contextlib.suppress(RuntimeError):
         jax.config.update("jax_num_cpu_devices", count)

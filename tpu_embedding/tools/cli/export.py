@@ -15,37 +15,24 @@ from tpu_embedding.export.row_formats import RowFormat
 from tpu_embedding.export.saved_model import save_saved_model
 from tpu_embedding.export.stablehlo import save, save_tables
 from tpu_embedding.paths import local_path
-from tpu_embedding.tools.cli.arguments import emulated_mesh
-from tpu_embedding.tools.train.config import apply_overrides, load_config
-from tpu_embedding.tools.train.run import CHECKPOINTS_DIR
+from tpu_embedding.tools.cli.arguments import RunCommand, emulated_mesh
+from tpu_embedding.tools.train.run import CHECKPOINTS_DIR, open_data
 from tpu_embedding.tools.train.steps import abstract_model_state, make_run_plan
 
 
-@dataclasses.dataclass(frozen=True)
-class Export:
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Export(RunCommand):
     """Exports the model of a run from its newest checkpoint, for serving.
 
     The tables are restored on the devices of this process, sharded as in training, and
     streamed from there to the files. Slot variables are not restored.
     """
 
-    config: Annotated[str, tyro.conf.Positional]
-    """Name of a config, or path of a Python file."""
-
     output: Annotated[pathlib.Path, tyro.conf.Positional]
     """New directory to write."""
 
     run_dir: pathlib.Path | None = None
     """Output directory of the run; runs/NAME by default."""
-
-    data_dir: pathlib.Path | None = None
-    """File or directory of the data, of which one batch is read as an example."""
-
-    set: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
-    """Changes of the config that the run was started with, as KEY=VALUE."""
-
-    devices: int | None = None
-    """Restores on so many emulated CPU devices; on all devices by default."""
 
     format: Literal["stablehlo", "savedmodel", "safetensors"] = "stablehlo"
     """A StableHLO program, a TensorFlow SavedModel, or the tables alone."""
@@ -66,7 +53,7 @@ class Export:
         """
         output = local_path(self.output)
         check_new_directory(output)
-        config = apply_overrides(load_config(self.config), self.set)
+        config = self.load()
         run_dir = local_path(self.run_dir or pathlib.Path("runs") / config.name)
         checkpoints = run_dir / CHECKPOINTS_DIR
         step = max(ocp.utils.checkpoint_steps(checkpoints), default=None)
@@ -76,10 +63,7 @@ class Export:
                 "output directory of a run that saved one by --run-dir."
             )
         mesh = None if self.devices is None else emulated_mesh(self.devices)
-        data_dir = None if self.data_dir is None else local_path(self.data_dir)
-        data = config.data.open(
-            data_dir, batch_size=config.batch_size, seed=config.seed
-        )
+        data = open_data(config, self.data_dir)
         plan = make_run_plan(config, data, mesh)
         graph, state = abstract_model_state(config, data, plan)
         state = restore(checkpoints / str(step), state, plan=plan)

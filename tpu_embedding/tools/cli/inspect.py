@@ -27,30 +27,26 @@ class Inspect:
     checkpoint: Annotated[pathlib.Path, tyro.conf.Positional]
     """Directory of a checkpoint, or of a run, whose latest one is read."""
 
-    table: str | None = None
-    """Table of the row."""
-
-    id: int | None = None
-    """With --table, prints the row of this id, and its slot variables."""
+    row: tuple[str, int] | None = None
+    """Prints the row of a table and an id, such as user 17, and its slot variables."""
 
     def run(self) -> int:
         """Prints the tables, or a row; returns the exit status."""
-        if (self.table is None) != (self.id is None):
-            raise UsageError("--table and --id choose a row together: give both.")
         directory = _find_checkpoint(local_path(self.checkpoint))
         tables = describe(directory).tables
-        if self.table is None or self.id is None:
+        if self.row is None:
             print(f"{directory}\n{_format_tables(tables)}")
             return 0
-        if self.table not in tables:
+        name, id_ = self.row
+        if name not in tables:
             raise UsageError(
-                f"--table {self.table}: the checkpoint {directory} has the tables "
+                f"--row {name}: the checkpoint {directory} has the tables "
                 f"{', '.join(tables)}."
             )
-        row = _row_of_id(directory, self.table, tables[self.table], self.id)
-        for slot, array in tables[self.table].arrays.items():
+        row = _row_of_id(directory, name, tables[name], id_)
+        for slot, array in tables[name].arrays.items():
             if array.has_rows:
-                (values,) = read_table(directory, self.table, [row], slot=slot)
+                (values,) = read_table(directory, name, [row], slot=slot)
                 print(f"{slot or 'values'}: {np.asarray(values).tolist()}")
         return 0
 
@@ -77,12 +73,12 @@ def _row_of_id(directory: pathlib.Path, name: str, table: TableRecord, id_: int)
     if table.dynamic is None:
         if not 0 <= id_ < table.vocabulary_size:
             raise UsageError(
-                f"--id must be a row of table {name!r}, from 0 to "
+                f"--row: the id must be a row of table {name!r}, from 0 to "
                 f"{table.vocabulary_size - 1}, got {id_}."
             )
         return id_
     ids = read_table(directory, name, slot=":ids")
     (rows,) = np.nonzero(ids == np.uint64(id_ % 2**64))
     if not rows.size:
-        raise UsageError(f"--id {id_} is none of the {len(ids)} ids of table {name!r}.")
+        raise UsageError(f"--row: {id_} is none of the {len(ids)} ids of {name!r}.")
     return int(rows[0])

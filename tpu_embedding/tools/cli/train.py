@@ -3,20 +3,16 @@
 import dataclasses
 import logging
 import pathlib
-from typing import Annotated
 
-import jax
-import tyro
 from jax.sharding import Mesh
 
 from tpu_embedding import distributed
 from tpu_embedding.host_memory import keep_freed_memory
 from tpu_embedding.tools.cli.arguments import (
-    UsageError,
+    RunCommand,
     emulate_devices,
     emulated_mesh,
 )
-from tpu_embedding.tools.train.config import apply_overrides, load_config
 from tpu_embedding.tools.train.run import evaluate, train
 
 STOPPED = 75
@@ -27,27 +23,11 @@ same command again, with `--resume`."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class _Run:
+class _Run(RunCommand):
     """Options of a command that runs a config on some devices."""
-
-    config: Annotated[str, tyro.conf.Positional]
-    """Name of a config, or path of a Python file that defines `config`."""
-
-    set: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
-    """Change of the config as KEY=VALUE, such as num_steps=100 or model.dim=8; may be
-    repeated. `--set help` lists the keys of the config."""
-
-    data_dir: str | None = None
-    """File or directory of the data."""
 
     output_dir: pathlib.Path | None = None
     """Directory of the run; runs/NAME by default."""
-
-    devices: int | None = None
-    """Emulates so many CPU devices, over all processes, in place of the machine's."""
-
-    slices: int | None = None
-    """With --devices: emulates so many equal slices."""
 
     coordinator: str | None = None
     """HOST:PORT of process 0. Cloud TPU, GKE, Slurm and Open MPI tell it, and the next
@@ -63,18 +43,13 @@ class _Run:
         """Starts JAX's processes and devices; returns the mesh of emulated ones."""
         # Orbax logs an error of a save with its traceback, and raises it, too.
         logging.getLogger("absl").setLevel(logging.CRITICAL)
-        place = (self.coordinator, self.num_processes, self.process_id)
+        if self.devices is not None:
+            keep_freed_memory()
+            emulate_devices(self.devices // (self.num_processes or 1))
+        distributed.start(self.coordinator, self.num_processes, self.process_id)
         if self.devices is None:
-            if self.slices is not None:
-                raise UsageError("--slices needs --devices: TPUs know their slices.")
-            distributed.start(*place)
             return None
-        keep_freed_memory()
-        if self.num_processes is not None and self.num_processes > 1:
-            jax.config.update("jax_cpu_collectives_implementation", "gloo")
-            emulate_devices(self.devices // self.num_processes)
-            distributed.start(*place)
-        return emulated_mesh(self.devices, distributed.num_processes(), self.slices)
+        return emulated_mesh(self.devices, distributed.num_processes())
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -96,7 +71,7 @@ class Train(_Run):
 
     def run(self) -> int:
         """Trains; returns the exit status."""
-        config = apply_overrides(load_config(self.config), self.set)
+        config = self.load()
         mesh = self.start_devices()
         result = train(
             config,
@@ -116,7 +91,7 @@ class Evaluate(_Run):
 
     def run(self) -> int:
         """Evaluates; returns the exit status."""
-        config = apply_overrides(load_config(self.config), self.set)
+        config = self.load()
         mesh = self.start_devices()
         output_dir = self.output_dir or pathlib.Path("runs") / config.name
         evaluate(config, output_dir, data_dir=self.data_dir, mesh=mesh)

@@ -56,17 +56,9 @@ class Instruction:
         return match.group(1) if match else None
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Computation:
-    """A function of a program: the entry, a loop's body, the inside of a fusion, ...
-
-    Attributes:
-      name: name of the computation.
-      instructions: instructions by name, in program order.
-    """
-
-    name: str
-    instructions: dict[str, Instruction]
+Computation = dict[str, Instruction]
+"""A function of a program: the entry, a loop's body, the inside of a fusion, ...; its
+instructions by name, in program order."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -86,12 +78,12 @@ class Module:
         fused = {
             i.called("calls")
             for computation in self.computations.values()
-            for i in computation.instructions.values()
+            for i in computation.values()
             if i.opcode == "fusion"
         }
-        for computation in self.computations.values():
-            if computation.name not in fused:
-                yield from computation.instructions.values()
+        for name, computation in self.computations.items():
+            if name not in fused:
+                yield from computation.values()
 
 
 def parse_module(text: str) -> Module:
@@ -110,13 +102,12 @@ def parse_module(text: str) -> Module:
     """
     computations: dict[str, Computation] = {}
     entry = ""
-    instructions: dict[str, Instruction] = {}
+    instructions: Computation = {}
     for line in text.splitlines():
         if start := _COMPUTATION.match(line):
             name = start[2]
             entry = name if start[1] else entry
-            instructions = {}
-            computations[name] = Computation(name=name, instructions=instructions)
+            instructions = computations[name] = {}
         elif match := _INSTRUCTION.match(line):
             instruction = _parse_instruction(match[1], match[2], line.strip())
             if instruction is not None:

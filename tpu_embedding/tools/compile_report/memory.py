@@ -1,17 +1,11 @@
 """The memory that a compiled program needs on one device, and its fit."""
 
 import dataclasses
-import re
-from typing import Any, Final
+from typing import Any
 
 import jax
 
 from tpu_embedding.hardware import HardwareInfo
-
-_OUT_OF_MEMORY: Final = re.compile(
-    r"\(([\d.]+)([KMGT]?)\) exceeds available HBM \(([\d.]+)([KMGT]?)\)"
-)
-_UNITS: Final = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -25,7 +19,8 @@ class Memory:
       outputs: results that do not reuse the memory of an input.
       temporaries: see `temporary_bytes`.
       code: code of the program.
-      required: total memory; the compiler's figure if it refused the program.
+      required: total memory; None if the compiler refused the program, whose error
+        has the figure.
       capacity: the device's memory; None if unknown.
       fits: True if the compiler accepted the program, and `required` is at most the
         capacity.
@@ -36,7 +31,7 @@ class Memory:
     outputs: int = 0
     temporaries: int = 0
     code: int = 0
-    required: int
+    required: int | None
     capacity: int | None
     fits: bool
 
@@ -85,13 +80,11 @@ def refused_memory(refusal: str, hardware: HardwareInfo) -> Memory | None:
       hardware: hardware of the devices.
 
     Returns:
-      The memory that the error names; None if the error is about something else.
+      Memory that does not fit; None if the error is about something else.
     """
     if "RESOURCE_EXHAUSTED" not in refusal or "HBM" not in refusal.upper():
         return None
-    match = _OUT_OF_MEMORY.search(refusal)
-    required = round(float(match[1]) * _UNITS[match[2]]) if match else 0
-    return Memory(required=required, capacity=_capacity(hardware), fits=False)
+    return Memory(required=None, capacity=_capacity(hardware), fits=False)
 
 
 def _capacity(hardware: HardwareInfo) -> int | None:

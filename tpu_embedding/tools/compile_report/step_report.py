@@ -5,13 +5,11 @@ figures from `memory.py` and the counts of `table_accesses.py`.
 """
 
 import dataclasses
-import importlib.metadata
 import time
 from typing import Any
 
 import jax
 
-from tpu_embedding.hardware import HardwareInfo
 from tpu_embedding.plan.memory import format_bytes
 from tpu_embedding.plan.plan import EmbeddingPlan
 from tpu_embedding.tools.compile_report.memory import (
@@ -33,13 +31,7 @@ class CompileReport:
     Attributes:
       name: name of the step.
       topology: name of the topology, as the caller gives it.
-      num_slices: number of slices, connected by the data-centre network.
-      num_devices: number of devices of all slices.
-      hardware: hardware of the devices, with the compiler options of the step.
-      versions: package versions of jax, jaxlib and libtpu.
-      plan: printed plan of the layer.
-      table_bytes: bytes of the layer's tables.
-      slot_bytes: bytes of the slot variables of the tables.
+      plan: plan of the layer.
       memory: memory of the step, and its fit.
       accesses: what the program does with its tables; None if it does not fit.
       trace_seconds: time to trace and lower the step, in Python.
@@ -49,13 +41,7 @@ class CompileReport:
 
     name: str
     topology: str
-    num_slices: int
-    num_devices: int
-    hardware: HardwareInfo
-    versions: tuple[tuple[str, str], ...]
-    plan: str
-    table_bytes: int
-    slot_bytes: int
+    plan: EmbeddingPlan
     memory: Memory
     accesses: TableAccesses | None
     trace_seconds: float
@@ -65,9 +51,10 @@ class CompileReport:
     @property
     def title(self) -> str:
         """The step's name, the topology and the number of devices."""
-        slices = f"{self.num_slices} slices of " if self.num_slices > 1 else ""
-        devices = "device" if self.num_devices == 1 else "devices"
-        return f"{self.name} on {slices}{self.topology}: {self.num_devices} {devices}"
+        num_slices, num_devices = num_slices_of(self.plan.mesh), self.plan.num_shards
+        slices = f"{num_slices} slices of " if num_slices > 1 else ""
+        devices = "device" if num_devices == 1 else "devices"
+        return f"{self.name} on {slices}{self.topology}: {num_devices} {devices}"
 
 
 def compile_report(
@@ -131,29 +118,13 @@ def compile_report(
     return CompileReport(
         name=name,
         topology=topology,
-        num_slices=num_slices_of(plan.mesh),
-        num_devices=plan.num_shards,
-        hardware=plan.hardware,
-        versions=_versions(),
-        plan=str(plan),
-        table_bytes=plan.table_bytes_per_device,
-        slot_bytes=plan.slot_bytes_per_device,
+        plan=plan,
         memory=memory,
         accesses=accesses,
         trace_seconds=lowered_at - begin,
         compile_seconds=time.perf_counter() - lowered_at,
         refusal=refusal,
     )
-
-
-def _versions() -> tuple[tuple[str, str], ...]:
-    installed = {}
-    for package in ("jax", "jaxlib", "libtpu"):
-        try:
-            installed[package] = importlib.metadata.version(package)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    return tuple(installed.items())
 
 
 def format_report(report: CompileReport) -> str:
@@ -164,13 +135,12 @@ def format_report(report: CompileReport) -> str:
       synthetic on v5e:2x4: 8 devices
       ...
     """
-    versions = ", ".join(f"{name} {version}" for name, version in report.versions)
     lines = [
         report.title,
-        f"{versions}; traced in {report.trace_seconds:.1f} s, compiled in "
+        f"traced in {report.trace_seconds:.1f} s, compiled in "
         f"{report.compile_seconds:.1f} s",
         "",
-        report.plan,
+        str(report.plan),
         "",
         _verdict(report.memory),
     ]
@@ -182,6 +152,8 @@ def format_report(report: CompileReport) -> str:
 
 
 def _verdict(memory: Memory) -> str:
+    if memory.required is None:
+        return "DOES NOT FIT"
     needs = f"needs {format_bytes(memory.required)} per device"
     if memory.capacity is None:
         return f"{needs}; the memory of the device is not known"
@@ -190,11 +162,12 @@ def _verdict(memory: Memory) -> str:
 
 
 def _memory_lines(report: CompileReport) -> list[str]:
-    memory = report.memory
-    others = memory.arguments - report.table_bytes - report.slot_bytes
+    memory, plan = report.memory, report.plan
+    tables, slots = plan.table_bytes_per_device, plan.slot_bytes_per_device
+    others = memory.arguments - tables - slots
     sizes = {
-        "tables": report.table_bytes,
-        "slot variables": report.slot_bytes,
+        "tables": tables,
+        "slot variables": slots,
         "other arguments": others,
         "results in new memory": memory.outputs,
         "temporaries": memory.temporaries,

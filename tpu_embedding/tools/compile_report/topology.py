@@ -7,20 +7,18 @@ No function of this module touches a device.
 import contextlib
 import os
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any, Final, TypeVar
 
 import jax
-import numpy as np
 from jax.experimental import topologies
 from jax.sharding import Mesh
 
 from tpu_embedding.hardware import EXAMPLE_TOPOLOGIES, HardwareInfo, hardware_by_name
 from tpu_embedding.host_without_tpus import ONE_HOST
-from tpu_embedding.plan.dynamic_rows import dynamic_tables
+from tpu_embedding.plan.device_mesh import device_mesh
 from tpu_embedding.plan.plan import EmbeddingPlan
-from tpu_embedding.plan.stack_plan import StackPlan
-from tpu_embedding.rows.id_directory import IdDirectory
+from tpu_embedding.rows.id_directory import IdDirectory, directory_name
 from tpu_embedding.rows.packed_rows import PackedRows
 from tpu_embedding.tools.compile_report.slice_shapes import (
     CHIP_CONFIG_NAMES,
@@ -46,13 +44,7 @@ _HOST: Final = {
 }
 
 
-def topology_mesh(
-    topology: str,
-    axis_names: Sequence[str] = ("shard",),
-    axis_sizes: Sequence[int] | None = None,
-    *,
-    num_slices: int = 1,
-) -> Mesh:
+def topology_mesh(topology: str, *, num_slices: int = 1) -> Mesh:
     """Returns a mesh of the devices of one TPU slice or of several equal slices.
 
     The grid must be one that slices of the generation have. libtpu builds others, too,
@@ -61,13 +53,12 @@ def topology_mesh(
     Args:
       topology: generation and chip grid of a slice, as in
         `hardware.EXAMPLE_TOPOLOGIES`.
-      axis_names: names of the mesh axes.
-      axis_sizes: sizes of the mesh axes; None puts all devices on one axis.
       num_slices: number of slices, from 1 to 256, connected by the data-centre
-        network. The mesh holds the devices slice by slice.
+        network.
 
     Returns:
-      A mesh to lower and compile for; it cannot hold arrays.
+      A mesh to lower and compile for, as `te.device_mesh` makes it of such devices; it
+      cannot hold arrays.
 
     Raises:
       ImportError: if libtpu is not installed.
@@ -97,10 +88,7 @@ def topology_mesh(
             )
     except Exception as error:
         raise _unknown(topology, str(error)) from error
-    devices = np.asarray(description.devices)
-    if axis_sizes is not None:
-        devices = devices.reshape(axis_sizes)
-    return Mesh(devices, tuple(axis_names))
+    return device_mesh(description.devices)
 
 
 def topology_hardware(topology: str) -> HardwareInfo:
@@ -158,48 +146,30 @@ def abstract_arrays(tree: Tree, plan: EmbeddingPlan) -> Tree:
     """Returns the shapes of a train state with the shardings of a real state.
 
     Args:
-      tree: pytree of arrays or `jax.ShapeDtypeStruct`, as from `nnx.eval_shape`.
+      tree: pytree of arrays or `jax.ShapeDtypeStruct`, as from `nnx.eval_shape`. Tables
+        and slot variables lie in dicts by the names of their stacks.
       plan: plan of the layer.
 
     Returns:
       The same tree of `jax.ShapeDtypeStruct`. Packed rows are sharded as their stack;
       all other arrays are replicated.
     """
+    by_name = {stack.name: stack for stack in plan.stacks}
+    by_name |= {directory_name(name): stack for name, stack in by_name.items()}
 
-    def place(leaf: Any) -> Any:
-        if isinstance(leaf, PackedRows):
-            sharding = plan.rows_sharding(_stack_of(leaf, plan))
-            return jax.tree.map(lambda x: _struct(x, sharding), leaf)
-        if isinstance(leaf, IdDirectory):
-            sharding = plan.rows_sharding(_stack_of_directory(leaf, plan))
-            return jax.tree.map(lambda x: _struct(x, sharding), leaf)
-        return _struct(leaf, plan.replicated)
+    def place(path: Any, leaf: Any) -> Any:
+        if not _are_rows(leaf):
+            return _struct(leaf, plan.replicated)
+        names = (getattr(part, "key", None) for part in reversed(path))
+        stack = by_name[next(name for name in names if name in by_name)]
+        sharding = plan.rows_sharding(stack)
+        return jax.tree.map(lambda x: _struct(x, sharding), leaf)
 
-    return jax.tree.map(
-        place, tree, is_leaf=lambda x: isinstance(x, PackedRows | IdDirectory)
-    )
-
-
-def _stack_of_directory(directory: IdDirectory, plan: EmbeddingPlan) -> StackPlan:
-    """Returns a stack whose directory has as many buckets."""
-    return next(
-        stack
-        for stack in plan.stacks
-        if stack.is_dynamic
-        and stack.num_shards * sum(t.buckets_per_shard for t in dynamic_tables(stack))
-        == directory.keys.shape[0]
-    )
+    return jax.tree.map_with_path(place, tree, is_leaf=_are_rows)
 
 
-def _stack_of(rows: PackedRows, plan: EmbeddingPlan) -> StackPlan:
-    contents = rows.layout.contents
-    assert contents is not None
-    (stack,) = (
-        stack
-        for stack in plan.stacks
-        if stack.tables[0].name == contents.tables[0].name
-    )
-    return stack
+def _are_rows(leaf: Any) -> bool:
+    return isinstance(leaf, PackedRows | IdDirectory)
 
 
 def abstract_batch(batch: Tree, plan: EmbeddingPlan) -> Tree:

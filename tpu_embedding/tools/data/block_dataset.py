@@ -6,6 +6,7 @@ are used through it, and so can be a reader of your own.
 """
 
 import dataclasses
+import functools
 from collections.abc import Iterator
 from typing import Protocol
 
@@ -174,7 +175,7 @@ class BlockOrder:
         self._seed = seed
         self._num_streams = num_streams
         self._stride = stride
-        self._last_order = (0, self._draw(0))
+        self._order_of = functools.lru_cache(maxsize=1)(self._draw)
 
     def samples(self, positions: np.ndarray) -> np.ndarray:
         """Returns the int64 numbers of the samples at rising positions."""
@@ -186,10 +187,7 @@ class BlockOrder:
         return np.concatenate(parts)
 
     def _of_epoch(self, epoch: int, offsets: np.ndarray) -> np.ndarray:
-        last_epoch, (blocks, ends) = self._last_order
-        if epoch != last_epoch:
-            blocks, ends = self._draw(epoch)
-            self._last_order = (epoch, (blocks, ends))
+        blocks, ends = self._order_of(epoch)
         offsets = self._deal(offsets)
         places = np.searchsorted(ends, offsets, side="right")
         starts = np.where(places > 0, ends[places - 1], 0)

@@ -52,8 +52,8 @@ def convert(text: str | pathlib.Path, parquet_file: str | pathlib.Path) -> int:
 
     Raises:
       DataError: if the text is missing or a field is wrong. The message names the lines
-        of the block and the column, and no file is written.
-      MissingPyarrowError: if pyarrow is not installed.
+        of the block and the column, and no file is written. Or if pyarrow is not
+        installed.
     """
     pa, parquet = load_pyarrow("pyarrow"), load_pyarrow("pyarrow.parquet")
     fields = [(LABEL, pa.int8())]

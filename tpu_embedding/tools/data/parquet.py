@@ -69,8 +69,8 @@ class ParquetSource(ParquetColumns):
           seed: seed of the order of the row groups.
 
         Raises:
-          DataError: if there is no file, or one is damaged or lacks a column.
-          MissingPyarrowError: if pyarrow is not installed.
+          DataError: if there is no file, or one is damaged or lacks a column; or if
+            pyarrow is not installed.
         """
         directory = required_files(data_dir, "Parquet files")
         held_out = []

@@ -21,10 +21,6 @@ from tpu_embedding.tools.data.source import check_counts
 from tpu_embedding.types import RaggedIds
 
 
-class MissingPyarrowError(ImportError):
-    """Raised if files are to be read by pyarrow, but it is not installed."""
-
-
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ParquetFeature:
     """A column of ids.
@@ -208,8 +204,8 @@ def row_groups(path: pathlib.Path, columns: Sequence[str]) -> list[RowGroup]:
       columns: names of columns that the file must have.
 
     Raises:
-      DataError: if the file is missing or damaged, or lacks a column.
-      MissingPyarrowError: if pyarrow is not installed.
+      DataError: if the file is missing or damaged, or lacks a column; or if pyarrow is
+        not installed.
     """
     with _damage_of(str(path)):
         footer = load_pyarrow("pyarrow.parquet").read_metadata(path)
@@ -230,12 +226,12 @@ def load_pyarrow(module: str) -> Any:
     """Returns a module of pyarrow, such as `"pyarrow.csv"`.
 
     Raises:
-      MissingPyarrowError: if pyarrow is not installed.
+      DataError: if pyarrow is not installed.
     """
     try:
         return importlib.import_module(module)
     except ImportError as error:
-        raise MissingPyarrowError(
+        raise DataError(
             "This data set is read by pyarrow, which is not installed. Install "
             "tpu-embedding with its extra `parquet`: pip install "
             "'tpu-embedding[parquet]'"

@@ -48,11 +48,3 @@ from tpu_embedding.tools.train.run import (
 from tpu_embedding.tools.train.run import evaluate as evaluate
 from tpu_embedding.tools.train.run import train as train
 from tpu_embedding.tools.train.schedules import warm_up as warm_up
-from tpu_embedding.tools.train.steps import abstract_step as abstract_step
-from tpu_embedding.tools.train.steps import (
-    abstract_train_state as abstract_train_state,
-)
-from tpu_embedding.tools.train.steps import init_train_state as init_train_state
-from tpu_embedding.tools.train.steps import jit_train_step as jit_train_step
-from tpu_embedding.tools.train.steps import make_run_plan as make_run_plan
-from tpu_embedding.tools.train.steps import make_train_step as make_train_step

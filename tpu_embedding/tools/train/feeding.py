@@ -54,7 +54,9 @@ def train_batches(
         else:
             batch, samples = read_part(step, of_process), "process"
         check_values(batch, config, f"Training batch {step}")
-        return put_batch(batch, plan, sizes, samples=samples, model=config.model)
+        options = {"samples": samples, "model": config.model}
+        prepared = prepare_batch(batch, plan, sizes, **options)
+        return shard_batch(prepared, plan, samples=samples)
 
     yield from _ahead(make, steps)
 
@@ -76,19 +78,6 @@ def _ahead(
     finally:
         # Several processes prepare the same batches, as they agree on their sizes.
         thread.shutdown(cancel_futures=jax.process_count() == 1)
-
-
-def put_batch(
-    batch: Batch,
-    plan: EmbeddingPlan,
-    sizes: BufferSizes | None = None,
-    *,
-    samples: Samples = "global",
-    model: ModelConfig | None = None,
-) -> Batch:
-    """Prepares a batch, and transfers it to the devices; see `prepare_batch`."""
-    prepared = prepare_batch(batch, plan, sizes, samples=samples, model=model)
-    return shard_batch(prepared, plan, samples=samples)
 
 
 def prepare_batch(

@@ -43,7 +43,7 @@ class RunReport:
         self._file = self._path.open("a", encoding="utf-8")
         if self._file.tell():
             self._file.write("\n")  # A killed run may have left half a line.
-        self._board = _EventFile(directory / TENSORBOARD_DIR, first_step)
+        self._board = _event_file(directory / TENSORBOARD_DIR, first_step)
         start = f"resumed after step {first_step}" if first_step else "a new run"
         self.line(
             f"{config.name}: {config.num_steps} steps of {config.batch_size} samples, "
@@ -88,7 +88,10 @@ class RunReport:
         self.line(f"{group} {step:>{len(str(num_steps))}}/{num_steps}  {text}")
         self.record({"step": step, group: values})
         if self._board is not None:
-            self._board.write(step, group, values)
+            for name, value in values.items():
+                scalar = summary.scalar(f"{group}/{name}", value)
+                _write_event(self._board, step, summary=scalar)
+            self._board.flush()
 
     def plot(self, metric: str, teacher: float | None) -> None:
         """Plots the training loss and a metric of all recorded steps.
@@ -143,31 +146,26 @@ def _curve(
     return steps, [values[step] for step in steps]
 
 
-class _EventFile:
-    """TensorBoard's file of scalars, written at once, so that a kill loses nothing.
+def _event_file(
+    directory: pathlib.Path, first_step: int
+) -> event_file_writer.EventsWriter:
+    """Opens TensorBoard's file of scalars, which is written at once.
 
-    tensorboardX' `SummaryWriter` writes in a thread, where a full disk ends no run.
+    So a kill loses nothing. tensorboardX' `SummaryWriter` writes in a thread, where a
+    full disk ends no run.
     """
+    directory.mkdir(parents=True, exist_ok=True)
+    # Runs that start within a second would share a name otherwise.
+    suffix = f".{time.time_ns()}"
+    file = event_file_writer.EventsWriter(str(directory / "events"), suffix)
+    # TensorBoard then forgets the steps that a resumed run repeats.
+    start = event_pb2.SessionLog(status=event_pb2.SessionLog.START)
+    _write_event(file, first_step + 1, session_log=start)
+    return file
 
-    def __init__(self, directory: pathlib.Path, first_step: int):
-        directory.mkdir(parents=True, exist_ok=True)
-        # Runs that start within a second would share a name otherwise.
-        suffix = f".{time.time_ns()}"
-        self._file = event_file_writer.EventsWriter(str(directory / "events"), suffix)
-        # TensorBoard then forgets the steps that a resumed run repeats.
-        start = event_pb2.SessionLog(status=event_pb2.SessionLog.START)
-        self._write(first_step + 1, session_log=start)
 
-    def write(self, step: int, group: str, values: Mapping[str, float]) -> None:
-        """Writes scalars named `group/name`."""
-        for name, value in values.items():
-            self._write(step, summary=summary.scalar(f"{group}/{name}", value))
-        self._file.flush()
-
-    def _write(self, step: int, **content: Any) -> None:
-        event = event_pb2.Event(step=step, wall_time=time.time(), **content)
-        self._file.write_event(event)
-
-    def close(self) -> None:
-        """Closes the file."""
-        self._file.close()
+def _write_event(
+    file: event_file_writer.EventsWriter, step: int, **content: Any
+) -> None:
+    event = event_pb2.Event(step=step, wall_time=time.time(), **content)
+    file.write_event(event)

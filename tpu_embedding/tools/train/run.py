@@ -26,11 +26,12 @@ from tpu_embedding import distributed
 from tpu_embedding.checkpoint.restoring import RestoreState
 from tpu_embedding.checkpoint.state_handler import SaveState
 from tpu_embedding.inputs.buffer_sizes import BufferSizes
+from tpu_embedding.inputs.prepare import shard_batch
 from tpu_embedding.paths import is_local_path, local_path
 from tpu_embedding.plan.plan import EmbeddingPlan
 from tpu_embedding.tools.data.batch import DataError, Dataset
 from tpu_embedding.tools.train.config import RunConfig
-from tpu_embedding.tools.train.feeding import check_values, put_batch, train_batches
+from tpu_embedding.tools.train.feeding import check_values, prepare_batch, train_batches
 from tpu_embedding.tools.train.metrics import (
     LOSSES,
     Metrics,
@@ -42,7 +43,6 @@ from tpu_embedding.tools.train.steps import (
     StepMetrics,
     abstract_train_state,
     init_train_state,
-    jit_train_step,
     make_evaluation_step,
     make_run_plan,
     make_train_step,
@@ -167,6 +167,18 @@ def evaluate(
             return run.finish()
 
 
+def open_data(config: RunConfig, data_dir: Any) -> Dataset:
+    """Returns the data set of a run.
+
+    Args:
+      config: config of the run.
+      data_dir: path of the data, None, or what else the config's source takes.
+    """
+    if is_local_path(data_dir):
+        data_dir = local_path(data_dir)
+    return config.data.open(data_dir, batch_size=config.batch_size, seed=config.seed)
+
+
 @contextlib.contextmanager
 def _stop_on_signals() -> Iterator[threading.Event]:
     """Yields an event that SIGTERM and SIGINT set; a second signal ends the process.
@@ -179,17 +191,14 @@ def _stop_on_signals() -> Iterator[threading.Event]:
         event.set()
         signal.signal(number, signal.SIG_DFL)
 
-    if distributed.num_processes() == 1 and _is_main_thread():
+    is_main_thread = threading.current_thread() is threading.main_thread()
+    if distributed.num_processes() == 1 and is_main_thread:
         before = {n: signal.signal(n, stop) for n in (signal.SIGTERM, signal.SIGINT)}
     try:
         yield event
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
-
-
-def _is_main_thread() -> bool:
-    return threading.current_thread() is threading.main_thread()
 
 
 @contextlib.contextmanager
@@ -226,11 +235,7 @@ class _Run:
         mesh: Mesh | None,
     ):
         self.config, self.directory = config, directory
-        if is_local_path(data_dir):
-            data_dir = local_path(data_dir)
-        self.data: Dataset = config.data.open(
-            data_dir, batch_size=config.batch_size, seed=config.seed
-        )
+        self.data = open_data(config, data_dir)
         self.plan: EmbeddingPlan = make_run_plan(config, self.data, mesh)
         options = ocp.CheckpointManagerOptions(max_to_keep=config.checkpoints_kept)
         path = directory / CHECKPOINTS_DIR
@@ -241,8 +246,7 @@ class _Run:
         """Makes the state, or restores it, and reports the start."""
         config, data, plan = self.config, self.data, self.plan
         graph, abstract = abstract_train_state(config, data, plan)
-        step = make_train_step(graph, config)
-        self.train_step = jit_train_step(step, abstract, plan)
+        self.train_step = make_train_step(graph, abstract, config, plan)
         self.evaluation_step = jax.jit(
             make_evaluation_step(graph, config.loss), out_shardings=plan.replicated
         )
@@ -310,9 +314,10 @@ class _Run:
         def evaluated() -> Iterator[Metrics]:
             for number, batch in enumerate(self.data.evaluation_batches()):
                 check_values(batch, self.config, f"Evaluation batch {number}")
-                on_devices = put_batch(
+                prepared = prepare_batch(
                     batch, self.plan, self._evaluation_sizes, model=self.config.model
                 )
+                on_devices = shard_batch(prepared, self.plan)
                 yield self.evaluation_step(self.state, on_devices)
 
         metrics = values_of(merge_batches(evaluated()))

@@ -41,7 +41,6 @@ and the tables' learning rates; `rounds`, the most that a stack needed; the numb
 ids `out_of_range`; with SparseCores `beyond_limit`, 1 if a stack of theirs took the
 exchange, else 0; and counts of dynamic tables, by `table/count`."""
 
-TrainStep = Callable[[nnx.State, Batch], tuple[nnx.State, StepMetrics]]
 EvaluationStep = Callable[[nnx.State, Batch], Metrics]
 
 
@@ -116,21 +115,25 @@ def abstract_model_state(
 
     Its tree is that of `(model,)`, so its names are those in a checkpoint of the run.
     """
-    model = nnx.eval_shape(
-        lambda: (config.model.build(data, plan, rngs=nnx.Rngs(config.seed)),)
-    )
+    model = nnx.eval_shape(lambda: _build(config, data, plan)[:1])
     graphdef, state = nnx.split(model)
     return graphdef, abstract_arrays(state, plan)
 
 
-def make_train_step(graphdef: nnx.GraphDef, config: RunConfig) -> TrainStep:
-    """Returns the train step, `(state, batch) -> (state, StepMetrics)`, uncompiled.
+def make_train_step(
+    graphdef: nnx.GraphDef, state: nnx.State, config: RunConfig, plan: EmbeddingPlan
+) -> Any:
+    """Returns the train step, `(state, batch) -> (state, StepMetrics)`.
 
-    New ids of dynamic tables get rows first.
+    It runs under `jax.jit`, and donates the state. New ids of dynamic tables get rows
+    first.
 
     Args:
       graphdef: graph definition from `init_train_state` or `abstract_train_state`.
+      state: pytree of `jax.Array` or `jax.ShapeDtypeStruct`; the new state keeps their
+        shardings.
       config: config of the run: its loss and weight, and its `max_dense_norm`.
+      plan: plan of the embedding layer.
     """
     loss = LOSSES[config.loss]
 
@@ -156,21 +159,9 @@ def make_train_step(graphdef: nnx.GraphDef, config: RunConfig) -> TrainStep:
         optimizer.update(model, gradients)
         return nnx.state((model, optimizer)), metrics
 
-    return train_step
-
-
-def jit_train_step(step: TrainStep, state: nnx.State, plan: EmbeddingPlan) -> Any:
-    """Returns the train step under `jax.jit`, which donates the state.
-
-    Args:
-      step: train step from `make_train_step`.
-      state: pytree of `jax.Array` or `jax.ShapeDtypeStruct`; the new state keeps their
-        shardings.
-      plan: plan of the embedding layer.
-    """
     shardings = jax.tree.map(lambda leaf: leaf.sharding, state)
     return jax.jit(
-        step,
+        train_step,
         donate_argnums=0,
         out_shardings=(shardings, plan.replicated),
         compiler_options=plan.compiler_options,
@@ -192,10 +183,9 @@ def abstract_step(
       arguments are of type `jax.ShapeDtypeStruct`, so nothing is allocated.
     """
     graphdef, state = abstract_train_state(config, data, plan)
-    step = make_train_step(graphdef, config)
     batch = prepare_batch(data.train_batch(0), plan, model=config.model)
     batch = abstract_batch(batch, plan)
-    return jit_train_step(step, state, plan), state, batch
+    return make_train_step(graphdef, state, config, plan), state, batch
 
 
 def make_evaluation_step(graphdef: nnx.GraphDef, loss_name: LossName) -> EvaluationStep:

@@ -17,19 +17,21 @@ from tests.tools.train.models.hstu.golden_runs import (
     part,
 )
 from tpu_embedding import optimizers
+from tpu_embedding.inputs.prepare import shard_batch
 from tpu_embedding.tools.data.batch import Batch
 from tpu_embedding.tools.train import (
     RunConfig,
-    init_train_state,
-    jit_train_step,
-    make_run_plan,
-    make_train_step,
     warm_up,
 )
-from tpu_embedding.tools.train.feeding import put_batch
+from tpu_embedding.tools.train.feeding import prepare_batch
 from tpu_embedding.tools.train.models import DLRMv4Config
 from tpu_embedding.tools.train.models.hstu import (
     HSTUSizes,
+)
+from tpu_embedding.tools.train.steps import (
+    init_train_state,
+    make_run_plan,
+    make_train_step,
 )
 from tpu_embedding.types import RaggedIds
 
@@ -156,11 +158,10 @@ def test_training_steps_are_those_of_the_reference():
         variable.set_value(jax.device_put(initial, plan.replicated))
     model.embedding.set_embedding_tables(tables(part(RUN, "initial.table.")))
     state = nnx.state((model, optimizer))
-    step = jit_train_step(make_train_step(graph, config), state, plan)
+    step = make_train_step(graph, state, config, plan)
     for i, wanted in enumerate(STEPS):
-        state, metrics = step(
-            state, put_batch(data.train_batch(i), plan, model=config.model)
-        )
+        batch = prepare_batch(data.train_batch(i), plan, model=config.model)
+        state, metrics = step(state, shard_batch(batch, plan))
         assert error(metrics["loss"], wanted["loss"]) <= TOLERANCE
         model, optimizer = nnx.merge(graph, state)
         weights = {n: v.get_value() for n, v in dense_params(model).items()}

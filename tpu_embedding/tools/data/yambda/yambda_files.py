@@ -62,8 +62,7 @@ def read_yambda(directory: pathlib.Path) -> EventLog:
 
     Raises:
       DataError: if a file is missing, damaged, or has a wrong column or value; the
-        message names file and column.
-      MissingPyarrowError: if pyarrow is not installed.
+        message names file and column. Or if pyarrow is not installed.
     """
     events = sorted(directory.glob(EVENT_FILES))
     if not events:

@@ -4,15 +4,8 @@
 retrieves items. `dlrm_v4` predicts clicks from histories, by the layers of `hstu/`.
 """
 
-from tpu_embedding.tools.train.models.click import ClickModel as ClickModel
 from tpu_embedding.tools.train.models.click import ClickModelConfig as ClickModelConfig
-from tpu_embedding.tools.train.models.dcn import DLRMDCNv2 as DLRMDCNv2
 from tpu_embedding.tools.train.models.dcn import DLRMDCNv2Config as DLRMDCNv2Config
-from tpu_embedding.tools.train.models.dlrm import DLRM as DLRM
 from tpu_embedding.tools.train.models.dlrm import DLRMConfig as DLRMConfig
-from tpu_embedding.tools.train.models.dlrm_v4 import DLRMv4 as DLRMv4
 from tpu_embedding.tools.train.models.dlrm_v4 import DLRMv4Config as DLRMv4Config
-from tpu_embedding.tools.train.models.model import ModelConfig as ModelConfig
-from tpu_embedding.tools.train.models.model import Outputs as Outputs
-from tpu_embedding.tools.train.models.two_tower import TwoTower as TwoTower
 from tpu_embedding.tools.train.models.two_tower import TwoTowerConfig as TwoTowerConfig

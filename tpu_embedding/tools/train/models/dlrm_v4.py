@@ -16,7 +16,6 @@ from jaxtyping import Array, Float, Int, Key
 
 from tpu_embedding import initializers
 from tpu_embedding.config import FeatureConfig, TableConfig
-from tpu_embedding.functional.expansion import expand
 from tpu_embedding.inputs.buffer_sizes import BufferSizes
 from tpu_embedding.inputs.prepare import Samples as PassedSamples
 from tpu_embedding.inputs.unique_ids import unique_ids
@@ -208,11 +207,8 @@ class DLRMv4(nnx.Module):
             normalizer: Int[Array, ""],
             dropout_key: Key[Array, ""] | None,
         ) -> Float[Array, " samples"]:
-            def place(values: Array, index: Array) -> Array:
-                return expand(values, index, None)
-
             hstu = nnx.merge(graph, state)
-            return hstu(inputs, place, normalizer=normalizer, dropout_key=dropout_key)
+            return hstu(inputs, normalizer=normalizer, dropout_key=dropout_key)
 
         arguments = (inputs, state, normalizer, self.hstu.dropout_key())
         if self.embedding.recording == "serving":

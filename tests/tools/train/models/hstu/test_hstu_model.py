@@ -21,11 +21,14 @@ from tests.tools.train.models.hstu.golden_runs import (
     unpad,
     with_weights,
 )
+from tpu_embedding.functional.expansion import expand
 from tpu_embedding.tools.train import load_config
 from tpu_embedding.tools.train.models.hstu import (
     HSTU,
     HSTUInputs,
     Samples,
+    hstu_model,
+    token_encoder,
 )
 
 BENCHMARK = load_config("dlrm_v4").model.hstu
@@ -45,10 +48,6 @@ NUM_CONTEXTUAL = SIZES.num_contextual
 
 WHOLE = golden("end_to_end")
 HISTORIES = WHOLE["input.lengths"]
-
-
-def expand(values, index):
-    return jnp.take(values, index, axis=0, mode="fill", fill_value=0)
 
 
 def check_run(case, outputs, gradients):
@@ -115,18 +114,18 @@ N = jnp.asarray(WHOLE["max_seq_len"], jnp.int32)
 def test_the_model_is_the_reference():
     def evaluate(model, arrays):
         inputs = golden_inputs(arrays)
-        logits = model(inputs, expand, normalizer=N)
+        logits = model(inputs, normalizer=N)
         lengths = model.sequence_lengths(inputs.samples, N)
         content = model.token_encoder.content(inputs)
-        x = {"tokens": model.token_encoder(content, inputs.samples, expand)}
+        x = {"tokens": model.token_encoder(content, inputs.samples)}
         x["encoded"] = model.encode(x["tokens"], inputs.samples, lengths)
         x["stu0"] = model.layers[0](x["encoded"], lengths)
         x["stu1"] = model.layers[1](x["stu0"], lengths)
         outputs = {name: unpad(array, HISTORIES + 9) for name, array in x.items()}
         losses = sample_losses(logits, jnp.asarray(WHOLE["input.label"], jnp.float32))
         return outputs | {
-            "user": model.users(inputs, expand, N),
-            "item": model.items(inputs, expand),
+            "user": model.users(inputs, N),
+            "item": model.items(inputs),
             "logits": logits,
             "loss": jnp.mean(losses),
         }
@@ -143,7 +142,7 @@ def test_the_model_is_the_reference():
 
 @nnx.jit
 def logits_of(model, inputs):
-    return model(inputs, expand, normalizer=N, dropout_key=model.dropout_key())
+    return model(inputs, normalizer=N, dropout_key=model.dropout_key())
 
 
 @pytest.mark.full
@@ -162,15 +161,19 @@ def test_padding_and_micro_batches_change_nothing():
         )
 
 
-def test_content_is_computed_once_per_unique_item_and_expanded_in_bfloat16():
+def test_content_is_computed_once_per_unique_item_and_expanded_in_bfloat16(
+    monkeypatch,
+):
     calls = []
 
-    def recorded(values, index):
+    def recorded(values, index, plan):
         calls.append((values.shape, values.dtype, index.shape))
-        return expand(values, index)
+        return expand(values, index, plan)
 
+    for module in (token_encoder, hstu_model):
+        monkeypatch.setattr(module, "expand", recorded)
     model, inputs = golden_model(dtype="bfloat16"), golden_inputs(FLOATS)
-    logits = nnx.jit(lambda model: model(inputs, recorded, normalizer=N))(model)
+    logits = nnx.jit(lambda model: model(inputs, normalizer=N))(model)
     num_unique, dim = inputs.items.shape
     batch, events = inputs.samples.history.shape
     content, *candidates = calls

@@ -2,10 +2,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from tpu_embedding.tools.train.models.hstu.position_encoder import (
-    MAX_TIME_BUCKETS,
-    time_buckets,
-)
+from tpu_embedding.tools.train.models.hstu.hstu_sizes import MAX_TIME_BUCKETS
+from tpu_embedding.tools.train.models.hstu.position_encoder import time_buckets
 
 
 @pytest.mark.parametrize("num_buckets", [1, 2048, MAX_TIME_BUCKETS])

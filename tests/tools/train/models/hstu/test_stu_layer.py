@@ -1,3 +1,5 @@
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -16,6 +18,7 @@ from tests.tools.train.models.hstu.golden_runs import (
     unpad,
     with_weights,
 )
+from tpu_embedding.tools.train import load_config
 from tpu_embedding.tools.train.models.hstu.silu_attention import SequenceLengths
 from tpu_embedding.tools.train.models.hstu.stu_layer import STULayer, dropout
 
@@ -26,13 +29,16 @@ LENGTHS = FILE["input.lengths"]
 def golden_layer(block_size=512):
     dim = FILE["input.x"].shape[1]
     num_heads = int(FILE["num_heads"])
-    layer = STULayer(
-        dim,
+    sizes = dataclasses.replace(
+        load_config("dlrm_v4").model.hstu,
+        dim=dim,
         num_heads=num_heads,
         head_dim=dim // num_heads,
+        dropout=0.0,
         block_size=block_size,
-        rngs=nnx.Rngs(0),
+        dtype="float32",
     )
+    layer = STULayer(sizes, rngs=nnx.Rngs(0))
     return with_weights(layer, part(FILE, "weight."))
 
 

@@ -5,18 +5,10 @@ lie together, and padding is behind them.
 """
 
 import dataclasses
-from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
-
-Expand = Callable[[jax.Array, jax.Array], jax.Array]
-"""Expands unique values, `(values [unique, dim], index [batch, length])`.
-
-The result is `[batch, length, dim]` in the dtype of the values. Places whose index is
-not in bounds are padding; their values must be finite.
-"""
 
 
 @jax.tree_util.register_dataclass

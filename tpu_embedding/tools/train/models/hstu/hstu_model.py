@@ -5,29 +5,23 @@ Louder than Words: Trillion-Parameter Sequential Transducers for Generative
 Recommendations" (ICML 2024).
 """
 
-import dataclasses
-from typing import Final, Literal
+from typing import Final
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int, Key
 
+from tpu_embedding.functional.expansion import expand
 from tpu_embedding.tools.train.models.hstu.hstu_inputs import (
-    Expand,
     HSTUInputs,
     Samples,
     append_candidate,
 )
+from tpu_embedding.tools.train.models.hstu.hstu_sizes import HSTUSizes
 from tpu_embedding.tools.train.models.hstu.micro_batches import Remat, in_micro_batches
-from tpu_embedding.tools.train.models.hstu.position_encoder import (
-    MAX_TIME_BUCKETS,
-    PositionEncoder,
-)
-from tpu_embedding.tools.train.models.hstu.silu_attention import (
-    DEFAULT_BLOCK_SIZE,
-    SequenceLengths,
-)
+from tpu_embedding.tools.train.models.hstu.position_encoder import PositionEncoder
+from tpu_embedding.tools.train.models.hstu.silu_attention import SequenceLengths
 from tpu_embedding.tools.train.models.hstu.stu_layer import (
     DropoutKeys,
     STULayer,
@@ -46,65 +40,8 @@ from tpu_embedding.tools.train.models.hstu.token_encoder import TokenEncoder
 CLOCKS: Final = ((3600, 24), (86400, 7))
 """Unit in seconds, and units per turn, of the hour of the day and day of the week."""
 
-DEFAULT_MICRO_BATCH_SIZE: Final = 32
-"""Samples of a device that are computed at a time."""
-
 PI: Final = 3.14
 """The benchmark's approximation of pi."""
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class HSTUSizes:
-    """Sizes of `HSTU`.
-
-    Attributes:
-      dim: dimension of rows and tokens.
-      num_layers: number of STU layers.
-      num_heads: number of heads of each layer.
-      head_dim: dimension of queries, keys and values of a head.
-      token_hidden_size: width of the hidden layers of the MLPs of tokens.
-      item_hidden_size: width of the hidden layers of the candidate's MLP and the head.
-      num_contextual: number of contextual tokens.
-      num_positions: rows of the table of positions; more than `num_contextual`. Tokens
-        that are further away share the last row.
-      num_time_buckets: largest bucket of ages. Bucket `k` starts at `60 * k ** 2`
-        seconds.
-      input_dropout: dropout rate of the encoded tokens.
-      dropout: dropout rate in each layer.
-      block_size: tokens per block of attention.
-      micro_batch_size: largest number of samples that a device computes at a time.
-        Results do not depend on it, up to rounding: tables are looked up and updated
-        once per step, and gradients are those of the whole batch. Fewer samples take
-        less memory.
-      dtype: dtype in which tokens are computed. Parameters are float32.
-    """
-
-    dim: int
-    num_layers: int
-    num_heads: int
-    head_dim: int
-    token_hidden_size: int
-    item_hidden_size: int
-    num_contextual: int
-    num_positions: int
-    num_time_buckets: int
-    input_dropout: float
-    dropout: float
-    block_size: int = DEFAULT_BLOCK_SIZE
-    micro_batch_size: int = DEFAULT_MICRO_BATCH_SIZE
-    dtype: Literal["float32", "bfloat16"] = "bfloat16"
-
-    def __post_init__(self):
-        if self.num_positions <= self.num_contextual:
-            raise ValueError(
-                "HSTUSizes.num_positions must exceed num_contextual, got "
-                f"{self.num_positions} and {self.num_contextual}."
-            )
-        if self.num_time_buckets > MAX_TIME_BUCKETS:
-            raise ValueError(
-                f"HSTUSizes.num_time_buckets must be at most {MAX_TIME_BUCKETS}, got "
-                f"{self.num_time_buckets}."
-            )
 
 
 class HSTU(nnx.Module):
@@ -124,35 +61,11 @@ class HSTU(nnx.Module):
     """
 
     def __init__(self, sizes: HSTUSizes, *, rngs: nnx.Rngs):
-        dim, dtype = sizes.dim, jnp.dtype(sizes.dtype)
-        self.sizes = sizes
-        self.token_encoder = TokenEncoder(
-            dim,
-            hidden_size=sizes.token_hidden_size,
-            num_contextual=sizes.num_contextual,
-            dtype=dtype,
-            rngs=rngs,
-        )
-        self.position_encoder = PositionEncoder(
-            dim,
-            num_positions=sizes.num_positions,
-            num_time_buckets=sizes.num_time_buckets,
-            num_contextual=sizes.num_contextual,
-            block_size=sizes.block_size,
-            dtype=dtype,
-            rngs=rngs,
-        )
+        dim, self.sizes = sizes.dim, sizes
+        self.token_encoder = TokenEncoder(sizes, rngs=rngs)
+        self.position_encoder = PositionEncoder(sizes, rngs=rngs)
         self.layers = nnx.List(
-            STULayer(
-                dim,
-                num_heads=sizes.num_heads,
-                head_dim=sizes.head_dim,
-                dropout_rate=sizes.dropout,
-                block_size=sizes.block_size,
-                dtype=dtype,
-                rngs=rngs,
-            )
-            for _ in range(sizes.num_layers)
+            STULayer(sizes, rngs=rngs) for _ in range(sizes.num_layers)
         )
         self.user_encoder = UserEncoder(dim, rngs=rngs)
         self.item_mlp = NormalizedSwishMLP(
@@ -168,7 +81,6 @@ class HSTU(nnx.Module):
     def __call__(
         self,
         inputs: HSTUInputs,
-        expand: Expand,
         *,
         normalizer: Int[Array, ""],
         dropout_key: Key[Array, ""] | None = None,
@@ -177,12 +89,11 @@ class HSTU(nnx.Module):
 
         Args:
           inputs: rows, indices and times of the batch.
-          expand: places values of unique items in their samples.
           normalizer: divisor of the attention's scores; see `longest_sequence`.
           dropout_key: key of the step, from `dropout_key`.
         """
-        users = self.users(inputs, expand, normalizer, dropout_key)
-        return self.score(users, self.items(inputs, expand))
+        users = self.users(inputs, normalizer, dropout_key)
+        return self.score(users, self.items(inputs))
 
     def dropout_key(self) -> Key[Array, ""] | None:
         """Draws the random key of a step; None without dropout, as after `eval()`."""
@@ -193,7 +104,6 @@ class HSTU(nnx.Module):
     def users(
         self,
         inputs: HSTUInputs,
-        expand: Expand,
         normalizer: Int[Array, ""],
         dropout_key: Key[Array, ""] | None = None,
     ) -> Float[Array, "batch dim"]:
@@ -204,9 +114,7 @@ class HSTU(nnx.Module):
         def candidates(samples: Samples, remat: Remat) -> Float[Array, "samples dim"]:
             keys = self._dropout_keys(dropout_key, samples)
             lengths = self.sequence_lengths(samples, normalizer)
-            tokens = self.token_encoder(
-                content.astype(self.sizes.dtype), samples, expand
-            )
+            tokens = self.token_encoder(content.astype(self.sizes.dtype), samples)
             x = self.encode(tokens, samples, lengths)
             x = dropout(x, self.sizes.input_dropout, keys.pop())
             *layers, last_layer = self.layers
@@ -234,11 +142,11 @@ class HSTU(nnx.Module):
         times = jnp.pad(times, ((0, 0), (self.sizes.num_contextual, 0)))
         return self.position_encoder(tokens, lengths, times, samples.query_times)
 
-    def items(self, inputs: HSTUInputs, expand: Expand) -> Float[Array, "batch dim"]:
+    def items(self, inputs: HSTUInputs) -> Float[Array, "batch dim"]:
         """Returns the vector of each candidate."""
         index = inputs.samples.candidate[:, None]
         tables = (inputs.items, inputs.artists, inputs.albums)
-        rows = [expand(rows, index)[:, 0] for rows in tables]
+        rows = [expand(rows, index, None)[:, 0] for rows in tables]
         return self.item_mlp(jnp.concatenate(rows, axis=1))
 
     def score(

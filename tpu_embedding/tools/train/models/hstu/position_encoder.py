@@ -1,24 +1,17 @@
 """Adds the places and the ages of tokens to their vectors."""
 
 import math
-from typing import Final
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
-from tpu_embedding.tools.train.models.hstu.silu_attention import (
-    DEFAULT_BLOCK_SIZE,
-    SequenceLengths,
+from tpu_embedding.tools.train.models.hstu.hstu_sizes import (
+    SECONDS_PER_SQUARE,
+    HSTUSizes,
 )
-
-SECONDS_PER_SQUARE: Final = 60
-"""Bucket `k` starts at an age of `60 * k ** 2` seconds."""
-
-MAX_TIME_BUCKETS: Final = math.isqrt((2**31 - 1) // SECONDS_PER_SQUARE) - 1
-"""Limit of `num_time_buckets`; the age of the next bucket must be an int32."""
+from tpu_embedding.tools.train.models.hstu.silu_attention import SequenceLengths
 
 Tokens = Float[Array, "batch length dim"]
 
@@ -32,27 +25,13 @@ class PositionEncoder(nnx.Module):
     between the token and the candidates; see `time_buckets`.
     """
 
-    def __init__(
-        self,
-        dim: int,
-        *,
-        num_positions: int,
-        num_time_buckets: int,
-        num_contextual: int,
-        block_size: int = DEFAULT_BLOCK_SIZE,
-        dtype: DTypeLike = jnp.float32,
-        rngs: nnx.Rngs,
-    ):
-        self.position_table = nnx.Param(
-            _uniform(rngs, (num_positions, dim), num_positions)
-        )
+    def __init__(self, sizes: HSTUSizes, *, rngs: nnx.Rngs):
+        dim, positions, buckets = sizes.dim, sizes.num_positions, sizes.num_time_buckets
+        self.position_table = nnx.Param(_uniform(rngs, (positions, dim), positions))
         # The last bucket holds all greater ages, and does not count in the limit.
-        self.time_table = nnx.Param(
-            _uniform(rngs, (num_time_buckets + 1, dim), num_time_buckets)
-        )
-        self.num_contextual = num_contextual
-        self.block_size = block_size
-        self.dtype = dtype
+        self.time_table = nnx.Param(_uniform(rngs, (buckets + 1, dim), buckets))
+        self.num_contextual = sizes.num_contextual
+        self.block_size, self.dtype = sizes.block_size, jnp.dtype(sizes.dtype)
 
     def __call__(
         self,

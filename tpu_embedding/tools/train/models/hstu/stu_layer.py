@@ -11,11 +11,10 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
-from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Key
 
+from tpu_embedding.tools.train.models.hstu.hstu_sizes import HSTUSizes
 from tpu_embedding.tools.train.models.hstu.silu_attention import (
-    DEFAULT_BLOCK_SIZE,
     SequenceLengths,
     silu_attention,
 )
@@ -41,20 +40,11 @@ class STULayer(nnx.Module):
     Each of the four parts of `uvqk` holds head after head.
     """
 
-    def __init__(
-        self,
-        dim: int,
-        *,
-        num_heads: int,
-        head_dim: int,
-        dropout_rate: float = 0.0,
-        block_size: int = DEFAULT_BLOCK_SIZE,
-        dtype: DTypeLike = jnp.float32,
-        rngs: nnx.Rngs,
-    ):
-        width = num_heads * head_dim
-        self.num_heads, self.head_dim = num_heads, head_dim
-        self.dropout_rate, self.block_size = dropout_rate, block_size
+    def __init__(self, sizes: HSTUSizes, *, rngs: nnx.Rngs):
+        dim, dtype = sizes.dim, jnp.dtype(sizes.dtype)
+        self.num_heads, self.head_dim = sizes.num_heads, sizes.head_dim
+        self.dropout_rate, self.block_size = sizes.dropout, sizes.block_size
+        width = sizes.num_heads * sizes.head_dim
         self.norm_in = layer_norm(dim, epsilon=STU_EPSILON, dtype=dtype, rngs=rngs)
         self.uvqk = nnx.Linear(
             dim, 4 * width, kernel_init=xavier_uniform, dtype=dtype, rngs=rngs

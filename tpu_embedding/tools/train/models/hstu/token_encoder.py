@@ -10,15 +10,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
+from tpu_embedding.functional.expansion import expand
 from tpu_embedding.tools.train.models.hstu.hstu_inputs import (
-    Expand,
     HSTUInputs,
     Samples,
     append_candidate,
 )
+from tpu_embedding.tools.train.models.hstu.hstu_sizes import HSTUSizes
 from tpu_embedding.tools.train.models.hstu.swish_mlp import (
     NormalizedSwishMLP,
     xavier_normal,
@@ -43,28 +43,15 @@ class TokenEncoder(nnx.Module):
     The candidate is an event, too, with an action of its own.
     """
 
-    def __init__(
-        self,
-        dim: int,
-        *,
-        hidden_size: int,
-        num_contextual: int,
-        dtype: DTypeLike = jnp.float32,
-        rngs: nnx.Rngs,
-    ):
+    def __init__(self, sizes: HSTUSizes, *, rngs: nnx.Rngs):
+        dim, options = sizes.dim, {"kernel_init": xavier_normal, "rngs": rngs}
+        options["dtype"] = jnp.dtype(sizes.dtype)
         self.content_mlp, self.additional_mlp, self.action_mlp = (
-            NormalizedSwishMLP(
-                num_inputs,
-                hidden_size,
-                dim,
-                kernel_init=xavier_normal,
-                dtype=dtype,
-                rngs=rngs,
-            )
+            NormalizedSwishMLP(num_inputs, sizes.token_hidden_size, dim, **options)
             for num_inputs in (dim, 2 * dim, NUM_ACTION_BITS * ACTION_DIM)
         )
         self.action = ActionEncoder(rngs=rngs)
-        self.contextual = ContextualLinear(dim, num_contextual, dtype=dtype, rngs=rngs)
+        self.contextual = ContextualLinear(sizes, rngs=rngs)
 
     def content(self, inputs: HSTUInputs) -> Float[Array, "unique dim"]:
         """Returns the content of each unique item, in the compute dtype."""
@@ -72,14 +59,13 @@ class TokenEncoder(nnx.Module):
         return self.content_mlp(inputs.items) + self.additional_mlp(artists_and_albums)
 
     def __call__(
-        self, content: Float[Array, "unique dim"], samples: Samples, expand: Expand
+        self, content: Float[Array, "unique dim"], samples: Samples
     ) -> Float[Array, "batch length dim"]:
         """Returns the tokens, in the compute dtype; zero at padding.
 
         Args:
           content: content of each unique item.
           samples: the samples.
-          expand: places the content in the samples.
         """
         index = append_candidate(samples.history, samples.candidate, samples.lengths)
         actions = self.action_mlp(self.action.encodings())
@@ -90,7 +76,7 @@ class TokenEncoder(nnx.Module):
             len(actions),
             dtype=actions.dtype,
         )
-        tokens = expand(content, index) + jnp.einsum(
+        tokens = expand(content, index, None) + jnp.einsum(
             "bla,ad->bld", one_hot, actions, precision=jax.lax.Precision.HIGHEST
         )
         is_event = jnp.arange(index.shape[1])[None, :] <= samples.lengths[:, None]
@@ -139,14 +125,12 @@ class ActionEncoder(nnx.Module):
 class ContextualLinear(nnx.Module):
     """One linear layer per contextual feature."""
 
-    def __init__(
-        self, dim: int, num_contextual: int, *, dtype: DTypeLike, rngs: nnx.Rngs
-    ):
-        shape = (num_contextual, dim, dim)
-        normal = jax.random.normal(rngs.params(), shape)
+    def __init__(self, sizes: HSTUSizes, *, rngs: nnx.Rngs):
+        dim, num_contextual = sizes.dim, sizes.num_contextual
+        normal = jax.random.normal(rngs.params(), (num_contextual, dim, dim))
         self.kernel = nnx.Param(normal * (2 / (dim + dim)) ** 0.5)
         self.bias = nnx.Param(jnp.zeros((num_contextual, dim)))
-        self.dtype = dtype
+        self.dtype = jnp.dtype(sizes.dtype)
 
     def __call__(
         self, rows: Float[Array, "batch contextual dim"]
