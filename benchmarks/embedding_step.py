@@ -20,7 +20,7 @@ def make_plan(
     vocabulary_size: int,
     dim: int,
     optimizer: Any,
-    backend: str | None = None,
+    backend: Any = None,
 ) -> te.EmbeddingPlan:
     """Plans equal tables with one feature each."""
     tables = [

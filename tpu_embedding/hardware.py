@@ -17,6 +17,15 @@ KIBIBYTE: Final = 2**10
 MEBIBYTE: Final = 2**20
 GIBIBYTE: Final = 2**30
 
+MAX_SPARSE_CORE_BYTES: Final = 16 * GIBIBYTE
+"""Bytes per array that a SparseCore is said to take.
+
+A note in the source code of TorchRec (`torchrec/experimental/torch_tpu`) says so of
+XLA, of each tensor. Libtpu 0.0.50.1 refuses larger arrays in XLA's embedding
+operations. It compiles gathers and scatters of them: it did so for v5p and v6e, up to
+24 GiB. What a chip does with them was not tried, so the plan warns.
+"""
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class HardwareInfo:

@@ -9,7 +9,6 @@ import pytest
 import tpu_embedding as te
 from tests.conftest import mesh_of
 from tests.lookup.placements import mesh_of_shape
-from tpu_embedding.plan import stack_backend
 from tpu_embedding.sparse_core import verdict
 from tpu_embedding.tools import compile_report
 
@@ -18,7 +17,8 @@ ADAGRAD = te.optimizers.adagrad(0.1)
 
 def backend_of(backend, mesh=None, optimizer=ADAGRAD, hardware=None, **options):
     placement = options.pop("placement", None)
-    table = te.TableConfig(vocabulary_size=100, dim=20, name="t", **options)
+    options = dict(vocabulary_size=100) | options
+    table = te.TableConfig(dim=20, name="t", **options)
     plan = te.make_plan(
         te.FeatureConfig(table=table),
         mesh or mesh_of(2),
@@ -54,8 +54,8 @@ def test_asked_for_by_name(hardware, cores):
 
 
 OTHERS = {
-    "v5e": (dict(hardware="v5e"), "no SparseCores on v5e"),
-    "v4": (dict(hardware="v4"), "no SparseCores on v4"),
+    "v5e": (dict(hardware="v5e"), "v5e has no SparseCores"),
+    "v4": (dict(hardware="v4"), "v4 has no SparseCores"),
     "bfloat16": (dict(dtype=jnp.bfloat16), "not bfloat16"),
     "int8": (dict(dtype=jnp.int8, optimizer=None), "not int8"),
     "replicated": (dict(placement=te.Replicated()), "not split over all devices"),
@@ -97,10 +97,18 @@ def test_rules_whose_updates_keep_the_exchange(name):
     assert why in found.reason
 
 
-def test_an_older_jax_keeps_the_exchange(monkeypatch):
-    reason = "jax 0.10: the operations need jax 0.12"
-    monkeypatch.setattr(stack_backend, "unavailable_reason", lambda: reason)
-    assert backend_of("sparse_core", hardware="v5p").reason == reason
+def test_a_table_beyond_an_operation_keeps_the_exchange():
+    huge = dict(hardware="v5p", vocabulary_size=2**28 + 2)
+    found = backend_of("sparse_core", **huge)
+    assert ways_of(found) == ("xla", "xla")
+    assert "16.00 GiB of an operation" in found.reason
+
+
+def test_an_older_jax_keeps_the_exchange_of_a_tpu(monkeypatch):
+    monkeypatch.setattr(jax, "__version_info__", (0, 11, 2))
+    found = backend_of("sparse_core", hardware="v5p")
+    assert ways_of(found) == ("xla", "xla")
+    assert "the operations need 0.12" in found.reason
     assert ways_of(backend_of("sparse_core")) == ("sparse_core", "sparse_core")
 
 

@@ -1,9 +1,9 @@
 """Prints a plan: memory and placement of its tables."""
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING
 
-from tpu_embedding.hardware import GIBIBYTE
+from tpu_embedding.hardware import GIBIBYTE, MAX_SPARSE_CORE_BYTES
 from tpu_embedding.plan import memory
 from tpu_embedding.plan.dynamic_rows import directory_bytes, dynamic_tables
 from tpu_embedding.rows.packed_rows import LANE_BYTES
@@ -11,15 +11,6 @@ from tpu_embedding.rows.packed_rows import LANE_BYTES
 if TYPE_CHECKING:
     from tpu_embedding.plan.plan import EmbeddingPlan
     from tpu_embedding.plan.stack_plan import StackPlan
-
-_MAX_SPARSE_CORE_BYTES: Final = 16 * GIBIBYTE
-"""Bytes per array that a SparseCore is said to take.
-
-A note in the source code of TorchRec (`torchrec/experimental/torch_tpu`) says so of
-XLA, of each tensor. Libtpu 0.0.50.1 compiles gathers and scatters of larger arrays for
-SparseCores: it did so for v5p and v6e, up to 24 GiB. What a chip does with them was not
-tried, so the plan warns.
-"""
 
 
 def describe(plan: "EmbeddingPlan") -> str:
@@ -50,11 +41,11 @@ def _notes(stack: "StackPlan", plan: "EmbeddingPlan") -> Iterator[str]:
                 "initializer needs the whole shape; see te.initializers"
             )
     largest = max(memory.array_sizes(stack.layout, stack.slots, plan.hardware))
-    if plan.hardware.num_sparse_cores and largest > _MAX_SPARSE_CORE_BYTES:
+    if plan.hardware.num_sparse_cores and largest > MAX_SPARSE_CORE_BYTES:
         yield (
             f"warning: the largest array of {stack.name} takes "
             f"{memory.format_bytes(largest)} per device, more than the "
-            f"{memory.format_bytes(_MAX_SPARSE_CORE_BYTES)} that a SparseCore is said "
+            f"{memory.format_bytes(MAX_SPARSE_CORE_BYTES)} that a SparseCore is said "
             "to take; more devices make it smaller"
         )
     if stack.is_dynamic:

@@ -126,7 +126,8 @@ def _plan_stack(
     wanted: Literal["xla"] | SparseCore | None,
 ) -> StackPlan:
     first = tables[0]
-    backend = choose_backend(wanted, first, mesh, hardware)
+    num_rows = sum(table.num_rows for table in tables)
+    backend = choose_backend(wanted, first, num_rows, mesh, hardware)
     placed = _tables_of_stack(tables)
     facts: dict[str, Any] = dict(
         name=name,

@@ -6,10 +6,11 @@ from typing import Final, Literal
 from jax.sharding import Mesh
 
 from tpu_embedding.backends import BackendName, SparseCore
-from tpu_embedding.hardware import HardwareInfo
+from tpu_embedding.hardware import MAX_SPARSE_CORE_BYTES, HardwareInfo
 from tpu_embedding.optimizers.row_optimizer import RowOptimizer
+from tpu_embedding.plan.memory import format_bytes
 from tpu_embedding.plan.stacking import NamedTable
-from tpu_embedding.rows.packed_rows import round_up, sparse_core_lanes
+from tpu_embedding.rows.packed_rows import LANE_BYTES, round_up, sparse_core_lanes
 from tpu_embedding.sparse_core.operations import unavailable_reason
 from tpu_embedding.sparse_core.row_rule import RowRule, row_rule
 from tpu_embedding.sparse_core.verdict import verdict_problem
@@ -43,6 +44,7 @@ class StackBackend:
 def choose_backend(
     wanted: Literal["xla"] | SparseCore | None,
     table: NamedTable,
+    num_rows: int,
     mesh: Mesh,
     hardware: HardwareInfo,
 ) -> StackBackend:
@@ -51,6 +53,7 @@ def choose_backend(
     Args:
       wanted: what the user asks for; None: what is known to be faster.
       table: a table of the stack.
+      num_rows: rows of the stack.
       mesh: devices of the plan.
       hardware: their kind.
     """
@@ -62,7 +65,7 @@ def choose_backend(
         if problem:
             return StackBackend(reason=problem)
         wanted, reason = SparseCore(), "tpu-embedding doctor: equal and faster"
-    problem = _lookup_problem(wanted, table, mesh, hardware)
+    problem = _lookup_problem(wanted, table, num_rows, mesh, hardware)
     if problem:
         return StackBackend(reason=problem)
     problem = _update_problem(table.optimizer, table.config.dim)
@@ -103,27 +106,35 @@ def _choice_problem(mesh: Mesh, hardware: HardwareInfo) -> str | None:
 
 
 def _lookup_problem(
-    wanted: SparseCore, table: NamedTable, mesh: Mesh, hardware: HardwareInfo
+    wanted: SparseCore,
+    table: NamedTable,
+    num_rows: int,
+    mesh: Mesh,
+    hardware: HardwareInfo,
 ) -> str | None:
     """Returns why SparseCores cannot look up the rows of a table; None: they can."""
     config = table.config
-    if hardware.is_tpu:
-        if not hardware.num_sparse_cores:
-            return f"XLA has no SparseCores on {hardware.name}"
-        if wanted.cores not in (None, _cores_of(wanted, hardware)):
-            return (
-                f"te.SparseCore(cores={wanted.cores}), but a device of "
-                f"{hardware.name} has {_cores_of(wanted, hardware)}"
-            )
-        reason = unavailable_reason()
-        if reason:
-            return reason
+    reason = unavailable_reason(hardware)
+    if reason is not None:
+        return reason
+    if hardware.is_tpu and wanted.cores not in (None, hardware.cores_per_device):
+        return (
+            f"te.SparseCore(cores={wanted.cores}), but a device of {hardware.name} has "
+            f"{hardware.cores_per_device}"
+        )
     if config.dtype_name != "float32":
         return f"SparseCores look up float32 rows, not {config.dtype_name}"
     if table.num_shards != mesh.size or table.shard_axes != mesh.axis_names:
         return "the rows are not split over all devices"
     if config.quantization_config is not None:
         return "SparseCores do not quantize rows"
+    rows = rows_of_shard(num_rows, mesh.size, _cores_of(wanted, hardware))
+    num_bytes = LANE_BYTES * rows * sparse_core_lanes(config.dim)
+    if hardware.is_tpu and num_bytes > MAX_SPARSE_CORE_BYTES:
+        return (
+            f"the table takes {format_bytes(num_bytes)} per device, more than the "
+            f"{format_bytes(MAX_SPARSE_CORE_BYTES)} of an operation"
+        )
     return None
 
 

@@ -38,6 +38,8 @@ def unavailable_reason(hardware: HardwareInfo) -> str | None:
     """
     if hardware.is_tpu and not hardware.cores_per_device:
         return f"{hardware.name} has no SparseCores that XLA can use"
+    if hardware.is_tpu and jax.__version_info__ < (0, 12):
+        return f"jax is {jax.__version__}, and the operations need 0.12"
     return None
 
 
@@ -206,10 +208,3 @@ def _config(limits: Limits, **more: int) -> str:
 
 mlir.register_lowering(_lookup_p, _lower_lookup, platform="tpu")
 mlir.register_lowering(_update_p, _lower_update, platform="tpu")
-
-
-def unavailable_reason() -> str | None:
-    """Returns why this jax cannot compile the operations; None if it can."""
-    if jax.__version_info__ < (0, 12):
-        return f"jax {jax.__version__}: the operations need jax 0.12"
-    return None

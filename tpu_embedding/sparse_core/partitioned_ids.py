@@ -21,8 +21,8 @@ from jax.experimental.compute_on import compute_on
 from jaxtyping import Array, Bool, Float, Int, UInt32
 
 from tpu_embedding.rows.packed_rows import round_up
-from tpu_embedding.xla import computed_apart
 from tpu_embedding.types import PADDING_ROW_ID
+from tpu_embedding.xla import computed_apart
 
 ALIGNMENT: Final = 8
 """The ids of a partition begin at a multiple of this place."""

@@ -58,7 +58,7 @@ def model_traffic(
       >>> table = te.TableConfig(vocabulary_size=10**6, dim=32, name="item")
       >>> plan = te.make_plan(te.FeatureConfig(table=table), optimizer="adagrad")
       >>> traffic = model_traffic(
-      ...     plan.stacks[0], num_ids=4096, num_samples=4096, distinct_rows=4096, cores=4)
+      ...     plan.stacks[0], num_ids=512, num_samples=512, distinct_rows=512, cores=4)
       >>> round(traffic.sparse_core / traffic.minimum, 2)
       1.09
     """
@@ -88,7 +88,7 @@ def format_traffic(rows: dict[str, Traffic]) -> str:
     Args:
       rows: name of a batch to its traffic.
     """
-    cells = [("modelled bytes", "minimum", "sparse_core", "xla")]
+    cells: list[tuple[str, ...]] = [("modelled bytes", "minimum", "sparse_core", "xla")]
     for name, traffic in rows.items():
         cells.append(
             (
