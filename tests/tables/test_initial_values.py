@@ -144,8 +144,9 @@ def test_values_are_those_of_the_initializer():
     values = initializer(key, (33, 4), jnp.float32)
     # Within float32's rounding of 0.3: the test compiles this call without fused
     # multiply-adds.
+    tables = (table("uniform", 33, 4, initializer),)
     np.testing.assert_allclose(
-        values_of(8, "v5p")["uniform"], values, rtol=0, atol=3e-8
+        values_of(2, "v5p", tables)["uniform"], values, rtol=0, atol=3e-8
     )
 
 
