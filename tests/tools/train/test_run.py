@@ -65,7 +65,7 @@ def test_a_run_writes_its_files(whole, capsys):
     assert any((directory / "tensorboard").iterdir())
 
 
-@pytest.mark.parametrize("devices", quick_cases([1, 3, 8], "8", every_case=True))
+@pytest.mark.parametrize("devices", quick_cases([1, 3, 8], every_case=True))
 def test_devices_do_not_change_the_results(whole, tmp_path, devices):
     directory, result = whole
     other = run(tmp_path, devices=devices)
