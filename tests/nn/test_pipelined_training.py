@@ -17,6 +17,7 @@ BATCH = 12
 VOCABULARY_SIZE, DIM = 20, 4
 
 
+@pytest.mark.full
 def test_statistics_are_those_of_the_batch_that_was_trained():
     table = te.TableConfig(vocabulary_size=9, dim=2, name="t")
     features = {"f": te.FeatureConfig(table=table)}

@@ -51,6 +51,7 @@ def test_others(test):
     test()
 
 
+@pytest.mark.full
 def test_a_restored_model_goes_on(tmp_path):
     model = OneTable(2)
     optimizer = te.Optimizer(model, optax.adam(0.1))

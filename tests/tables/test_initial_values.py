@@ -210,7 +210,7 @@ def test_default_scale_is_that_of_the_tables_dim():
 
 @pytest.mark.parametrize(
     ("mode", "fan"),
-    quick_cases([("fan_in", 512), ("fan_out", 8), ("fan_avg", 260)], "fan_avg-260"),
+    quick_cases([("fan_in", 512), ("fan_out", 8), ("fan_avg", 260)]),
 )
 def test_initializers_by_fan_see_the_logical_shape(mode, fan):
     initializer = jax.nn.initializers.variance_scaling(2.0, mode, "normal")

@@ -140,6 +140,7 @@ def test_children_that_give_no_answer(code, words, monkeypatch):
     assert finding.status == "FAILED" and "JAX did not start" in finding.text
 
 
+@pytest.mark.full
 def test_wrong_rows_are_named(monkeypatch):
     assert child.check_rows()["problem"] is None
     monkeypatch.setattr(child, "RATE", 0.25)  # of the reference alone, from here on

@@ -163,6 +163,7 @@ def test_padding_and_micro_batches_change_nothing():
         )
 
 
+@pytest.mark.full
 def test_content_is_computed_once_per_unique_item_and_expanded_in_bfloat16():
     calls = []
 
