@@ -32,8 +32,9 @@ where = pathlib.Path(tpu_embedding.__file__).resolve()
 assert where.is_relative_to(pathlib.Path(sys.argv[1]).resolve()), where
 assert (where.parent / "py.typed").is_file()
 EOF
-python -m tpu_embedding.tools.cli train synthetic --devices 8 --output-dir run \
-    --set num_steps=20 --set batch_size=256 | tail -n 1
+python -m tpu_embedding.tools.cli train synthetic --devices 2 --output-dir run \
+    --set num_steps=2 --set batch_size=256 --set data.num_evaluation_samples=1024 |
+    tail -n 1
 rm -r site/tpu_embedding/tools
 files=(quickstart.md examples/linen_dlrm.py guides/{checkpoints,serving}.md)
 python "$root/tests/docs/run_without_tools.py" "${files[@]}" | grep ': run$'

@@ -5,6 +5,7 @@ programs. `--shuffle SEED` runs the files, and the tests of each file, in anothe
 """
 
 import collections
+import gc
 import os
 import pathlib
 import random
@@ -71,6 +72,15 @@ def pytest_collection_modifyitems(
         order = random.Random(seed)
         places = collections.defaultdict(order.random)
         items.sort(key=lambda item: (places[item.path], order.random()))
+
+
+def pytest_collection_finish() -> None:
+    """Spares what lives to the end, modules and tests, from garbage collections.
+
+    They take 4 % of the time of a run otherwise.
+    """
+    gc.freeze()
+    gc.set_threshold(50_000, 20, 20)
 
 
 @pytest.fixture(autouse=True)

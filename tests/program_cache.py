@@ -44,7 +44,7 @@ def reset_cache() -> None:
     compilation_cache.reset_cache()
 
 
-TESTS_PER_CACHE = 60
+TESTS_PER_CACHE = 300
 _tests_run = itertools.count(1)
 
 

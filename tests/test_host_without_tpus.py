@@ -75,6 +75,7 @@ def test_values_of_the_user_stay(host, monkeypatch):
 
 
 @pytest.mark.tpu_compiler
+@pytest.mark.full
 def test_libtpu_prints_nothing():
     """A user's script that looks for devices prints nothing on stderr."""
     pytest.importorskip("libtpu")

@@ -33,7 +33,6 @@ def documents():
     quick_cases(
         documents(),
         "quickstart.md",
-        "guides/meshes.md",
         every_case=True,
     ),
 )

@@ -79,7 +79,7 @@ def test_every_program_is_tested():
     assert set(PROGRAMS) == CHECKS.keys() | TESTED_ELSEWHERE
 
 
-@pytest.mark.parametrize("name", quick_cases(CHECKS, "pretrained", every_case=True))
+@pytest.mark.parametrize("name", quick_cases(CHECKS, every_case=True))
 def test_program_computes_what_its_page_says(name, monkeypatch, capsys):
     CHECKS[name](run_program(name, monkeypatch=monkeypatch))
     assert capsys.readouterr().out

@@ -95,7 +95,12 @@ class DynamicTrainer:
         return self
 
 
+@nnx.jit
+def _outputs(model, batch):
+    return model(batch)
+
+
 def evaluated(model, batch):
     """Returns the outputs of the model itself."""
-    outputs = model(model.embedding.prepare(batch))
+    outputs = _outputs(model, model.embedding.prepare(batch))
     return {name: np.asarray(x) for name, x in outputs.items()}

@@ -72,6 +72,7 @@ def test_strings_are_served_and_a_model_without_an_id(tmp_path):
     assert not np.any(te.export.load(tmp_path / "served")(batch)["user"])
 
 
+@pytest.mark.full
 def test_narrow_rows_are_served(trained, tmp_path):
     te.export.save(trained, tmp_path / "served", dynamic_batch(8), dtype="int8")
     served = te.export.load(tmp_path / "served")

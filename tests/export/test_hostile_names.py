@@ -56,6 +56,7 @@ def leaf_of(number):
     )[number % 4]
 
 
+@pytest.mark.full
 def test_hostile_names_are_served(tmp_path):
     layer = layer_of(NAMES)
     # "w" has values, row splits and weights.

@@ -17,6 +17,7 @@ from tests.export.served_models import (
     live_outputs,
     trained_model,
 )
+from tests.tiers import quick_cases
 
 
 @pytest.fixture(
@@ -42,7 +43,7 @@ def served(directory):
     return te.export.load(directory)
 
 
-@pytest.mark.parametrize("batch_size", [1, 7])
+@pytest.mark.parametrize("batch_size", quick_cases([1, 7], "7"))
 def test_outputs_are_those_of_the_live_model(trained, served, batch_size):
     features, inputs = batch_of(batch_size)
     outputs = served(features, inputs)

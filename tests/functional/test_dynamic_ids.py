@@ -175,6 +175,7 @@ def test_a_clock_is_any_integer_of_32_bits(now):
     assert functional.dynamic_rows(result.tables, plan)["user"].last_used == int(now)
 
 
+@pytest.mark.full
 def test_a_clock_may_be_traced():
     plan, dtype = plan_of(), np.int64
     with jax.enable_x64(True):

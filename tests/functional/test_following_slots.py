@@ -121,6 +121,7 @@ def test_rows_that_do_not_change_keep_their_averages():
     jax.tree.map(np.testing.assert_array_equal, new["city"], old["city"])
 
 
+@full
 def test_averages_are_those_of_the_rows_as_stored():
     plan = te.make_plan(feature_config(jnp.bfloat16), mesh_of(2), optimizer=EMA)
     tables = te.functional.init_tables(plan, jax.random.key(0))

@@ -83,7 +83,8 @@ def put(value, plan):
     return jax.device_put(value, NamedSharding(plan.mesh, PartitionSpec()))
 
 
-@pytest.mark.parametrize("num_devices", [1, pytest.param(2, marks=pytest.mark.full)])
+@pytest.mark.full
+@pytest.mark.parametrize("num_devices", [1, 2])
 def test_no_step_takes_a_value_from_the_host(num_devices):
     """Each call runs twice: constants may travel while it is compiled."""
     plan = plan_of(num_devices, te.Dynamic(capacity=64))

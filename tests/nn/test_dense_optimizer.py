@@ -48,7 +48,7 @@ def make_nnx(tx, rule=RULE):
 def make_linen(tx, rule=RULE):
     plan = te.make_plan(te.FeatureConfig(table=TABLE), mesh_of(1), optimizer=rule)
     model = LinenModel(plan)
-    variables = model.init(jax.random.key(0), jnp.array([1, 2]))
+    variables = jax.jit(model.init)(jax.random.key(0), jnp.array([1, 2]))
     return te.linen.TrainState.create(apply_fn=model.apply, variables=variables, tx=tx)
 
 

@@ -56,6 +56,7 @@ def test_each_step_has_the_rate_of_its_call():
     assert traces == ["compiled"]
 
 
+@pytest.mark.full
 def test_the_state_of_linen():
     plan = te.make_plan(FEATURE, optimizer=injected())
     layer, ids = te.linen.TPUEmbedding(plan), jnp.asarray(IDS)

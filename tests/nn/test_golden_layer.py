@@ -250,7 +250,7 @@ def layer_batch(run, step_number):
     }
 
 
-@pytest.mark.parametrize("name", quick_cases(["adagrad", "adam", "ftrl", "sgd"], "sgd"))
+@pytest.mark.parametrize("name", quick_cases(["adagrad", "adam", "ftrl", "sgd"]))
 def test_layer_trains_as_that_of_tensorflow_recommenders(name):
     """Activations and tables of all steps, by the Keras optimizer of the run."""
     with np.load(GOLDEN / f"layer_{name}.npz") as arrays:

@@ -83,7 +83,7 @@ def linen_loss(model, batch):
 
 
 def make_state(model, batch, tx=None):
-    variables = model.init(jax.random.key(0), batch)
+    variables = jax.jit(model.init)(jax.random.key(0), batch)
     tx = tx or optax.adam(0.01)
     return te.linen.TrainState.create(apply_fn=model.apply, variables=variables, tx=tx)
 

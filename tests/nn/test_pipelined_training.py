@@ -11,11 +11,13 @@ from flax import nnx
 
 import tpu_embedding as te
 from tests.conftest import mesh_of
+from tests.tiers import quick_cases
 
 BATCH = 12
 VOCABULARY_SIZE, DIM = 20, 4
 
 
+@pytest.mark.full
 def test_statistics_are_those_of_the_batch_that_was_trained():
     table = te.TableConfig(vocabulary_size=9, dim=2, name="t")
     features = {"f": te.FeatureConfig(table=table)}
@@ -214,6 +216,7 @@ def call_inside_jit(step, model, optimizer, batch):
     nnx.jit(lambda m, o: step(m, o, batch, None))(model, optimizer)
 
 
+@pytest.mark.full
 def test_an_evaluation_between_calls_changes_nothing():
     batches = [(np.arange(8) + i, np.ones(8, np.float32)) for i in range(3)]
 
@@ -289,7 +292,7 @@ def test_dynamic_tables_are_refused():
         one_table_step()(layer, optimizer, SMALL_BATCH, None)
 
 
-@pytest.mark.parametrize("model_class", [OneTable, Chained])
+@pytest.mark.parametrize("model_class", quick_cases([OneTable, Chained], "Chained"))
 def test_mode_exact_equals_a_plain_loop_and_compiles_once(model_class):
     traces = []
 

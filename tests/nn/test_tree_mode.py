@@ -12,6 +12,7 @@ from flax import nnx
 
 import tpu_embedding as te
 from tests.conftest import mesh_of
+from tests.nn import test_pipelined_training, test_training
 from tests.nn.test_pipelined_training import (
     SMALL_BATCH,
     OneTable,
@@ -21,20 +22,8 @@ from tests.nn.test_pipelined_training import (
 from tests.nn.test_pipelined_training import (
     test_mode_exact_equals_a_plain_loop_and_compiles_once as test_exact_pipeline,  # noqa: F401
 )
-from tests.nn.test_pipelined_training import (
-    test_stale_equals_a_reference_that_is_stale_in_the_same_way as test_stale_pipeline,  # noqa: F401
-)
-from tests.nn.test_training import (
-    test_steps_compile_once_and_donate as test_steps_compile_once_and_donate,
-)
 from tests.nn.test_training import (
     test_training_equals_the_dense_model as test_training_equals_the_dense_model,
-)
-from tests.nn.test_training import (
-    test_two_calls_equal_one_call_over_both as test_two_calls_equal_one_call_over_both,
-)
-from tests.nn.test_training import (
-    test_weights_of_ids_can_be_learned as test_weights_of_ids_can_be_learned,
 )
 
 pytestmark = pytest.mark.skipif(
@@ -48,6 +37,21 @@ def tree_mode():
         yield
 
 
+OTHERS = (
+    test_pipelined_training.test_stale_equals_a_reference_that_is_stale_in_the_same_way,
+    test_training.test_steps_compile_once_and_donate,
+    test_training.test_two_calls_equal_one_call_over_both,
+    test_training.test_weights_of_ids_can_be_learned,
+)
+
+
+@pytest.mark.full(every_case=True)
+@pytest.mark.parametrize("test", OTHERS, ids=lambda test: test.__name__)
+def test_others(test):
+    test()
+
+
+@pytest.mark.full
 def test_a_restored_model_goes_on(tmp_path):
     model = OneTable(2)
     optimizer = te.Optimizer(model, optax.adam(0.1))

@@ -15,6 +15,7 @@ import pytest
 import tpu_embedding as te
 from tests.conftest import mesh_of
 from tests.optimizers.rule_cases import one_table_plan
+from tests.tiers import quick_cases
 from tpu_embedding.rows.packed_rows import PackedRows, RowLayout
 from tpu_embedding.update.lazy_update import lift_to_rows
 
@@ -155,7 +156,11 @@ def test_equals_dense(name):
     check_equals_dense(RULES[name], RULES[name])
 
 
-@pytest.mark.parametrize("name", REFUSED)
+# One or two of each reason.
+REASONS = ("lamb", "lbfgs", "muon", "apply_every", "clip_by_global_norm", "zero_nans")
+
+
+@pytest.mark.parametrize("name", quick_cases(REFUSED, *REASONS, every_case=True))
 def test_is_refused_with_a_reason(name):
     with pytest.raises(te.optimizers.NotRowLocalError, match=REFUSED[name]) as error:
         one_table_plan(RULES[name], ROWS, DIM, mesh_of(1))

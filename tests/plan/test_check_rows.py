@@ -68,15 +68,20 @@ def test_arrays_of_another_plan_are_refused(case):
             call()
         for text in texts:
             assert text in str(raised.value)
-    other_tables, other_slots = arrays_of(other)
-    result = te.functional.lookup(other_tables, IDS, other)
-    gradients = te.functional.compute_gradients(
-        result.routing, result.activations, other
-    )
-    with pytest.raises(ValueError, match=r"slots\['stack_0'\] was made for another"):
-        te.functional.apply_gradients(other_tables, slots, gradients, other)
-    with pytest.raises(ValueError, match=r"tables\['stack_0'\] was made for another"):
-        te.functional.apply_gradients(tables, other_slots, gradients, other)
+
+    def check_updates():
+        other_tables, other_slots = arrays_of(other)
+        result = te.functional.lookup(other_tables, IDS, other)
+        gradients = te.functional.compute_gradients(
+            result.routing, result.activations, other
+        )
+        match = "was made for another"
+        with pytest.raises(ValueError, match=rf"slots\['stack_0'\] {match}"):
+            te.functional.apply_gradients(other_tables, slots, gradients, other)
+        with pytest.raises(ValueError, match=rf"tables\['stack_0'\] {match}"):
+            te.functional.apply_gradients(tables, other_slots, gradients, other)
+
+    jax.eval_shape(check_updates)  # The plans are compared before anything compiles.
 
 
 def layer_of(num_devices, names=("items", "users")):

@@ -253,7 +253,10 @@ def test_totals_that_are_not_finite_stay_in_their_table():
         te.optimizers.adagrad,
         te.optimizers.adafactor,
         lambda rate: te.optimizers.every_row(optax.adam(rate)),
-        lambda rate: te.optimizers.every_row(te.optimizers.lamb(rate)),
+        pytest.param(
+            lambda rate: te.optimizers.every_row(te.optimizers.lamb(rate)),
+            marks=pytest.mark.full,
+        ),
     ],
     ids=["touched", "totals", "every_element", "every_row"],
 )

@@ -55,6 +55,7 @@ def trained(config, optimizer):
     return model.embedding_tables()["t"], trainer.slot_values()["t"]
 
 
+@pytest.mark.full
 def test_a_table_takes_it():
     optimizer = TfAdagrad(tf_keras("Adagrad", 0.5, **FIELDS))
     rule = from_keras_config(optimizer.get_config(), class_name="Adagrad")

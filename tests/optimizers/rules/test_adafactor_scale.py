@@ -188,6 +188,7 @@ def test_rows_of_a_dynamic_table_move_as_those_of_a_fixed_one(
     assert 0.03 < np.sqrt(np.mean(np.square(after - before))) < 0.06
 
 
+@pytest.mark.full
 def test_a_restore_measures_the_sum(tmp_path):
     plans = [
         plan_of(64, 2, rule=RULES["fast"], dtype=dtype)

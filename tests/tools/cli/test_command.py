@@ -1,12 +1,8 @@
 """Commands: their help, their exit statuses, and errors in one line."""
 
-import subprocess
-import sys
-
 import pytest
 
 import tpu_embedding
-from tests.processes.test_processes import environment_of
 from tests.tools.train.runs import SMALL
 from tpu_embedding.tools import cli
 
@@ -18,13 +14,11 @@ def status_of(*arguments):
         return end.code
 
 
-def test_help():
-    command = [sys.executable, "-m", "tpu_embedding.tools.cli", "--help"]
-    shown = subprocess.run(
-        command, env=environment_of(), capture_output=True, text=True, check=True
-    )
+def test_help(capsys):
+    assert status_of("--help") == 0
+    shown = capsys.readouterr().out
     for name in ("train", "evaluate", "compile", "export", "inspect", "doctor"):
-        assert f" {name} " in shown.stdout
+        assert f" {name} " in shown
 
 
 @pytest.mark.parametrize(
@@ -67,6 +61,7 @@ def test_errors_of_the_user(arguments, message, capsys, monkeypatch, tmp_path):
     assert message in capsys.readouterr().err
 
 
+@pytest.mark.full
 def test_train_and_evaluate(tmp_path, capsys):
     settings = [word for setting in SMALL for word in ("--set", setting)]
     run = ["synthetic", "--devices", "2", *settings, "--output-dir", tmp_path]

@@ -140,6 +140,7 @@ def test_children_that_give_no_answer(code, words, monkeypatch):
     assert finding.status == "FAILED" and "JAX did not start" in finding.text
 
 
+@pytest.mark.full
 def test_wrong_rows_are_named(monkeypatch):
     assert child.check_rows("xla")["problem"] is None
     assert child.check_rows("sparse_core")["problem"] is None

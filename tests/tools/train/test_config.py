@@ -107,7 +107,7 @@ TINY = {
 
 
 # Other tests train the others, or a model of the same kind.
-TRACED = quick_cases(sorted(list_configs()), "dlrm_dcnv2", "two_tower", every_case=True)
+TRACED = quick_cases(sorted(list_configs()), "dlrm_dcnv2", every_case=True)
 
 
 @pytest.mark.parametrize("name", TRACED)

@@ -65,7 +65,7 @@ def test_a_run_writes_its_files(whole, capsys):
     assert any((directory / "tensorboard").iterdir())
 
 
-@pytest.mark.parametrize("devices", quick_cases([1, 3, 8], "8", every_case=True))
+@pytest.mark.parametrize("devices", quick_cases([1, 3, 8], every_case=True))
 def test_devices_do_not_change_the_results(whole, tmp_path, devices):
     directory, result = whole
     other = run(tmp_path, devices=devices)
@@ -110,9 +110,8 @@ def test_the_second_step_compiles_nothing(tmp_path, caplog):
     assert len([text for text in compiled if text.startswith("Compiling")]) == 1
 
 
-@pytest.mark.parametrize(
-    "place", ["loss", pytest.param("rate", marks=pytest.mark.full)]
-)
+@pytest.mark.full(every_case=True)
+@pytest.mark.parametrize("place", ["loss", "rate"])
 def test_a_run_that_diverges_saves_nothing_more(tmp_path, place):
     settings = ["dense_learning_rate=1e38"] if place == "loss" else []
     settings += ["table_learning_rate=inf"] if place == "rate" else []

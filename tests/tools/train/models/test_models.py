@@ -3,6 +3,7 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from flax import nnx
 
 from tests.conftest import mesh_of
@@ -34,6 +35,7 @@ def test_interactions_are_all_pairs_once():
     np.testing.assert_allclose(interactions(jnp.array(vectors)), wanted, rtol=1e-5)
 
 
+@pytest.mark.full
 def test_dcn_model():
     data = SyntheticCriteo(batch_size=3, vocabulary_sizes=[9, 5], valences=[2, 1])
     plan = make_plan(DCN.feature_config(data), mesh_of(1))
@@ -57,6 +59,7 @@ def unit(vectors):
     return vectors / np.linalg.norm(vectors, axis=1, keepdims=True)
 
 
+@pytest.mark.full
 def test_two_tower_model():
     source = InteractionsSource(
         num_users=9,

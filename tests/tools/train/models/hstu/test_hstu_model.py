@@ -111,6 +111,7 @@ FLOATS = {name: WHOLE[f"input.{name}"] for name in (*ROWS, "contextual")}
 N = jnp.asarray(WHOLE["max_seq_len"], jnp.int32)
 
 
+@pytest.mark.full
 def test_the_model_is_the_reference():
     def evaluate(model, arrays):
         inputs = golden_inputs(arrays)
@@ -161,6 +162,7 @@ def test_padding_and_micro_batches_change_nothing():
         )
 
 
+@pytest.mark.full
 def test_content_is_computed_once_per_unique_item_and_expanded_in_bfloat16(
     monkeypatch,
 ):
@@ -184,6 +186,7 @@ def test_content_is_computed_once_per_unique_item_and_expanded_in_bfloat16(
     assert error(logits, WHOLE["output.logits"]) < 0.05
 
 
+@pytest.mark.full
 def test_dropout_runs_in_training_only():
     model = golden_model(input_dropout=0.2, dropout=0.1)
     inputs = golden_inputs(FLOATS)

@@ -69,6 +69,7 @@ def test_the_layer_is_the_reference(name, block_size):
     check(gradients, part(case, "grad."), GRADIENT_TOLERANCE)
 
 
+@pytest.mark.full
 def test_the_candidate_alone_is_the_row_of_the_whole_layer():
     case = part(FILE, "larger_n/")
     lengths = golden_lengths(case)
