@@ -22,6 +22,7 @@ from jaxtyping import Array, Bool, Float, Int, UInt32
 
 from tpu_embedding.rows.packed_rows import round_up
 from tpu_embedding.types import PADDING_ROW_ID
+from tpu_embedding.xla import computed_apart
 
 ALIGNMENT: Final = 8
 """The ids of a partition begin at a multiple of this place."""
@@ -31,6 +32,15 @@ MIN_POINTERS: Final = 8
 
 _WORD: Final = 2**32
 """Number of values of one sort key."""
+
+_LAST_WORD: Final = np.uint32(_WORD - 1)
+
+_MIN_IDS_ON_SPARSE_CORES: Final = 2**14
+"""Ids from which they are sorted on SparseCores. The TensorCore's sort of fewer
+compiles fast, and libtpu aborts on one of 512 on the SparseCores of tpu7x."""
+
+_SORTED_TILE: Final = 4096
+"""Ids that are sorted on SparseCores are padded to a multiple of this."""
 
 _RISING: Final = dict(indices_are_sorted=True, mode="promise_in_bounds")
 """Options of scatters at places that rise: XLA:TPU need not sort them."""
@@ -132,12 +142,15 @@ def partition_ids(
         (jnp.where(is_used, rows, 0), rows_per_partition),
         (group, num_groups + 1),
     )
-    group, row, sample, gain = (x[order] for x in (group, rows, sample, gains))
+    # A gather on SparseCores takes no padding into its fusion: libtpu aborts on tpu7x.
+    unsorted = computed_apart((group, rows, sample, gains))
+    group, row, sample, gain = (x[order] for x in unsorted)
 
     is_new_row = _differs(group) | _differs(row)
     is_new_id = is_new_row | _differs(sample)
     bounds = jnp.searchsorted(group, jnp.arange(num_groups + 1, dtype=jnp.int32))
-    num_ids, num_rows = _running_sum(is_new_id), _running_sum(is_new_row)
+    sums = _running_sum(is_new_id), _running_sum(is_new_row)
+    num_ids, num_rows = computed_apart(sums)
     count, unique = jnp.diff(num_ids[bounds]), jnp.diff(num_rows[bounds])
 
     taken = round_up(count, ALIGNMENT).reshape(cores, num_partitions)
@@ -190,7 +203,12 @@ def _order_by(*digits: tuple[Int[Array, " ids"], int]) -> Int[Array, " ids"]:
             num_values = 1
         words[-1] += digit.astype(jnp.uint32) * np.uint32(num_values)
         num_values *= size
-    return _on_sparse_cores(_sort)(*words)
+    num_ids = words[0].shape[0]
+    if num_ids < _MIN_IDS_ON_SPARSE_CORES:
+        return _sort(*words)
+    padding = (0, -num_ids % _SORTED_TILE)
+    words = [jnp.pad(x, padding, constant_values=_LAST_WORD) for x in words]
+    return _on_sparse_cores(_sort)(*computed_apart(words))[:num_ids]
 
 
 def _sort(*words: UInt32[Array, " ids"]) -> Int[Array, " ids"]:
