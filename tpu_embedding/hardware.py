@@ -43,6 +43,8 @@ class HardwareInfo:
       num_sparse_cores: SparseCores per chip that XLA can use.
       subcore_memory_bytes: memory of one vector subcore of a SparseCore, which bounds
         the ids that XLA's embedding operations take; None without such operations.
+      sends_rows_once: True if XLA's embedding operations send a row once to a core that
+        asks for it for several samples. Otherwise they keep buffers for every id.
       compiler_options: XLA options for train steps on this device. XLA rejects
         `xla_tpu_` options on other devices.
     """
@@ -54,6 +56,7 @@ class HardwareInfo:
     devices_per_chip: int = 1
     num_sparse_cores: int = 0
     subcore_memory_bytes: int | None = None
+    sends_rows_once: bool = True
     compiler_options: tuple[tuple[str, str], ...] = ()
 
     @property
@@ -69,7 +72,8 @@ class HardwareInfo:
 
 # Capacities: the "System architecture" page of each generation in Google Cloud's TPU
 # documentation (cloud.google.com/tpu/docs/v4, v5e, v5p, v6e, tpu7x). Lanes, sublanes,
-# SparseCores and their memory: JAX's own table, `jax/_src/tpu_info.py`.
+# SparseCores and their memory: JAX's own table, `jax/_src/tpu_info.py`. Buffers of the
+# embedding operations: the programs that libtpu 0.0.50 makes of them.
 #
 # XLA offloads gathers to SparseCore by default, scatters and long sorts only on
 # request. Sorts are offloaded for their compile time: 900,000 pairs take 9 s to compile
@@ -93,6 +97,7 @@ def _tpu(
     num_sparse_cores: int = 0,
     devices_per_chip: int = 1,
     subcore_memory_kibibytes: int = 0,
+    sends_rows_once: bool = True,
 ) -> HardwareInfo:
     return HardwareInfo(
         name=name,
@@ -102,6 +107,7 @@ def _tpu(
         devices_per_chip=devices_per_chip,
         num_sparse_cores=num_sparse_cores,
         subcore_memory_bytes=subcore_memory_kibibytes * KIBIBYTE or None,
+        sends_rows_once=sends_rows_once,
         compiler_options=_SPARSE_CORE_OPTIONS if num_sparse_cores else (),
     )
 
@@ -109,7 +115,13 @@ def _tpu(
 _TPU_V4: Final = _tpu("v4", 32)
 _TPU_V5E: Final = _tpu("v5e", 16)
 _TPU_V5P: Final = _tpu("v5p", 95, num_sparse_cores=4, subcore_memory_kibibytes=512)
-_TPU_V6E: Final = _tpu("v6e", 32, num_sparse_cores=2, subcore_memory_kibibytes=256)
+_TPU_V6E: Final = _tpu(
+    "v6e",
+    32,
+    num_sparse_cores=2,
+    subcore_memory_kibibytes=256,
+    sends_rows_once=False,
+)
 _TPU_7X: Final = _tpu(
     "tpu7x",
     192,

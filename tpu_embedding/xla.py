@@ -58,7 +58,7 @@ def computed_apart(values: T) -> T:
     """Returns the values, computed by operations of their own.
 
     XLA:CPU fuses arithmetic with the copy, slice or scatter around it. The fused loop
-    runs on one core, or without vectors.
+    runs on one core, or without vectors. XLA:TPU aborts on some fusions of gathers.
 
     Args:
       values: pytree of arrays.

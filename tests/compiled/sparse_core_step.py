@@ -30,7 +30,7 @@ class Compiled:
       argument_bytes: all arguments.
       aliased_bytes: those that are updated in place.
       temporary_bytes: the larger of temporaries and peak beyond the arguments.
-      exchange_bytes: the distinct rows that a device may ask for in a step.
+      exchange_bytes: the rows that a device may get in a step.
       copies: instructions that copy an array of the size of the table.
       operations: the SparseCore operations of the program.
     """
@@ -76,7 +76,9 @@ def compile_step(
         num_samples=num_samples // cores,
         num_partitions=cores * count,
         memory_bytes=hardware.subcore_memory_bytes,
+        sends_rows_once=hardware.sends_rows_once,
     )
+    sent = limits.max_unique if hardware.sends_rows_once else limits.max_ids
     sizes = dict(limits=limits, cores=cores, axes=("shard",))
 
     def step(lines, others, ids, cotangents):
@@ -151,7 +153,7 @@ def compile_step(
             memory.temp_size_in_bytes,
             memory.peak_memory_in_bytes - memory.argument_size_in_bytes,
         ),
-        exchange_bytes=cores * cores * count * limits.max_unique * width * 4,
+        exchange_bytes=cores * cores * count * sent * width * 4,
         copies=[
             x for x in re.findall(r"= (\S+) copy\(", text) if _bytes(x) >= table_bytes
         ],

@@ -38,6 +38,17 @@ def test_a_row_that_every_sample_asks_for_fits():
     assert limits.max_ids >= 1024 + 1280
 
 
+def test_buffers_for_every_id_bound_the_skew():
+    limits = choose_limits(
+        1024,
+        num_samples=1024,
+        num_partitions=16,
+        memory_bytes=MEMORY,
+        sends_rows_once=False,
+    )
+    assert limits.max_ids == 4 * limits.max_unique
+
+
 @pytest.mark.parametrize("name", ["v5p", "v6e", "tpu7x"])
 def test_limits_stay_within_memory(name):
     memory = hardware_by_name(name).subcore_memory_bytes

@@ -48,6 +48,10 @@ def test_buffers_equal_plain_numpy(cores, devices):
     check(random_case(cores * 10 + devices, cores, devices))
 
 
+def test_many_ids_are_padded_for_their_sort():
+    check(random_case(0, 2, 1, num_samples=5488, valence=3))  # 16,464 ids
+
+
 def test_padding_ids_vanish():
     case = random_case(0, 2, 1)
     ids, counts = buffers(dataclasses.replace(case, ids=np.full_like(case.ids, -1)), 64)

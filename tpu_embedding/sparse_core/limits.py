@@ -23,6 +23,9 @@ _HEADROOM_STDDEVS: Final = 6
 Rows are dealt round-robin, so the number of distinct rows that a core asks a partition
 for is nearly Poisson, with a standard deviation of sqrt(mean)."""
 
+_SKEW: Final = 4
+"""Ids per distinct row that fit, where XLA keeps buffers for every id."""
+
 _BYTES_PER_UNIQUE: Final = 36
 """Memory of a distinct row: 8 columns of its gradient, and a word.
 
@@ -50,7 +53,7 @@ class Limits:
     Attributes:
       max_ids: ids that one core may send to one partition, a multiple of 8.
       max_unique: distinct rows among them, a multiple of 8. XLA keeps buffers for so
-        many rows of each core and partition.
+        many rows of each core and partition; for `max_ids`, if it sends every id's.
       room: places of one core's region of the buffers of ids, a multiple of 8.
     """
 
@@ -60,13 +63,19 @@ class Limits:
 
 
 def choose_limits(
-    num_ids: int, *, num_samples: int, num_partitions: int, memory_bytes: int
+    num_ids: int,
+    *,
+    num_samples: int,
+    num_partitions: int,
+    memory_bytes: int,
+    sends_rows_once: bool = True,
 ) -> Limits:
     """Returns limits that hold the skew of most batches.
 
     Distinct rows may exceed their mean per partition by six standard deviations. Ids
-    may exceed it by as many, and by one row per partition that every sample asks for:
-    ids take next to no memory. `limit / mean` is the skew that a limit holds.
+    may exceed it by as many, and by one row per partition that every sample asks for.
+    Where XLA keeps buffers for every id, ids may be four times as many as distinct
+    rows. `limit / mean` is the skew that a limit holds.
 
     The bounds by memory follow the compiler's error E3001, "No viable logical replica
     count", whose numbers are 36 bytes for each distinct row and 12 for each id. They
@@ -77,6 +86,7 @@ def choose_limits(
       num_samples: samples of one core.
       num_partitions: SparseCores of all devices that share the table.
       memory_bytes: memory of a SparseCore's vector subcore.
+      sends_rows_once: see `HardwareInfo`. False: XLA keeps buffers for every id.
 
     Example:
       >>> choose_limits(
@@ -86,7 +96,8 @@ def choose_limits(
     mean = num_ids / num_partitions
     count = math.ceil(mean + _HEADROOM_STDDEVS * math.sqrt(mean))
     memory = memory_bytes - _RESERVED_BYTES - _BYTES_PER_PARTITION * num_partitions
-    max_ids = min(num_ids, num_samples + count, memory_bytes // _MIN_BYTES_PER_ID)
+    max_ids = num_samples + count if sends_rows_once else _SKEW * count
+    max_ids = min(num_ids, max_ids, memory_bytes // _MIN_BYTES_PER_ID)
     max_unique = (memory - max_ids // _IDS_PER_BYTE) // _BYTES_PER_UNIQUE
     max_ids = round_up(max(1, max_ids), ALIGNMENT)
     return Limits(

@@ -20,7 +20,6 @@ import numpy as np
 from jax.experimental.compute_on import compute_on
 from jaxtyping import Array, Bool, Float, Int, UInt32
 
-from tpu_embedding.rows.packed_rows import round_up
 from tpu_embedding.types import PADDING_ROW_ID
 from tpu_embedding.xla import computed_apart
 
@@ -33,11 +32,17 @@ MIN_POINTERS: Final = 8
 _WORD: Final = 2**32
 """Number of values of one sort key."""
 
-_RISING: Final = dict(indices_are_sorted=True, mode="promise_in_bounds")
-"""Options of scatters at places that rise: XLA:TPU need not sort them."""
+_LAST_WORD: Final = np.uint32(_WORD - 1)
 
-_MIN_LONG_SORT: Final = 1024
-"""Ids that SparseCores sort. They refuse a few ids, which the TensorCore sorts fast."""
+_MIN_IDS_ON_SPARSE_CORES: Final = 2**14
+"""Ids from which they are sorted on SparseCores. The TensorCore's sort of fewer
+compiles fast, and libtpu aborts on one of 512 on the SparseCores of tpu7x."""
+
+_SORTED_TILE: Final = 4096
+"""Ids that are sorted on SparseCores are padded to a multiple of this."""
+
+_RISING: Final[dict[str, Any]] = dict(indices_are_sorted=True, mode="promise_in_bounds")
+"""Options of scatters at places that rise: XLA:TPU need not sort them."""
 
 _BLOCK: Final = 128
 """Numbers that a running sum adds at once: the lanes of a TPU's vector register."""
@@ -136,15 +141,18 @@ def partition_ids(
         (jnp.where(is_used, rows, 0), rows_per_partition),
         (group, num_groups + 1),
     )
-    group, row, sample, gain = (x[order] for x in (group, rows, sample, gains))
+    # A gather on SparseCores takes no padding into its fusion: libtpu aborts on tpu7x.
+    unsorted = computed_apart((group, rows, sample, gains))
+    group, row, sample, gain = (x[order] for x in unsorted)
 
     is_new_row = _differs(group) | _differs(row)
     is_new_id = is_new_row | _differs(sample)
     bounds = jnp.searchsorted(group, jnp.arange(num_groups + 1, dtype=jnp.int32))
-    num_ids, num_rows = _running_sum(is_new_id), _running_sum(is_new_row)
+    sums = _running_sum(is_new_id), _running_sum(is_new_row)
+    num_ids, num_rows = computed_apart(sums)
     count, unique = jnp.diff(num_ids[bounds]), jnp.diff(num_rows[bounds])
 
-    taken = round_up(count, ALIGNMENT).reshape(cores, num_partitions)
+    taken = (-(-count // ALIGNMENT) * ALIGNMENT).reshape(cores, num_partitions)
     end = jnp.cumsum(taken, axis=1)
     start = end - taken
     moved_by = start.reshape(-1) - num_ids[bounds][:-1]
@@ -194,23 +202,26 @@ def _order_by(*digits: tuple[Int[Array, " ids"], int]) -> Int[Array, " ids"]:
             num_values = 1
         words[-1] += digit.astype(jnp.uint32) * np.uint32(num_values)
         num_values *= size
-    is_long = words[0].shape[0] >= _MIN_LONG_SORT
-    sort = _on_sparse_cores(_order_of) if is_long else _order_of
-    order = sort(words[0])
+    num_ids = words[0].shape[0]
+    if num_ids < _MIN_IDS_ON_SPARSE_CORES:
+        return _sort(*words)
+    padding = (0, -num_ids % _SORTED_TILE)
+    words = [jnp.pad(x, padding, constant_values=_LAST_WORD) for x in words]
+    return _on_sparse_cores(_sort)(*computed_apart(words))[:num_ids]
+
+
+def _sort(*words: UInt32[Array, " ids"]) -> Int[Array, " ids"]:
+    """Returns an order that sorts ids by words, of which the last one counts most."""
+    places = jnp.arange(words[0].shape[0], dtype=jnp.int32)
+    # SparseCores sort stably where an operand is the places themselves.
+    _, order = jax.lax.sort((words[0], places), num_keys=1)
     for word in words[1:]:
-        # By a call of its own: libtpu 0.0.50 aborts on a gather that a sort pads.
-        order = order[sort(word[order])]
+        _, then = jax.lax.sort((word[order], places), num_keys=1)
+        order = order[then]
     return order
 
 
-def _order_of(word: UInt32[Array, " ids"]) -> Int[Array, " ids"]:
-    """Returns the order that sorts words; of equal ones, the first comes first."""
-    # SparseCores sort stably where an operand is the places themselves.
-    places = jnp.arange(word.shape[0], dtype=jnp.int32)
-    return jax.lax.sort((word, places), num_keys=1)[1]
-
-
-def _on_sparse_cores(function: Callable[..., Array]) -> Callable[..., Array]:
+def _on_sparse_cores(function: Callable[..., Array]) -> Any:
     """Returns a function whose operations XLA:TPU places on the SparseCores.
 
     Two sorts of 82,000 ids compile in 1.5 s there, and in 24 s on the TensorCore. On
@@ -236,7 +247,6 @@ def _running_sum(terms: Bool[Array, " ids"]) -> Int[Array, " ids_and_one"]:
     XLA:TPU compiles `jnp.cumsum` of many terms for long.
     """
     blocks = jnp.pad(terms, (0, -terms.shape[0] % _BLOCK)).reshape(-1, _BLOCK)
-    blocks = computed_apart(blocks)
     within = jnp.cumsum(blocks, axis=1, dtype=jnp.int32)
     before = jnp.cumsum(within[:, -1]) - within[:, -1]
     sums = (within + before[:, None]).reshape(-1)[: terms.shape[0]]

@@ -12,7 +12,6 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from tpu_embedding.rows.packed_rows import round_up
 from tpu_embedding.sparse_core.limits import Limits, are_within
 from tpu_embedding.sparse_core.partitioned_ids import (
     ALIGNMENT,
@@ -108,7 +107,7 @@ def _asked_rows(ids: PartitionedIds, num_rows: int, sizes: Sizes) -> _AskedRows:
     places = jnp.arange(room, dtype=jnp.int32)
     partitions = jax.vmap(
         lambda starts: jnp.searchsorted(starts, places, side="right")
-    )(round_up(ends, ALIGNMENT))
+    )(-(-ends // ALIGNMENT) * ALIGNMENT)
     ends = jnp.take_along_axis(ends, partitions, axis=1, mode="fill", fill_value=0)
     is_used = (places[None] < ends).reshape(-1)
     partitions = jnp.where(is_used, partitions.reshape(-1), PADDING_ROW_ID)

@@ -15,7 +15,7 @@ from typing import Any, Final, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.extend.core import ClosedJaxpr, JaxprEqn, Literal
+from jax.extend.core import JaxprEqn, Literal
 from jaxtyping import Array
 
 from tpu_embedding.optimizers.probe import on_its_own, probe_rule
@@ -184,7 +184,7 @@ def _split(optimizer: RowOptimizer, dim: int, width: int) -> RowRule:
     )
 
 
-def _trace(optimizer: RowOptimizer, dim: int) -> ClosedJaxpr:
+def _trace(optimizer: RowOptimizer, dim: int) -> Any:
     """Traces a step of a rule: gradients, rows and state to new rows and state."""
     rows = jax.ShapeDtypeStruct((_NUM_ROWS, dim), jnp.float32)
 
@@ -235,7 +235,7 @@ class _Run:
     shared: dict[_OfStep, Array]
     given: Iterator[Array] | None
 
-    def walk(self, jaxpr: ClosedJaxpr, inputs: Sequence[Any]) -> list[Any]:
+    def walk(self, jaxpr: Any, inputs: Sequence[Any]) -> list[Any]:
         """Returns the results of a jaxpr."""
         names = dict(zip(jaxpr.jaxpr.invars, inputs, strict=True))
         for variable, value in zip(jaxpr.jaxpr.constvars, jaxpr.consts, strict=True):
