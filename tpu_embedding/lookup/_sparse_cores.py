@@ -160,6 +160,7 @@ def _limits_of(
         num_samples=_samples_per_core(poolings, cores),
         num_partitions=cores * stack.num_shards,
         memory_bytes=plan.hardware.subcore_memory_bytes or _EMULATED_BYTES,
+        sends_rows_once=plan.hardware.sends_rows_once,
     )
     if max_ids is None:
         return limits

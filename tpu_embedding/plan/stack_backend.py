@@ -114,7 +114,7 @@ def _lookup_problem(
 ) -> str | None:
     """Returns why SparseCores cannot look up the rows of a table; None: they can."""
     config = table.config
-    reason = unavailable_reason(hardware)
+    reason = unavailable_reason(hardware, mesh.size)
     if reason is not None:
         return reason
     if hardware.is_tpu and wanted.cores not in (None, hardware.cores_per_device):

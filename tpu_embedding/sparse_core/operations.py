@@ -27,19 +27,26 @@ from tpu_embedding.sparse_core.row_rule import RowRule
 from tpu_embedding.types import PADDING_ROW_ID
 
 
-def unavailable_reason(hardware: HardwareInfo) -> str | None:
-    """Returns why the operations do not run on a device; None if they do.
+def unavailable_reason(hardware: HardwareInfo, num_devices: int) -> str | None:
+    """Returns why the operations do not run on some devices; None if they do.
+
+    libtpu refuses 48 SparseCores, of v5p:2x2x3, by error E3001; it takes 8 to 2,048.
 
     Example:
       >>> from tpu_embedding.hardware import hardware_by_name
-      >>> unavailable_reason(hardware_by_name("v5e"))
+      >>> unavailable_reason(hardware_by_name("v5e"), 4)
       'v5e has no SparseCores that XLA can use'
-      >>> unavailable_reason(hardware_by_name("cpu"))  # in plain JAX
+      >>> unavailable_reason(hardware_by_name("v5p"), 12)
+      '48 SparseCores are no power of two'
+      >>> unavailable_reason(hardware_by_name("cpu"), 3)  # in plain JAX
     """
     if hardware.is_tpu and not hardware.cores_per_device:
         return f"{hardware.name} has no SparseCores that XLA can use"
     if hardware.is_tpu and jax.__version_info__ < (0, 12):
-        return f"jax is {jax.__version__}, and the operations need 0.12"
+        return f"jax is {jax.__version__}, and the sorts of ids need 0.12"
+    num_cores = hardware.cores_per_device * num_devices
+    if num_cores & (num_cores - 1):
+        return f"{num_cores} SparseCores are no power of two"
     return None
 
 
