@@ -82,7 +82,7 @@ def test_stacks_that_keep_the_exchange(name):
 
 RULES = {
     "none": (None, "no optimizer"),
-    "by row": (te.optimizers.rowwise_adagrad(0.1), "has the shape"),
+    "by row": (te.optimizers.rowwise_adagrad(0.1), "float32[] per row"),
     "every row": (te.optimizers.every_row(ADAGRAD), "every row"),
     "totals": (te.optimizers.adafactor(0.1), "totals"),
     "mixes elements": (te.optimizers.lamb(0.1), ""),
