@@ -8,14 +8,11 @@ every check of its range; its shape and dtype are still checked.
 import functools
 import inspect
 import math
-import numbers
-import sys
 from collections.abc import Callable, Mapping
 from typing import Any, Final, Literal, NamedTuple, TypeVar, cast, get_args, get_origin
 
 import jax.numpy as jnp
 import numpy as np
-import optax
 from jax.core import Tracer
 
 from tpu_embedding.argument_checks import describe_value
@@ -40,7 +37,11 @@ PASSED = Check(None)
 TABLE_EXAMPLE: Final = "te.optimizers.adagrad(0.1)"
 DENSE_EXAMPLE: Final = "optax.adam(0.1)"
 
-_PACKAGE: Final = __name__.rpartition(".")[0]
+WAY_TO_RULE: Final = (
+    "Call the function that makes it, with the learning rate or schedule as its "
+    "argument; te.optimizers.from_keras_config translates an optimizer of Keras"
+)
+"""Says how to come to a transformation from a value that is none."""
 
 
 def check_hyperparameters(owner: str | None = None, /, **checks: Check) -> None:
@@ -320,46 +321,5 @@ def check_rule(
     if not all(map(callable, functions)):
         raise TypeError(
             f"{owner}: {argument} must be an optax GradientTransformation such as "
-            f"{example}, got {describe_value(rule)}; {way_to_rule(rule, example)}."
+            f"{example}, got {describe_value(rule)}. {WAY_TO_RULE}."
         )
-
-
-def way_to_rule(value: Any, example: str = TABLE_EXAMPLE) -> str:
-    """Says what to write in the place of a value that is no optax transformation.
-
-    Args:
-      value: function that makes a transformation, learning rate, Keras optimizer or its
-        configuration, or any other value.
-      example: a transformation to write in the place of another value.
-
-    Example:
-      >>> import optax
-      >>> way_to_rule(optax.adam)
-      'call the function: optax.adam(0.1)'
-    """
-    public_name = _public_name(value)
-    if public_name:
-        return f"call the function: {public_name}(0.1)"
-    optimizer = example.partition("(")[0]
-    if inspect.isroutine(value) or isinstance(value, functools.partial):
-        return (
-            "call the function that makes it; if this is a schedule, give it to an "
-            f"optimizer: {optimizer}(schedule)"
-        )
-    if isinstance(value, numbers.Real) and not isinstance(value, bool):
-        return f"give the learning rate to an optimizer: {optimizer}({value})"
-    if hasattr(value, "get_config"):
-        return "write te.optimizers.from_keras_config(optimizer.get_config())"
-    if isinstance(value, Mapping) and not {"name", "class_name"}.isdisjoint(value):
-        return "write te.optimizers.from_keras_config(config)"
-    return f"write {example}"
-
-
-def _public_name(value: Any) -> str | None:
-    """Returns how users write a function of optax or of this package."""
-    name = str(getattr(value, "__name__", None))
-    packages = {"optax": optax, "te.optimizers": sys.modules[_PACKAGE]}
-    for prefix, package in packages.items():
-        if inspect.isroutine(value) and getattr(package, name, None) is value:
-            return f"{prefix}.{name}"
-    return None

@@ -6,7 +6,7 @@ from typing import Any, cast
 import optax
 
 from tpu_embedding.argument_checks import describe_value
-from tpu_embedding.optimizers.checks import TABLE_EXAMPLE, way_to_rule
+from tpu_embedding.optimizers.checks import TABLE_EXAMPLE, WAY_TO_RULE
 from tpu_embedding.optimizers.keras import from_keras_config
 from tpu_embedding.optimizers.keras_instances import is_keras_optimizer
 from tpu_embedding.optimizers.options import OPTIMIZERS
@@ -83,5 +83,5 @@ def optimizer_problem(field: str, optimizer: Any, owner: str = "") -> str | None
         )
     return (
         f"{field} must be {wanted}, or a name such as 'adagrad', got "
-        f"{describe_value(optimizer)}{owner}; {way_to_rule(optimizer)}"
+        f"{describe_value(optimizer)}{owner}. {WAY_TO_RULE}"
     )
