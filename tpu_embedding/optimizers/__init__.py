@@ -57,15 +57,7 @@ from tpu_embedding.optimizers.rules.adafactor import adafactor as adafactor
 from tpu_embedding.optimizers.rules.adagrad import adagrad as adagrad
 from tpu_embedding.optimizers.rules.adagrad import adagrad_momentum as adagrad_momentum
 from tpu_embedding.optimizers.rules.adagrad import rowwise_adagrad as rowwise_adagrad
-from tpu_embedding.optimizers.rules.adagrad import scale_by_adagrad as scale_by_adagrad
-from tpu_embedding.optimizers.rules.adagrad import (
-    scale_by_adagrad_momentum as scale_by_adagrad_momentum,
-)
-from tpu_embedding.optimizers.rules.adagrad import (
-    scale_by_rowwise_adagrad as scale_by_rowwise_adagrad,
-)
 from tpu_embedding.optimizers.rules.adam import adam as adam
-from tpu_embedding.optimizers.rules.adam import scale_by_lazy_adam as scale_by_lazy_adam
 from tpu_embedding.optimizers.rules.assign import assign as assign
 from tpu_embedding.optimizers.rules.bounded_adagrad import (
     bounded_adagrad as bounded_adagrad,
