@@ -16,7 +16,7 @@ from flax.nnx.bridge.wrappers import current_linen_module
 from jax.sharding import Mesh
 
 from tpu_embedding import functional
-from tpu_embedding.argument_checks import Wanted, check_type
+from tpu_embedding.argument_checks import ArgumentType, check_type
 from tpu_embedding.functional.serving_lookup import serve
 from tpu_embedding.inputs.buffer_sizes import BufferSizes
 from tpu_embedding.inputs.prepare import Samples, prepare_features
@@ -70,7 +70,7 @@ NO_DERIVATIVE: Final = (
 )
 
 
-RNGS: Final = Wanted(nnx.Rngs, "an nnx.Rngs")
+RNGS: Final = ArgumentType(nnx.Rngs, "an nnx.Rngs")
 
 
 class EmbeddingTables(nnx.Variable):
