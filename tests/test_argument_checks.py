@@ -162,7 +162,7 @@ OPTIMIZERS = {
 TRAINING = {
     "gradients: other model": (
         lambda x: te.gradients.add(x.gradients, gradients_of(Renamed())),
-        'has [".dense',
+        "got another one as number 2",
         "of one structure",
         "te.gradients.add(first.dense, second.dense)",
     ),

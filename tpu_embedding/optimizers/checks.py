@@ -34,14 +34,7 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 
 PASSED = Check(None)
 
-TABLE_EXAMPLE: Final = "te.optimizers.adagrad(0.1)"
 DENSE_EXAMPLE: Final = "optax.adam(0.1)"
-
-WAY_TO_RULE: Final = (
-    "Call the function that makes it, with the learning rate or schedule as its "
-    "argument; te.optimizers.from_keras_config translates an optimizer of Keras"
-)
-"""Says how to come to a transformation from a value that is none."""
 
 
 def check_hyperparameters(owner: str | None = None, /, **checks: Check) -> None:
@@ -173,10 +166,9 @@ def int_from(minimum: int, value: Any) -> Check:
 
 
 def _steps_per_update(value: Any) -> Check:
-    """Checks the number of steps per update: None or 0, or at least 2, as in Keras."""
-    if value is None or (value == 0 and not isinstance(value, bool)):
-        return PASSED
-    return int_from(2, value)
+    """Checks the number of steps per update: 0, or at least 2, as in Keras."""
+    is_off = value == 0 and not isinstance(value, bool)
+    return PASSED if is_off else int_from(2, value)
 
 
 def flag(value: Any) -> Check:
@@ -208,16 +200,14 @@ RANGES: Final[Mapping[str, Callable[[Any], Check]]] = {
     "beta_2": fraction_below_one,
     "beta_2_decay": non_positive,
     "clip_threshold": positive_bound,
-    "clipnorm": functools.partial(or_none, positive_bound),
+    "clipnorm": positive_bound,
     "ema_momentum": fraction,
-    "ema_overwrite_frequency": functools.partial(
-        or_none, functools.partial(int_from, 1)
-    ),
+    "ema_overwrite_frequency": functools.partial(int_from, 1),
     "epsilon": positive,
     "epsilon_1": non_negative,
     "epsilon_2": non_negative,
     "exponent": positive,
-    "global_clipnorm": functools.partial(or_none, positive_bound),
+    "global_clipnorm": positive_bound,
     "gradient_accumulation_steps": _steps_per_update,
     "initial_accumulator_value": positive,
     "initial_ms": non_negative,
@@ -227,7 +217,7 @@ RANGES: Final[Mapping[str, Callable[[Any], Check]]] = {
     "l2_regularization_strength": non_negative,
     "l2_shrinkage_regularization_strength": non_negative,
     "learning_rate_power": non_positive,
-    "loss_scale_factor": functools.partial(or_none, positive),
+    "loss_scale_factor": positive,
     "max_accumulator": non_negative_bound,
     "max_delta": positive,
     "max_lr_multiplier": positive_bound,
@@ -250,7 +240,8 @@ def checks_ranges(
     """Gives an optimizer's function checks of its arguments, but not of its rate.
 
     A flag is known by its default, a choice by its `Literal`, and others by their names
-    in `RANGES`. One error names every argument out of its range.
+    in `RANGES`. An argument whose default is None may be None. One error names every
+    argument out of its range.
 
     Args:
       owner: the optimizer that errors name.
@@ -270,7 +261,7 @@ def checks_ranges(
     def decorate(function: Function) -> Function:
         signature = inspect.signature(function)
         checks = {
-            name: own.get(name) or _check_of(parameter)
+            name: _check_of(parameter, own.get(name))
             for name, parameter in signature.parameters.items()
             if name != "learning_rate" and parameter.kind != parameter.VAR_KEYWORD
         }
@@ -291,13 +282,16 @@ def checks_ranges(
     return decorate
 
 
-def _check_of(parameter: inspect.Parameter) -> Callable[[Any], Check]:
-    """Returns the check of an argument that has no range of its own."""
+def _check_of(
+    parameter: inspect.Parameter, own: Callable[[Any], Check] | None
+) -> Callable[[Any], Check]:
+    """Returns the check of an argument, which may have a range of its own."""
     if isinstance(parameter.default, bool):
         return flag
     if get_origin(parameter.annotation) is Literal:
         return functools.partial(one_of, choices=parameter.annotation)
-    return RANGES[parameter.name]
+    check = own or RANGES[parameter.name]
+    return functools.partial(or_none, check) if parameter.default is None else check
 
 
 def anything(value: Any) -> Check:
@@ -307,19 +301,26 @@ def anything(value: Any) -> Check:
 
 
 def check_rule(
-    owner: str, rule: Any, argument: str = "rule", example: str = TABLE_EXAMPLE
+    owner: str | None,
+    rule: Any,
+    argument: str = "rule",
+    example: str = "te.optimizers.adagrad(0.1)",
 ) -> None:
     """Raises TypeError if a value is no optax transformation.
 
     Args:
-      owner: the function that takes the transformation.
+      owner: the function that takes the transformation; None where the caller adds the
+        owner to the error.
       rule: a pair of functions `init` and `update`.
       argument: name among the function's arguments.
       example: a transformation to write instead.
     """
     functions = (getattr(rule, "init", None), getattr(rule, "update", None))
     if not all(map(callable, functions)):
+        prefix = "" if owner is None else f"{owner}: "
         raise TypeError(
-            f"{owner}: {argument} must be an optax GradientTransformation such as "
-            f"{example}, got {describe_value(rule)}. {WAY_TO_RULE}."
+            f"{prefix}{argument} must be an optax GradientTransformation such as "
+            f"{example}, got {describe_value(rule)}. Call the function that makes it, "
+            "with the learning rate or schedule as its argument; "
+            "te.optimizers.from_keras_config translates an optimizer of Keras."
         )

@@ -7,7 +7,6 @@ average of the mean squared gradient, but the second is known on every shard.
 """
 
 import dataclasses
-import functools
 from typing import Any
 
 import jax
@@ -19,7 +18,6 @@ from tpu_embedding.optimizers.checks import (
     anything,
     checks_ranges,
     finite,
-    or_none,
     positive_bound,
 )
 from tpu_embedding.optimizers.equal_calls import equal_calls_are_one
@@ -45,10 +43,7 @@ from tpu_embedding.optimizers.table_rows import TableRows, table_rows
 
 @equal_calls_are_one
 @checks_ranges(
-    "adafactor",
-    weight_decay=functools.partial(or_none, finite),
-    clipvalue=functools.partial(or_none, positive_bound),
-    name=anything,
+    "adafactor", weight_decay=finite, clipvalue=positive_bound, name=anything
 )
 def adafactor(
     learning_rate: optax.ScalarOrSchedule = 0.001,
