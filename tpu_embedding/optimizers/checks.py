@@ -12,7 +12,6 @@ from collections.abc import Callable, Mapping
 from typing import Any, Final, Literal, NamedTuple, TypeVar, cast, get_args, get_origin
 
 import jax.numpy as jnp
-import numpy as np
 from jax.core import Tracer
 
 from tpu_embedding.argument_checks import describe_value
@@ -103,46 +102,17 @@ def _in_range(
 # no bound.
 finite = _in_range("finite", math.isfinite)
 not_nan = _in_range("a number", lambda x: not math.isnan(x))
-_positive = _in_range("positive", lambda x: x > 0)
+positive = _in_range("positive", lambda x: 0 < x < math.inf)
+positive_bound = _in_range("positive", lambda x: x > 0)
 non_negative = _in_range("non-negative", lambda x: 0 <= x < math.inf)
 non_negative_bound = _in_range("non-negative", lambda x: x >= 0)
 non_positive = _in_range("non-positive", lambda x: -math.inf < x <= 0)
 fraction = _in_range("in [0, 1]", lambda x: 0 <= x <= 1)
-_fraction_below_one = _in_range("in [0, 1)", lambda x: 0 <= x < 1)
+fraction_below_one = _in_range("in [0, 1)", lambda x: 0 <= x < 1)
 open_fraction = _in_range("in (0, 1)", lambda x: 0 < x < 1)
-_SMALLEST: Final = float(jnp.finfo(jnp.float32).tiny)
-_is_normal = _in_range(
-    f"at least {_SMALLEST:.3g}, because devices take a smaller number for 0",
-    lambda x: x >= _SMALLEST,
+step_size = _in_range(
+    "at least 0 (negate the loss to ascend the gradient)", lambda x: 0 <= x < math.inf
 )
-_has_normal_square = _in_range(
-    f"at least {math.sqrt(_SMALLEST):.3g}, because devices take its square for 0",
-    lambda x: x * x >= _SMALLEST,
-)
-_is_below_one = _in_range(
-    "below 1 as float32, which rounds it to 1", lambda x: float(np.float32(x)) < 1
-)
-_descends = _in_range(
-    "at least 0 (negate the loss to ascend the gradient)", lambda x: x >= 0
-)
-
-
-def _all_of(*checks: Callable[[Any], Check]) -> Callable[[Any], Check]:
-    """Returns a function that applies checks up to the first that fails."""
-
-    def check(value: Any) -> Check:
-        results = (check(value) for check in checks)
-        return next((result for result in results if result.problem), PASSED)
-
-    return check
-
-
-# Denormal numbers are 0 for a device; float32 may round a number to 1.
-positive_bound = _all_of(_positive, _is_normal)
-positive = _all_of(positive_bound, finite)
-positive_with_square = _all_of(positive, _has_normal_square)
-fraction_below_one = _all_of(_fraction_below_one, _is_below_one)
-step_size = _all_of(finite, _descends)
 
 
 def may_be_positive(value: Any) -> bool:

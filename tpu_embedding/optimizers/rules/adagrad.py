@@ -4,18 +4,14 @@ Duchi, Hazan and Singer, "Adaptive Subgradient Methods for Online Learning and
 Stochastic Optimization", JMLR 12 (2011).
 """
 
-import math
 from typing import Any, Literal, NamedTuple, Unpack
 
 import jax
 import jax.numpy as jnp
 import optax
-from jax.core import Tracer
 
 from tpu_embedding.optimizers.array_rules import for_each_array
 from tpu_embedding.optimizers.checks import (
-    PASSED,
-    Check,
     check_hyperparameters,
     may_be_positive,
     non_negative,
@@ -214,7 +210,6 @@ def adagrad_momentum(
       >>> adagrad_momentum(0.1).init(jnp.ones((3, 2)))[0].momenta.shape
       (3, 2)
     """
-    check_hyperparameters("adagrad_momentum", exponent=_root(exponent, epsilon))
 
     def init(params):
         return AdagradMomentumState(
@@ -233,18 +228,4 @@ def adagrad_momentum(
 
     return optax.chain(
         for_each_array(init, update), optax.scale_by_learning_rate(learning_rate)
-    )
-
-
-def _root(exponent: Any, epsilon: Any) -> Check:
-    """Checks that `epsilon**(-1 / exponent)`, the scale of a fresh row, is finite."""
-    if isinstance(epsilon, Tracer) or isinstance(exponent, Tracer):
-        return PASSED
-    # Half of float32's range remains for the gradient.
-    smallest = -math.log(epsilon) / math.log(1e19)
-    if exponent >= smallest:
-        return PASSED
-    return Check(
-        f"at least {smallest:.3g} for epsilon={epsilon}, because float32 cannot hold "
-        f"epsilon**(-1 / exponent) otherwise, got {exponent}; or make epsilon larger"
     )

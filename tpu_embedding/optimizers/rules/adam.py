@@ -10,10 +10,6 @@ import jax.numpy as jnp
 import optax
 
 from tpu_embedding.optimizers.array_rules import for_each_array
-from tpu_embedding.optimizers.checks import (
-    check_hyperparameters,
-    positive_with_square,
-)
 from tpu_embedding.optimizers.modes import every_row
 from tpu_embedding.optimizers.options import CommonOptions, takes_common_options
 
@@ -73,7 +69,7 @@ def adam(
       learning_rate: scalar, or schedule of the step counted from 0.
       beta_1: decay of `m`, in [0, 1).
       beta_2: decay of `v`, in [0, 1).
-      epsilon: positive. Inside the root, at least 1.08e-19.
+      epsilon: positive.
       lazy_adam: False moves every row in every step, as dense Adam does.
       sum_inside_sqrt: True adds epsilon inside the root.
       bias_correction: True multiplies the learning rate by `c`.
@@ -95,8 +91,6 @@ def adam(
             "use_gradient_accumulation must be True, got False. Leave it out, or set "
             "lazy_adam=True."
         )
-    if sum_inside_sqrt:
-        check_hyperparameters("adam", epsilon=positive_with_square(epsilon))
 
     def init(params):
         return AdamState(
