@@ -262,12 +262,6 @@ def _check_of(
     return functools.partial(or_none, check) if parameter.default is None else check
 
 
-def anything(value: Any) -> Check:
-    """Checks nothing, for an argument without effect."""
-    del value
-    return PASSED
-
-
 def check_rule(
     owner: str | None,
     rule: Any,
