@@ -125,13 +125,13 @@ OPTIMIZERS = {
         lambda x: layer(0.5),
         "got 0.5",
         "an optax GradientTransformation",
-        "te.optimizers.adagrad(0.5)",
+        "with the learning rate or schedule as its argument",
     ),
     "tables: schedule": (
         lambda x: layer(optax.exponential_decay(0.1, 10, 0.5)),
         "got the function schedule",
         "an optax GradientTransformation",
-        "if this is a schedule, give it to an optimizer: te.optimizers.adagrad(sch",
+        "with the learning rate or schedule as its argument",
     ),
     "tables: lookahead": (
         lambda x: layer(optax.lookahead(optax.sgd(0.1), 5, 0.5)),
@@ -162,7 +162,7 @@ OPTIMIZERS = {
 TRAINING = {
     "gradients: other model": (
         lambda x: te.gradients.add(x.gradients, gradients_of(Renamed())),
-        'has [".dense',
+        "got another one as number 2",
         "of one structure",
         "te.gradients.add(first.dense, second.dense)",
     ),

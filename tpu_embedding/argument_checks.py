@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 
-class Wanted(NamedTuple):
+class ArgumentType(NamedTuple):
     """The type of an argument.
 
     Attributes:
@@ -47,18 +47,19 @@ _SHOWN = bool | int | float | complex | str | bytes | list | None
 _MAX_LENGTH = 80
 
 
-def check_type(owner: str, wanted: Wanted, value: Any, line: str) -> None:
+def check_type(owner: str, expected: ArgumentType, value: Any, line: str) -> None:
     """Raises TypeError unless a value has a type.
 
     Args:
       owner: function and argument, as `"te.functional.lookup: plan"`.
-      wanted: the type.
+      expected: the type.
       value: the value that the user gives.
       line: the line to write.
     """
-    if not isinstance(value, wanted.type):
+    if not isinstance(value, expected.type):
         raise TypeError(
-            f"{owner} must be {wanted.text}, got {describe_value(value)}. Write {line}."
+            f"{owner} must be {expected.text}, got {describe_value(value)}. Write "
+            f"{line}."
         )
 
 
@@ -70,7 +71,7 @@ def check_mapping(owner: str, value: Any, line: str) -> None:
       value: the value that the user gives.
       line: the line to write.
     """
-    check_type(owner, Wanted(Mapping, "a dict"), value, line)
+    check_type(owner, ArgumentType(Mapping, "a dict"), value, line)
 
 
 def check_scalar(owner: str, value: Any, line: str) -> None:

@@ -62,13 +62,13 @@ class TableGradients:
     stacks: dict[str, Sealed]
     plan: EmbeddingPlan = dataclasses.field(metadata={"static": True})
 
-    def first_round(self, stack_name: str) -> RowUpdates:
+    def row_updates(self, stack_name: str) -> RowUpdates:
         """Returns a stack's gradient by row, without rows of later rounds. Global.
 
         A rule that takes the occurrences of an id one by one has an entry for each.
         """
         (stack,) = (s for s in self.plan.trained_stacks if s.name == stack_name)
-        return _first_round(self.stacks[stack_name], stack, self.plan)
+        return _row_updates(self.stacks[stack_name], stack, self.plan)
 
 
 @jax.tree_util.register_dataclass
@@ -138,13 +138,6 @@ def update_if(condition: Any, update: Callable[[T], T], state: T) -> T:
       >>> update_if(jnp.array(False), lambda x: x + 1, jnp.array([1.0])).tolist()
       [1.0]
     """
-    if not callable(update):
-        raise TypeError(
-            "te.gradients.update_if: update must be a function, got "
-            f"{describe_value(update)}. "
-            "Write te.gradients.update_if(condition, update, state)."
-        )
-
     return run_if(condition, update, state)
 
 
@@ -233,12 +226,6 @@ def add(*gradients: T) -> T:
     """
     if not gradients:
         raise ValueError("add needs at least one gradient, got none.")
-    if len(gradients) == 1 and _is_list_of_gradients(gradients[0]):
-        raise TypeError(
-            "te.gradients.add takes each gradient as an argument, got one "
-            f"{type(gradients[0]).__name__} of them. "
-            "Write te.gradients.add(*gradients)."
-        )
     for number, other in enumerate(gradients[1:], start=2):
         _check_one_structure(gradients[0], other, number)
 
@@ -262,34 +249,15 @@ def _is_table_gradients(value: Any) -> bool:
     return isinstance(value, TableGradients)
 
 
-def _is_list_of_gradients(value: Any) -> bool:
-    """Returns True for several gradients of one model in a list."""
-    if not isinstance(value, list | tuple) or len(value) < 2:
-        return False
-    leaves = jax.tree.leaves(value, is_leaf=_is_table_gradients)
-    structures = {jax.tree.structure(each) for each in value}
-    return len(structures) == 1 and any(map(_is_table_gradients, leaves))
-
-
 def _check_one_structure(first: Any, other: Any, number: int) -> None:
     try:
         jax.tree.structure(first, is_leaf=_is_table_gradients).flatten_up_to(other)
-    except ValueError:
-        wanted, got = (
-            {
-                jax.tree_util.keystr(path)
-                for path, _ in jax.tree_util.tree_leaves_with_path(
-                    tree, is_leaf=_is_table_gradients
-                )
-            }
-            for tree in (first, other)
-        )
+    except ValueError as error:
         raise ValueError(
             "add needs gradients of one structure, got another one as number "
-            f"{number}, {describe_value(other)}: it lacks {sorted(wanted - got)[:3]} "
-            f"and has {sorted(got - wanted)[:3]}. Compute all of them by "
+            f"{number}, {describe_value(other)}. Compute all of them by "
             "te.value_and_grad of one model, or add the parts that they share: "
-            "te.gradients.add(first.dense, second.dense)."
+            f"te.gradients.add(first.dense, second.dense). JAX says: {error}"
         ) from None
 
 
@@ -329,7 +297,7 @@ def _add_tables(parts: list[TableGradients]) -> TableGradients:
 
 
 @functools.partial(jax.jit, static_argnames=("stack", "plan"))
-def _first_round(
+def _row_updates(
     sealed: Sealed, stack: TrainedStackPlan, plan: EmbeddingPlan
 ) -> RowUpdates:
     def read(sealed: Sealed) -> RowUpdates:

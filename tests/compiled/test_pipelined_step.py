@@ -20,7 +20,6 @@ from tests.compiled.test_train_step import (
     squared_loss,
 )
 from tests.conftest import mesh_of
-from tpu_embedding.nn.pipeline_program import PipelineProgram
 from tpu_embedding.tools import compile_report
 from tpu_embedding.tools.compile_report.hlo import parse_module
 
@@ -32,22 +31,20 @@ def compile_step(plan, dim, mode, loss_fn=squared_loss):
         model = Model(plan, dim, nnx.Rngs(0))
         return model, te.Optimizer(model, optax.sgd(0.1))
 
-    program = PipelineProgram(
-        loss_fn=lambda model, batch: loss_fn(model, *batch),
+    step = te.PipelinedTrainStep(
+        lambda model, batch: loss_fn(model, *batch),
         features_of=lambda batch: batch[0],
         mode=mode,
-        wrt=nnx.Param,
-        has_aux=False,
     )
     features = {
         "one": jax.ShapeDtypeStruct((BATCH,), jnp.int32),
         "many": jax.ShapeDtypeStruct((BATCH, 4), jnp.int32),
     }
     labels = jax.ShapeDtypeStruct((BATCH,), jnp.float32)
-    return compile_advance(program, make, (features, labels), plan)
+    return compile_advance(step, make, (features, labels), plan)
 
 
-def compile_advance(program, make, batch, plan):
+def compile_advance(step, make, batch, plan):
     """Compiles the step between the first and the last batch."""
     graph, state = nnx.split(nnx.eval_shape(make))
     state = compile_report.abstract_arrays(state, plan)
@@ -56,14 +53,14 @@ def compile_advance(program, make, batch, plan):
 
     def begin(state, batch):
         nonlocal structure
-        leaves, structure = jax.tree.flatten(program.begin(graph, state, batch))
+        leaves, structure = jax.tree.flatten(step._begin(graph, state, batch))
         return leaves
 
     in_flight = compile_report.abstract_batch(jax.eval_shape(begin, state, batch), plan)
 
     def advance(state, in_flight, batch, next_batch):
         in_flight = jax.tree.unflatten(structure, in_flight)
-        return program.advance(graph, state, in_flight, batch, next_batch)
+        return step._advance(graph, state, in_flight, batch, next_batch)
 
     jitted = jax.jit(advance, donate_argnums=0, compiler_options=plan.compiler_options)
     return jitted.lower(state, in_flight, batch, batch).compile()

@@ -110,9 +110,9 @@ UNCLEAR = {
         TypeError,
         ".filled(2147483647)",
     ),
-    "set": ({1, 2}, TypeError, "has no order"),
-    "iterator": (iter([1]), TypeError, "next(iter(data))"),
-    "dataset": (Batches(), TypeError, "Batches is no batch"),
+    "set": ({1, 2}, TypeError, "got set"),
+    "iterator": (iter([1]), TypeError, "got list_iterator"),
+    "dataset": (Batches(), TypeError, "got Batches"),
     "hostile": (Hostile(), TypeError, "Hostile, which NumPy cannot read: no"),
     "cyclic list": (cyclic(), ValueError, "got lists within these lists"),
     "uneven, three deep": (

@@ -7,7 +7,7 @@ import tpu_embedding as te
 from tests.conftest import mesh_of
 
 PADDING = te.inputs.PADDING_ROW_ID
-NO_WIDE_ID = np.uint64(2**64 - 1)
+NO_ID_64 = np.uint64(2**64 - 1)
 LISTS = [[3, 3, 7], [], [7, 49, 3, 0, 1, 2, 8], [5], [3], [9, 9, 9], [1]]
 CANDIDATES = np.array([7, 3, 3, 5, 11, 0, 1])
 HISTORY = te.RaggedIds.from_lists(LISTS)
@@ -27,7 +27,7 @@ def test_each_device_has_its_ids_once(offset):
         "candidate": CANDIDATES * (1 if offset < 2**30 else 2**31) + offset,
     }
     found = te.inputs.unique_ids(ids, plan_of(3), "items", length=5)
-    padding = NO_WIDE_ID if offset == 2**40 else PADDING
+    padding = NO_ID_64 if offset == 2**40 else PADDING
     of_devices = found.ids.reshape(3, found.size)
     for device, start in enumerate((0, 3, 6)):
         samples = range(start, min(start + 3, 7))

@@ -258,7 +258,7 @@ def test_each_touched_row_once():
     mesh = mesh_of(2)
     plan = make_plan(mesh)
     _, gradients, touched = check_against_reference(plan, batch_of("zero_weights"))
-    updates = gradients.first_round("stack_0")
+    updates = gradients.row_updates("stack_0")
     row_ids = np.asarray(updates.row_ids).reshape(mesh.size, -1)
     stack = plan.stacks[0]
     owned = [

@@ -164,7 +164,7 @@ def results(request):
         plan=layer.plan,
         activations=jax.device_get(activations),
         out_of_range=jax.device_get(layer.stats.get_value().out_of_range),
-        updates={name: gradients.first_round(name) for name in gradients.stacks},
+        updates={name: gradients.row_updates(name) for name in gradients.stacks},
         tables=layer.embedding_tables(),
     )
 

@@ -247,7 +247,7 @@ def test_layer_under_remat_and_inner_jit():
         model = Model(mesh_of(2), te.optimizers.sgd(0.1), nnx.Rngs(0))
         compute = te.value_and_grad(lambda m, b: jnp.sum(call(m, b["features"]) ** 2))
         _, gradients = compute(model, batch)
-        return gradients.tables["embedding"].first_round("stack_0")
+        return gradients.tables["embedding"].row_updates("stack_0")
 
     plain = gradients_with(lambda m, f: m(f))
     for transform in (nnx.remat, nnx.jit):

@@ -80,8 +80,8 @@ def test_options_keep_the_mode():
     rule = te.optimizers.adam(0.1, lazy_adam=False, clip_weight_max=1.0)
     for wrapped in (
         rule,
-        te.optimizers.with_slot_storage(EVERY_ROW),
-        te.optimizers.decay_rows(EVERY_ROW, 0.1),
+        te.optimizers.with_options(EVERY_ROW, slot_dtype=jnp.float32),
+        te.optimizers.with_options(EVERY_ROW, weight_decay_factor=0.1),
         te.optimizers.with_options(EVERY_ROW, clipvalue=1.0),
     ):
         plan = one_table_plan(wrapped, 5, 2, mesh_of(1))

@@ -189,8 +189,8 @@ WRONG = {
     ),
     "complex": (
         {"b": {"accumulators": np.ones((1, 3), complex)}},
-        TypeError,
-        "must be an array of real numbers, got dtype complex128",
+        ValueError,
+        "must be real numbers, got dtype complex128",
     ),
     "fractions": (
         {"b": {"counters": np.array([1.5])}},

@@ -20,8 +20,8 @@ from jaxtyping import Array
 
 from tpu_embedding.argument_checks import describe_value
 from tpu_embedding.field_checks import is_int
+from tpu_embedding.inputs.ids_64 import truncated_ids
 from tpu_embedding.inputs.shard_inputs import feature_shape, positions_of
-from tpu_embedding.inputs.wide_ids import narrow_ids
 from tpu_embedding.lookup._directory import Counts, no_counts
 from tpu_embedding.lookup._flatten_to_owners import leaves_out_weights
 from tpu_embedding.lookup._translate import SourceIds, find_rows, insert_rows
@@ -414,7 +414,7 @@ def _with_words(features: Any, plan: EmbeddingPlan) -> Any:
         if isinstance(ids, Ids64):
             continue
         if not isinstance(ids, jax.Array) or ids.dtype.itemsize < 8:
-            raise narrow_ids(str(getattr(ids, "dtype", type(ids).__name__)), feature)
+            raise truncated_ids(str(getattr(ids, "dtype", type(ids).__name__)), feature)
         leaves[i] = with_ids(leaves[i], Ids64.of_array(ids))
     return plan.unflatten(leaves)
 

@@ -3,7 +3,7 @@
 `containers` reads the ids of one feature from any container. `prepare` checks a batch
 and gives ragged features a static size, which `buffer_sizes` chooses and `agreed_sizes`
 agrees on over the processes of a job. `ragged_shards` and `sparse_ids` convert for it.
-`wide_ids` holds the ids of dynamic tables. `unique_ids` names each id of a device once,
+`ids_64` holds the ids of dynamic tables. `unique_ids` names each id of a device once,
 for a plain feature.
 
 `shard_inputs` turns a feature into the input of each shard. It also runs inside the

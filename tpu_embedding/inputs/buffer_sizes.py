@@ -141,14 +141,6 @@ class BufferSizes:
         usual = valence.bound(demand.samples_per_shard, deviations)
         return _round_up(math.ceil(max(needed, usual)))
 
-    def __repr__(self) -> str:
-        latest = [
-            f"{name}[{samples}]={size}"
-            for key, buffers in self._buffers.items()
-            for (name, samples), size in zip(key, buffers.sizes or (), strict=True)
-        ]
-        return f"BufferSizes({', '.join(latest)})"
-
 
 def size_of_batch(demand: RaggedDemand) -> int:
     """Returns a size for one batch, without a memory of others.

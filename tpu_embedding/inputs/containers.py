@@ -5,7 +5,6 @@ several meanings is refused, and the error says how to choose. `prepare` reads
 integer ids by this module, `tpu_embedding.strings` reads strings.
 """
 
-import collections.abc
 import dataclasses
 import math
 from typing import Any, Final, Literal
@@ -55,7 +54,6 @@ def read_ids(ids: Any, owner: str, what: What = "Ids") -> HostIds:
       TypeError: if the container is none of those.
       ValueError: if its parts do not fit each other.
     """
-    _refuse_unclear(ids, owner, what)
     if isinstance(ids, DenseIds):
         inner = read_ids(ids.ids, owner, what)
         if not isinstance(inner, DenseIds):
@@ -71,9 +69,16 @@ def read_ids(ids: Any, owner: str, what: What = "Ids") -> HostIds:
     if isinstance(ids, list | tuple):
         return _read_lists(list(ids), owner, what)
     array = as_array(ids, owner, what)
-    if array.dtype == object and array.ndim:
+    if array.dtype != object:
+        return DenseIds(ids=array)
+    if array.ndim:
         return _read_lists(array.tolist(), owner, what)
-    return DenseIds(ids=array)
+    raise TypeError(
+        f"{what} of {owner} must be an array, lists, DenseIds, RaggedIds or SparseIds, "
+        f"got {type(ids).__name__}; convert one batch of it. For a SciPy matrix whose "
+        "columns are ids, write te.RaggedIds(values=m.indices, row_splits=m.indptr, "
+        "weights=m.data) of m = matrix.tocsr()."
+    )
 
 
 def values_of(ids: HostIds) -> np.ndarray:
@@ -303,40 +308,3 @@ def _flat_array(items: list[Any]) -> np.ndarray:
     if any(issubclass(kind, str | bytes) for kind in set(map(type, items))):
         return np.fromiter(items, object, len(items))
     return np.asarray(items)
-
-
-_STREAM = "is no batch; pass one batch of it, such as next(iter(data))"
-
-# Properties by which an object is recognised, and the way out.
-_UNCLEAR: Final = (
-    (
-        lambda ids: hasattr(ids, "tocoo") and hasattr(ids, "shape"),
-        "is a SciPy matrix, whose columns may be ids or positions; if columns are ids, "
-        "write te.RaggedIds(values=m.indices, row_splits=m.indptr, weights=m.data) of "
-        "m = matrix.tocsr()",
-    ),
-    (
-        lambda ids: hasattr(ids, "values") and hasattr(ids, "offsets"),
-        "is a jagged array; write te.RaggedIds(values=..., row_splits=...) with its "
-        "values and offsets as NumPy arrays",
-    ),
-    (
-        lambda ids: isinstance(ids, collections.abc.Mapping),
-        "is a mapping; write te.DenseIds(ids=..., weights=...) or te.RaggedIds(...)",
-    ),
-    (
-        lambda ids: isinstance(ids, collections.abc.Set),
-        "has no order, and samples do; write sorted(ids) if it is right",
-    ),
-    (lambda ids: hasattr(ids, "element_spec"), _STREAM),
-    (lambda ids: isinstance(ids, collections.abc.Iterator), _STREAM),
-)
-
-
-def _refuse_unclear(ids: Any, owner: str, what: str) -> None:
-    for is_meant, way_out in _UNCLEAR:
-        if is_meant(ids):
-            raise TypeError(
-                f"{what} of {owner} must be an array, lists, DenseIds, RaggedIds or "
-                f"SparseIds. {type(ids).__name__} {way_out}."
-            )

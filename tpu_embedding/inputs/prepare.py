@@ -22,6 +22,12 @@ from tpu_embedding.inputs.containers import (
     values_of,
     with_values,
 )
+from tpu_embedding.inputs.ids_64 import (
+    check_ids_64,
+    join_words,
+    refuse_unreadable,
+    with_words,
+)
 from tpu_embedding.inputs.ragged_shards import demand_of, pad_to_shards
 from tpu_embedding.inputs.shard_inputs import (
     check_dtypes,
@@ -29,12 +35,6 @@ from tpu_embedding.inputs.shard_inputs import (
     refuse_unequal_batches,
 )
 from tpu_embedding.inputs.sparse_ids import from_sparse
-from tpu_embedding.inputs.wide_ids import (
-    check_wide,
-    join_words,
-    refuse_unreadable,
-    with_words,
-)
 from tpu_embedding.plan.features import FeaturePlan
 from tpu_embedding.plan.input_plan import InputPlan
 from tpu_embedding.plan.plan import AnyPlan, EmbeddingPlan
@@ -271,7 +271,7 @@ def _check_feature(
     # Dense ids need marks of places without an id. Ragged and sparse ids have them
     # where `hash_ids` or a `Vocabulary`, which return int32, was given padding.
     holds_padding = is_dense or values.dtype == np.int32
-    check = check_wide if feature.table.dynamic else _check_range
+    check = check_ids_64 if feature.table.dynamic else _check_range
     where = "position" if is_dense else "value"
     ids = with_values(host_ids, check(values, holds_padding, feature, where))
     if isinstance(ids, SparseIds):

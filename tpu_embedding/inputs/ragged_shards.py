@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from tpu_embedding.inputs.buffer_sizes import RaggedDemand
-from tpu_embedding.inputs.wide_ids import padding_of
+from tpu_embedding.inputs.ids_64 import padding_of
 from tpu_embedding.plan.features import FeaturePlan
 from tpu_embedding.types import RaggedIds, ShardedRaggedIds
 

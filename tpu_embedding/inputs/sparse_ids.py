@@ -9,8 +9,8 @@ import math
 import numpy as np
 
 from tpu_embedding.inputs.containers import MAX_SAMPLES
+from tpu_embedding.inputs.ids_64 import padding_of
 from tpu_embedding.inputs.shard_inputs import refuse_weighted_sequence
-from tpu_embedding.inputs.wide_ids import padding_of
 from tpu_embedding.plan.features import FeaturePlan
 from tpu_embedding.types import DenseIds, RaggedIds, SparseIds
 

@@ -17,8 +17,8 @@ from tpu_embedding.inputs.buffer_sizes import (
     RaggedDemand,
     size_of_batch,
 )
+from tpu_embedding.inputs.ids_64 import padding_of
 from tpu_embedding.inputs.prepare import Samples, num_parts_of
-from tpu_embedding.inputs.wide_ids import padding_of
 from tpu_embedding.plan.plan import AnyPlan
 from tpu_embedding.types import RaggedIds
 

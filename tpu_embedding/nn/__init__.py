@@ -7,8 +7,7 @@ needs; `te.linen` is the folder `linen/`.
 * `training`: `value_and_grad`. `optimizer`: for tables and dense parameters.
 * `recording`: records the lookups of a loss, which give tables their gradients.
 * `model_tables`: the step of all tables of a model, for NNX and for Linen.
-* `pipeline`: a train step that begins the next lookup early. `pipeline_program`: the
-  compiled functions of that step.
+* `pipeline`: a train step that begins the next lookup early.
 * `layer_stats`: counts of lookups, in the form that a layer's variables keep.
 * `each_step`: a train step that sets hyper-parameters before each step.
 * `dense_optimizer`: checks that a dense optimizer and the tables step together.

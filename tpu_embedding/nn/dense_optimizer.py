@@ -2,19 +2,16 @@
 
 import warnings
 from collections.abc import Iterable, Mapping
-from typing import Any, Final, cast
+from typing import Any, cast
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 
 from tpu_embedding.optimizers.probe import LOOKAHEAD, on_its_own
+from tpu_embedding.optimizers.resolve import COLLECTING, find_state
 from tpu_embedding.optimizers.table_rows import model_gradient_context
 from tpu_embedding.plan.plan import EmbeddingPlan
-
-_COLLECTING: Final = ("MultiStepsState", "ApplyEvery", "SAMState")
-"""States of optimizers that collect gradients, and move arrays in some steps only."""
 
 
 def check_dense_optimizer(
@@ -39,7 +36,7 @@ def check_dense_optimizer(
       ValueError: if dense parameters would wait for several steps, and tables not; or
         if the optimizer is `optax.lookahead`.
     """
-    if _find(opt_state, ("LookaheadState",)):
+    if find_state(opt_state, ("LookaheadState",)):
         raise ValueError(
             "The optimizer of the dense parameters must take plain arrays, got "
             f"{LOOKAHEAD}. Give the optimizer inside of it alone: tx=fast_optimizer."
@@ -54,9 +51,9 @@ def check_dense_optimizer(
     each_step = [
         stack
         for stack, state in stacks
-        if stack.optimizer.gradient_steps == 1 and not _find(state, _COLLECTING)
+        if stack.optimizer.gradient_steps == 1 and not find_state(state, COLLECTING)
     ]
-    collecting = _find(opt_state, _COLLECTING)
+    collecting = find_state(opt_state, COLLECTING)
     if collecting and each_step:
         raise ValueError(
             "The optimizer of the dense parameters must step with each update, as "
@@ -105,13 +102,3 @@ def _couples_arrays(tx: optax.GradientTransformation) -> bool:
     except Exception:  # The optimizer may be any function, and raise anything.
         return False
     return any(not np.array_equal(usual, other) for other in others)
-
-
-def _find(state: Any, type_names: tuple[str, ...]) -> str | None:
-    """Returns the name of the first node of a state whose type has one of the names."""
-
-    def is_wanted(node: Any) -> bool:
-        return type(node).__name__ in type_names
-
-    nodes = jax.tree.leaves(state, is_leaf=is_wanted)
-    return next((type(node).__name__ for node in nodes if is_wanted(node)), None)

@@ -5,6 +5,9 @@ import inspect
 from collections.abc import Callable
 from typing import Any
 
+import jax
+from jax.core import Tracer
+
 
 def set_each_step(
     step: Callable[..., Any], **functions: Callable[[], Any]
@@ -62,24 +65,30 @@ def set_each_step(
                 "a te.linen.TrainState, whose tables have the hyper-parameters, got "
                 f"{[type(x).__name__ for x in given]}."
             )
-        # Each is called once, however many optimizers there are.
-        once = {name: functools.cache(f) for name, f in functions.items()}
+        if any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves(given)):
+            raise TypeError(
+                "te.nn.set_each_step: its step must be called outside of jit, which "
+                f"would call {', '.join(functions)} once, while it compiles, and keep "
+                "the values. Compile the step alone: "
+                "te.nn.set_each_step(jitted_step, learning_rate=function)."
+            )
+        values = {name: function() for name, function in functions.items()}
         return step(
-            *(_with_values(x, once) for x in args),
-            **{key: _with_values(x, once) for key, x in kwargs.items()},
+            *(_with_values(x, values) for x in args),
+            **{key: _with_values(x, values) for key, x in kwargs.items()},
         )
 
     return step_with_values
 
 
-def _with_values(argument: Any, functions: dict[str, Any]) -> Any:
+def _with_values(argument: Any, values: dict[str, Any]) -> Any:
     """Returns an argument of a step, with new values if it has optimizers of tables."""
     if not _has_optimizers(argument):
         return argument
     if hasattr(argument, "set_hyperparameters"):
-        argument.set_hyperparameters(**functions)
+        argument.set_hyperparameters(**values)
         return argument
-    return argument.with_hyperparameters(**functions)
+    return argument.with_hyperparameters(**values)
 
 
 def _has_optimizers(argument: Any) -> bool:

@@ -16,7 +16,7 @@ from flax.nnx.bridge.wrappers import current_linen_module
 from jax.sharding import Mesh
 
 from tpu_embedding import functional
-from tpu_embedding.argument_checks import Wanted, check_type
+from tpu_embedding.argument_checks import ArgumentType, check_type
 from tpu_embedding.functional.serving_lookup import serve
 from tpu_embedding.inputs.buffer_sizes import BufferSizes
 from tpu_embedding.inputs.prepare import Samples, prepare_features
@@ -70,7 +70,7 @@ NO_DERIVATIVE: Final = (
 )
 
 
-RNGS: Final = Wanted(nnx.Rngs, "an nnx.Rngs")
+RNGS: Final = ArgumentType(nnx.Rngs, "an nnx.Rngs")
 
 
 class EmbeddingTables(nnx.Variable):
@@ -192,9 +192,10 @@ class TPUEmbedding(nnx.Module):
         self.followed_tables = FollowedTables()
         self.gradient_guard = GradientGuard(jnp.zeros(()))
         self.recorded = RecordedCalls(())
-        # Inside a pipelined step: features and the result of their lookup. After the
-        # call that takes the result, True if it had these features.
+        # Inside a pipelined step: features and the result of their lookup, until a call
+        # takes it; then whether that call had these features.
         self.prefetched = RecordedCalls(())
+        self.features_agree = RecordedCalls(())
         self.recording: Recording = "off"
 
     def __call__(
@@ -245,9 +246,10 @@ class TPUEmbedding(nnx.Module):
 
     def _look_up(self, features: Any, plan: EmbeddingPlan) -> functional.LookupResult:
         prefetched = self.prefetched.get_value()
-        if len(prefetched) == 2:
+        if prefetched:
             expected, result = prefetched
-            self.prefetched.set_value((have_same_values(expected, features),))
+            self.prefetched.set_value(())
+            self.features_agree.set_value((have_same_values(expected, features),))
             return result
         tables = without_derivative(self.tables.get_value(), NO_DERIVATIVE)
         return functional.lookup(tables, features, plan)
@@ -353,6 +355,7 @@ class TPUEmbedding(nnx.Module):
         self.recording = "off"
         self.recorded.set_value(())
         self.prefetched.set_value(())
+        self.features_agree.set_value(())
         return tuple(calls)
 
 

@@ -1,7 +1,7 @@
 """Updates an NNX model: optax updates dense parameters, row rules update tables."""
 
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Any
 
 import jax
 import optax
@@ -261,7 +261,7 @@ class Optimizer(nnx.Module):
           >>> optimizer.slot_values()["movie"]["accumulators"].shape
           (10, 4)
         """
-        keys, slots = self._table_keys("trained"), self.slots.get_value()
+        keys, slots = self._table_keys(), self.slots.get_value()
         return {
             keys[path, name]: of_table
             for path, plan in self.plans
@@ -300,7 +300,7 @@ class Optimizer(nnx.Module):
         check_mapping("values", values, line)
         layers, slots = self._layers_and_slots(model, "set_embedding_tables")
         tables = {}
-        for path, own in self._by_layer(values, "all").items():
+        for path, own in self._by_layer(values).items():
             tables[path], slots[path] = with_table_values(
                 layers[path].tables.get_value(), own, layers[path].plan, slots[path]
             )
@@ -315,14 +315,15 @@ class Optimizer(nnx.Module):
           values: result of `slot_values`; tables and slots may be missing.
 
         Raises:
-          TypeError: if a value is no array of real numbers.
-          ValueError: if a table or slot is unknown, or a value has the wrong shape.
+          TypeError: if `values`, or those of a table, are no dict.
+          ValueError: if a table or slot is unknown, or a value is no array of real
+            numbers of its shape.
         """
         line = "values={'movie': {'accumulators': array}}, by table and slot name"
         check_mapping("values", values, line)
         slots = dict(self.slots.get_value())
         plans = dict(self.plans)
-        for path, own in self._by_layer(values, "trained").items():
+        for path, own in self._by_layer(values).items():
             slots[path] = with_slot_values(slots[path], own, plans[path])
         self.slots.set_value(slots)
 
@@ -339,17 +340,14 @@ class Optimizer(nnx.Module):
             )
         return layers, slots
 
-    def _by_layer(
-        self, values: Mapping[str, Any], tables: Literal["all", "trained"]
-    ) -> dict[str, dict[str, Any]]:
+    def _by_layer(self, values: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
         """Returns the values of each layer by table name; refuses unknown keys."""
-        keys = self._table_keys(tables)
+        keys = self._table_keys()
         unknown = sorted(set(values) - set(keys.values()))
         if unknown:
             raise ValueError(
-                "values must name tables of the model"
-                f"{' that have an optimizer' if tables == 'trained' else ''}, "
-                f"{sorted(keys.values())}, got {unknown}."
+                f"values must name tables of the model, {sorted(keys.values())}, got "
+                f"{unknown}."
             )
         by_layer: dict[str, dict[str, Any]] = {path: {} for path, _ in self.plans}
         for (path, name), key in keys.items():
@@ -357,14 +355,12 @@ class Optimizer(nnx.Module):
                 by_layer[path][name] = values[key]
         return by_layer
 
-    def _table_keys(
-        self, tables: Literal["all", "trained"]
-    ) -> dict[tuple[str, str], str]:
+    def _table_keys(self) -> dict[tuple[str, str], str]:
         """Returns the shortest key of each table, by layer and name."""
         found = [
             (path, table.name)
             for path, plan in self.plans
-            for stack in (plan.stacks if tables == "all" else plan.trained_stacks)
+            for stack in plan.stacks
             for table in stack.tables
         ]
         names = [name for _, name in found]

@@ -9,18 +9,25 @@ One compiled program trains on a batch and begins the lookup of the batch after 
 """
 
 import functools
-from collections.abc import Callable
-from typing import Any, NamedTuple, get_args
+from collections.abc import Callable, Mapping
+from typing import Any, Literal, NamedTuple, get_args
 
 import jax
 import numpy as np
 from flax import nnx
 from jax.core import Tracer
 
+from tpu_embedding import functional
 from tpu_embedding.gradients import Gradients
 from tpu_embedding.nn.optimizer import Optimizer
-from tpu_embedding.nn.pipeline_program import InFlight, PipelineMode, PipelineProgram
-from tpu_embedding.nn.training import embedding_layers, put_on_mesh
+from tpu_embedding.nn.training import embedding_layers, put_on_mesh, value_and_grad
+from tpu_embedding.plan.plan import EmbeddingPlan
+from tpu_embedding.plan.shard_map import constrain_first_axis
+from tpu_embedding.xla import read_before_write
+
+PipelineMode = Literal["exact", "stale"]
+InFlight = dict[str, Any]
+"""Path of each layer to its routed ids (`"exact"`), or to its lookup (`"stale"`)."""
 
 
 class PipelinedTrainStep:
@@ -89,16 +96,12 @@ class PipelinedTrainStep:
                 f"PipelinedTrainStep's mode must be one of {get_args(PipelineMode)}, "
                 f"got {mode!r}."
             )
-        self._program = PipelineProgram(
-            loss_fn=loss_fn,
-            features_of=features_of,
-            mode=mode,
-            wrt=wrt,
-            has_aux=has_aux,
-            transform_gradients=transform_gradients,
-        )
-        self._jitted: tuple[Any, Any] | None = None
-        self._structure: Any = None
+        self._loss_fn = loss_fn
+        self._features_of = features_of
+        self._mode = mode
+        self._compute = value_and_grad(loss_fn, wrt=wrt, has_aux=has_aux)
+        self._transform_gradients = transform_gradients
+        self._jitted: dict[Any, tuple[Any, Any]] = {}
         self._pending: _Pending | None = None
 
     def __call__(
@@ -148,7 +151,7 @@ class PipelinedTrainStep:
 
     def _check_features(self, graph: Any, state: Any, batch: Any) -> None:
         """Refuses a loss that gives other features to a layer than `features_of`."""
-        check = jax.jit(self._program.features_agree, static_argnums=0)
+        check = jax.jit(self._features_agree, static_argnums=0)
         for path, agree in check(graph, state, batch).items():
             if not agree:
                 raise ValueError(
@@ -180,7 +183,7 @@ class PipelinedTrainStep:
                 "or make one PipelinedTrainStep per model."
             )
         is_same = optimizer.dense.step.get_value() is num_steps
-        if self._program.mode == "stale" and not is_same:
+        if self._mode == "stale" and not is_same:
             raise ValueError(
                 "PipelinedTrainStep with mode='stale' has rows in flight, and "
                 "something else has changed the optimizer since, such as "
@@ -202,13 +205,8 @@ class PipelinedTrainStep:
                 "PipelinedTrainStep compiles the step itself, and got a model inside "
                 "jit; call it outside of nnx.jit and jax.jit."
             )
-        if self._jitted is not None:
-            if structure != self._structure:
-                raise ValueError(
-                    "PipelinedTrainStep has compiled its step for a model and an "
-                    "optimizer with other variables. Make a new PipelinedTrainStep."
-                )
-            return self._jitted
+        if structure in self._jitted:
+            return self._jitted[structure]
         plans = [layer.plan for layer in embedding_layers(model).values()]
         if not plans:
             raise ValueError(
@@ -229,13 +227,96 @@ class PipelinedTrainStep:
         state = nnx.state((model, optimizer))
         shardings = jax.tree.map(lambda leaf: getattr(leaf, "sharding", None), state)
         advance = jit(
-            self._program.advance,
+            self._advance,
             donate_argnums=1,
             out_shardings=(shardings, None, None),
         )
-        self._structure = structure
-        self._jitted = jit(self._program.begin), advance
-        return self._jitted
+        self._jitted[structure] = jit(self._begin), advance
+        return self._jitted[structure]
+
+    def _begin(self, graph: nnx.GraphDef, state: nnx.State, batch: Any) -> InFlight:
+        """Begins the lookup of a batch, without a step."""
+        model, _ = nnx.merge(graph, state)
+        routed = self._route(model, batch)
+        return routed if self._mode == "exact" else _read(model, routed)
+
+    def _advance(
+        self,
+        graph: nnx.GraphDef,
+        state: nnx.State,
+        in_flight: InFlight,
+        batch: Any,
+        next_batch: Any,
+    ) -> tuple[nnx.State, InFlight, Any]:
+        """Trains on a batch, and begins the lookup of the next one.
+
+        Args:
+          graph: graph of (model, optimizer).
+          state: state of (model, optimizer).
+          in_flight: what is in flight for the batch.
+          batch: to train on.
+          next_batch: to look up; None: none.
+
+        Returns:
+          New state; what is in flight for the next batch; and the loss, or
+          `(loss, aux)`.
+        """
+        model, optimizer = nnx.merge(graph, state)
+        begun = {} if next_batch is None else self._route(model, next_batch)
+        if self._mode == "exact":
+            in_flight = _read(model, in_flight)
+        else:
+            begun = _read_before_update(model, begun)
+        self._prefetch(model, batch, in_flight)
+        result, gradients = self._compute(model, batch)
+        if self._transform_gradients is not None:
+            gradients = self._transform_gradients(gradients)
+        optimizer.update(model, gradients)
+        return nnx.state((model, optimizer)), begun, result
+
+    def _features_agree(
+        self, graph: nnx.GraphDef, state: nnx.State, batch: Any
+    ) -> dict[str, Any]:
+        """Returns for each layer if the loss calls it with `features_of(batch)`.
+
+        XLA removes all of the loss that leads to no features. Only its prints run.
+        """
+        model, _ = nnx.merge(graph, state)
+        lookups = _read(model, self._route(model, batch))
+        self._prefetch(model, batch, lookups)
+        self._loss_fn(model, batch)
+        layers = embedding_layers(model)
+        found = {path: layers[path].features_agree.get_value() for path in lookups}
+        # Empty if no call has taken the result.
+        return {path: x[0] if x else False for path, x in found.items()}
+
+    def _prefetch(self, model: nnx.Module, batch: Any, lookups: InFlight) -> None:
+        """Gives the layers the lookups of a batch."""
+        layers = embedding_layers(model)
+        for path, features in self._features(model, batch).items():
+            layers[path].prefetched.set_value((features, lookups[path]))
+
+    def _features(self, model: nnx.Module, batch: Any) -> dict[str, Any]:
+        """Returns the features that are looked up early, by the path of the layer."""
+        layers, features = embedding_layers(model), self._features_of(batch)
+        if len(layers) == 1:
+            return dict.fromkeys(layers, features)
+        if not isinstance(features, Mapping) or not set(features) <= set(layers):
+            got = list(features) if isinstance(features, Mapping) else type(features)
+            raise ValueError(
+                "PipelinedTrainStep's features_of must return a dict by the path of "
+                f"each layer that the loss calls, some of {sorted(layers)}, because "
+                f"the model has several layers, got {got}."
+            )
+        return dict(features)
+
+    def _route(self, model: nnx.Module, batch: Any) -> InFlight:
+        """Sends the ids of a batch to the owners of their rows."""
+        plans = {path: layer.plan for path, layer in embedding_layers(model).items()}
+        return {
+            path: _by_sample(functional.route(features, plans[path]), plans[path])
+            for path, features in self._features(model, batch).items()
+        }
 
 
 class _Pending(NamedTuple):
@@ -257,3 +338,36 @@ class _Pending(NamedTuple):
 def _own_copy(leaf: Any) -> Any:
     # The next call reads the batch again; its array may change until then.
     return np.array(leaf) if isinstance(leaf, np.ndarray) else leaf
+
+
+def _read(model: nnx.Module, routed: InFlight) -> InFlight:
+    """Reads the rows of routed ids from the model's tables."""
+    layers = {path: embedding_layers(model)[path] for path in routed}
+    return {
+        path: _by_sample(
+            functional.read_rows(layer.tables.get_value(), routed[path], layer.plan),
+            layer.plan,
+        )
+        for path, layer in layers.items()
+    }
+
+
+def _by_sample(tree: Any, plan: EmbeddingPlan) -> Any:
+    """Keeps arrays of samples on the devices of these, between two programs."""
+    return jax.tree.map(
+        lambda leaf: constrain_first_axis(leaf, plan, plan.sample_axes), tree
+    )
+
+
+def _read_before_update(model: nnx.Module, routed: InFlight) -> InFlight:
+    """Reads rows; an update of the model's tables waits for it.
+
+    Without this order, XLA may write rows before it reads them, into a copy of the
+    whole table.
+    """
+    layers = embedding_layers(model)
+    tables = {path: layers[path].tables.get_value() for path in routed}
+    tables, lookups = read_before_write((tables, _read(model, routed)))
+    for path, of_layer in tables.items():
+        layers[path].tables.set_value(of_layer)
+    return lookups

@@ -6,7 +6,7 @@ from typing import Any, Final
 
 from flax import nnx
 
-from tpu_embedding.argument_checks import Wanted, check_type
+from tpu_embedding.argument_checks import ArgumentType, check_type
 from tpu_embedding.gradients import Gradients
 from tpu_embedding.nn.embedding import (
     CALL_OUTSIDE,
@@ -32,7 +32,7 @@ NO_LAYER: Final = (
 )
 
 
-MODEL: Final = Wanted(nnx.Module, "an nnx.Module that owns a te.TPUEmbedding")
+MODEL: Final = ArgumentType(nnx.Module, "an nnx.Module that owns a te.TPUEmbedding")
 RECORDED: Final = "['recorded']"
 """The record of a layer's calls, in the paths of JAX's errors."""
 

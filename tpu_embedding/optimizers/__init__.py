@@ -45,9 +45,6 @@ from tpu_embedding.optimizers.hyperparameters import (
 from tpu_embedding.optimizers.keras import from_keras_config as from_keras_config
 from tpu_embedding.optimizers.modes import every_row as every_row
 from tpu_embedding.optimizers.modes import in_sequence as in_sequence
-from tpu_embedding.optimizers.options import clip_gradients as clip_gradients
-from tpu_embedding.optimizers.options import clip_rows as clip_rows
-from tpu_embedding.optimizers.options import decay_rows as decay_rows
 from tpu_embedding.optimizers.options import with_options as with_options
 from tpu_embedding.optimizers.resolve import check_row_local as check_row_local
 from tpu_embedding.optimizers.row_optimizer import NotRowLocalError as NotRowLocalError
@@ -57,19 +54,8 @@ from tpu_embedding.optimizers.rules.adafactor import adafactor as adafactor
 from tpu_embedding.optimizers.rules.adagrad import adagrad as adagrad
 from tpu_embedding.optimizers.rules.adagrad import adagrad_momentum as adagrad_momentum
 from tpu_embedding.optimizers.rules.adagrad import rowwise_adagrad as rowwise_adagrad
-from tpu_embedding.optimizers.rules.adagrad import scale_by_adagrad as scale_by_adagrad
-from tpu_embedding.optimizers.rules.adagrad import (
-    scale_by_adagrad_momentum as scale_by_adagrad_momentum,
-)
-from tpu_embedding.optimizers.rules.adagrad import (
-    scale_by_rowwise_adagrad as scale_by_rowwise_adagrad,
-)
 from tpu_embedding.optimizers.rules.adam import adam as adam
-from tpu_embedding.optimizers.rules.adam import scale_by_lazy_adam as scale_by_lazy_adam
 from tpu_embedding.optimizers.rules.assign import assign as assign
-from tpu_embedding.optimizers.rules.bounded_adagrad import (
-    bounded_adagrad as bounded_adagrad,
-)
 from tpu_embedding.optimizers.rules.clippy import clippy_adagrad as clippy_adagrad
 from tpu_embedding.optimizers.rules.frequency import (
     frequency_aware_adagrad as frequency_aware_adagrad,
@@ -96,7 +82,5 @@ from tpu_embedding.optimizers.rules.rowwise import (
 from tpu_embedding.optimizers.rules.rowwise import rowwise_rmsprop as rowwise_rmsprop
 from tpu_embedding.optimizers.rules.sgd import sgd as sgd
 from tpu_embedding.optimizers.rules.user_defined import user_defined as user_defined
-from tpu_embedding.optimizers.rules.yogi import online_yogi as online_yogi
 from tpu_embedding.optimizers.rules.yogi import proximal_yogi as proximal_yogi
-from tpu_embedding.optimizers.slot_storage import with_slot_storage as with_slot_storage
 from tpu_embedding.optimizers.table_rows import table_rows as table_rows

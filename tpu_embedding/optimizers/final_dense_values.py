@@ -1,5 +1,6 @@
 """Sets variables to their moving averages, at the end of training."""
 
+import functools
 from typing import Any, TypeVar
 
 import jax
@@ -44,25 +45,24 @@ def finalize_variable_values(params: Params, state: Any) -> tuple[Params, Any]:
       >>> round(float(params["bias"][0]), 3), round(float(final["bias"][0]), 3)
       (0.334, 0.417)
     """
-    arrays, tree = jax.tree.flatten(params)
 
-    def swap(state: Any, waiting_steps: Any) -> Any:
-        def swap_node(node: Any) -> Any:
-            if isinstance(node, CollectedGradients):
-                # The steps that only collect gradients average as well.
-                inner = swap(node.steps.inner_opt_state, node.steps.mini_step)
-                return CollectedGradients(node.steps._replace(inner_opt_state=inner))
-            if not _is_averaged(node):
-                return node
-            new, node = _swap_in_averages(node, arrays, tree, waiting_steps)
-            arrays[:] = new
-            return node
+    def finalize(state: Any, waiting_steps: Any) -> Any:
+        is_node = lambda x: isinstance(x, AdafactorState | CollectedGradients)  # noqa: E731
+        finalize_node = functools.partial(swap_in, waiting_steps=waiting_steps)
+        return jax.tree.map(finalize_node, state, is_leaf=is_node)
 
-        is_node = lambda x: isinstance(x, CollectedGradients) or _is_averaged(x)  # noqa: E731
-        return jax.tree.map(swap_node, state, is_leaf=is_node)
+    def swap_in(node: Any, waiting_steps: Any) -> Any:
+        nonlocal params
+        if isinstance(node, CollectedGradients):
+            # The steps that only collect gradients average as well.
+            inner = finalize(node.steps.inner_opt_state, node.steps.mini_step)
+            return CollectedGradients(node.steps._replace(inner_opt_state=inner))
+        if _is_averaged(node):
+            params, node = _swap_in_averages(params, node, waiting_steps)
+        return node
 
-    state = swap(state, 0)
-    return jax.tree.unflatten(tree, arrays), state
+    state = finalize(state, 0)
+    return params, state
 
 
 def has_averages(state: Any) -> bool:
@@ -70,45 +70,34 @@ def has_averages(state: Any) -> bool:
     return any(map(_is_averaged, jax.tree.leaves(state, is_leaf=_is_averaged)))
 
 
+def _is_averaged(node: Any) -> bool:
+    return isinstance(node, AdafactorState) and bool(jax.tree.leaves(node.averages))
+
+
 def _swap_in_averages(
-    node: AdafactorState, arrays: list[Any], tree: Any, waiting_steps: Any
-) -> tuple[list[Any], AdafactorState]:
-    """Returns the final arrays, and the state that holds them as averages."""
-    try:
-        fields = [
-            tree.flatten_up_to(x)
-            for x in (
-                node.averages,
-                node.count,
-                node.average_counts,
-                node.average_momentum,
-            )
-        ]
-    except ValueError as error:
-        raise ValueError(
-            "finalize_variable_values needs the parameters that the optimizer was made "
-            f"for, got others: {error}"
-        ) from error
-    new_arrays, averages, counts = [], [], []
-    for array, average, count, seen, momentum in zip(arrays, *fields, strict=True):
+    params: Any, node: AdafactorState, waiting_steps: Any
+) -> tuple[Any, AdafactorState]:
+    """Returns the final parameters, and the state that holds them as averages."""
+
+    def swap(array: Any, average: Any, count: Any, seen: Any, momentum: Any) -> Any:
         if not hasattr(average, "dtype"):  # Another optimizer trains this array.
-            new_arrays.append(array)
-            averages.append(average)
-            counts.append(seen)
-            continue
+            return array, average, seen
         missed = waiting_steps
         if seen is not None:
             missed = (missed + count - seen)[:, None]
             seen = jnp.full_like(seen, count)
         value = catch_up(average, array, missed, momentum)
-        new_arrays.append(value.astype(array.dtype))
-        averages.append(value)
-        counts.append(seen)
-    node = node._replace(
-        averages=tree.unflatten(averages), average_counts=tree.unflatten(counts)
+        return value.astype(array.dtype), value, seen
+
+    fields = node.averages, node.count, node.average_counts, node.average_momentum
+    try:
+        swapped = jax.tree.map(swap, params, *fields)
+    except ValueError as error:
+        raise ValueError(
+            "finalize_variable_values needs the parameters that the optimizer was made "
+            f"for, got others: {error}"
+        ) from error
+    params, averages, counts = (
+        jax.tree.map(lambda _, parts, i=i: parts[i], params, swapped) for i in range(3)
     )
-    return new_arrays, node
-
-
-def _is_averaged(node: Any) -> bool:
-    return isinstance(node, AdafactorState) and bool(jax.tree.leaves(node.averages))
+    return params, node._replace(averages=averages, average_counts=counts)

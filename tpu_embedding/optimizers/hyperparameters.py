@@ -20,15 +20,14 @@ def with_hyperparameters(state: Any, **values: Any) -> Any:
     Args:
       state: state of one optimizer, or any pytree of states, such as `init_slots`
         returns.
-      **values: name of a hyper-parameter to its new value: a scalar, or a function
-        without arguments that returns one. The function is called once, here, so it is
-        refused under `jit`; `tpu_embedding.nn.set_each_step` calls it before each step.
+      **values: name of a hyper-parameter to its new value, a scalar. For a function
+        without arguments, see `tpu_embedding.nn.set_each_step`.
 
     Returns:
       The new state.
 
     Raises:
-      TypeError: if a value is no number, or a function under `jit`.
+      TypeError: if a value is no number.
       ValueError: if no optimizer in the state has a hyper-parameter of that name, or a
         value is not finite, has another shape, is a negative `learning_rate`, or is no
         integer where the state holds one.
@@ -41,7 +40,6 @@ def with_hyperparameters(state: Any, **values: Any) -> Any:
       >>> float(state.hyperparams["learning_rate"])
       0.5
     """
-    values = _evaluated(values, state)
     found: set[str] = set()
     state = _replace_values(state, values, found)
     for name in values:
@@ -53,20 +51,6 @@ def with_hyperparameters(state: Any, **values: Any) -> Any:
                 "not a schedule."
             )
     return state
-
-
-def _evaluated(values: dict[str, Any], state: Any) -> dict[str, Any]:
-    """Calls the values that are functions, unless a compiled step would keep them."""
-    functions = [name for name, value in values.items() if callable(value)]
-    is_traced = any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(state))
-    if functions and is_traced:
-        raise TypeError(
-            f"{functions[0]} must be a number under jit, got a function without "
-            "arguments: it would be called once, while the step is compiled, and its "
-            "value would stay. Set it outside of jit: "
-            f"te.nn.set_each_step(jitted_step, {functions[0]}=function)."
-        )
-    return {name: x() if name in functions else x for name, x in values.items()}
 
 
 def _replace_values(state: Any, values: dict[str, Any], found: set[str]) -> Any:

@@ -24,7 +24,7 @@ from tpu_embedding.optimizers.keras_instances import (
 )
 from tpu_embedding.optimizers.learning_rates import check_takes_a_step
 from tpu_embedding.optimizers.modes import every_row
-from tpu_embedding.optimizers.options import clip_gradients, decay_rows
+from tpu_embedding.optimizers.options import with_options
 from tpu_embedding.optimizers.rules.adafactor import adafactor
 from tpu_embedding.optimizers.rules.adagrad import adagrad
 from tpu_embedding.optimizers.rules.adam import adam
@@ -208,10 +208,10 @@ def _translate(
     )
     if class_key == "adafactor":
         is_tf_keras = not _OF_TF_KERAS.isdisjoint(values)
-        return _adafactor_of(
+        return adafactor(
             rate,
-            own,
-            common,
+            **own,
+            **common,
             mode="lazy" if rows == "touched" else "exact",
             ema_start="initial_values" if is_tf_keras else "first_update",
             clipnorm_of="occurrences" if is_tf_keras else "sum",
@@ -312,10 +312,13 @@ def _with_common_fields(
     common: Mapping[str, Any],
 ) -> optax.GradientTransformation:
     """Wraps a rule in Keras' common fields, in Keras' order."""
-    if common["weight_decay"]:
-        rule = decay_rows(rule, common["weight_decay"], rate)
-    if _is_on(common["clipvalue"]):
-        rule = optax.chain(clip_gradients(common["clipvalue"]), rule)
+    rule = with_options(
+        rule,
+        learning_rate=rate,
+        weight_decay_factor=common["weight_decay"],
+        multiply_weight_decay_factor_by_learning_rate=True,
+        clipvalue=common["clipvalue"] if _is_on(common["clipvalue"]) else None,
+    )
     if common["loss_scale_factor"]:
         rule = optax.chain(optax.scale(1 / common["loss_scale_factor"]), rule)
     return rule
@@ -348,14 +351,3 @@ def _rule_of_class(
         case "rmsprop":
             return rmsprop(rate, **own)
     return ftrl(rate, **own, allow_zero_accumulator=True)
-
-
-def _adafactor_of(
-    rate: Any, own: Mapping[str, Any], common: Mapping[str, Any], **of_caller: Any
-) -> optax.GradientTransformation:
-    """Returns Adafactor, which takes all common fields itself; Keras' 0 is None."""
-    clips = ("clipnorm", "clipvalue", "global_clipnorm")
-    is_off = {clip: None for clip in clips if not _is_on(common[clip])}
-    fields = {**common, **is_off, "weight_decay": common["weight_decay"] or None}
-    fields["ema_overwrite_frequency"] = common["ema_overwrite_frequency"] or None
-    return adafactor(rate, **own, **fields, **of_caller)

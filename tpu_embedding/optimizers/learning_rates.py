@@ -1,9 +1,7 @@
 """Learning rates: their checks, and their values inside a rule's formula."""
 
-import contextlib
-import contextvars
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -15,10 +13,6 @@ from tpu_embedding.optimizers.checks import (
     check_hyperparameters,
     real_scalar,
     step_size,
-)
-
-_RATES: contextvars.ContextVar[list[Any] | None] = contextvars.ContextVar(
-    "learning_rates", default=None
 )
 
 
@@ -64,23 +58,9 @@ def checked_schedule(
         rate = value(count)
         # Checks the type and shape only: under jit, a rate has no value yet.
         check_hyperparameters(owner, **{f"{name}(step)": real_scalar(rate)})
-        rates = _RATES.get()
-        if rates is not None and name == "learning_rate":
-            rates.append(rate)
         return rate
 
     return schedule
-
-
-@contextlib.contextmanager
-def noted_rates() -> Iterator[list[Any]]:
-    """Gives a list of the learning rates that rules compute within this context."""
-    rates: list[Any] = []
-    token = _RATES.set(rates)
-    try:
-        yield rates
-    finally:
-        _RATES.reset(token)
 
 
 def check_takes_a_step(owner: str, schedule: Callable[..., Any], name: str) -> None:

@@ -5,8 +5,7 @@ from typing import Any, cast
 
 import optax
 
-from tpu_embedding.argument_checks import describe_value
-from tpu_embedding.optimizers.checks import TABLE_EXAMPLE, way_to_rule
+from tpu_embedding.optimizers.checks import check_rule
 from tpu_embedding.optimizers.keras import from_keras_config
 from tpu_embedding.optimizers.keras_instances import is_keras_optimizer
 from tpu_embedding.optimizers.options import OPTIMIZERS
@@ -63,25 +62,11 @@ def optimizer_problem(field: str, optimizer: Any, owner: str = "") -> str | None
     Args:
       field: the argument that holds it.
       optimizer: the value that the user gives.
-      owner: text that names the table, to follow the value, as `" for table 'movie'"`.
+      owner: text that names the table, as `" for table 'movie'"`.
     """
-    if optimizer is None or isinstance(optimizer, optax.GradientTransformation):
-        return None
-    if isinstance(optimizer, str) and optimizer.lower() in known_optimizers():
-        return None
-    if is_keras_optimizer(optimizer):
-        try:
-            from_keras_config(optimizer)
-        except (TypeError, ValueError) as error:
-            return f"{field}{owner}: {str(error).rstrip('.')}"
-        return None
-    wanted = f"an optax GradientTransformation such as {TABLE_EXAMPLE}, None"
-    if isinstance(optimizer, str):
-        return (
-            f"{field} must be {wanted}, or one of the names "
-            f"{sorted(known_optimizers())}, got {optimizer!r}{owner}"
-        )
-    return (
-        f"{field} must be {wanted}, or a name such as 'adagrad', got "
-        f"{describe_value(optimizer)}{owner}; {way_to_rule(optimizer)}"
-    )
+    try:
+        if optimizer is not None:
+            check_rule(None, transformation_of(optimizer), "optimizer")
+    except (TypeError, ValueError) as error:
+        return f"{field}{owner}: {str(error).rstrip('.')}"
+    return None

@@ -7,7 +7,7 @@ each option, but not the order; this order reproduces the recorded runs in the t
 
 import functools
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, Final, NamedTuple, TypedDict, TypeVar, Unpack, cast
 
 import jax
@@ -35,7 +35,6 @@ from tpu_embedding.optimizers.modes import in_sequence
 from tpu_embedding.optimizers.row_optimizer import wrap_rule
 from tpu_embedding.optimizers.slot_storage import (
     SlotInitializers,
-    check_slot_storage,
     with_slot_storage,
 )
 
@@ -49,7 +48,7 @@ OPTIMIZERS: Final[dict[str, Callable[..., optax.GradientTransformation]]] = {}
 
 
 class DecayRowsState(NamedTuple):
-    """State of `decay_rows`.
+    """State of a rule with `weight_decay_factor`.
 
     Attributes:
       count: updates so far.
@@ -166,10 +165,16 @@ def with_options(
           by the learning rate of the step.
         * `clipvalue`: bounds of the elements of a row's summed gradient. A scalar `c`
           means `(-c, c)`. Either bound of a pair may be None.
-        * `slot_dtype`: dtype in which slot variables are stored; see
-          `with_slot_storage`.
-        * `slot_initializers`: initial values of slot variables; see
-          `with_slot_storage`.
+        * `slot_dtype`: floating type in which slot variables are stored, such as
+          `jnp.bfloat16`; None: the type that the rule chooses. The rule still computes
+          in float32. bfloat16 has 8 bits of precision. A sum of squares, such as
+          Adagrad's, stops growing once it is 256 times the next summand, so use
+          bfloat16 for moving averages. Integer slots, such as counts, keep their type.
+          It is a static argument under `optax.inject_hyperparams`.
+        * `slot_initializers`: maps a slot's name, such as `"accumulators"`, to its
+          initial values: a number, or a function `(shape, dtype) -> array` that gives
+          all rows the same values. The shape is that of the slot on this shard. Other
+          slots keep the values of the rule.
         * `slot_variable_creation_fn`: must be None. TensorFlow creates slot variables
           with it; `slot_initializers` and `slot_dtype` replace it. Slot variables are
           always sharded and packed like their table.
@@ -181,7 +186,8 @@ def with_options(
 
     Raises:
       TypeError: if an option has another type.
-      ValueError: if an option is out of its range, or options contradict each other.
+      ValueError: if an option is out of its range, or options contradict each other;
+        when the state is made, if the rule has no slot of a given name.
 
     Example:
       >>> rule = with_options(optax.sgd(1.0), clip_weight_min=0.0)
@@ -189,6 +195,12 @@ def with_options(
       >>> updates, _ = rule.update(3 * rows, rule.init(rows), rows)
       >>> (rows + updates).tolist()
       [[0.0, 0.0]]
+      >>> rule = with_options(
+      ...     optax.adam(0.1), slot_dtype=jnp.bfloat16, slot_initializers={"nu": 0.5}
+      ... )
+      >>> state = rule.init(jnp.ones((3, 2)))
+      >>> state[0].nu.dtype.name, float(state[0].nu[0, 0]), state[0].count.dtype.name
+      ('bfloat16', 0.5, 'int32')
     """
     check_rule("with_options", rule)
     if unknown := sorted(set(options) - set(CommonOptions.__annotations__)):
@@ -231,8 +243,7 @@ def _with_options(
             "slot_initializers, and the dtype by slot_dtype=jnp.bfloat16."
         )
     if slot_dtype is not None or slot_initializers is not None:
-        check_slot_storage(owner, slot_dtype, slot_initializers)
-        rule = with_slot_storage(rule, slot_dtype, slot_initializers)
+        rule = with_slot_storage(owner, rule, slot_dtype, slot_initializers)
     if isinstance(weight_decay_factor, Tracer) or weight_decay_factor:
         multiplies = multiply_weight_decay_factor_by_learning_rate
         if multiplies and learning_rate is None:
@@ -240,18 +251,17 @@ def _with_options(
                 "multiply_weight_decay_factor_by_learning_rate=True needs the rule's "
                 "learning_rate, got None. Pass learning_rate to with_options, too."
             )
-        rate = learning_rate if multiplies else None
-        rule = decay_rows(rule, cast(float, weight_decay_factor), rate)
+        factor, rate = weight_decay_factor, learning_rate if multiplies else None
+        rule = wrap_rule(rule, lambda inner: _decay_rows(inner, factor, rate))
     if clipvalue is not None:
-        clip = clip_gradients(_pair(owner, clipvalue))
+        clip = _clip_gradients(owner, clipvalue)
         rule = wrap_rule(rule, lambda inner: optax.chain(clip, inner))
     if clip_weight_min is not None or clip_weight_max is not None:
         bounds = {
             "clip_weight_min": clip_weight_min,
             "clip_weight_max": clip_weight_max,
         }
-        _check_bounds(owner, bounds)
-        clip_updated = clip_rows(clip_weight_min, clip_weight_max)
+        clip_updated = _clip_rows(owner, bounds)
         rule = wrap_rule(rule, lambda inner: optax.chain(inner, clip_updated))
     if use_gradient_accumulation:
         return rule
@@ -267,19 +277,18 @@ def _with_options(
 cast(Any, with_options).__signature__ = _list_options(with_options)
 
 
-@equal_calls_are_one
-def clip_gradients(clipvalue: ClipValue) -> optax.GradientTransformation:
-    """Returns a transformation that clips each element of the gradient.
-
-    Args:
-      clipvalue: a scalar `c` for `(-c, c)`, or a pair of bounds. Either bound of a pair
-        may be None.
-
-    Raises:
-      TypeError: if it is neither.
-      ValueError: if the lower bound is above the upper one, or one is NaN.
-    """
-    low, high = _pair("clip_gradients", clipvalue)
+def _clip_gradients(owner: str, clipvalue: ClipValue) -> optax.GradientTransformation:
+    """Returns a transformation that clips each element of the gradient."""
+    if not isinstance(clipvalue, tuple):
+        check_hyperparameters(owner, clipvalue=non_negative_bound(clipvalue))
+        clipvalue = (-1.0 * clipvalue, clipvalue)
+    if len(clipvalue) != 2:
+        raise ValueError(
+            f"{owner}: clipvalue must be a number or a pair (min, max), got "
+            f"{len(clipvalue)} values {clipvalue!r}. Either bound may be None."
+        )
+    low, high = clipvalue
+    _check_bounds(owner, {"clipvalue's minimum": low, "maximum": high})
 
     def clip(gradient: Any, rows: Any) -> Any:
         del rows
@@ -288,11 +297,10 @@ def clip_gradients(clipvalue: ClipValue) -> optax.GradientTransformation:
     return optax.stateless_with_tree_map(clip)
 
 
-@equal_calls_are_one
-def decay_rows(
+def _decay_rows(
     rule: optax.GradientTransformation,
-    factor: float,
-    learning_rate: optax.ScalarOrSchedule | None = None,
+    factor: Any,
+    learning_rate: optax.ScalarOrSchedule | None,
 ) -> optax.GradientTransformation:
     """Returns an optimizer that decays rows before it updates them.
 
@@ -306,38 +314,26 @@ def decay_rows(
       factor: fraction that touched rows lose in each update.
       learning_rate: scalar, or schedule of the step counted from 0, that multiplies the
         factor; None: 1.
-
-    Raises:
-      TypeError: if an argument has another type.
-      ValueError: if the factor or the learning rate is no finite scalar.
     """
-    check_rule("decay_rows", rule)
-    check_hyperparameters("decay_rows", factor=finite(factor))
-    if learning_rate is not None:
-        learning_rate = checked_schedule("decay_rows", learning_rate)
 
-    def decay(rule: optax.GradientTransformation) -> optax.GradientTransformation:
-        def init(params):
-            return DecayRowsState(jnp.zeros((), jnp.int32), rule.init(params))
+    def init(params):
+        return DecayRowsState(jnp.zeros((), jnp.int32), rule.init(params))
 
-        def update(updates: Any, state: Any, params: Any = None):
-            fraction = jnp.asarray(factor, jnp.float32)
-            if learning_rate is not None:
-                fraction *= learning_rate_at(learning_rate, state.count)
-            lost = jax.tree.map(lambda rows: fraction * rows, params)
-            decayed = jax.tree.map(jnp.subtract, params, lost)
-            updates, inner = rule.update(updates, state.inner, decayed)
-            updates = jax.tree.map(jnp.subtract, updates, lost)
-            return updates, DecayRowsState(state.count + 1, inner)
+    def update(updates: Any, state: Any, params: Any = None):
+        fraction = jnp.asarray(factor, jnp.float32)
+        if learning_rate is not None:
+            fraction *= learning_rate_at(learning_rate, state.count)
+        lost = jax.tree.map(lambda rows: fraction * rows, params)
+        decayed = jax.tree.map(jnp.subtract, params, lost)
+        updates, inner = rule.update(updates, state.inner, decayed)
+        updates = jax.tree.map(jnp.subtract, updates, lost)
+        return updates, DecayRowsState(state.count + 1, inner)
 
-        return optax.GradientTransformation(init, update)
-
-    return wrap_rule(rule, decay)
+    return optax.GradientTransformation(init, update)
 
 
-@equal_calls_are_one
-def clip_rows(
-    minimum: float | None, maximum: float | None
+def _clip_rows(
+    owner: str, bounds: Mapping[str, float | None]
 ) -> optax.GradientTransformation:
     """Returns a transformation that clips each element of an updated row.
 
@@ -345,22 +341,19 @@ def clip_rows(
     out of bounds reaches the bound only up to the rounding of its old value.
 
     Args:
-      minimum: lower bound; None: none.
-      maximum: upper bound; None: none.
-
-    Raises:
-      TypeError: if a bound is no number.
-      ValueError: if the minimum is above the maximum, or one is NaN.
+      owner: the function that takes the bounds, for errors.
+      bounds: name and value of the lower bound, then of the upper one; None: none.
     """
-    _check_bounds("clip_rows", {"minimum": minimum, "maximum": maximum})
+    _check_bounds(owner, bounds)
+    low, high = bounds.values()
 
     def clip(update: Any, rows: Any) -> Any:
-        return jnp.clip(rows + update, minimum, maximum) - rows
+        return jnp.clip(rows + update, low, high) - rows
 
     return optax.stateless_with_tree_map(clip)
 
 
-def _check_bounds(owner: str, bounds: dict[str, Any]) -> None:
+def _check_bounds(owner: str, bounds: Mapping[str, Any]) -> None:
     """Raises an error if one of two bounds is no number, or they are out of order."""
     check_hyperparameters(owner, **{x: or_none(not_nan, bounds[x]) for x in bounds})
     (low_name, low), (high_name, high) = bounds.items()
@@ -370,18 +363,3 @@ def _check_bounds(owner: str, bounds: dict[str, Any]) -> None:
             f"{owner}: {low_name} must not be above {high_name}, got {low} and {high}. "
             "Exchange them, or set one to None for no bound."
         )
-
-
-def _pair(owner: str, clipvalue: ClipValue) -> tuple[float | None, float | None]:
-    """Returns the pair of bounds that a `clipvalue` stands for, checked."""
-    if not isinstance(clipvalue, tuple):
-        check_hyperparameters(owner, clipvalue=non_negative_bound(clipvalue))
-        clipvalue = (-1.0 * clipvalue, clipvalue)
-    if len(clipvalue) != 2:
-        raise ValueError(
-            f"{owner}: clipvalue must be a number or a pair (min, max), got "
-            f"{len(clipvalue)} values {clipvalue!r}. Either bound may be None."
-        )
-    low, high = clipvalue
-    _check_bounds(owner, {"clipvalue's minimum": low, "maximum": high})
-    return low, high

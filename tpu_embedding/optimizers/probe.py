@@ -36,6 +36,7 @@ from tpu_embedding.optimizers.slots import slot_row_shapes
 from tpu_embedding.optimizers.table_rows import (
     TableRows,
     model_gradient_context,
+    some_rows,
     table_rows_context,
 )
 
@@ -248,12 +249,9 @@ def _rows_to_ask(num_rows: int, asked: list[str], stored: list[Any]) -> TableRow
         stored.append(updates)
         return rows + updates
 
-    everything = jnp.ones((num_rows,), bool)
-    return TableRows(
+    return dataclasses.replace(
+        some_rows(num_rows),
         table_sizes=jnp.full((1,), 1000.0),
-        tables=None,
-        is_used=everything,
-        is_touched=everything,
         all_reduce=all_reduce,
         occurrence_squares=jnp.ones((1,)),
         stored=stored_rows,

@@ -10,9 +10,7 @@ import optax
 
 from tpu_embedding.optimizers.checks import check_rule
 from tpu_embedding.optimizers.names import transformation_of
-from tpu_embedding.optimizers.probe import (
-    probe_rule,
-)
+from tpu_embedding.optimizers.probe import probe_rule
 from tpu_embedding.optimizers.row_optimizer import (
     NotRowLocalError,
     RowOptimizer,
@@ -20,15 +18,12 @@ from tpu_embedding.optimizers.row_optimizer import (
     row_optimizer_of,
 )
 
-_COLLECTS: Final = "collects gradients and applies them in some steps only"
-_BOUND_TO_STEPS: Final = {
-    "MultiStepsState": _COLLECTS,
-    "ApplyEvery": _COLLECTS,
-    "SAMState": _COLLECTS,
-    # Its weight of an update falls with the step, whether the row was there or not.
-    "ScheduleFreeState": "averages rows over all steps",
-}
-"""States of optax rules in which a row must take part in every step."""
+COLLECTING: Final = ("MultiStepsState", "ApplyEvery", "SAMState")
+"""States of optax rules that collect gradients, and apply them in some steps only."""
+
+_AVERAGING: Final = ("ScheduleFreeState",)
+"""States of optax rules whose weight of an update falls with each step, whether the row
+was there or not."""
 
 
 def resolve_optimizer(
@@ -131,18 +126,20 @@ def _check_modes(optimizer: RowOptimizer, dim: int) -> None:
     if is_every:
         return
     rows = jax.ShapeDtypeStruct((5, dim), jnp.float32)
-    for name in _type_names(jax.eval_shape(optimizer.init, rows)):
-        if name in _BOUND_TO_STEPS:
-            raise NotRowLocalError(
-                f"The optimizer is not row-local in time: {name} "
-                f"{_BOUND_TO_STEPS[name]}, but a row is updated in the steps that look "
-                "it up. Use tpu_embedding.optimizers.every_row."
-            )
+    state = jax.eval_shape(optimizer.init, rows)
+    if name := find_state(state, COLLECTING + _AVERAGING):
+        raise NotRowLocalError(
+            f"The optimizer is not row-local in time: {name} needs each row in every "
+            "step, but a row is updated in the steps that look it up. Use "
+            "tpu_embedding.optimizers.every_row."
+        )
 
 
-def _type_names(tree: Any) -> list[str]:
-    """Returns the names of the types of all nodes of a nest of tuples and dicts."""
-    children = tree.values() if isinstance(tree, dict) else tree
-    is_node = isinstance(tree, tuple | list | dict)
-    names = [name for x in children for name in _type_names(x)] if is_node else []
-    return [type(tree).__name__, *names]
+def find_state(state: Any, type_names: tuple[str, ...]) -> str | None:
+    """Returns the name of the first node of a state whose type has one of the names."""
+
+    def is_wanted(node: Any) -> bool:
+        return type(node).__name__ in type_names
+
+    nodes = jax.tree.leaves(state, is_leaf=is_wanted)
+    return next((type(node).__name__ for node in nodes if is_wanted(node)), None)

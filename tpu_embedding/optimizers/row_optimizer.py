@@ -93,16 +93,6 @@ class DeclaredRule(optax.GradientTransformation):
         rule.row_optimizer = row_optimizer
         return rule
 
-    def __eq__(self, other: object) -> bool:
-        return (
-            isinstance(other, DeclaredRule)
-            and self.row_optimizer == other.row_optimizer
-            and self.init == other.init
-        )
-
-    def __hash__(self) -> int:
-        return hash(self.row_optimizer)
-
 
 def row_optimizer_of(
     rule: optax.GradientTransformation | RowOptimizer,

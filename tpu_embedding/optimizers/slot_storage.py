@@ -8,12 +8,7 @@ import jax.numpy as jnp
 import optax
 
 from tpu_embedding.optimizers.array_rules import for_each_array
-from tpu_embedding.optimizers.checks import (
-    check_hyperparameters,
-    check_rule,
-    finite,
-)
-from tpu_embedding.optimizers.equal_calls import equal_calls_are_one
+from tpu_embedding.optimizers.checks import check_hyperparameters, finite
 from tpu_embedding.optimizers.row_optimizer import wrap_rule
 from tpu_embedding.optimizers.slots import slot_row_shapes
 
@@ -22,45 +17,21 @@ SlotInitializers = Mapping[str, SlotInitializer]
 """Maps the name of a slot to a number, or to a function of shape and dtype."""
 
 
-@equal_calls_are_one
 def with_slot_storage(
+    owner: str,
     rule: optax.GradientTransformation,
-    dtype: Any = None,
-    initializers: SlotInitializers | None = None,
+    dtype: Any,
+    initializers: SlotInitializers | None,
 ) -> optax.GradientTransformation:
-    """Chooses initial values and type of a rule's slot variables.
-
-    The rule still computes in float32; only the stored slot variables are rounded.
-    bfloat16 has 8 bits of precision. A sum of squares, such as Adagrad's, stops growing
-    once it is 256 times the next summand, so use bfloat16 for moving averages. Slot
-    variables are sharded and packed like their table.
+    """Chooses initial values and type of a rule's slot variables; see `with_options`.
 
     Args:
+      owner: the function that takes the other arguments, for errors.
       rule: an optax transformation of `[rows, dim]`.
-      dtype: floating type of stored slot variables, such as `jnp.bfloat16`; None: the
-        type that the rule chooses. Integer slots, such as counts, keep their type. It
-        is a static argument under `optax.inject_hyperparams`.
-      initializers: maps a slot's name, such as `"accumulators"`, to its initial values:
-        a number, or a function `(shape, dtype) -> array` that gives all rows the same
-        values. The shape is that of the slot on this shard. Other slots keep the
-        values of the rule.
-
-    Returns:
-      A rule that stores its slots so.
-
-    Raises:
-      TypeError: if an argument has another type.
-      ValueError: if the type is not a floating one, or an initial value is not finite;
-        when the state is made, if the rule has no slot of a given name.
-
-    Example:
-      >>> rule = with_slot_storage(optax.adam(0.1), jnp.bfloat16, {"nu": 0.5})
-      >>> state = rule.init(jnp.ones((3, 2)))
-      >>> state[0].nu.dtype.name, float(state[0].nu[0, 0]), state[0].count.dtype.name
-      ('bfloat16', 0.5, 'int32')
+      dtype: `slot_dtype`.
+      initializers: `slot_initializers`.
     """
-    check_rule("with_slot_storage", rule)
-    check_slot_storage("with_slot_storage", dtype, initializers)
+    _check_slot_storage(owner, dtype, initializers)
     values = dict(initializers or {})
 
     def store(inner: optax.GradientTransformation) -> optax.GradientTransformation:
@@ -90,14 +61,8 @@ def with_slot_storage(
     return wrap_rule(rule, store)
 
 
-def check_slot_storage(owner: str, dtype: Any, initializers: Any) -> None:
-    """Raises an error if these cannot be `slot_dtype` and `slot_initializers`.
-
-    Args:
-      owner: the function that takes them, for errors.
-      dtype: see `with_slot_storage`.
-      initializers: see `with_slot_storage`.
-    """
+def _check_slot_storage(owner: str, dtype: Any, initializers: Any) -> None:
+    """Raises an error if these cannot be `slot_dtype` and `slot_initializers`."""
     if dtype is not None and not _is_floating(dtype):
         raise ValueError(
             f"{owner}: slot_dtype must be a floating type such as jnp.bfloat16, got "

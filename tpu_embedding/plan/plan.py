@@ -11,7 +11,7 @@ from typing import Any, Final
 import jax
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-from tpu_embedding.argument_checks import Wanted
+from tpu_embedding.argument_checks import ArgumentType
 from tpu_embedding.hardware import HardwareInfo
 from tpu_embedding.plan import memory
 from tpu_embedding.plan.description import describe
@@ -248,7 +248,7 @@ AnyPlan = EmbeddingPlan | InputPlan
 """A plan, or the part of it that loaders need."""
 
 
-PLAN: Final = Wanted(
+PLAN: Final = ArgumentType(
     EmbeddingPlan, "an EmbeddingPlan, from te.make_plan or the plan of a layer"
 )
 """The argument `plan` of public functions."""

@@ -10,7 +10,7 @@ from typing import Any, Final, Literal
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh, PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, Int, Shaped
 
 from tpu_embedding.plan.plan import EmbeddingPlan
@@ -30,24 +30,18 @@ Receivers = Literal["one", "all"]
 class LineExchange:
     """Facts of the exchange of lines between owners and the devices that serve ranges.
 
+    Stacks whose rows lie alike have equal facts, and share their programs.
+
     Attributes:
-      mesh: devices of the plan.
-      shard_axes: see `StackPlan`.
-      replica_axes: see `StackPlan`.
-      num_shards: see `StackPlan`.
-      num_replicas: see `StackPlan`.
+      sharding: devices of the rows.
       layout: packing of the rows, without the tables that they belong to.
       window_rows: maximum rows of a range.
       receivers: devices that get the ranges that are read.
       plan: gives the mesh.
-      stack: any stack with these facts.
+      stack: any stack with these facts; gives the axes of shards and copies.
     """
 
-    mesh: Mesh
-    shard_axes: tuple[str, ...]
-    replica_axes: tuple[str, ...]
-    num_shards: int
-    num_replicas: int
+    sharding: NamedSharding
     layout: RowLayout
     window_rows: int
     receivers: Receivers
@@ -55,9 +49,16 @@ class LineExchange:
     stack: StackPlan = dataclasses.field(compare=False, repr=False)
 
     @property
+    def num_shards(self) -> int:
+        """Owners of rows."""
+        return self.stack.num_shards
+
+    @property
     def num_windows(self) -> int:
         """Ranges that are read in a turn: one per device, or the same one by all."""
-        return self.num_shards * self.num_replicas if self.receivers == "one" else 1
+        if self.receivers == "all":
+            return 1
+        return self.num_shards * self.stack.num_replicas
 
     @property
     def num_parts(self) -> int:
@@ -72,7 +73,7 @@ class LineExchange:
         """Partition of the lines that devices receive of these ranges."""
         if self.receivers == "all":
             return PartitionSpec()
-        return PartitionSpec((*self.replica_axes, *self.shard_axes))
+        return PartitionSpec((*self.stack.replica_axes, *self.stack.shard_axes))
 
     @property
     def parts_shape(self) -> tuple[int, ...]:
@@ -125,11 +126,7 @@ def line_exchange(
 ) -> LineExchange:
     """Returns the facts of the exchange for a stacked table or slot variable."""
     return LineExchange(
-        mesh=plan.mesh,
-        shard_axes=stack.shard_axes,
-        replica_axes=stack.replica_axes,
-        num_shards=stack.num_shards,
-        num_replicas=stack.num_replicas,
+        sharding=plan.rows_sharding(stack),
         layout=dataclasses.replace(packed.layout, contents=None),
         window_rows=min(rows_per_window(packed), stack.num_rows),
         receivers=receivers,
@@ -159,7 +156,7 @@ def read_lines(
     size = cores * exchange.part_lines
 
     def parts_of(lines: Array, start: Any) -> Array:
-        first_part = _index(exchange.shard_axes) * cores
+        first_part = _index(exchange.stack.shard_axes) * cores
         parts = [
             jax.lax.dynamic_slice_in_dim(
                 lines, exchange.first_line(first_part + c, start), exchange.part_lines
@@ -170,7 +167,7 @@ def read_lines(
 
     def read_one(lines: Array, starts: Array) -> Array:
         # All copies of the rows serve windows of their own.
-        group = _index(exchange.replica_axes) * exchange.num_shards
+        group = _index(exchange.stack.replica_axes) * exchange.num_shards
 
         def add_part(i: Any, parts: Array) -> Array:
             part = parts_of(lines, starts[group + i])
@@ -185,7 +182,7 @@ def read_lines(
         part = parts_of(lines, starts[0])
         if exchange.num_shards == 1:
             return part
-        return jax.lax.all_gather(part, exchange.shard_axes, tiled=True)
+        return jax.lax.all_gather(part, exchange.stack.shard_axes, tiled=True)
 
     return on_shards(
         read_one if exchange.receivers == "one" else read_all,
@@ -218,7 +215,7 @@ def write_lines(
 
     def write(lines: Array, parts: Array, starts: Array, sizes: Array) -> Array:
         cores = exchange.layout.cores
-        first_part = _index(exchange.shard_axes) * cores
+        first_part = _index(exchange.stack.shard_axes) * cores
         if len(starts) > 1:
             parts = _exchanged(parts, exchange)
 
@@ -255,7 +252,7 @@ def _exchanged(parts: Array, exchange: LineExchange) -> Array:
     if exchange.num_shards == 1:
         return parts
     return jax.lax.all_to_all(
-        parts, exchange.shard_axes, split_axis=0, concat_axis=0, tiled=True
+        parts, exchange.stack.shard_axes, split_axis=0, concat_axis=0, tiled=True
     )
 
 

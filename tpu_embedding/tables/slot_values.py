@@ -17,7 +17,11 @@ from tpu_embedding.argument_checks import check_mapping
 from tpu_embedding.plan.plan import EmbeddingPlan
 from tpu_embedding.plan.stack_plan import TablePlan, TrainedStackPlan
 from tpu_embedding.rows.packed_rows import PackedRows
-from tpu_embedding.tables.table_values import replace_values, unstack_tables
+from tpu_embedding.tables.table_values import (
+    real_array,
+    replace_values,
+    unstack_tables,
+)
 
 StateParts = Literal["rows", "all"]
 """`"rows"`: slot variables; `"all"`: also totals of tables, and counts of steps."""
@@ -101,9 +105,9 @@ def with_slot_values(
       The new state. Shapes, dtypes and shardings stay.
 
     Raises:
-      TypeError: if a value is no array of real numbers.
-      ValueError: if a table or slot is unknown, a value has the wrong shape, or the
-        slots were made for another plan.
+      TypeError: if `values`, or those of a table, are no dict.
+      ValueError: if a table or slot is unknown, a value is no array of real numbers of
+        its shape, or the slots were made for another plan.
 
     Example:
       >>> import jax
@@ -269,7 +273,7 @@ def named_slots(state: Any, stack: TrainedStackPlan) -> Iterator[NamedSlot]:
     """Yields the named leaves of the state of one stack, in their order."""
     leaves = jax.tree.leaves(state, is_leaf=_is_rows)
     num_tables = len(stack.tables)
-    paths = _paths(state, stack)
+    paths = _paths(state)
     for name, path, leaf in zip(_names(paths), paths, leaves, strict=True):
         kind = "shared"
         if _HYPERPARAMETERS.intersection(path):
@@ -281,21 +285,14 @@ def named_slots(state: Any, stack: TrainedStackPlan) -> Iterator[NamedSlot]:
         yield NamedSlot(name=name, kind=kind, leaf=leaf)
 
 
-def _paths(state: Any, stack: TrainedStackPlan) -> list[list[str]]:
+def _paths(state: Any) -> list[list[str]]:
     """Returns the fields, keys and positions around each leaf of a state."""
-    tables = {table.name for table in stack.tables}
-    paths = []
-    for path, _ in jax.tree_util.tree_leaves_with_path(state, is_leaf=_is_rows):
-        # A state may be one array, without a field.
-        keystr = functools.partial(jax.tree_util.keystr, simple=True)
-        parts = [keystr((key,)) for key in path] or ["state"]
-        # An optimizer of a dict of tables keeps a dict of slots, per table. A field of
-        # a state may have the name of a table, too.
-        if len(parts) > 1 and parts[-1] in tables:
-            is_key = isinstance(path[-1], jax.tree_util.DictKey)
-            parts = parts[:-1] if is_key else parts
-        paths.append(parts)
-    return paths
+    keystr = functools.partial(jax.tree_util.keystr, simple=True)
+    # A state may be one array, without a field.
+    return [
+        [keystr((key,)) for key in path] or ["state"]
+        for path, _ in jax.tree_util.tree_leaves_with_path(state, is_leaf=_is_rows)
+    ]
 
 
 def _names(paths: list[list[str]]) -> list[str]:
@@ -329,23 +326,10 @@ def _checked(
     """Returns a new value with the dtype of the old one.
 
     Raises:
-      TypeError: if it is no array of real numbers, or no bools for a slot of bools.
-      ValueError: if its shape differs, or it loses a fraction.
+      ValueError: if it is no array of real numbers of the shape, or loses a fraction.
     """
-    array = np.asarray(value)
     owner = f"values of slot {name!r} of table {table_name!r}"
-    if old.dtype == bool:
-        if array.dtype != bool:
-            raise TypeError(f"{owner} must be bools, got dtype {array.dtype}.")
-    elif not (
-        jax.numpy.issubdtype(array.dtype, np.floating)
-        or jax.numpy.issubdtype(array.dtype, np.integer)
-    ):
-        raise TypeError(
-            f"{owner} must be an array of real numbers, got dtype {array.dtype}."
-        )
-    if array.shape != old.shape:
-        raise ValueError(f"{owner} must have shape {old.shape}, got {array.shape}.")
+    array = real_array(value, old.shape, owner)
     new = array.astype(old.dtype)
     is_int = jax.numpy.issubdtype(old.dtype, np.integer)
     if is_int and not np.array_equal(new, array):

@@ -148,16 +148,7 @@ def _checked(
     layout = packed.layout
     shape = (table.num_rows, *layout.row_shape)
     owner = f"values of table {table.name!r}"
-    try:
-        array = np.asarray(values)
-    except ValueError as error:
-        raise ValueError(f"{owner} must have shape {shape}: {error}") from None
-    if array.shape != shape:
-        raise ValueError(f"{owner} must have shape {shape}, got {array.shape}.")
-    # NumPy does not know that bfloat16 is a floating type.
-    kinds = (jnp.floating, jnp.integer, jnp.bool_)
-    if not any(jnp.issubdtype(array.dtype, kind) for kind in kinds):
-        raise ValueError(f"{owner} must be real numbers, got dtype {array.dtype}.")
+    array = real_array(values, shape, owner)
     dtype = packed.lines.dtype
     is_narrow = layout.narrow_dtype is not None
     may_overflow = is_narrow or (
@@ -169,6 +160,30 @@ def _checked(
         if may_overflow:
             check_range(rows, start, layout.narrow_dtype or dtype.name, owner)
         not_finite.look_at(rows, start, owner)
+    return array
+
+
+def real_array(values: Any, shape: tuple[int, ...], owner: str) -> np.ndarray:
+    """Returns values as an array; refuses another shape, and what is no real number.
+
+    Args:
+      values: the values that the user gives.
+      shape: the shape that they must have.
+      owner: owner of the values, for errors.
+
+    Raises:
+      ValueError: if the shape differs, or the values are complex or no numbers.
+    """
+    try:
+        array = np.asarray(values)
+    except ValueError as error:
+        raise ValueError(f"{owner} must have shape {shape}: {error}") from None
+    if array.shape != shape:
+        raise ValueError(f"{owner} must have shape {shape}, got {array.shape}.")
+    # NumPy does not know that bfloat16 is a floating type.
+    kinds = (jnp.floating, jnp.integer, jnp.bool_)
+    if not any(jnp.issubdtype(array.dtype, kind) for kind in kinds):
+        raise ValueError(f"{owner} must be real numbers, got dtype {array.dtype}.")
     return array
 
 

@@ -6,7 +6,6 @@ import pytest
 
 from tpu_embedding import optimizers
 from tpu_embedding.optimizers.options import CommonOptions
-from tpu_embedding.optimizers.rules import adagrad, adam, rowwise
 
 ADAM = {"beta_1": 0.9, "beta_2": 0.999, "epsilon": 1e-7}
 MOMENTS = {"learning_rate": 0.01, "beta_1": 0.9, "beta_2": 0.999, "epsilon": 1e-8}
@@ -35,29 +34,14 @@ DEFAULTS = {
         "initial_accumulator_value": 0.1,
         "epsilon": 0.0,
     },
-    adagrad.scale_by_adagrad: {"initial_accumulator_value": 0.1, "epsilon": 0.0},
     optimizers.rowwise_adagrad: {"learning_rate": 0.001, **ROWWISE_ADAGRAD},
-    adagrad.scale_by_rowwise_adagrad: ROWWISE_ADAGRAD,
     optimizers.adagrad_momentum: {"learning_rate": 0.001, **ADAGRAD_MOMENTUM},
-    adagrad.scale_by_adagrad_momentum: ADAGRAD_MOMENTUM,
     optimizers.adam: {
         "learning_rate": 0.001,
         **ADAM,
         "lazy_adam": True,
         "sum_inside_sqrt": True,
         "bias_correction": False,
-    },
-    adam.scale_by_lazy_adam: {
-        **ADAM,
-        "sum_inside_sqrt": True,
-        "bias_correction": False,
-    },
-    optimizers.bounded_adagrad: {
-        "learning_rate": 0.001,
-        "initial_accumulator_value": 0.1,
-        "update_accumulator_first": False,
-        "max_var_update": 0.0,
-        "max_accumulator": 0.0,
     },
     optimizers.clippy_adagrad: {
         "learning_rate": 0.001,
@@ -110,12 +94,6 @@ DEFAULTS = {
     optimizers.partial_rowwise_adam: {**MOMENTS, "weight_decay": 0.0},
     optimizers.lamb: {**MOMENTS, "weight_decay": 0.0},
     optimizers.partial_rowwise_lamb: {**MOMENTS, "weight_decay": 0.0},
-    rowwise.scale_by_corrected_moments: {
-        "beta_1": 0.9,
-        "beta_2": 0.999,
-        "epsilon": 1e-8,
-        "velocity_of": "element",
-    },
     optimizers.rowwise_rmsprop: {
         "learning_rate": 0.001,
         "rho": 0.9,
@@ -129,12 +107,6 @@ DEFAULTS = {
         "l1": 0.0,
         "l2": 0.0,
         "initial_accumulator_value": 1e-6,
-    },
-    optimizers.online_yogi: {
-        "learning_rate": 0.01,
-        "l1": 0.0,
-        "l2": 0.0,
-        "beta_2": 0.999,
     },
     optimizers.user_defined: {
         "learning_rate": 0.01,

@@ -12,7 +12,7 @@ from tpu_embedding.checkpoint.errors import CheckpointError
 from tpu_embedding.checkpoint.imports.source import RowArray, SourceTable, TableSource
 from tpu_embedding.config import TableConfig
 from tpu_embedding.functional.placed_ids import PlacedIds
-from tpu_embedding.inputs.wide_ids import NO_WIDE_ID
+from tpu_embedding.inputs.ids_64 import NO_ID_64
 from tpu_embedding.strings import fingerprint_ids
 from tpu_embedding.types import Ids64
 
@@ -234,7 +234,7 @@ def _ids(target: TargetTable, table: SourceTable, given: Any) -> np.ndarray | No
             f"{table.values.shape[0]} rows of the source, got shape {array.shape} and "
             f"dtype {array.dtype}."
         )
-    if (array == NO_WIDE_ID).any() or len(np.unique(array)) < len(array):
+    if (array == NO_ID_64).any() or len(np.unique(array)) < len(array):
         raise CheckpointError(
             "ids must be distinct and not 2**64 - 1 (-1 if signed), which means 'no "
             "id'; keep one row of each id."

@@ -4,20 +4,15 @@ Duchi, Hazan and Singer, "Adaptive Subgradient Methods for Online Learning and
 Stochastic Optimization", JMLR 12 (2011).
 """
 
-import math
 from typing import Any, Literal, NamedTuple, Unpack
 
 import jax
 import jax.numpy as jnp
 import optax
-from jax.core import Tracer
 
 from tpu_embedding.optimizers.array_rules import for_each_array
 from tpu_embedding.optimizers.checks import (
-    PASSED,
-    Check,
     check_hyperparameters,
-    checks_ranges,
     may_be_positive,
     non_negative,
     positive,
@@ -27,8 +22,8 @@ from tpu_embedding.optimizers.options import CommonOptions, takes_common_options
 WeightDecayMode = Literal["l2", "decoupled"]
 
 
-class ScaleByAdagradState(NamedTuple):
-    """State of `scale_by_adagrad` and `scale_by_rowwise_adagrad`.
+class AdagradState(NamedTuple):
+    """State of `adagrad` and `rowwise_adagrad`.
 
     Attributes:
       accumulators: sums of squared gradients, `[rows, dim]`; row-wise `[rows]`.
@@ -77,9 +72,18 @@ def adagrad(
       >>> [round(x, 4) for x in updates[0].tolist()]
       [-0.0866, -0.0866]
     """
+
+    def init(params):
+        return AdagradState(jnp.full_like(params, initial_accumulator_value))
+
+    def update(updates, state, params=None):
+        del params
+        accumulators = state.accumulators + jnp.square(updates)
+        steps = updates * jax.lax.rsqrt(accumulators + epsilon)
+        return steps, AdagradState(accumulators)
+
     return optax.chain(
-        scale_by_adagrad(initial_accumulator_value, epsilon=epsilon),
-        optax.scale_by_learning_rate(learning_rate),
+        for_each_array(init, update), optax.scale_by_learning_rate(learning_rate)
     )
 
 
@@ -128,73 +132,6 @@ def rowwise_adagrad(
       >>> rowwise_adagrad(0.1).init(jnp.ones((3, 2)))[0].accumulators.shape
       (3,)
     """
-    return optax.chain(
-        scale_by_rowwise_adagrad(
-            initial_accumulator_value,
-            epsilon=epsilon,
-            weight_decay=weight_decay,
-            weight_decay_mode=weight_decay_mode,
-        ),
-        optax.scale_by_learning_rate(learning_rate),
-    )
-
-
-@checks_ranges("adagrad", epsilon=non_negative)
-def scale_by_adagrad(
-    initial_accumulator_value: float = 0.1, *, epsilon: float = 0.0
-) -> optax.GradientTransformation:
-    """Divides gradients by the root of the sum of squares, element by element.
-
-    This is `adagrad` without its learning rate and options, for `optax.chain`.
-
-    Args:
-      initial_accumulator_value: start of the accumulators, positive.
-      epsilon: added to the sum of squares, non-negative.
-
-    Raises:
-      ValueError: if a value is out of its range.
-    """
-
-    def init(params):
-        return ScaleByAdagradState(jnp.full_like(params, initial_accumulator_value))
-
-    def update(updates, state, params=None):
-        del params
-        accumulators = state.accumulators + jnp.square(updates)
-        return (
-            updates * jax.lax.rsqrt(accumulators + epsilon),
-            ScaleByAdagradState(accumulators),
-        )
-
-    return for_each_array(init, update)
-
-
-@checks_ranges(
-    "rowwise_adagrad", epsilon=non_negative, initial_accumulator_value=non_negative
-)
-def scale_by_rowwise_adagrad(
-    initial_accumulator_value: float = 0.1,
-    *,
-    epsilon: float = 0.0,
-    weight_decay: float = 0.0,
-    weight_decay_mode: WeightDecayMode = "l2",
-) -> optax.GradientTransformation:
-    """Divides gradients by the root of the rows' summed mean squares.
-
-    This is `rowwise_adagrad` without its learning rate and options, for `optax.chain`.
-    It includes weight decay, which mode "l2" applies before the division and mode
-    "decoupled" after it.
-
-    Args:
-      initial_accumulator_value: start of the accumulators, positive; 0 is allowed with
-        an epsilon.
-      epsilon: added to the root, non-negative.
-      weight_decay: non-negative.
-      weight_decay_mode: see `rowwise_adagrad`.
-
-    Raises:
-      ValueError: if a value is out of its range.
-    """
     if not may_be_positive(epsilon):
         check_hyperparameters(
             "rowwise_adagrad",
@@ -203,7 +140,7 @@ def scale_by_rowwise_adagrad(
     decays = may_be_positive(weight_decay)
 
     def init(params):
-        return ScaleByAdagradState(
+        return AdagradState(
             jnp.full(params.shape[:1], initial_accumulator_value, params.dtype)
         )
 
@@ -214,13 +151,15 @@ def scale_by_rowwise_adagrad(
         steps = updates / (jnp.sqrt(accumulators) + epsilon)[:, None]
         if decays and weight_decay_mode == "decoupled":
             steps = steps + weight_decay * params
-        return steps, ScaleByAdagradState(accumulators)
+        return steps, AdagradState(accumulators)
 
-    return for_each_array(init, update)
+    return optax.chain(
+        for_each_array(init, update), optax.scale_by_learning_rate(learning_rate)
+    )
 
 
-class ScaleByAdagradMomentumState(NamedTuple):
-    """State of `scale_by_adagrad_momentum`: two slot variables `[rows, dim]`."""
+class AdagradMomentumState(NamedTuple):
+    """State of `adagrad_momentum`: two slot variables `[rows, dim]`."""
 
     accumulators: jax.Array
     momenta: jax.Array
@@ -271,32 +210,9 @@ def adagrad_momentum(
       >>> adagrad_momentum(0.1).init(jnp.ones((3, 2)))[0].momenta.shape
       (3, 2)
     """
-    return optax.chain(
-        scale_by_adagrad_momentum(momentum, use_nesterov, exponent, beta2, epsilon),
-        optax.scale_by_learning_rate(learning_rate),
-    )
-
-
-@checks_ranges("adagrad_momentum")
-def scale_by_adagrad_momentum(
-    momentum: float = 0.0,
-    use_nesterov: bool = False,
-    exponent: float = 2,
-    beta2: float = 1,
-    epsilon: float = 1e-10,
-) -> optax.GradientTransformation:
-    """Scales gradients by their accumulators, then accumulates the momentum.
-
-    This is `adagrad_momentum` without its learning rate and options, for `optax.chain`.
-    Its arguments are described there.
-
-    Raises:
-      ValueError: if a value is out of its range.
-    """
-    check_hyperparameters("adagrad_momentum", exponent=_root(exponent, epsilon))
 
     def init(params):
-        return ScaleByAdagradMomentumState(
+        return AdagradMomentumState(
             accumulators=jnp.zeros_like(params), momenta=jnp.zeros_like(params)
         )
 
@@ -308,20 +224,8 @@ def scale_by_adagrad_momentum(
         scaled = updates * jnp.power(accumulators + epsilon, -1 / exponent)
         momenta = momentum * state.momenta + scaled
         steps = momentum * momenta + scaled if use_nesterov else momenta
-        return steps, ScaleByAdagradMomentumState(accumulators, momenta)
+        return steps, AdagradMomentumState(accumulators, momenta)
 
-    return for_each_array(init, update)
-
-
-def _root(exponent: Any, epsilon: Any) -> Check:
-    """Checks that `epsilon**(-1 / exponent)`, the scale of a fresh row, is finite."""
-    if isinstance(epsilon, Tracer) or isinstance(exponent, Tracer):
-        return PASSED
-    # Half of float32's range remains for the gradient.
-    smallest = -math.log(epsilon) / math.log(1e19)
-    if exponent >= smallest:
-        return PASSED
-    return Check(
-        f"at least {smallest:.3g} for epsilon={epsilon}, because float32 cannot hold "
-        f"epsilon**(-1 / exponent) otherwise, got {exponent}; or make epsilon larger"
+    return optax.chain(
+        for_each_array(init, update), optax.scale_by_learning_rate(learning_rate)
     )

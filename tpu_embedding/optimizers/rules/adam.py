@@ -10,17 +10,12 @@ import jax.numpy as jnp
 import optax
 
 from tpu_embedding.optimizers.array_rules import for_each_array
-from tpu_embedding.optimizers.checks import (
-    check_hyperparameters,
-    checks_ranges,
-    positive_with_square,
-)
 from tpu_embedding.optimizers.modes import every_row
 from tpu_embedding.optimizers.options import CommonOptions, takes_common_options
 
 
-class ScaleByAdamState(NamedTuple):
-    """State of `scale_by_lazy_adam`.
+class AdamState(NamedTuple):
+    """State of `adam`.
 
     Attributes:
       count: updates so far.
@@ -74,7 +69,7 @@ def adam(
       learning_rate: scalar, or schedule of the step counted from 0.
       beta_1: decay of `m`, in [0, 1).
       beta_2: decay of `v`, in [0, 1).
-      epsilon: positive. Inside the root, at least 1.08e-19.
+      epsilon: positive.
       lazy_adam: False moves every row in every step, as dense Adam does.
       sum_inside_sqrt: True adds epsilon inside the root.
       bias_correction: True multiplies the learning rate by `c`.
@@ -96,41 +91,9 @@ def adam(
             "use_gradient_accumulation must be True, got False. Leave it out, or set "
             "lazy_adam=True."
         )
-    rule = optax.chain(
-        scale_by_lazy_adam(
-            beta_1,
-            beta_2,
-            epsilon,
-            sum_inside_sqrt=sum_inside_sqrt,
-            bias_correction=bias_correction,
-        ),
-        optax.scale_by_learning_rate(learning_rate),
-    )
-    return rule if lazy_adam else every_row(rule)
-
-
-@checks_ranges("adam")
-def scale_by_lazy_adam(
-    beta_1: float = 0.9,
-    beta_2: float = 0.999,
-    epsilon: float = 1e-7,
-    *,
-    sum_inside_sqrt: bool = True,
-    bias_correction: bool = False,
-) -> optax.GradientTransformation:
-    """Scales gradients by Adam's moments, of touched rows only.
-
-    This is `adam` without its learning rate, `lazy_adam` and options, for
-    `optax.chain`. Its arguments are described there.
-
-    Raises:
-      ValueError: if a value is out of its range.
-    """
-    if sum_inside_sqrt:
-        check_hyperparameters("adam", epsilon=positive_with_square(epsilon))
 
     def init(params):
-        return ScaleByAdamState(
+        return AdamState(
             count=jnp.zeros((), jnp.int32),
             momenta=jnp.zeros_like(params),
             velocities=jnp.zeros_like(params),
@@ -148,6 +111,9 @@ def scale_by_lazy_adam(
         if bias_correction:
             t = count.astype(steps.dtype)
             steps *= jnp.sqrt(1 - beta_2**t) / (1 - beta_1**t)
-        return steps, ScaleByAdamState(count, momenta, velocities)
+        return steps, AdamState(count, momenta, velocities)
 
-    return for_each_array(init, update)
+    rule = optax.chain(
+        for_each_array(init, update), optax.scale_by_learning_rate(learning_rate)
+    )
+    return rule if lazy_adam else every_row(rule)

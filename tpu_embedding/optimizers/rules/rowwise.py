@@ -167,7 +167,7 @@ def partial_rowwise_lamb(
     return optax.chain(*steps, scale_by_row_trust_ratio(), rate)
 
 
-class ScaleByRowwiseRmsState(NamedTuple):
+class RowwiseRMSPropState(NamedTuple):
     """State of `rowwise_rmsprop`.
 
     Attributes:
@@ -212,21 +212,21 @@ def rowwise_rmsprop(
     """
 
     def init(params):
-        return ScaleByRowwiseRmsState(jnp.zeros(params.shape[:1], params.dtype))
+        return RowwiseRMSPropState(jnp.zeros(params.shape[:1], params.dtype))
 
     def update(updates: Any, state: Any, params: Any):
         del params
         ms = rho * state.ms + (1 - rho) * jnp.mean(jnp.square(updates), axis=1)
         steps = updates * jax.lax.rsqrt(ms + epsilon)[:, None]
-        return steps, ScaleByRowwiseRmsState(ms)
+        return steps, RowwiseRMSPropState(ms)
 
     return optax.chain(
         for_each_array(init, update), optax.scale_by_learning_rate(learning_rate)
     )
 
 
-class ScaleByCorrectedMomentsState(NamedTuple):
-    """State of `scale_by_corrected_moments`.
+class CorrectedMomentsState(NamedTuple):
+    """Moments of `partial_rowwise_adam`, `lamb` and `partial_rowwise_lamb`.
 
     Attributes:
       count: updates so far.
@@ -237,51 +237,6 @@ class ScaleByCorrectedMomentsState(NamedTuple):
     count: jax.Array
     momenta: jax.Array
     velocities: jax.Array
-
-
-def scale_by_corrected_moments(
-    beta_1: float = 0.9,
-    beta_2: float = 0.999,
-    epsilon: float = 1e-8,
-    *,
-    velocity_of: VelocityOf = "element",
-) -> optax.GradientTransformation:
-    """Scales gradients by bias-corrected moments.
-
-    The step is `m / (1 - beta_1**t) / (sqrt(v / (1 - beta_2**t)) + epsilon)`; see
-    `partial_rowwise_adam`. The caller checks the ranges of the first three arguments.
-
-    Args:
-      beta_1: decay of `m`, in [0, 1).
-      beta_2: decay of `v`, in [0, 1).
-      epsilon: positive.
-      velocity_of: `"element"` keeps one `v` per element, `"row"` one per row.
-    """
-
-    def init(params):
-        shape = params.shape if velocity_of == "element" else params.shape[:1]
-        return ScaleByCorrectedMomentsState(
-            count=jnp.zeros((), jnp.int32),
-            momenta=jnp.zeros_like(params),
-            velocities=jnp.zeros(shape, params.dtype),
-        )
-
-    def update(updates: Any, state: Any, params: Any):
-        del params
-        count = state.count + 1
-        t = count.astype(updates.dtype)
-        squares = jnp.square(updates)
-        if velocity_of == "row":
-            squares = jnp.mean(squares, axis=1)
-        momenta = beta_1 * state.momenta + (1 - beta_1) * updates
-        velocities = beta_2 * state.velocities + (1 - beta_2) * squares
-        scales = 1 / (jnp.sqrt(velocities / (1 - beta_2**t)) + epsilon)
-        if velocity_of == "row":
-            scales = scales[:, None]
-        steps = momenta / (1 - beta_1**t) * scales
-        return steps, ScaleByCorrectedMomentsState(count, momenta, velocities)
-
-    return for_each_array(init, update)
 
 
 def scale_by_row_trust_ratio() -> optax.GradientTransformation:
@@ -306,10 +261,41 @@ def _moment_steps(
     weight_decay: float,
     velocity_of: VelocityOf,
 ) -> tuple[optax.GradientTransformation, optax.GradientTransformation]:
-    """Returns the steps that Adam and LAMB share: moments, then weight decay."""
-    moments = scale_by_corrected_moments(*betas, epsilon, velocity_of=velocity_of)
+    """Returns the steps that Adam and LAMB share: moments, then weight decay.
+
+    Args:
+      betas: decays of `m` and `v`, see `partial_rowwise_adam`.
+      epsilon: positive.
+      weight_decay: non-negative.
+      velocity_of: `"element"` keeps one `v` per element, `"row"` one per row.
+    """
+    beta_1, beta_2 = betas
+
+    def init(params):
+        shape = params.shape if velocity_of == "element" else params.shape[:1]
+        return CorrectedMomentsState(
+            count=jnp.zeros((), jnp.int32),
+            momenta=jnp.zeros_like(params),
+            velocities=jnp.zeros(shape, params.dtype),
+        )
+
+    def update(updates: Any, state: Any, params: Any):
+        del params
+        count = state.count + 1
+        t = count.astype(updates.dtype)
+        squares = jnp.square(updates)
+        if velocity_of == "row":
+            squares = jnp.mean(squares, axis=1)
+        momenta = beta_1 * state.momenta + (1 - beta_1) * updates
+        velocities = beta_2 * state.velocities + (1 - beta_2) * squares
+        scales = 1 / (jnp.sqrt(velocities / (1 - beta_2**t)) + epsilon)
+        if velocity_of == "row":
+            scales = scales[:, None]
+        steps = momenta / (1 - beta_1**t) * scales
+        return steps, CorrectedMomentsState(count, momenta, velocities)
+
     # A weight decay of 0 does not read rows. Both transformations have an empty state,
     # so the state stays valid if a later step passes a traced weight decay.
     decays = may_be_positive(weight_decay)
     decay = optax.add_decayed_weights(weight_decay) if decays else optax.identity()
-    return moments, decay
+    return for_each_array(init, update), decay

@@ -20,7 +20,7 @@ from tpu_embedding.types import (
     ShardedRaggedIds,
 )
 
-NO_WIDE_ID: Final = np.uint64(2**64 - 1)
+NO_ID_64: Final = np.uint64(2**64 - 1)
 """Marks a place without an id among uint64 ids."""
 
 _PARTS: Final = (list, tuple, np.ndarray, jax.Array)
@@ -28,7 +28,7 @@ _PARTS: Final = (list, tuple, np.ndarray, jax.Array)
 
 def padding_of(dtype: np.dtype) -> np.generic:
     """Returns what marks a place without an id among checked ids of this dtype."""
-    return NO_WIDE_ID if dtype == np.uint64 else np.int32(PADDING_ROW_ID)
+    return NO_ID_64 if dtype == np.uint64 else np.int32(PADDING_ROW_ID)
 
 
 def join_words(ids: Any, feature: FeaturePlan) -> Any:
@@ -58,10 +58,10 @@ def refuse_unreadable(ids: Any, feature: FeaturePlan) -> None:
     for array in _arrays_in(ids):
         is_of_jax = isinstance(array, jax.Array)
         if is_of_jax and is_integer(array.dtype) and array.dtype.itemsize < 8:
-            raise narrow_ids(f"a JAX array of {array.dtype}", feature)
+            raise truncated_ids(f"a JAX array of {array.dtype}", feature)
 
 
-def narrow_ids(found: str, feature: FeaturePlan) -> TypeError:
+def truncated_ids(found: str, feature: FeaturePlan) -> TypeError:
     """Returns the error for integers that may be the lower halves of ids.
 
     Args:
@@ -92,10 +92,10 @@ def _arrays_in(ids: Any) -> Iterator[Any]:
             yield from _arrays_in(part)
 
 
-def check_wide(
+def check_ids_64(
     ids: np.ndarray, holds_padding: bool, feature: FeaturePlan, where: str
 ) -> np.ndarray:
-    """Returns the ids as uint64; places without an id hold `NO_WIDE_ID`.
+    """Returns the ids as uint64; places without an id hold `NO_ID_64`.
 
     Args:
       ids: integers of any dtype. Negative ones are extended to 64 bits.
@@ -108,7 +108,7 @@ def check_wide(
     """
     # Narrow types such as int4 are none of NumPy's, so they pass through int64.
     wide = ids if ids.dtype == np.uint64 else ids.astype(np.int64).view(np.uint64)
-    is_reserved = wide == NO_WIDE_ID
+    is_reserved = wide == NO_ID_64
     if feature.config.out_of_range_ids == "error" and is_reserved.any():
         place = tuple(int(i) for i in np.argwhere(is_reserved)[0])
         raise ValueError(
@@ -118,7 +118,7 @@ def check_wide(
             "id, or set FeatureConfig.out_of_range_ids to 'drop'."
         )
     if holds_padding and ids.dtype == np.int32:
-        return np.where(ids == PADDING_ROW_ID, NO_WIDE_ID, wide)
+        return np.where(ids == PADDING_ROW_ID, NO_ID_64, wide)
     return wide.copy()
 
 
