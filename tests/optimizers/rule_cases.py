@@ -54,8 +54,12 @@ OPTIMIZERS = {
     "proximal_adagrad": te.optimizers.proximal_adagrad(0.3, l1=0.01, l2=0.01),
     "adadelta": te.optimizers.adadelta(2.0, epsilon=1e-4),
     "lion": te.optimizers.lion(0.03),
+    "bounded_adagrad": te.optimizers.bounded_adagrad(
+        0.3, max_var_update=0.1, max_accumulator=5.0
+    ),
     "frequency_aware_adagrad": te.optimizers.frequency_aware_adagrad(0.3, l2=0.01),
     "proximal_yogi": te.optimizers.proximal_yogi(0.1, l1=0.01, l2=0.01),
+    "online_yogi": te.optimizers.online_yogi(0.01, l1=0.01),
     "partial_rowwise_adam": te.optimizers.partial_rowwise_adam(0.1, weight_decay=0.01),
     "lamb": te.optimizers.lamb(0.1, weight_decay=0.01),
     "partial_rowwise_lamb": te.optimizers.partial_rowwise_lamb(0.1),

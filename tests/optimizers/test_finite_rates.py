@@ -47,8 +47,8 @@ def test_a_rate_that_is_not_finite_is_found(rule):
         "bias_correction": optax.adam(0.1),
         # Its first steps compute NaN, and do not use it.
         "radam": optax.radam(0.1),
-        "no_bound": optax.inject_hyperparams(optimizers.clippy_adagrad)(
-            0.1, absolute_threshold=float("inf")
+        "no_bound": optax.inject_hyperparams(optimizers.bounded_adagrad)(
+            0.1, max_var_update=float("inf")
         ),
         "schedule": optax.adam(optax.cosine_decay_schedule(0.1, 3)),
     }.values(),

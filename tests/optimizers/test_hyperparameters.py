@@ -18,6 +18,7 @@ from tpu_embedding.optimizers.rules.adagrad import (
     rowwise_adagrad,
 )
 from tpu_embedding.optimizers.rules.adam import adam
+from tpu_embedding.optimizers.rules.bounded_adagrad import bounded_adagrad
 from tpu_embedding.optimizers.rules.clippy import clippy_adagrad
 from tpu_embedding.optimizers.rules.frequency import (
     frequency_aware_adagrad,
@@ -36,7 +37,7 @@ from tpu_embedding.optimizers.rules.rowwise import (
 )
 from tpu_embedding.optimizers.rules.sgd import sgd
 from tpu_embedding.optimizers.rules.user_defined import user_defined
-from tpu_embedding.optimizers.rules.yogi import proximal_yogi
+from tpu_embedding.optimizers.rules.yogi import online_yogi, proximal_yogi
 
 
 def with_options(**options):
@@ -70,12 +71,12 @@ WRONG = [
     (lamb, {"epsilon": 0}, "epsilon must be positive"),
     (partial_rowwise_adam, {"weight_decay": -0.1}, "weight_decay must be non-negative"),
     (
-        clippy_adagrad,
-        {"absolute_threshold": -1.0},
-        "absolute_threshold must be non-negative, got -1",
+        bounded_adagrad,
+        {"max_var_update": -1.0},
+        "max_var_update must be non-negative, got -1",
     ),
     (frequency_aware_adagrad, {"l1": -1.0, "l2": -1.0}, "l1 .*; l2 must be"),
-    (proximal_yogi, {"beta_2": 1.0, "l1": -1.0}, "beta_2 .*; l1 must be"),
+    (online_yogi, {"l1": -1.0, "beta_2": 1.0}, "l1 .*; beta_2 must be in"),
     (
         rowwise_rmsprop,
         {"rho": 1.0, "epsilon": 0.0},
@@ -157,6 +158,7 @@ WRONG_TYPES = [
             (adam, "lazy_adam", 0),
             (ftrl, "multiply_linear_by_learning_rate", 0.1),
             (rmsprop, "centered", 1),
+            (bounded_adagrad, "update_accumulator_first", 2.0),
             (clippy_adagrad, "clip_accumulator_update", None),
             (adafactor, "relative_step", None),
         ]
@@ -223,6 +225,7 @@ def test_wrong_types(make, options, match):
     [
         (adafactor, {"clip_threshold": INF}),
         (adafactor, {"clipnorm": INF}),
+        (bounded_adagrad, {"max_var_update": INF, "max_accumulator": INF}),
         (frequency_aware_adagrad, {"max_lr_multiplier": INF}),
         (clippy_adagrad, {"absolute_threshold": INF}),
         (sgd, {"clipvalue": (-INF, INF), "clip_weight_min": -INF}),
@@ -257,12 +260,14 @@ SMALLEST = [
     (adam, {"epsilon": 1.1e-19}),
     (adam, {"epsilon": 1.1e-19, "beta_2": 0, "bias_correction": True}),
     (adam, {"epsilon": TINY, "sum_inside_sqrt": False}),
+    (bounded_adagrad, {"initial_accumulator_value": TINY}),
     (clippy_adagrad, {"initial_accumulator_value": 0, "epsilon": TINY}),
     (frequency_aware_adagrad, {"initial_accumulator_value": TINY}),
     (ftrl, {"initial_accumulator_value": TINY, "learning_rate_power": -5.0}),
     (ftrl, {"initial_accumulator_value": 0, "allow_zero_accumulator": True}),
     (lion, {}),
     (momentum, {}),
+    (online_yogi, {}),
     (proximal_adagrad, {"initial_accumulator_value": TINY, "l2": 1.0}),
     (proximal_yogi, {"initial_accumulator_value": 0, "epsilon": TINY, "l1": 1.0}),
     (rmsprop, {"epsilon": TINY}),

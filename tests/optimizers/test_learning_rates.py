@@ -46,6 +46,7 @@ VARIANTS = {
         "beta": 0.1,
         "l2_shrinkage_regularization_strength": 0.1,
     },
+    "online_yogi": {"l1": 0.1, "l2": 0.1},
     "proximal_adagrad": {"l1": 0.1, "l2": 0.1},
     "proximal_yogi": {"l1": 0.1, "l2": 0.1},
     "frequency_aware_adagrad": {"l1": 0.1, "l2": 0.1},
@@ -143,7 +144,7 @@ def test_a_rate_of_zero_leaves_rows_alone(name):
     assert (steps[-1][0] != first).any(axis=1)[1:].all()
 
 
-@pytest.mark.parametrize("name", ["ftrl", "ftrl with options"])
+@pytest.mark.parametrize("name", ["ftrl", "ftrl with options", "online_yogi"])
 def test_rules_that_divide_by_the_rate_skip_steps_at_zero(name):
     """The steps after a warm-up at 0 are those that they would be without it."""
     batches = list(gradients())

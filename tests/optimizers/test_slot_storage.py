@@ -17,7 +17,7 @@ from tests.optimizers.rule_cases import (
 
 @pytest.mark.parametrize(
     "recipe",
-    [te.optimizers.adagrad, te.optimizers.proximal_yogi, te.optimizers.rowwise_rmsprop],
+    [te.optimizers.adagrad, te.optimizers.online_yogi, te.optimizers.rowwise_rmsprop],
 )
 def test_options_are_those_of_with_options(recipe):
     rows = jnp.asarray(np.random.default_rng(0).normal(size=(4, 3)), jnp.float32)

@@ -56,6 +56,9 @@ from tpu_embedding.optimizers.rules.adagrad import adagrad_momentum as adagrad_m
 from tpu_embedding.optimizers.rules.adagrad import rowwise_adagrad as rowwise_adagrad
 from tpu_embedding.optimizers.rules.adam import adam as adam
 from tpu_embedding.optimizers.rules.assign import assign as assign
+from tpu_embedding.optimizers.rules.bounded_adagrad import (
+    bounded_adagrad as bounded_adagrad,
+)
 from tpu_embedding.optimizers.rules.clippy import clippy_adagrad as clippy_adagrad
 from tpu_embedding.optimizers.rules.frequency import (
     frequency_aware_adagrad as frequency_aware_adagrad,
@@ -82,5 +85,6 @@ from tpu_embedding.optimizers.rules.rowwise import (
 from tpu_embedding.optimizers.rules.rowwise import rowwise_rmsprop as rowwise_rmsprop
 from tpu_embedding.optimizers.rules.sgd import sgd as sgd
 from tpu_embedding.optimizers.rules.user_defined import user_defined as user_defined
+from tpu_embedding.optimizers.rules.yogi import online_yogi as online_yogi
 from tpu_embedding.optimizers.rules.yogi import proximal_yogi as proximal_yogi
 from tpu_embedding.optimizers.table_rows import table_rows as table_rows

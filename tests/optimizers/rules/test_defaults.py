@@ -43,6 +43,13 @@ DEFAULTS = {
         "sum_inside_sqrt": True,
         "bias_correction": False,
     },
+    optimizers.bounded_adagrad: {
+        "learning_rate": 0.001,
+        "initial_accumulator_value": 0.1,
+        "update_accumulator_first": False,
+        "max_var_update": 0.0,
+        "max_accumulator": 0.0,
+    },
     optimizers.clippy_adagrad: {
         "learning_rate": 0.001,
         "initial_accumulator_value": 0.1,
@@ -107,6 +114,12 @@ DEFAULTS = {
         "l1": 0.0,
         "l2": 0.0,
         "initial_accumulator_value": 1e-6,
+    },
+    optimizers.online_yogi: {
+        "learning_rate": 0.01,
+        "l1": 0.0,
+        "l2": 0.0,
+        "beta_2": 0.999,
     },
     optimizers.user_defined: {
         "learning_rate": 0.01,

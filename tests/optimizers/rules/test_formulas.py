@@ -90,6 +90,15 @@ def adam(inside, corrects):
     return step
 
 
+def bounded_adagrad(first, max_update, max_accumulator):
+    def step(w, g, slots, t):
+        a = np.minimum(slots[0] + g**2, max_accumulator)
+        s = rate(t) * g / np.sqrt(a if first else slots[0])
+        return w - np.clip(s, -max_update, max_update), [a]
+
+    return step
+
+
 def clippy(relative, accumulator_relative, absolute, standard=False, clips=False):
     def step(w, g, slots, t):
         a = slots[0] + g**2 if standard else slots[0]
@@ -150,6 +159,14 @@ def proximal_yogi(w, g, slots, t):
     m = 0.8 * slots[1] + 0.2 * g
     eta = rate(t) / (np.sqrt(v) + 0.05)
     return proximal(w - eta * m, eta), [v, m]
+
+
+def online_yogi(w, g, slots, t):
+    v, linear = slots
+    new = yogi_velocity(v, g)
+    linear = linear + g - (np.sqrt(new) - np.sqrt(v)) * w / rate(t)
+    numerator = np.clip(linear, -0.3, 0.3) - linear
+    return numerator / (np.sqrt(new) / rate(t) + 2 * 0.4), [new, linear]
 
 
 def rmsprop(centered):
@@ -266,6 +283,16 @@ CASES: dict[str, Any] = {
         adam(False, True),
         [ZEROS, ZEROS],
     ),
+    "bounded_adagrad": (
+        opt.bounded_adagrad(schedule, 0.3, False, 0.2, 2.0),
+        bounded_adagrad(False, 0.2, 2.0),
+        [ZEROS + 0.3],
+    ),
+    "bounded_adagrad_first_unbounded": (
+        opt.bounded_adagrad(schedule, 0.3, True),
+        bounded_adagrad(True, np.inf, np.inf),
+        [ZEROS + 0.3],
+    ),
     "clippy": (
         opt.clippy_adagrad(schedule, 0.3, 0.2, 0.03, 0.04, 0.05),
         clippy(0.2, 0.03, 0.04),
@@ -314,6 +341,11 @@ CASES: dict[str, Any] = {
         opt.proximal_yogi(schedule, 0.8, 0.7, 0.05, **PROXIMAL),
         proximal_yogi,
         [ZEROS + 0.3, ZEROS],
+    ),
+    "online_yogi": (
+        opt.online_yogi(schedule, 0.3, 0.4, 0.7),
+        online_yogi,
+        [ZEROS, ZEROS],
     ),
     "rmsprop": (
         opt.rmsprop(schedule, rho=0.7, momentum=0.6, epsilon=0.05, initial_ms=0.3),

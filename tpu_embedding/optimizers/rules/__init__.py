@@ -1,7 +1,7 @@
 """Optimizer rules, one algorithm or family per file. `te.optimizers` has the names.
 
 * `sgd`, `momentum`: gradient descent; with momentum, also Nesterov's.
-* `adagrad`, `proximal`, `clippy`, `frequency`: Adagrad and its kin.
+* `adagrad`, `bounded_adagrad`, `proximal`, `clippy`, `frequency`: Adagrad and its kin.
 * `adam`, `lion`, `yogi`, `rmsprop`: moving averages of gradients and of their squares.
 * `ftrl`: follow the regularised leader.
 * `adafactor`: second moments as one row and one column vector per table.
@@ -11,5 +11,5 @@
 
 Parts of adafactor stand in `_adafactor_state`, `_clipping` (of gradients),
 `_adafactor_moments`, `_averages` (moving averages of rows) and `_sums` (compensated
-sums). Rules share `_regularization` (the proximal step).
+sums). Rules share `_regularization` (L1 and L2).
 """

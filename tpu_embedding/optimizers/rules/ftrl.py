@@ -18,6 +18,7 @@ from tpu_embedding.optimizers.checks import (
 )
 from tpu_embedding.optimizers.learning_rates import learning_rate_at
 from tpu_embedding.optimizers.options import CommonOptions, takes_common_options
+from tpu_embedding.optimizers.rules._regularization import ftrl_rows, split_zero_rate
 
 
 class FTRLState(NamedTuple):
@@ -109,7 +110,7 @@ def ftrl(
     def update(updates: Any, state: Any, params: Any):
         rate = learning_rate_at(learning_rate, state.count)
         shrunk = updates + 2 * l2_shrinkage_regularization_strength * params
-        moves, divisor = _split_zero_rate(rate)
+        moves, divisor = split_zero_rate(rate)
         if not multiply_linear_by_learning_rate:
             updates, shrunk = jnp.where(moves, updates, 0), jnp.where(moves, shrunk, 0)
         accumulators = state.accumulators + jnp.square(updates)
@@ -117,40 +118,14 @@ def ftrl(
         change = power - _power(state.accumulators, p)
         if multiply_linear_by_learning_rate:
             linears = state.linears + rate * shrunk - change * params
-            rows = _rows_of(linears, rate * l1, power + beta + 2 * rate * l2)
+            rows = ftrl_rows(linears, rate * l1, power + beta + 2 * rate * l2)
         else:
             linears = state.linears + shrunk - change * params / divisor
-            rows = _rows_of(linears, l1, (power + beta) / divisor + 2 * l2)
+            rows = ftrl_rows(linears, l1, (power + beta) / divisor + 2 * l2)
             rows = jnp.where(moves, rows, params)
         return rows - params, FTRLState(state.count + 1, accumulators, linears)
 
     return for_each_array(init, update)
-
-
-def _split_zero_rate(rate: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Returns True unless a learning rate is 0 or subnormal, and a safe divisor.
-
-    FTRL's linears count in units of `1 / rate`. A step at a rate of 0 therefore must
-    not change them; the caller masks it.
-    """
-    # The inverse of a subnormal number overflows.
-    moves = jnp.abs(rate) >= jnp.finfo(jnp.float32).tiny
-    return moves, jnp.where(moves, rate, 1)
-
-
-def _rows_of(linears: jax.Array, l1: Any, denominators: jax.Array) -> jax.Array:
-    """Returns the rows that minimise FTRL's objective, given its slot variables.
-
-    `(clip(l, -l1, l1) - l) / denominator`. A denominator of 0 gives a row of 0.
-
-    Args:
-      linears: `l`, `[rows, dim]`.
-      l1: bound of the linears that leave a row at 0, a non-negative scalar.
-      denominators: `[rows, dim]`, non-negative.
-    """
-    numerators = jnp.clip(linears, -l1, l1) - linears
-    is_zero = denominators == 0
-    return jnp.where(is_zero, 0, numerators / jnp.where(is_zero, 1, denominators))
 
 
 def _power(values: jax.Array, exponent: float) -> jax.Array:

@@ -13,7 +13,11 @@ from tpu_embedding.optimizers.array_rules import for_each_array
 from tpu_embedding.optimizers.checks import non_negative
 from tpu_embedding.optimizers.learning_rates import learning_rate_at
 from tpu_embedding.optimizers.options import CommonOptions, takes_common_options
-from tpu_embedding.optimizers.rules._regularization import proximal_step
+from tpu_embedding.optimizers.rules._regularization import (
+    ftrl_rows,
+    proximal_step,
+    split_zero_rate,
+)
 
 
 class ProximalYogiState(NamedTuple):
@@ -92,6 +96,83 @@ def proximal_yogi(
         eta = rate / (jnp.sqrt(v) + epsilon)
         rows = proximal_step(params - eta * m, eta, l1, l2)
         return rows - params, ProximalYogiState(state.count + 1, v, m)
+
+    return for_each_array(init, update)
+
+
+class OnlineYogiState(NamedTuple):
+    """State of `online_yogi`: slot variables `[rows, dim]`, and count of updates."""
+
+    count: jax.Array
+    vs: jax.Array
+    linears: jax.Array
+
+
+@takes_common_options()
+def online_yogi(
+    learning_rate: optax.ScalarOrSchedule = 0.01,
+    l1: float = 0.0,
+    l2: float = 0.0,
+    beta_2: float = 0.999,
+    **options: Unpack[CommonOptions],
+) -> optax.GradientTransformation:
+    """Makes FTRL with Yogi's second moment; rows are recomputed from slot variables.
+
+    For a row `w` with the summed gradient `g`::
+
+        v_new = v - (1 - beta_2) * sign(v - g**2) * g**2
+        l += g - (sqrt(v_new) - sqrt(v)) * w / learning_rate
+        w = (clip(l, -l1, l1) - l) / (sqrt(v_new) / learning_rate + 2 * l2)
+
+    A denominator of 0 gives a row of 0. A step at a learning rate of 0 leaves the row
+    and its slot variables as they are. The slot variables `v` and `l`, `[rows, dim]`,
+    start at 0, and `v_new` is the next `v`. So the first update of a row discards its
+    initial value. Rows change only in steps that look them up.
+
+    Source: Zaheer et al. (2018), as `OnlineYogiParameters` of TensorFlow's
+    `optimization_parameters.proto`. That file names the paper "plus some extensions
+    based on FTRL" and no formula. This rule is a reading of it: `ftrl` with the root of
+    `v` in place of the power of its accumulator.
+
+    As in `proximal_yogi`, bias correction is left to the learning rate. optax has no
+    such optimizer.
+
+    Args:
+      learning_rate: scalar, or schedule of the step counted from 0.
+      l1: strength of L1 regularisation, non-negative.
+      l2: strength of L2 regularisation, non-negative.
+      beta_2: decay of `v`, in [0, 1).
+      **options: see `with_options`.
+
+    Raises:
+      ValueError: if a value is out of its range.
+
+    Example:
+      >>> optimizer = online_yogi(0.5, beta_2=0.0)
+      >>> rows = jnp.zeros((1, 2))
+      >>> updates, _ = optimizer.update(rows + 3.0, optimizer.init(rows), rows)
+      >>> updates.tolist()
+      [[-0.5, -0.5]]
+    """
+
+    def init(params):
+        return OnlineYogiState(
+            count=jnp.zeros((), jnp.int32),
+            vs=jnp.zeros_like(params),
+            linears=jnp.zeros_like(params),
+        )
+
+    def update(updates: Any, state: Any, params: Any):
+        rate = learning_rate_at(learning_rate, state.count)
+        moves, divisor = split_zero_rate(rate)
+        updates = jnp.where(moves, updates, 0)
+        vs = _second_moment(updates, state.vs, beta_2)
+        roots = jnp.sqrt(vs)
+        change = roots - jnp.sqrt(state.vs)
+        linears = state.linears + updates - change * params / divisor
+        rows = ftrl_rows(linears, l1, roots / divisor + 2 * l2)
+        rows = jnp.where(moves, rows, params)
+        return rows - params, OnlineYogiState(state.count + 1, vs, linears)
 
     return for_each_array(init, update)
 
