@@ -32,10 +32,10 @@ class SparseCore:
     and scatters on the same rows, so no id is lost.
 
     Attributes:
-      max_ids: ids that the samples of one SparseCore may look up in the rows of
-        another, a multiple of 8. It bounds memory of the SparseCore and changes speed,
-        never results. None: the mean and some standard deviations, as far as the
-        memory goes.
+      max_ids: ids, and different rows among them, that the samples of one SparseCore
+        may look up in the rows of another, a multiple of 8; less if the memory of a
+        SparseCore bounds it. It changes speed, never results. None: the mean and some
+        standard deviations, and room for hot rows.
       cores: SparseCores per device, only for devices without: CPUs and GPUs run the
         operations in plain JAX, for tests. None: those of the device, or 2.
 

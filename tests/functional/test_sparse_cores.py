@@ -146,6 +146,7 @@ ELEMENTWISE = [
     "chain",
     "inject",
 ]
+EVERY_ROW = {"every_row": te.optimizers.every_row(te.optimizers.adam(0.1))}
 OTHERS = [
     "rowwise_adagrad",
     "frequency_aware_adagrad",
@@ -153,6 +154,7 @@ OTHERS = [
     "partial_rowwise_adam",
     "clippy_adagrad",
     "adafactor",
+    "every_row",
 ]
 
 
@@ -177,10 +179,11 @@ def test_elementwise_rules_run_on_sparse_cores(name, promoting):
     assert rounds == [{"stack_0": 0}] * STEPS
 
 
-@pytest.mark.parametrize("name", quick_cases(OTHERS, "rowwise_adagrad"))
+@pytest.mark.parametrize("name", quick_cases(OTHERS, "rowwise_adagrad", "every_row"))
 def test_other_rules_run_on_the_exchange(name, promoting):
-    optimizer = OPTIMIZERS[name]
-    plan, _ = check(features_of(), BATCHES, "sparse_core", optimizer=optimizer)
+    optimizer = (OPTIMIZERS | EVERY_ROW)[name]
+    features = features_of(dim=20)
+    plan, _ = check(features, BATCHES, "sparse_core", optimizer=optimizer)
     backend = plan.stacks[0].backend
     assert (backend.lookups, backend.updates) == ("sparse_core", "xla"), backend
 
@@ -207,6 +210,43 @@ def test_a_batch_beyond_the_limit_loses_no_id(batch, num_devices):
     backend = te.SparseCore(max_ids=LIMITS[num_devices])
     _, rounds = check(features_of(), batches, backend, num_devices=num_devices)
     assert [n["stack_0"] > 0 for n in rounds] == [False, True, False]
+
+
+@pytest.mark.parametrize(
+    "weights",
+    with_ids(
+        {"nan": [np.nan, 1], "inf": [np.inf, 1], "cancels": [np.inf, -np.inf]}
+        | {"overflows": [3e38, 3e38]}
+    ),
+)
+def test_a_weight_that_is_not_finite_takes_the_exchange(weights):
+    """Under `jit` nobody refuses it; a bad sample spoils its own row alone."""
+    features = {"again": features_of()["again"]}
+    ids = np.zeros((BATCH, 2), np.int32) + np.arange(BATCH, dtype=np.int32)[:, None]
+    of_ids = np.ones((BATCH, 2), np.float32)
+    of_ids[3] = weights
+    batch = {"again": te.DenseIds(ids=jnp.asarray(ids), weights=jnp.asarray(of_ids))}
+    results = []
+    for backend in ("sparse_core", "xla"):
+        plan = plan_of(features, backend)
+        tables, slots = start(plan)
+        tables, slots, activations, stats = step_of(plan)(tables, slots, batch)
+        values, _ = values_of(tables, slots, plan)
+        results.append((activations, values))
+        assert int(stats.rounds["stack_0"]) > 0
+        is_bad = ~np.isfinite(activations["again"]).all(axis=1)
+        np.testing.assert_array_equal(is_bad, np.arange(BATCH) == 3)
+    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, **TOLERANCE), *results)
+
+
+def test_the_users_limit_holds_for_distinct_rows():
+    table = te.TableConfig(vocabulary_size=4000, dim=4, combiner="sum", name="t")
+    features = {"f": te.FeatureConfig(table=table)}
+    batch = {"f": np.arange(0, 4000, 4, dtype=np.int32)}  # of one SparseCore of four
+    _, rounds = check(features, [batch], "sparse_core")
+    assert rounds[0]["stack_0"] > 0
+    _, rounds = check(features, [batch], te.SparseCore(max_ids=4096))
+    assert rounds == [{"stack_0": 0}]
 
 
 @pytest.mark.parametrize("beyond", ["update", "lookup", "both", "neither"])

@@ -86,6 +86,7 @@ RULES = {
     "every row": (te.optimizers.every_row(ADAGRAD), "every row"),
     "totals": (te.optimizers.adafactor(0.1), "totals"),
     "mixes elements": (te.optimizers.lamb(0.1), ""),
+    "sets rows": (te.optimizers.assign(), "sets rows"),
 }
 
 
@@ -150,10 +151,12 @@ def test_the_verdict_of_the_doctor_decides(tmp_path, monkeypatch):
     assert "other numbers" in found().reason
     verdict.write_verdict("TPU v9", is_equal=True, speedup=1.5)
     assert "another device or version" in found().reason
-    text = json.dumps({"is_equal": True, "speedup": 2.0})
-    for damaged in (text, "[]", "{"):
-        verdict.verdict_file().write_text(damaged)
+    verdict.write_verdict(kind, is_equal=True, speedup=1.5)
+    whole = json.loads(verdict.verdict_file().read_text())
+    for change in ({"is_equal": 1}, {"speedup": None}, {"jax": [1]}, None):
+        text = "{" if change is None else json.dumps(whole | change)
+        verdict.verdict_file().write_text(text)
         assert ways_of(found()) == ("xla", "xla")
     verdict.write_verdict(kind, is_equal=True, speedup=1.5)
-    monkeypatch.setattr(jax, "process_count", lambda: 2)
-    assert "several processes" in found().reason
+    pod = compile_report.topology_mesh("v5p:2x2x2")
+    assert "several processes" in backend_of(None, mesh=pod).reason

@@ -47,7 +47,8 @@ class Partition:
 
     Attributes:
       ids: the ids, by SparseCore.
-      fits: bool `[1]`, whether all SparseCores of all devices keep within the limits.
+      fits: bool `[1]`, whether all SparseCores of all devices keep within the limits,
+        and all gains are finite.
       limits: limits of the operations.
       num_samples: samples of this device, those that fill up SparseCores included.
     """
@@ -91,7 +92,9 @@ def partition(
         devices=stack.num_shards,
         room=limits.room,
     )
-    fits = are_within(largest, limits, plan.sample_axes)
+    # Gains of equal ids of a sample are summed, and may overflow.
+    is_finite = jnp.all(jnp.isfinite(ids.gains) | (ids.rows == PADDING_ROW_ID))
+    fits = are_within(largest, limits, plan.sample_axes, is_finite)
     return Partition(ids=ids, fits=fits[None], limits=limits, num_samples=num_samples)
 
 
@@ -154,18 +157,15 @@ def _limits_of(
     poolings: Sequence[PoolingSpec], stack: StackPlan, plan: EmbeddingPlan
 ) -> Limits:
     """Returns the limits of the operations, or those that the user gives."""
-    cores, max_ids = stack.backend.cores, stack.backend.max_ids
-    limits = choose_limits(
+    cores = stack.backend.cores
+    return choose_limits(
         sum(_max_ids_of_core(pooling, cores) for pooling in poolings),
         num_samples=_samples_per_core(poolings, cores),
         num_partitions=cores * stack.num_shards,
         memory_bytes=plan.hardware.subcore_memory_bytes or _EMULATED_BYTES,
         sends_rows_once=plan.hardware.sends_rows_once,
+        max_ids=stack.backend.max_ids,
     )
-    if max_ids is None:
-        return limits
-    max_unique = min(max_ids, limits.max_unique)
-    return dataclasses.replace(limits, max_ids=max_ids, max_unique=max_unique)
 
 
 def _max_ids_of_core(pooling: PoolingSpec, cores: int) -> int:

@@ -48,6 +48,8 @@ def _notes(stack: "StackPlan", plan: "EmbeddingPlan") -> Iterator[str]:
             f"{memory.format_bytes(MAX_SPARSE_CORE_BYTES)} that a SparseCore is said "
             "to take; more devices make it smaller"
         )
+    if stack.backend.lookups == "sparse_core":
+        yield f"{stack.name}: SparseCores hold {_skew_held(stack, plan)}"
     if stack.is_dynamic:
         num_places = sum(t.dynamic.num_places for t in dynamic_tables(stack))
         num_bytes = directory_bytes(stack, plan.hardware)
@@ -55,6 +57,16 @@ def _notes(stack: "StackPlan", plan: "EmbeddingPlan") -> Iterator[str]:
             f"{stack.name}: {num_places:,} places for ids, which take "
             f"{memory.format_bytes(num_bytes)} per device"
         )
+
+
+def _skew_held(stack: "StackPlan", plan: "EmbeddingPlan") -> str:
+    """Returns the skew that the limits of the operations hold; see `choose_limits`."""
+    if stack.backend.max_ids is not None:
+        return f"{stack.backend.max_ids:,} ids from one SparseCore to another"
+    ids = "6 standard deviations above the mean of ids from one to another"
+    if plan.hardware.sends_rows_once:
+        return f"{ids}, and one more row that every sample asks for"
+    return f"{ids}, and 4 times as many ids of repeated rows"
 
 
 def _placement_rows(plan: "EmbeddingPlan") -> list[tuple[str, ...]]:
@@ -91,6 +103,8 @@ def _memory_rows(plan: "EmbeddingPlan") -> list[tuple[str, ...]]:
             rows.append((stack.name, table.name, num_rows, *facts, offset, "", "", ""))
         elements = layout.rows_per_lane * layout.lanes
         packing = f"{layout.rows_per_line} x {layout.row_lanes} of {elements}"
+        if layout.lines_per_row > 1:
+            packing = f"1 x {layout.row_lanes} of {layout.lines_per_row} x {elements}"
         table_bytes = memory.rows_bytes(layout, plan.hardware, LANE_BYTES)
         sizes = (
             f"{memory.format_bytes(table_bytes)} + "

@@ -102,7 +102,7 @@ def _choice_problem(mesh: Mesh, hardware: HardwareInfo) -> str | None:
     """Returns why SparseCores are used only if the user asks; None: they are used."""
     if not hardware.num_sparse_cores:
         return f"the default on {hardware.name}"
-    return verdict_problem(mesh.devices.flat[0].device_kind)
+    return verdict_problem(list(mesh.devices.flat))
 
 
 def _lookup_problem(

@@ -12,6 +12,7 @@ from tpu_embedding.rows.packed_rows import (
     PackedRows,
     RowLayout,
     pack_stored,
+    padded,
     round_up,
     unpack_rows,
     unpack_stored,
@@ -75,10 +76,11 @@ def write_block(
     Args:
       packed: all rows of the shard.
       start: first row of the block.
-      rows: the new rows, as they are stored.
+      rows: the new rows, as they are stored; unused lanes may be missing.
     """
     layout = packed.layout.resized(rows.shape[0])
-    new = pack_stored(rows.reshape(rows.shape[0], layout.row_lanes), layout)
+    rows = padded(rows.reshape(rows.shape[0], -1), layout.row_lanes)
+    new = pack_stored(rows, layout)
     first_line = layout.line_of(start)
     lines = jax.lax.dynamic_update_slice_in_dim(
         packed.lines, new.lines, first_line, axis=0

@@ -353,7 +353,7 @@ def store_rows(rows: Any, layout: RowLayout) -> Any:
       `[rows, row_lanes]`.
     """
     if layout.narrow_dtype is None:
-        return _padded(rows, layout.row_lanes)
+        return padded(rows, layout.row_lanes)
     return encode_rows(rows, layout.narrow_dtype)
 
 
@@ -401,10 +401,10 @@ def lines_of_rows(stored: Any, layout: RowLayout) -> Any:
     else:
         parts = stored.reshape(-1, layout.rows_per_lane, used_lanes)
         lines = join_rows(parts, layout.narrow_dtype)
-    return _padded(lines, layout.lanes)
+    return padded(lines, layout.lanes)
 
 
-def _padded(values: Any, lanes: int) -> Any:
+def padded(values: Any, lanes: int) -> Any:
     """Fills `[n, _]` up to a width with zeros; NumPy or JAX."""
     missing = lanes - values.shape[1]
     if not missing:

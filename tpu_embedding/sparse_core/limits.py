@@ -69,6 +69,7 @@ def choose_limits(
     num_partitions: int,
     memory_bytes: int,
     sends_rows_once: bool = True,
+    max_ids: int | None = None,
 ) -> Limits:
     """Returns limits that hold the skew of most batches.
 
@@ -87,6 +88,8 @@ def choose_limits(
       num_partitions: SparseCores of all devices that share the table.
       memory_bytes: memory of a SparseCore's vector subcore.
       sends_rows_once: see `HardwareInfo`. False: XLA keeps buffers for every id.
+      max_ids: limit that the user gives, for ids and for distinct rows; the memory
+        bounds both.
 
     Example:
       >>> choose_limits(
@@ -96,7 +99,10 @@ def choose_limits(
     mean = num_ids / num_partitions
     count = math.ceil(mean + _HEADROOM_STDDEVS * math.sqrt(mean))
     memory = memory_bytes - _RESERVED_BYTES - _BYTES_PER_PARTITION * num_partitions
-    max_ids = num_samples + count if sends_rows_once else _SKEW * count
+    if max_ids is not None:
+        count = max_ids
+    else:
+        max_ids = num_samples + count if sends_rows_once else _SKEW * count
     max_ids = min(num_ids, max_ids, memory_bytes // _MIN_BYTES_PER_ID)
     max_unique = (memory - max_ids // _IDS_PER_BYTE) // _BYTES_PER_UNIQUE
     max_ids = round_up(max(1, max_ids), ALIGNMENT)
@@ -107,10 +113,21 @@ def choose_limits(
     )
 
 
+def holds_partitions(num_partitions: int, memory_bytes: int) -> bool:
+    """Returns True if the memory of a subcore holds so many partitions, and ids."""
+    used = _RESERVED_BYTES + _BYTES_PER_PARTITION * num_partitions
+    return used <= memory_bytes // 2
+
+
 def are_within(
-    largest: LargestCounts, limits: Limits, axes: Sequence[str]
+    largest: LargestCounts,
+    limits: Limits,
+    axes: Sequence[str],
+    is_finite: Bool[Array, ""] | bool = True,
 ) -> Bool[Array, ""]:
-    """Returns True on all devices if no count of any device exceeds its limit.
+    """Returns True on all devices if the operations are defined for all of them.
+
+    No count of any device exceeds its limit, and no gain is NaN or infinite.
 
     Per shard; reduces over the axes.
 
@@ -118,10 +135,12 @@ def are_within(
       largest: from `partition_ids`.
       limits: the limits.
       axes: mesh axes whose devices share the table.
+      is_finite: whether the gains of this device are finite.
     """
     is_within = (
         (largest.ids <= limits.max_ids)
         & (largest.unique <= limits.max_unique)
         & (largest.places <= limits.room)
+        & is_finite
     ).astype(jnp.int32)
     return jax.lax.pmin(is_within, tuple(axes)) > 0

@@ -21,7 +21,7 @@ from jaxtyping import Array, Float
 
 from tpu_embedding.hardware import HardwareInfo
 from tpu_embedding.sparse_core import reference
-from tpu_embedding.sparse_core.limits import Limits
+from tpu_embedding.sparse_core.limits import Limits, holds_partitions
 from tpu_embedding.sparse_core.partitioned_ids import PartitionedIds
 from tpu_embedding.sparse_core.row_rule import RowRule
 from tpu_embedding.types import PADDING_ROW_ID
@@ -47,6 +47,9 @@ def unavailable_reason(hardware: HardwareInfo, num_devices: int) -> str | None:
     num_cores = hardware.cores_per_device * num_devices
     if num_cores & (num_cores - 1):
         return f"{num_cores} SparseCores are no power of two"
+    memory_bytes = hardware.subcore_memory_bytes
+    if memory_bytes is not None and not holds_partitions(num_cores, memory_bytes):
+        return f"{num_cores} SparseCores leave no memory for ids in each of them"
     return None
 
 

@@ -207,7 +207,10 @@ def _order_by(*digits: tuple[Int[Array, " ids"], int]) -> Int[Array, " ids"]:
         return _sort(*words)
     padding = (0, -num_ids % _SORTED_TILE)
     words = [jnp.pad(x, padding, constant_values=_LAST_WORD) for x in words]
-    return _on_sparse_cores(_sort)(*computed_apart(words))[:num_ids]
+    order = jax.lax.platform_dependent(
+        *computed_apart(words), tpu=_on_sparse_cores(_sort), default=_sort
+    )
+    return order[:num_ids]
 
 
 def _sort(*words: UInt32[Array, " ids"]) -> Int[Array, " ids"]:

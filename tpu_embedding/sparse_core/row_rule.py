@@ -111,6 +111,7 @@ def _check_declared(optimizer: RowOptimizer, dim: int) -> None:
         "the rule needs the norm of all gradients": optimizer.takes_model_norm,
         "the rule needs totals over the rows of a table": probed.takes_totals,
         "the state holds the gradient of all rows": optimizer.keeps_gradient,
+        "the rule sets rows, whatever they were": optimizer.sets_rows,
     }
     for reason, is_so in refused.items():
         if is_so:

@@ -10,6 +10,7 @@ import importlib.metadata
 import json
 import os
 import pathlib
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -35,27 +36,28 @@ def write_verdict(device_kind: str, *, is_equal: bool, speedup: float) -> None:
     path.write_text(json.dumps(_facts(device_kind) | found, indent=2) + "\n")
 
 
-def verdict_problem(device_kind: str) -> str | None:
+def verdict_problem(devices: Sequence[jax.Device]) -> str | None:
     """Returns why SparseCores are not used unless asked for; None if they are.
 
     Hosts of a slice could have different verdicts, and so different plans. A program of
     several processes therefore has to ask.
 
     Args:
-      device_kind: `jax.Device.device_kind`.
+      devices: devices of the plan.
     """
-    if jax.process_count() > 1:
+    if len({device.process_index for device in devices}) > 1:
         return "several processes: ask for it by backend='sparse_core'"
     try:
         verdict = json.loads(verdict_file().read_text())
     except (OSError, ValueError):
         return "tpu-embedding doctor has not compared SparseCores here"
-    facts = _facts(device_kind)
-    if not isinstance(verdict, dict) or facts.items() - verdict.items():
+    facts = _facts(devices[0].device_kind)
+    if not isinstance(verdict, dict) or facts != {x: verdict.get(x) for x in facts}:
         return "tpu-embedding doctor compared SparseCores of another device or version"
-    if not verdict["is_equal"]:
+    if verdict.get("is_equal") is not True:
         return "tpu-embedding doctor found other numbers on SparseCores"
-    if verdict["speedup"] <= 1:
+    speedup = verdict.get("speedup")
+    if not isinstance(speedup, int | float) or speedup <= 1:
         return "tpu-embedding doctor found SparseCores slower"
     return None
 

@@ -27,6 +27,7 @@ def tables_by_name(arrays: Mapping[str, RowArray], origin: str) -> TableSource:
       origin: format and path, for messages.
 
     Example:
+      >>> import numpy as np
       >>> arrays = {"movie": np.ones((5, 2)), "movie/accumulators": np.ones((5, 2))}
       >>> arrays = {name: array_of(array) for name, array in arrays.items()}
       >>> print(tables_by_name(arrays, "arrays"))

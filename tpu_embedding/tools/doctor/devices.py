@@ -17,6 +17,7 @@ from tpu_embedding.hardware import (
     hardware_by_name,
     hardware_of_kind,
 )
+from tpu_embedding.sparse_core.operations import unavailable_reason
 from tpu_embedding.tools.doctor.environment import Finding
 
 _MIN_MEMORY_SHARE: Final = 0.9
@@ -117,13 +118,16 @@ def check_devices(
     return findings
 
 
-def has_sparse_cores(found: Mapping[str, Any]) -> bool:
-    """Returns True if the devices that JAX found have SparseCores."""
+def sparse_core_problem(found: Mapping[str, Any]) -> str | None:
+    """Returns why the devices that JAX found run no SparseCore operations; or None."""
+    platform, kinds = found["platform"], found["kinds"]
     try:
-        hardware = hardware_of_kind(found["platform"], found["kinds"][0])
-    except ValueError:
-        return False
-    return hardware.num_sparse_cores > 0
+        hardware = hardware_of_kind(platform, kinds[0])
+    except ValueError as error:
+        return str(error)
+    if not hardware.cores_per_device:
+        return f"{hardware.name} has none that XLA can use"
+    return unavailable_reason(hardware, len(kinds))
 
 
 def _check_memory(limit: int | None, capacity: float) -> Finding:

@@ -9,7 +9,7 @@ from tpu_embedding.tools.doctor.devices import (
     ask_child,
     check_devices,
     check_holders,
-    has_sparse_cores,
+    sparse_core_problem,
 )
 from tpu_embedding.tools.doctor.environment import (
     Finding,
@@ -42,7 +42,10 @@ def examine(expected: str | None, seconds: float) -> Iterator[Finding]:
         return
     finding, times = _check_rows("rows", ["rows", "xla"], environment, seconds)
     yield finding
-    if has_sparse_cores(found):
+    problem = sparse_core_problem(found)
+    if problem is not None:
+        yield Finding("SparseCores", "ok", f"not compared: {problem}")
+    else:
         kind = found["kinds"][0]
         yield from _check_sparse_cores(kind, times, environment, seconds)
 
