@@ -1,9 +1,15 @@
 """The modelled traffic of lookups and updates."""
 
+import numpy as np
 import pytest
 
 import tpu_embedding as te
-from tpu_embedding.tools.compile_report.traffic import format_traffic, model_traffic
+from tests.conftest import mesh_of
+from tpu_embedding.tools.compile_report.traffic import (
+    format_traffic,
+    model_traffic,
+    traffic_of_batch,
+)
 
 NUM_SAMPLES = 4096
 
@@ -31,6 +37,33 @@ def test_sparse_cores_move_at_most_twice_the_minimum(dim, valence):
 def test_the_minimum_has_each_row_once():
     # Read for the lookup; read and written in the table and one slot; two samples.
     assert traffic_of(32, 1).minimum == NUM_SAMPLES * (128 * (1 + 4 + 2) + 4)
+
+
+def test_a_batch_counts_by_stack():
+    table = te.TableConfig(vocabulary_size=50, dim=8, name="t")
+    features = {
+        "one": te.FeatureConfig(table=table),
+        "bag": te.FeatureConfig(table=table),
+        "sequence": te.FeatureConfig(table=table, max_sequence_length=3),
+    }
+    plan = te.make_plan(features, mesh_of(2), optimizer="adagrad")
+    batch = te.inputs.prepare_features(
+        {
+            "one": np.zeros(8, np.int32),
+            "bag": te.RaggedIds.from_lists([[1, 2]] * 8),
+            "sequence": np.zeros((8, 3), np.int32),
+        },
+        plan,
+    )
+    num_ids = 4 + batch["bag"].values.size // 2 + 12
+    expected = model_traffic(
+        plan.stacks[0],
+        num_ids=num_ids,
+        num_samples=4 + 4 + 12,
+        distinct_rows=min(num_ids, 50),
+        cores=2,
+    )
+    assert traffic_of_batch(plan, batch) == {"stack_0": expected}
 
 
 def test_the_table_has_a_row_per_batch():

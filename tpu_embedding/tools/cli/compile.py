@@ -11,6 +11,10 @@ from tpu_embedding.tools.compile_report.step_report import (
     format_report,
 )
 from tpu_embedding.tools.compile_report.topology import topology_mesh
+from tpu_embedding.tools.compile_report.traffic import (
+    format_traffic,
+    traffic_of_batch,
+)
 from tpu_embedding.tools.train.steps import abstract_step, make_run_plan
 
 
@@ -46,4 +50,8 @@ class Compile(ConfigCommand):
             step, tuple(arguments), plan, name=name, topology=topology
         )
         print(format_report(report))
+        features = arguments[-1].features
+        if isinstance(features, dict):  # dlrm_v4 has inputs of its own.
+            print()
+            print(format_traffic(traffic_of_batch(plan, features)))
         return 0 if report.memory.fits else 1

@@ -13,11 +13,15 @@ tables, slot variables, samples and ids, for a batch whose distinct rows are kno
 """
 
 import dataclasses
-from typing import Final
+from typing import Any, Final
+
+import jax
 
 from tpu_embedding.plan import memory
+from tpu_embedding.plan.plan import EmbeddingPlan
 from tpu_embedding.plan.stack_plan import StackPlan
 from tpu_embedding.rows.packed_rows import LANE_BYTES, sparse_core_lanes
+from tpu_embedding.types import ids_of
 
 _TILE_BYTES: Final = 4096
 """A tile of 8 lines of 128 lanes."""
@@ -80,6 +84,38 @@ def model_traffic(
         + row * (samples + num_ids)
         + _SORT_PASSES * 2 * id_bytes,
     )
+
+
+def traffic_of_batch(plan: EmbeddingPlan, features: Any) -> dict[str, Traffic]:
+    """Returns the modelled traffic of each trained float32 stack, by its name.
+
+    All ids count as different rows, as far as the stack has so many.
+
+    Args:
+      plan: plan of the layer.
+      features: the batch's features, prepared, or their shapes. Global.
+    """
+    plan = plan.for_batch(features)
+    leaves = plan.flatten(features)
+    result = {}
+    for stack in plan.used_stacks:
+        if stack.optimizer is None or stack.layout.narrow_dtype is not None:
+            continue
+        num_ids = num_samples = 0
+        for i in plan.features_of(stack):
+            ids = jax.tree.leaves(ids_of(leaves[i]))[0]
+            batch_size = getattr(leaves[i], "batch_size", ids.shape[0])
+            length = plan.features[i].config.max_sequence_length
+            num_ids += ids.size // plan.num_shards
+            num_samples += batch_size * max(1, length) // plan.num_shards
+        result[stack.name] = model_traffic(
+            stack,
+            num_ids=num_ids,
+            num_samples=num_samples,
+            distinct_rows=min(num_ids, stack.num_rows),
+            cores=plan.hardware.cores_per_device or 2,
+        )
+    return result
 
 
 def format_traffic(rows: dict[str, Traffic]) -> str:
