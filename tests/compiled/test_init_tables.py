@@ -32,10 +32,10 @@ SLOTS = slice(1, None)
 """Of `compiled_init`. XLA stages a table of 20 MB in VMEM, which is no copy in HBM."""
 
 
-def assert_bounded(plan, programs=slice(None)):
+def assert_bounded(plan, programs=slice(None), share=0.02):
     for compiled in compiled_init(plan)[programs]:
         report = inspect_program(compiled, plan)
-        allowed = max(FEW_BYTES, min(2**28, 0.02 * plan.table_bytes_per_device))
+        allowed = max(FEW_BYTES, min(2**28, share * plan.table_bytes_per_device))
         assert report.temporary_bytes <= allowed
         assert not report.table_sized_copies
         assert not report.table_sized_all_gathers
@@ -58,8 +58,9 @@ def test_a_narrow_table_is_written_in_place():
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("dim", [32, 200])
-def test_a_table_that_is_dealt_to_sparse_cores_is_written_in_place(dim):
+@pytest.mark.parametrize(("dim", "share"), [(32, 0.02), (200, 0.04)])
+def test_a_table_that_is_dealt_to_sparse_cores_is_written_in_place(dim, share):
+    """Slabs of rows that take two lines are held once more."""
     table = te.TableConfig(vocabulary_size=20_000_000, dim=dim, name="t")
     plan = te.make_plan(
         te.FeatureConfig(table=table),
@@ -68,7 +69,7 @@ def test_a_table_that_is_dealt_to_sparse_cores_is_written_in_place(dim):
         backend="sparse_core",
     )
     assert plan.stacks[0].layout.cores == 2
-    assert_bounded(plan)
+    assert_bounded(plan, share=share)
 
 
 CASES = {

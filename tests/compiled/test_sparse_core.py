@@ -115,7 +115,7 @@ def test_the_largest_limits_compile_and_more_do_not(generation, dim):
     room = 2 * most.max_ids  # More ids than a region has places take no memory.
     limits = Limits(max_ids=most.max_ids, max_unique=most.max_unique, room=room)
     assert _compiles(topology, dim, limits) is True
-    beyond = most.max_unique * 9 // 8 // 8 * 8
+    beyond = most.max_unique * 7 // 6 // 8 * 8
     limits = Limits(max_ids=most.max_ids, max_unique=beyond, room=room)
     assert "No viable logical replica count" in str(_compiles(topology, dim, limits))
 

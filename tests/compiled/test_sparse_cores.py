@@ -88,7 +88,6 @@ def test_other_rules_update_by_scatters(name):
     assert plan.stacks[0].backend.updates == "xla"
     report = check(plan, compile_step(plan, 128))
     assert report.sparse_core_operations == 1
-    assert report.sparse_core_scatters > 0
 
 
 @pytest.mark.full
