@@ -437,8 +437,8 @@ def _move_rows(
 
         if gradient is None or stack.backend.updates == "xla":
             return apply_rounds(table, state)
-        by_sample = gradient_by_sample(gradient, stack)
-        return apply_on_sparse_cores(table, state, by_sample, apply_rounds, stack)
+        ids, of_samples = gradient_by_sample(gradient, stack)
+        return apply_on_sparse_cores(table, state, ids, of_samples, apply_rounds, stack)
 
     def apply_shard(tables, slots, used_rows, gradients, norm):
         squares = None if norm is None else lambda: jnp.square(norm)

@@ -25,7 +25,7 @@ from tpu_embedding.lookup._gradient_blocks import (
 from tpu_embedding.lookup._merge import merge
 from tpu_embedding.lookup._replicas import add_dense_gradients, gather_from_replicas
 from tpu_embedding.lookup._rounds import Round, SentIds, fold_later_rounds, send_ids
-from tpu_embedding.lookup._sparse_cores import partition, sample_gradients
+from tpu_embedding.lookup._sparse_cores import gradients_by_sample, partition
 from tpu_embedding.lookup._spread_cotangents import (
     ReadCotangents,
     cotangent_reader,
@@ -36,7 +36,7 @@ from tpu_embedding.plan.replicas import choose_reduction
 from tpu_embedding.plan.stack_plan import TrainedStackPlan
 from tpu_embedding.rows.opaque_row_ids import Sealed, seal
 from tpu_embedding.rows.row_gradients import GradientRounds, RowGradients
-from tpu_embedding.sparse_core.sample_gradients import SampleGradients
+from tpu_embedding.sparse_core.partition import Partition
 from tpu_embedding.types import RowRange
 
 Carry = TypeVar("Carry")
@@ -181,18 +181,17 @@ def gradient_rounds(
 
 def gradient_by_sample(
     gradient: StackGradient, stack: TrainedStackPlan
-) -> SampleGradients:
-    """Returns a gradient as SparseCores take it. Per shard.
+) -> tuple[Partition, Float[Array, "samples width"]]:
+    """Returns a gradient as SparseCores take it: ids, and gradients of samples.
 
     Args:
       gradient: from `stack_gradient`, or a sum, of a stack that SparseCores update.
       stack: plan of the stack.
     """
     routing = gradient.routing
-    assert routing.partition is not None
-    return sample_gradients(
-        gradient.cotangents, routing.partition, routing.poolings, stack
-    )
+    ids = routing.partition
+    assert ids is not None
+    return ids, gradients_by_sample(gradient.cotangents, ids, routing.poolings, stack)
 
 
 def _sent_ids(

@@ -27,10 +27,11 @@ from tpu_embedding.lookup._flatten_to_owners import (
     max_unique_ids,
 )
 from tpu_embedding.lookup._rounds import Round, SentIds, fold_later_rounds, send_ids
-from tpu_embedding.lookup._sparse_cores import Partition, look_up, partition
+from tpu_embedding.lookup._sparse_cores import look_up, partition
 from tpu_embedding.plan.plan import EmbeddingPlan
 from tpu_embedding.plan.stack_plan import StackPlan
 from tpu_embedding.rows.packed_rows import PackedRows
+from tpu_embedding.sparse_core.partition import Partition
 from tpu_embedding.xla import read_before_write
 
 

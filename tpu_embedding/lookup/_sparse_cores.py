@@ -10,24 +10,23 @@ The samples of each feature are dealt to the SparseCores of their device in equa
 so each looks up its share of every feature.
 """
 
-import dataclasses
 from collections.abc import Sequence
 from typing import Final
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Float, Int
 
 from tpu_embedding.lookup._combine import samples_of, scale_samples
 from tpu_embedding.lookup._flatten_to_owners import PoolingSpec
 from tpu_embedding.lookup._spread_cotangents import gain_of_each_id
 from tpu_embedding.plan.plan import EmbeddingPlan
 from tpu_embedding.plan.stack_plan import StackPlan
-from tpu_embedding.rows.packed_rows import PackedRows, round_up
+from tpu_embedding.rows.packed_rows import PackedRows, round_up, rows_of_lines
 from tpu_embedding.sparse_core import operations
 from tpu_embedding.sparse_core.limits import Limits, are_within, choose_limits
-from tpu_embedding.sparse_core.partitioned_ids import PartitionedIds, partition_ids
-from tpu_embedding.sparse_core.sample_gradients import SampleGradients
+from tpu_embedding.sparse_core.partition import Partition
+from tpu_embedding.sparse_core.partitioned_ids import partition_ids
 from tpu_embedding.types import PADDING_ROW_ID
 
 _SAMPLE_ALIGNMENT: Final = 8
@@ -38,25 +37,6 @@ _RAGGED_HEADROOM: Final = 2
 
 _EMULATED_BYTES: Final = 512 * 1024
 """Memory of a SparseCore's subcore, on devices without."""
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Partition:
-    """The ids of a stack as SparseCores take them. Per shard.
-
-    Attributes:
-      ids: the ids, by SparseCore.
-      fits: bool `[1]`, whether all SparseCores of all devices keep within the limits,
-        and all gains are finite.
-      limits: limits of the operations.
-      num_samples: samples of this device, those that fill up SparseCores included.
-    """
-
-    ids: PartitionedIds
-    fits: Bool[Array, "_"]
-    limits: Limits = dataclasses.field(metadata={"static": True})
-    num_samples: int = dataclasses.field(metadata={"static": True})
 
 
 @jax.named_scope("partition")
@@ -108,7 +88,7 @@ def look_up(
     cores = stack.backend.cores
     sums = operations.lookup(
         partition.ids,
-        rows_as_stored(table),
+        rows_of_lines(table.lines, table.layout),
         num_samples=partition.num_samples,
         limits=partition.limits,
         cores=cores,
@@ -124,13 +104,13 @@ def look_up(
     return samples_of(result, poolings)
 
 
-def sample_gradients(
+def gradients_by_sample(
     cotangents: Sequence[Float[Array, "_ dim"]],
     partition: Partition,
     poolings: Sequence[PoolingSpec],
     stack: StackPlan,
-) -> SampleGradients:
-    """Returns the gradient of a stack by sample. Per shard."""
+) -> Float[Array, "samples width"]:
+    """Returns the cotangents in the order of the partition's samples. Per shard."""
     cores = stack.backend.cores
     parts = []
     for x in scale_samples(cotangents, poolings):
@@ -140,17 +120,7 @@ def sample_gradients(
     missing = partition.num_samples // cores - by_core.shape[1]
     unused = stack.layout.row_lanes - stack.dim
     by_core = jnp.pad(by_core, ((0, 0), (0, missing), (0, unused)))
-    return SampleGradients(
-        ids=partition.ids,
-        values=by_core.reshape(partition.num_samples, -1),
-        fits=partition.fits[0],
-        limits=partition.limits,
-    )
-
-
-def rows_as_stored(packed: PackedRows) -> Float[Array, "rows width"]:
-    """Returns lines as rows: the same memory on a TPU."""
-    return packed.lines.reshape(-1, packed.layout.row_lanes)
+    return by_core.reshape(partition.num_samples, -1)
 
 
 def _limits_of(

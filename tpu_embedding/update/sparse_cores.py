@@ -10,13 +10,14 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+from jaxtyping import Array, Float
 
 from tpu_embedding.optimizers.finite_rates import rates_are_finite
 from tpu_embedding.plan.stack_backend import rule_on_sparse_cores
 from tpu_embedding.plan.stack_plan import TrainedStackPlan
-from tpu_embedding.rows.packed_rows import PackedRows
+from tpu_embedding.rows.packed_rows import PackedRows, rows_of_lines
 from tpu_embedding.sparse_core import operations
-from tpu_embedding.sparse_core.sample_gradients import SampleGradients
+from tpu_embedding.sparse_core.partition import Partition
 from tpu_embedding.update.lazy_update import (
     is_slot,
     slots_of,
@@ -33,7 +34,8 @@ UpdateRows = Callable[[PackedRows, Any], tuple[PackedRows, Any]]
 def apply_on_sparse_cores(
     table: PackedRows,
     state: Any,
-    gradients: SampleGradients,
+    ids: Partition,
+    gradients: Float[Array, "samples width"],
     otherwise: UpdateRows,
     stack: TrainedStackPlan,
 ) -> tuple[PackedRows, Any]:
@@ -42,7 +44,8 @@ def apply_on_sparse_cores(
     Args:
       table: rows of this shard.
       state: the optimizer's state.
-      gradients: gradient of the stack.
+      ids: ids of the samples.
+      gradients: cotangents of the samples, in the order of `ids`.
       otherwise: the update of steps whose ids are beyond the limits, and of those whose
         learning rate is not finite.
       stack: plan of the stack.
@@ -56,12 +59,12 @@ def apply_on_sparse_cores(
         arrays = [table, *slots_of(state)]
         hyperparameters, new_values = rule.values(values_of(state))
         new = operations.update(
-            gradients.ids,
-            gradients.values,
-            tuple(x.lines.reshape(-1, x.layout.row_lanes) for x in arrays),
+            ids.ids,
+            gradients,
+            tuple(rows_of_lines(x.lines, x.layout) for x in arrays),
             hyperparameters,
             rule=rule,
-            limits=gradients.limits,
+            limits=ids.limits,
             cores=stack.backend.cores,
             axes=stack.shard_axes,
         )
@@ -71,7 +74,7 @@ def apply_on_sparse_cores(
         )
         return table, with_values(with_slots(state, slots), new_values)
 
-    may_run = gradients.fits
+    (may_run,) = ids.fits
     leaves = jax.tree.leaves(state, is_leaf=is_slot)
     is_finite = rates_are_finite(stack.optimizer, stack.dim, leaves)
     if is_finite is not None:
