@@ -25,6 +25,10 @@ def check_linen_dlrm(program):
     assert program["losses"][-1] < 0.7 * program["losses"][0]
 
 
+def check_memory_tables(program):
+    assert program["losses"][-1] < 0.5 * program["losses"][0]
+
+
 def check_micro_batches(program):
     """One batch with the samples of all micro-batches gives the same gradients."""
     te, nnx = program["te"], program["nnx"]
@@ -58,6 +62,7 @@ def check_serving(program):
 
 def check_two_towers(program):
     assert program["losses"][-1] < 0.7 * program["losses"][0]
+    assert program["hits"] > 0.5
 
 
 def check_weighted_ragged(program):
