@@ -94,7 +94,9 @@ config = RunConfig(
     ),
     make_dense_optimizer=lambda run: optax.adam(
         warm_up(run.dense_learning_rate, WARM_UP_STEPS),
-        **ADAM,
+        b1=ADAM["b1"],
+        b2=ADAM["b2"],
+        eps=ADAM["eps"],
     ),
     # Reports: the benchmark evaluates after each 2,293,760 samples, and the closed
     # division first at 57 million.
