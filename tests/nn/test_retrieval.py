@@ -59,11 +59,20 @@ def test_an_export_retrieves(model, wanted, tmp_path):
     np.testing.assert_array_equal(served({"user": IDS[:1]})["ids"], wanted[:1])
 
 
-def test_tables_get_no_gradient(model):
-    def loss_fn(model):
-        rows = model.embedding({"user": IDS})["user"]
-        found = te.nn.top_k(model.embedding, rows, k=2, table="movies")
-        return jnp.sum(jax.lax.stop_gradient(found.scores) + rows[:, :2])
+def test_retrieval_in_a_loss_gives_tables_no_gradient(model):
+    """Only the lookup does; the scores are constants of the rows that they found."""
 
-    _, gradients = te.value_and_grad(loss_fn)(model)
-    assert gradients is not None
+    def loss_fn(model, factor):
+        rows = model.embedding({"user": IDS})["user"]
+        queries = jax.lax.stop_gradient(rows)
+        best = te.nn.top_k(model.embedding, queries, k=2, table="movies")
+        return jnp.sum(factor * best.scores + rows[:, :2])
+
+    def values(factor):
+        _, gradients = te.value_and_grad(loss_fn)(model, factor)
+        leaves = jax.tree.leaves(gradients.tables)
+        return [leaf for leaf in leaves if leaf.dtype == jnp.float32]
+
+    with_scores = values(1.0)
+    assert with_scores
+    jax.tree.map(np.testing.assert_array_equal, with_scores, values(0.0))
