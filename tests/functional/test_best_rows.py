@@ -125,6 +125,12 @@ def test_wrong_arguments_are_named():
             te.functional.top_k(tables, *arguments, **options)
 
 
+def test_a_layer_in_place_of_tables_gets_the_line_to_write():
+    plan, _, _, queries = layer_of(mesh_of_shape("1"))
+    with pytest.raises(TypeError, match=r"Write te.nn.top_k\(layer, queries, k\)"):
+        te.functional.top_k(plan, queries, plan, 1, table="few")
+
+
 def test_a_dynamic_table_has_no_row_numbers():
     vocabulary = te.Dynamic(capacity=8)
     table = te.TableConfig(vocabulary_size=vocabulary, dim=DIM, name="t")

@@ -15,6 +15,7 @@ import numpy as np
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Int
 
+from tpu_embedding.argument_checks import check_mapping
 from tpu_embedding.functional.serving_lookup import rows_of_table
 from tpu_embedding.lookup._exchange import quantize
 from tpu_embedding.plan.check_rows import check_tables
@@ -99,6 +100,9 @@ def top_k(
       >>> best.ids.tolist(), best.scores.tolist()
       ([[0, 2]], [[1.0, 0.5]])
     """
+    check_mapping(
+        "te.functional.top_k: tables", tables, "te.nn.top_k(layer, queries, k)"
+    )
     stack, member = find_table(plan, table)
     _check_arguments(queries, k, member, transform)
     num_queries = queries.shape[0]
