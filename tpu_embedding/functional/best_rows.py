@@ -100,9 +100,7 @@ def top_k(
       >>> best.ids.tolist(), best.scores.tolist()
       ([[0, 2]], [[1.0, 0.5]])
     """
-    check_mapping(
-        "te.functional.top_k: tables", tables, "te.nn.top_k(layer, queries, k)"
-    )
+    check_mapping("top_k: tables", tables, "te.nn.top_k(layer, queries, k)")
     stack, member = find_table(plan, table)
     _check_arguments(queries, k, member, transform)
     num_queries = queries.shape[0]
