@@ -53,6 +53,17 @@ def test_ndcg(name, k):
     assert float(value_of(NDCGAtK, *case, k=k)) == pytest.approx(wanted, rel=RTOL)
 
 
+def test_ndcg_of_exponential_gains():
+    scores, labels, weights = CASES["ties"]
+    wanted = reference.ndcg_score(2**labels - 1, scores, k=5, sample_weight=weights)
+    metric = NDCGAtK.from_batch(*CASES["ties"], k=5, gains="exponential")
+    assert float(metric.compute()) == pytest.approx(wanted, rel=RTOL)
+    both = metric.update(*CASES["ties"])
+    assert float(both.compute()) == pytest.approx(wanted, rel=RTOL)
+    with pytest.raises(ValueError, match="gains must be 'linear' or 'exponential'"):
+        NDCGAtK.from_batch(*CASES["ties"], k=5, gains="square")
+
+
 def recall_over_orders(scores, labels, k, generator):
     """Returns the mean recall of a sample over random orders of equal scores."""
     found = []

@@ -3,6 +3,7 @@
 `steps` has the calls of a training step. `following_slots` and `final_table_values`
 have those around training, and `serving_lookup` that of an exported model.
 `finite_rates` tells if the next step's learning rates are finite.
+`best_rows` retrieves the rows with the largest scalar products.
 `expansion` gathers the rows of unique ids into the samples. `dynamic_ids` replaces ids
 of 64 bits by rows; `ids_on_host` and `placed_ids` read and set them on the host. The
 arrays are the stacked tables and slot variables of a plan; `flax_states` lets Flax save
@@ -10,6 +11,8 @@ them.
 """
 
 from tpu_embedding.functional import flax_states as _flax_states  # noqa: F401
+from tpu_embedding.functional.best_rows import TopK as TopK
+from tpu_embedding.functional.best_rows import top_k as top_k
 from tpu_embedding.functional.dynamic_ids import FindResult as FindResult
 from tpu_embedding.functional.dynamic_ids import InsertResult as InsertResult
 from tpu_embedding.functional.dynamic_ids import find_ids as find_ids

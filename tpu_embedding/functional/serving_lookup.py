@@ -93,7 +93,7 @@ def table_of(feature: FeaturePlan, plan: EmbeddingPlan) -> str:
     return next(t.name for t in tables if t.row_offset == feature.row_offset)
 
 
-def _rows_of_table(
+def rows_of_table(
     table: Shaped[Array, "rows _"], row_ids: Int[Array, " ids"]
 ) -> Float[Array, "ids dim"]:
     """Gathers rows as float32; zeros for `PADDING_ROW_ID`.
@@ -161,7 +161,7 @@ def _row_reader(
     quantization = plan.stacks[feature.stack_index].quantization
 
     def read(row_ids: Array) -> Array:
-        rows = _rows_of_table(table, row_ids)
+        rows = rows_of_table(table, row_ids)
         if quantization is None:
             return rows
         # Zero is no quantized value, but a place without a row must add zero.

@@ -7,7 +7,7 @@ therefore gets the value of a random order, not that of a perfect one.
 
 import dataclasses
 import functools
-from typing import Self
+from typing import Any, Literal, Self
 
 import jax
 import jax.numpy as jnp
@@ -171,14 +171,54 @@ class NDCGAtK(_TopK):
 
     A candidate of rank `r`, from 0, gains `label / log2(r + 2)`. The sum is divided by
     that of the best order. See Järvelin and Kekäläinen, "Cumulated Gain-Based
-    Evaluation of IR Techniques" (2002). Pass `2**relevance - 1` as labels for
-    exponential gains. Samples without a relevant candidate do not count.
+    Evaluation of IR Techniques" (2002). With exponential gains, `2**label - 1` replaces
+    the label, as in TensorFlow Ranking and Keras Recommenders. Samples without a
+    relevant candidate do not count.
+
+    Attributes:
+      gains: `"linear"` or `"exponential"`; an option of `from_batch`.
 
     Example:
       >>> ndcg = NDCGAtK.from_batch([[3.0, 2.0, 1.0]], [[0, 0, 1]], k=3)
       >>> float(ndcg.compute())
       0.5
     """
+
+    gains: Literal["linear", "exponential"] = dataclasses.field(
+        default="linear", metadata={"static": True}
+    )
+
+    @classmethod
+    def from_batch(
+        cls,
+        scores: ArrayLike,
+        labels: ArrayLike,
+        weights: ArrayLike | None = None,
+        *,
+        gains: Literal["linear", "exponential"] = "linear",
+        **options: Any,
+    ) -> Self:
+        """Returns the metric of one batch.
+
+        Args:
+          scores: `[batch, candidates]`; a higher score ranks before a lower one.
+          labels: `[batch, candidates]`, relevance of each candidate; 0 is irrelevant.
+          weights: at least 0, or bool, `[batch]`. None: every weight is 1.
+          gains: `"linear"`, or `"exponential"` for `2**label - 1`.
+          **options: `k` and `is_candidate`, as of `RecallAtK.from_batch`.
+
+        Raises:
+          ValueError: if shapes differ, `k` is below 1, or `gains` is unknown.
+        """
+        if gains not in ("linear", "exponential"):
+            raise ValueError(
+                f"{cls.__name__}.gains must be 'linear' or 'exponential', got "
+                f"{gains!r}."
+            )
+        if gains == "exponential":
+            labels = jnp.exp2(jnp.asarray(labels, jnp.float32)) - 1
+        metric = super().from_batch(scores, labels, weights, **options)
+        return dataclasses.replace(metric, gains=gains)
 
     @classmethod
     def _gains(cls, ranks):

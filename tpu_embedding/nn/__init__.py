@@ -12,6 +12,7 @@ needs; `te.linen` is the folder `linen/`.
 * `each_step`: a train step that sets hyper-parameters before each step.
 * `dense_optimizer`: checks that a dense optimizer and the tables step together.
 * `followed_tables`: tables from whose values an optimizer made state.
+* `interactions`, `retrieval`, `ranking_losses`: small parts of recommenders.
 * `linen/`: the same for Flax Linen.
 """
 
@@ -19,7 +20,13 @@ from tpu_embedding.nn.each_step import set_each_step as set_each_step
 from tpu_embedding.nn.embedding import EmbeddingTables as EmbeddingTables
 from tpu_embedding.nn.embedding import LookupStatsVariable as LookupStatsVariable
 from tpu_embedding.nn.embedding import TPUEmbedding as TPUEmbedding
+from tpu_embedding.nn.interactions import DotInteraction as DotInteraction
+from tpu_embedding.nn.interactions import FeatureCross as FeatureCross
 from tpu_embedding.nn.optimizer import Optimizer as Optimizer
 from tpu_embedding.nn.optimizer import SlotVariables as SlotVariables
 from tpu_embedding.nn.pipeline import PipelinedTrainStep as PipelinedTrainStep
+from tpu_embedding.nn.ranking_losses import in_batch_softmax as in_batch_softmax
+from tpu_embedding.nn.ranking_losses import list_mle_loss as list_mle_loss
+from tpu_embedding.nn.ranking_losses import pairwise_loss as pairwise_loss
+from tpu_embedding.nn.retrieval import top_k as top_k
 from tpu_embedding.nn.training import value_and_grad as value_and_grad

@@ -4,6 +4,7 @@ The command `tpu-embedding train` calls `train` of this package.
 
 * `config`: the value that a file in `configs/` defines. `schedules`: learning rates.
 * `run`: the loop. `feeding`: batches, ahead of it. `reporting`: lines, records, plot.
+* `mlperf`: the log of a benchmark.
 * `steps`: plan, state, train step and evaluation step, which XLA compiles.
 * `models/`: the models of the configs. `metrics`: their losses and metrics.
 """
@@ -36,6 +37,7 @@ from tpu_embedding.tools.train.config import Target as Target
 from tpu_embedding.tools.train.config import apply_overrides as apply_overrides
 from tpu_embedding.tools.train.config import list_configs as list_configs
 from tpu_embedding.tools.train.config import load_config as load_config
+from tpu_embedding.tools.train.mlperf import MLPerf as MLPerf
 from tpu_embedding.tools.train.models.model import MLP as MLP
 from tpu_embedding.tools.train.models.model import ModelConfig as ModelConfig
 from tpu_embedding.tools.train.models.model import Outputs as Outputs

@@ -23,6 +23,7 @@ from tpu_embedding.optimizers.row_optimizer import TableOptimizer
 from tpu_embedding.paths import local_path
 from tpu_embedding.tools.data.source import DataSource
 from tpu_embedding.tools.train.metrics import LOSSES, LossName
+from tpu_embedding.tools.train.mlperf import MLPerf
 from tpu_embedding.tools.train.models.model import ModelConfig
 
 _PACKAGE: Final = pathlib.Path(tpu_embedding.__file__).parent
@@ -121,8 +122,10 @@ class RunConfig:
       seed: seed of the data and the initial values, from 0 to 2**32 - 1.
       log_every: steps per line of progress.
       evaluate_every: steps between evaluations; 0 evaluates only at the end.
+      evaluate_from: step before which nothing is evaluated.
       checkpoint_every: steps between checkpoints; 0 saves only at the end.
       checkpoints_kept: number of latest checkpoints to keep; older ones are deleted.
+      mlperf: benchmark of MLPerf whose log the run writes, or None.
     """
 
     name: str
@@ -144,8 +147,10 @@ class RunConfig:
     seed: int = 0
     log_every: int = 100
     evaluate_every: int = 0
+    evaluate_from: int = 0
     checkpoint_every: int = 0
     checkpoints_kept: int = 3
+    mlperf: MLPerf | None = None
 
     def __post_init__(self):
         problems = [
@@ -179,6 +184,7 @@ _MINIMA: Final = {
     "seed": 0,
     "log_every": 1,
     "evaluate_every": 0,
+    "evaluate_from": 0,
     "checkpoint_every": 0,
     "checkpoints_kept": 1,
 }

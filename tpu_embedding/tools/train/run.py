@@ -38,6 +38,7 @@ from tpu_embedding.tools.train.metrics import (
     merge_batches,
     values_of,
 )
+from tpu_embedding.tools.train.mlperf import LOG_FILE, MLPerfLog
 from tpu_embedding.tools.train.reporting import RunReport
 from tpu_embedding.tools.train.steps import (
     StepMetrics,
@@ -136,6 +137,7 @@ def train(
         run = _Run(config, directory, data_dir, mesh)
         stack.enter_context(run.checkpoints)
         run.start(existing_run)
+        run.log = MLPerfLog(directory / LOG_FILE, config, run.data)
         stack.callback(run.report.close)
         stack.callback(faulthandler.cancel_dump_traceback_later)
         if run.train(stop, stop_at or config.num_steps, profile) == "stopped":
@@ -241,6 +243,7 @@ class _Run:
         path = directory / CHECKPOINTS_DIR
         self.checkpoints = ocp.CheckpointManager(path, options=options)
         self._evaluation_sizes = BufferSizes()
+        self.log = MLPerfLog(None, config, self.data)
 
     def start(self, existing_run: ExistingRun) -> None:
         """Makes the state, or restores it, and reports the start."""
@@ -273,6 +276,7 @@ class _Run:
     ) -> Literal["done", "stopped"]:
         """Runs steps, evaluates and saves when due, and saves the state at the end."""
         config = self.config
+        self.log.write("init_stop", "run_start", "block_start", step=self.step)
         meter = _Meter(config, self.report)
         steps = range(self.step, max(self.step, config.num_steps))
         with contextlib.closing(
@@ -295,7 +299,8 @@ class _Run:
                     self._save()
                 if stops:
                     break
-                if not is_last and _is_due(done, config.evaluate_every):
+                evaluates = _is_due(done, config.evaluate_every)
+                if evaluates and not is_last and done >= config.evaluate_from:
                     meter.read(done)
                     self.evaluate()
         with _named_errors(self.directory):
@@ -320,6 +325,7 @@ class _Run:
                 on_devices = shard_batch(prepared, self.plan)
                 yield self.evaluation_step(self.state, on_devices)
 
+        self.log.write("block_stop", "eval_start", step=self.step)
         metrics = values_of(merge_batches(evaluated()))
         if not metrics:
             raise DataError(
@@ -332,6 +338,8 @@ class _Run:
                     f"The evaluation after step {self.step} has the {name} {value}."
                 )
         self.report.scalars(self.step, "evaluation", metrics)
+        self.log.write("eval_accuracy", step=self.step, value=metrics.get("auc"))
+        self.log.write("eval_stop", "block_start", step=self.step)
         return metrics
 
     def finish(self) -> RunResult:
@@ -349,6 +357,8 @@ class _Run:
         if target is not None and target.metric in metrics:
             is_met = target.is_met(metrics[target.metric], teacher)
         result = RunResult(step=self.step, metrics=metrics, target_met=is_met)
+        status = "success" if is_met else "aborted"
+        self.log.write("block_stop", "run_stop", step=self.step, status=status)
         self.report.record({"result": dataclasses.asdict(result)})
         self.report.plot(metric, teacher)
         if target is not None:

@@ -14,8 +14,6 @@ from tpu_embedding.tools.train.models import (
     DLRMDCNv2Config,
     TwoTowerConfig,
 )
-from tpu_embedding.tools.train.models.dlrm import interactions
-from tpu_embedding.tools.train.models.two_tower import in_batch_softmax
 from tpu_embedding.types import PADDING_ROW_ID
 
 DCN = DLRMDCNv2Config(
@@ -24,15 +22,6 @@ DCN = DLRMDCNv2Config(
 TOWERS = TwoTowerConfig(
     dim=4, context_dim=2, hidden_sizes=(5,), output_dim=3, temperature=0.2
 )
-
-
-def test_interactions_are_all_pairs_once():
-    vectors = np.random.default_rng(0).normal(size=(2, 4, 3)).astype(np.float32)
-    wanted = [
-        [vectors[b, i] @ vectors[b, j] for i in range(4) for j in range(i)]
-        for b in range(2)
-    ]
-    np.testing.assert_allclose(interactions(jnp.array(vectors)), wanted, rtol=1e-5)
 
 
 @pytest.mark.full
@@ -97,17 +86,3 @@ def log_softmax(scores):
     """Returns the log-softmax of each sample's own item, in NumPy and float64."""
     exponentials = np.exp(scores.astype(np.float64))
     return np.log(np.diag(exponentials) / exponentials.sum(axis=1))
-
-
-def test_in_batch_softmax_of_large_scores():
-    generator = np.random.default_rng(0)
-    users, items = generator.normal(size=(2, 7, 3)).astype(np.float32)
-    log_q = np.log(generator.random(7)).astype(np.float32)
-    got, ranks = in_batch_softmax(300 * users, jnp.array(items), jnp.array(log_q))
-    scores = 300 * users.astype(np.float64) @ items.T - log_q
-    own = np.diag(scores)
-    np.testing.assert_array_equal(ranks, (scores > own[:, None]).sum(axis=1))
-    top = scores.max(axis=1)
-    wanted = own - top - np.log(np.exp(scores - top[:, None]).sum(axis=1))
-    # Tolerance: float32 rounds scores of several hundred by 3e-5.
-    np.testing.assert_allclose(got, wanted, rtol=1e-5, atol=1e-4)

@@ -17,6 +17,7 @@ from jaxtyping import Array, Float
 from tpu_embedding import initializers
 from tpu_embedding.config import FeatureConfig, TableConfig
 from tpu_embedding.nn.embedding import TPUEmbedding
+from tpu_embedding.nn.interactions import FeatureCross
 from tpu_embedding.plan.plan import EmbeddingPlan
 from tpu_embedding.tools.train.models.model import MLP, Outputs, click_outputs
 
@@ -97,37 +98,14 @@ class DLRMDCNv2(nnx.Module):
         return click_outputs(self.top(cross_all(self.cross, first))[:, 0])
 
 
-class CrossLayer(nnx.Module):
-    """A cross layer of low rank: `x_next = x_0 * (W (V x) + b) + x`.
-
-    `V` projects the inputs to `rank` dimensions, and `W` projects them back.
-    """
-
-    def __init__(self, num_inputs: int, rank: int, *, rngs: nnx.Rngs):
-        """Initialises `V` and `W` with Glorot's initializer, as the reference does."""
-        initializer = nnx.initializers.glorot_normal()
-        self.down = nnx.Linear(
-            num_inputs, rank, use_bias=False, kernel_init=initializer, rngs=rngs
-        )
-        self.up = nnx.Linear(rank, num_inputs, kernel_init=initializer, rngs=rngs)
-
-    def __call__(
-        self,
-        first: Float[Array, "batch inputs"],
-        crossed: Float[Array, "batch inputs"],
-    ) -> Float[Array, "batch inputs"]:
-        """Returns `x_next`, given `x_0`, the first layer's input, and `x`."""
-        return first * self.up(self.down(crossed)) + crossed
-
-
 @nnx.vmap(in_axes=(0, None, None), out_axes=0)
-def _make_layers(key: jax.Array, num_inputs: int, rank: int) -> CrossLayer:
+def _make_layers(key: jax.Array, num_inputs: int, rank: int) -> FeatureCross:
     """Returns one layer per key, with parameters stacked along their first axis."""
-    return CrossLayer(num_inputs, rank, rngs=nnx.Rngs(key))
+    return FeatureCross(num_inputs, rank, rngs=nnx.Rngs(key))
 
 
 def cross_all(
-    layers: CrossLayer, first: Float[Array, "batch inputs"]
+    layers: FeatureCross, first: Float[Array, "batch inputs"]
 ) -> Float[Array, "batch inputs"]:
     """Applies stacked layers one after the other.
 

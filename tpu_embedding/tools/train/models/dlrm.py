@@ -9,13 +9,12 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from flax import nnx
-from jaxtyping import Array, Float
 
 from tpu_embedding import initializers
 from tpu_embedding.config import FeatureConfig
 from tpu_embedding.nn.embedding import TPUEmbedding
+from tpu_embedding.nn.interactions import DotInteraction
 from tpu_embedding.plan.plan import EmbeddingPlan
 from tpu_embedding.tools.data.synthetic_criteo import NUM_DENSE
 from tpu_embedding.tools.train.models.model import (
@@ -66,7 +65,7 @@ class DLRMConfig:
 class DLRM(nnx.Module):
     """The DLRM click model.
 
-    `logit = top([bottom(dense), interactions(bottom(dense), activations)])`
+    `logit = top([bottom(dense), interaction(bottom(dense), activations)])`
     """
 
     def __init__(
@@ -83,6 +82,7 @@ class DLRM(nnx.Module):
             last_activation=True,
             rngs=rngs,
         )
+        self.interaction = DotInteraction()
         num_vectors = 1 + len(plan.features)
         self.top = MLP(
             config.dim + num_vectors * (num_vectors - 1) // 2,
@@ -97,15 +97,6 @@ class DLRM(nnx.Module):
         activations = self.embedding(features)
         bottom = self.bottom(dense)
         vectors = [bottom, *(activations[name] for name in sorted(activations))]
-        products = interactions(jnp.stack(vectors, axis=1))
+        products = self.interaction(vectors)
         top = self.top(jnp.concatenate([bottom, products], axis=1))
         return click_outputs(top[:, 0])
-
-
-def interactions(
-    vectors: Float[Array, "batch vectors dim"],
-) -> Float[Array, "batch pairs"]:
-    """Returns the scalar product of each pair of different vectors of a sample."""
-    products = jnp.einsum("bid,bjd->bij", vectors, vectors)
-    rows, columns = np.tril_indices(vectors.shape[1], k=-1)
-    return products[:, rows, columns]

@@ -15,6 +15,7 @@ from jaxtyping import Array, Float
 
 from tpu_embedding.config import FeatureConfig, TableConfig
 from tpu_embedding.nn.embedding import TPUEmbedding
+from tpu_embedding.nn.ranking_losses import in_batch_softmax
 from tpu_embedding.plan.plan import EmbeddingPlan
 from tpu_embedding.tools.train.models.model import MLP, Outputs
 
@@ -108,7 +109,7 @@ class TwoTower(nnx.Module):
 
         Returns:
           Outputs with the log-softmax as `scores` and the rank as `predictions`; see
-          `in_batch_softmax`.
+          `te.nn.in_batch_softmax`.
         """
         assert dense is not None
         activations = self.embedding(features)
@@ -123,48 +124,6 @@ class TwoTower(nnx.Module):
             users / self.temperature, items, dense[:, 0]
         )
         return Outputs(scores=log_softmax, predictions=ranks)
-
-
-def in_batch_softmax(
-    users: Float[Array, "batch dim"],
-    items: Float[Array, "batch dim"],
-    log_probabilities: Float[Array, " batch"],
-) -> tuple[Float[Array, " batch"], Float[Array, " batch"]]:
-    """Returns the log-softmax and rank of each user's own item in its batch. Global.
-
-    `q_j` is the probability that a sample contains item `j`. The scores are those of
-    Yi et al., equation 5:
-
-        s_ij = <users_i, items_j> - log q_j
-        log_softmax_i = s_ii - log(sum over j of exp(s_ij))
-
-    A popular item often appears as a negative. The correction `log q_j` keeps that from
-    lowering its score. At the minimum of the loss, `<users_i, items_j>` is the
-    logarithm of the probability that user `i` chooses item `j`, up to a constant per
-    user.
-
-    Args:
-      users: one user vector per sample.
-      items: one item vector per sample. Items of samples with weight 0 are candidates,
-        too.
-      log_probabilities: natural logarithm of `q` for the item of each sample.
-
-    Returns:
-      `log_softmax`, at most 0, and the rank of each sample's own item: the number of
-      candidates with a higher `s`, from 0 to `batch - 1`.
-
-    Example:
-      >>> users = jnp.array([[1.0, 0.0], [0.0, 0.0]])
-      >>> items = jnp.array([[0.0, 1.0], [1.0, 0.0]])
-      >>> log_softmax, ranks = in_batch_softmax(users, items, jnp.zeros(2))
-      >>> [round(x, 4) for x in jnp.exp(log_softmax).tolist()], ranks.tolist()
-      ([0.2689, 0.5], [1.0, 0.0])
-    """
-    scores = users @ items.T - log_probabilities[None, :]
-    own = jnp.diagonal(scores)
-    log_softmax = own - jax.nn.logsumexp(scores, axis=1)
-    ranks = jnp.sum(scores > own[:, None], axis=1)
-    return log_softmax, ranks.astype(jnp.float32)
 
 
 def _normalize(vectors: Float[Array, "batch dim"]) -> Float[Array, "batch dim"]:

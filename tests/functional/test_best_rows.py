@@ -1,0 +1,139 @@
+"""The best rows of a table: equal to NumPy's stable sort, wherever the rows lie."""
+
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import tpu_embedding as te
+from tests.lookup.placements import mesh_of_shape
+from tests.tiers import full_cases
+from tpu_embedding.functional import best_rows
+from tpu_embedding.inputs import PADDING_ROW_ID
+
+DIM, SIZES = 4, {"few": 5, "many": 37}
+PLACEMENTS = {
+    "1": ("1", te.Sharded()),
+    "2x2": ("2x2", te.Sharded()),
+    "model": ("2x2", te.Sharded(axes=("model",))),
+    "replicated": ("2x2", te.Replicated()),
+    "2x2x2": ("2x2x2", te.Sharded()),
+}
+
+
+def layer_of(mesh, placement=None, **options):
+    """Returns plan, tables and values; two tables share a stack."""
+    features = {
+        name: te.FeatureConfig(
+            table=te.TableConfig(vocabulary_size=size, dim=DIM, name=name, **options)
+        )
+        for name, size in SIZES.items()
+    }
+    plan = te.make_plan(features, mesh, placement=placement)
+    tables = te.functional.init_tables(plan, jax.random.key(0))
+    random = np.random.default_rng(0)
+    # Small integers: products are exact, and many are equal.
+    values = {n: random.integers(-2, 3, (s, DIM)) for n, s in SIZES.items()}
+    tables, _ = te.functional.with_table_values(tables, values, plan, {})
+    queries = random.integers(-2, 3, (7, DIM)).astype(np.float32)
+    return plan, tables, values, queries
+
+
+def wanted(scores, k):
+    """Returns the best scores and their ids; of equal ones, the lower id first."""
+    order = np.argsort(-scores, axis=1, kind="stable")[:, :k]
+    best = np.take_along_axis(scores, order, axis=1)
+    return best, np.where(np.isinf(best), PADDING_ROW_ID, order)
+
+
+@pytest.mark.parametrize("case", full_cases(PLACEMENTS, "1", "model", "2x2x2"))
+def test_equals_a_stable_sort_on_every_mesh(case, monkeypatch):
+    # Several blocks per device, the last of which reaches beyond the table.
+    monkeypatch.setattr(best_rows, "ROWS_PER_BLOCK", 4)
+    mesh, placement = PLACEMENTS[case]
+    plan, tables, values, queries = layer_of(mesh_of_shape(mesh), placement)
+    kernel = np.array([[1, 0], [2, 1], [0, -1], [-1, 3]], np.float32)
+    excluded = np.random.default_rng(1).integers(0, 37, (7, 3), np.int32)
+    excluded[:, 2] = PADDING_ROW_ID
+
+    @jax.jit
+    def find(tables, queries, kernel):
+        few = te.functional.top_k(tables, queries, plan, 5, table="few")
+        many = te.functional.top_k(
+            tables,
+            queries[:, :2],
+            plan,
+            36,
+            table="many",
+            transform=lambda rows: rows @ kernel,
+            excluded=excluded,
+        )
+        return few, many
+
+    few, many = find(tables, queries, kernel)
+    scores, ids = wanted(queries @ values["few"].T.astype(np.float32), 5)
+    np.testing.assert_array_equal(few.scores, scores)
+    np.testing.assert_array_equal(few.ids, ids)
+    scores = queries[:, :2] @ (values["many"] @ kernel).T
+    np.put_along_axis(scores, excluded[:, :2], -np.inf, axis=1)
+    scores, ids = wanted(scores, 36)
+    assert np.isinf(scores).any()
+    np.testing.assert_array_equal(many.scores, scores)
+    np.testing.assert_array_equal(many.ids, ids)
+
+
+def test_rows_without_a_finite_product_come_last_and_padding_never():
+    plan, tables, values, queries = layer_of(mesh_of_shape("2x2"))
+    bad = values["few"].astype(np.float32)
+    bad[1], bad[3] = np.nan, -np.inf
+    with pytest.warns(UserWarning, match="NaN or infinite"):
+        tables, _ = te.functional.with_table_values(tables, {"few": bad}, plan, {})
+    best = te.functional.top_k(tables, np.ones_like(queries), plan, 5, table="few")
+    assert np.asarray(best.ids)[:, 3:].tolist() == [[1, 3]] * 7
+    assert set(np.asarray(best.ids)[0, :3]) == {0, 2, 4}
+
+
+@pytest.mark.full
+def test_rows_are_those_of_a_lookup():
+    """Narrow rows and quantized ones are scored as a lookup returns them."""
+    for options in ({"dtype": "bfloat16"}, {"dtype": "int8"}):
+        plan, tables, _, queries = layer_of(mesh_of_shape("2"), **options)
+        ids = {"many": np.arange(SIZES["many"], dtype=np.int32)}
+        rows = te.functional.lookup(tables, ids, plan).activations
+        best = te.functional.top_k(tables, queries, plan, 37, table="many")
+        scores = queries @ np.asarray(rows["many"]).T
+        # Sums of four products in another order.
+        np.testing.assert_allclose(best.scores, wanted(scores, 37)[0], atol=1e-5)
+
+
+def test_wrong_arguments_are_named():
+    plan, tables, _, queries = layer_of(mesh_of_shape("1"))
+    for arguments, options, message in (
+        ((queries, plan, 6), {"table": "few"}, "k must be from 1 to 5, the rows of"),
+        ((queries, plan, 0), {"table": "few"}, "k must be from 1 to 5"),
+        ((queries, plan, 1), {}, "one of the tables ['few', 'many'], got None"),
+        ((queries[:, :3], plan, 1), {"table": "few"}, "the shape [queries, 4], as"),
+        (
+            (queries, plan, 1),
+            {"table": "few", "transform": lambda rows: rows[:, :3]},
+            "the shape [queries, 3]",
+        ),
+    ):
+        with pytest.raises(ValueError, match=re.escape(message)):
+            te.functional.top_k(tables, *arguments, **options)
+
+
+def test_a_layer_in_place_of_tables_gets_the_line_to_write():
+    plan, _, _, queries = layer_of(mesh_of_shape("1"))
+    with pytest.raises(TypeError, match=r"Write te.nn.top_k\(layer, queries, k\)"):
+        te.functional.top_k(plan, queries, plan, 1, table="few")
+
+
+def test_a_dynamic_table_has_no_row_numbers():
+    vocabulary = te.Dynamic(capacity=8)
+    table = te.TableConfig(vocabulary_size=vocabulary, dim=DIM, name="t")
+    plan = te.make_plan(te.FeatureConfig(table=table), mesh_of_shape("1"))
+    with pytest.raises(ValueError, match="te.Dynamic vocabulary"):
+        te.functional.top_k({}, jnp.zeros((1, DIM)), plan, 1)

@@ -1,0 +1,78 @@
+"""Retrieval from a layer: inside jit with a tower, without gradients, and exported."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+import tpu_embedding as te
+from tests.conftest import mesh_of
+
+MOVIES = te.TableConfig(vocabulary_size=21, dim=4, name="movies")
+USERS = te.TableConfig(vocabulary_size=9, dim=4, name="users")
+IDS = np.array([3, 8, 0, 5], np.int32)
+
+
+class TwoTowers(nnx.Module):
+    def __init__(self, rngs):
+        self.embedding = te.TPUEmbedding(
+            {
+                "user": te.FeatureConfig(table=USERS),
+                "m": te.FeatureConfig(table=MOVIES),
+            },
+            te.optimizers.sgd(0.1),
+            mesh=mesh_of(2),
+            rngs=rngs,
+        )
+        self.tower = nnx.Linear(4, 4, rngs=rngs)
+
+    def best(self, features):
+        users = self.embedding(features)["user"]
+        return te.nn.top_k(
+            self.embedding, users, k=3, table="movies", transform=self.tower
+        )._asdict()
+
+
+@pytest.fixture(scope="module")
+def model():
+    return TwoTowers(nnx.Rngs(0))
+
+
+@pytest.fixture(scope="module")
+def wanted(model):
+    tables = model.embedding.embedding_tables()
+    scores = tables["users"][IDS] @ np.asarray(model.tower(tables["movies"])).T
+    return np.argsort(-scores, axis=1)[:, :3]
+
+
+def test_equals_numpy_within_jit(model, wanted):
+    best = nnx.jit(TwoTowers.best)(model, {"user": IDS})
+    np.testing.assert_array_equal(best["ids"], wanted)
+
+
+def test_an_export_retrieves(model, wanted, tmp_path):
+    te.export.save(model, tmp_path / "served", {"user": IDS}, method="best")
+    served = te.export.load(tmp_path / "served")
+    assert set(served.tables) == {"users", "movies"}
+    np.testing.assert_array_equal(served({"user": IDS})["ids"], wanted)
+    np.testing.assert_array_equal(served({"user": IDS[:1]})["ids"], wanted[:1])
+
+
+def test_retrieval_in_a_loss_gives_tables_no_gradient(model):
+    """Only the lookup does; the scores are constants of the rows that they found."""
+
+    def loss_fn(model, factor):
+        rows = model.embedding({"user": IDS})["user"]
+        queries = jax.lax.stop_gradient(rows)
+        best = te.nn.top_k(model.embedding, queries, k=2, table="movies")
+        return jnp.sum(factor * best.scores + rows[:, :2])
+
+    def values(factor):
+        _, gradients = te.value_and_grad(loss_fn)(model, factor)
+        leaves = jax.tree.leaves(gradients.tables)
+        return [leaf for leaf in leaves if leaf.dtype == jnp.float32]
+
+    with_scores = values(1.0)
+    assert with_scores
+    jax.tree.map(np.testing.assert_array_equal, with_scores, values(0.0))

@@ -1,0 +1,267 @@
+"""Retrieves the rows of a table with the largest scalar products, exactly.
+
+Every row is scored, block by block, so no device holds the scores of a whole table.
+Each device finds the best of its own rows, for all queries. One all-to-all brings them
+together, and each device merges those of its share of the queries.
+"""
+
+import math
+from collections.abc import Callable, Mapping
+from typing import Any, Final, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import PartitionSpec
+from jaxtyping import Array, Float, Int
+
+from tpu_embedding.argument_checks import check_mapping
+from tpu_embedding.functional.serving_lookup import rows_of_table
+from tpu_embedding.lookup._exchange import quantize
+from tpu_embedding.plan.check_rows import check_tables
+from tpu_embedding.plan.plan import EmbeddingPlan
+from tpu_embedding.plan.shard_map import in_auto_axes, on_shards
+from tpu_embedding.plan.stack_plan import StackPlan, TablePlan
+from tpu_embedding.rows.access import gather_rows
+from tpu_embedding.rows.packed_rows import PackedRows
+from tpu_embedding.types import PADDING_ROW_ID
+
+Transform = Callable[[Float[Array, "rows dim"]], Float[Array, "rows query_dim"]]
+"""Turns rows into the vectors that queries are compared with."""
+
+ReadRows = Callable[[Int[Array, " n"]], tuple[Float[Array, "n dim"], Int[Array, " n"]]]
+"""Returns rows by their numbers on the device, and their ids.
+
+Ids rise with the numbers. They are `PADDING_ROW_ID` for what is no row of the table."""
+
+ROWS_PER_BLOCK: Final = 8192
+"""Rows that are scored at a time: 32 MiB of scores for 1,024 queries."""
+
+LOWEST_SCORE: Final = float(np.finfo(np.float32).min)
+"""Score of rows whose scalar product is NaN or -inf; places without a row have -inf."""
+
+
+class TopK(NamedTuple):
+    """The best rows of each query, the best first.
+
+    Attributes:
+      scores: float32 `[queries, k]`, scalar products.
+      ids: int32 `[queries, k]`, numbers of the rows in their table.
+    """
+
+    scores: Float[Array, "queries k"]
+    ids: Int[Array, "queries k"]
+
+
+def top_k(
+    tables: Mapping[str, PackedRows | Array],
+    queries: Float[Array, "queries query_dim"],
+    plan: EmbeddingPlan,
+    k: int,
+    *,
+    table: str | None = None,
+    transform: Transform | None = None,
+    excluded: Int[Array, "queries n"] | None = None,
+) -> TopK:
+    """Returns the `k` rows of a table with the largest scalar product with each query.
+
+    The result is exact, and the same on any number of devices, up to float32 rounding
+    of the scores. Of equal scores the lower id comes first. Time is proportional to
+    queries times rows. Call it inside `jax.jit`.
+
+    Args:
+      tables: stack name to packed rows, from `init_tables`. Or table name to the whole
+        table in logical order, on one device, as an exported program has them.
+      queries: float32, as wide as the rows, or as the output of `transform`. Global.
+      plan: plan of the layer.
+      k: number of rows, from 1 to the vocabulary size.
+      table: name of the table; None: the only one of the plan.
+      transform: function of `[rows, dim]` that returns the vectors to compare with,
+        such as an item tower; it must treat each row alone. None: the rows themselves.
+      excluded: ids that must not be returned, such as items that a user has seen, in
+        any order; `te.inputs.PADDING_ROW_ID` fills up.
+
+    Returns:
+      Scores and ids. A query that has fewer than `k` rows left, as others are excluded,
+      gets `-inf` and `te.inputs.PADDING_ROW_ID` behind them.
+
+    Raises:
+      ValueError: if `k`, the table's name or the width of the queries do not fit, or
+        the table has a dynamic vocabulary.
+
+    Example:
+      >>> import tpu_embedding as te
+      >>> movies = te.TableConfig(vocabulary_size=3, dim=2, name="movies")
+      >>> plan = te.make_plan(te.FeatureConfig(table=movies))
+      >>> tables = te.functional.init_tables(plan, jax.random.key(0))
+      >>> rows = {"movies": np.array([[1.0, 0.0], [0.0, 1.0], [0.5, 0.7]])}
+      >>> tables, _ = te.functional.with_table_values(tables, rows, plan, {})
+      >>> best = te.functional.top_k(tables, jnp.array([[1.0, 0.0]]), plan, 2)
+      >>> best.ids.tolist(), best.scores.tolist()
+      ([[0, 2]], [[1.0, 0.5]])
+    """
+    check_mapping("top_k: tables", tables, "te.nn.top_k(layer, queries, k)")
+    stack, member = find_table(plan, table)
+    _check_arguments(queries, k, member, transform)
+    num_queries = queries.shape[0]
+    if excluded is None:
+        excluded = jnp.zeros((num_queries, 0), jnp.int32)
+    excluded = jnp.asarray(excluded).astype(jnp.int32)
+    # Of so many, those that are not excluded are enough.
+    num_best = min(k + excluded.shape[1], member.num_rows)
+    if isinstance(whole := tables.get(member.name), jax.Array):
+        read = _reader_of_whole_table(whole, stack, member)
+        best = _best_of_device(queries, read, member.num_rows, num_best, transform)
+        return _merged(best, excluded, k)
+    check_tables(tables, [stack])
+    of_replica = PartitionSpec(stack.replica_axes)
+    of_device = PartitionSpec((*stack.replica_axes, *stack.shard_axes))
+
+    def to_merger(found: Array) -> Array:
+        return jax.lax.all_to_all(found, stack.shard_axes, 0, 1, tiled=True)
+
+    def of_shard(rows: PackedRows, queries: Array, excluded: Array) -> TopK:
+        read = _reader_of_shard(rows, stack, member)
+        num_rows = -(-member.num_rows // stack.num_shards)
+        best = _best_of_device(queries, read, num_rows, num_best, transform)
+        if stack.num_shards > 1:
+            best = jax.tree.map(to_merger, best)
+        return _merged(best, excluded, k)
+
+    def run(rows: PackedRows, queries: Array, excluded: Array) -> TopK:
+        # Devices share the queries equally; those of zeros fill up.
+        room = ((0, -num_queries % plan.num_shards), (0, 0))
+        queries, excluded = jnp.pad(queries, room), jnp.pad(excluded, room)
+        found = on_shards(
+            of_shard,
+            plan,
+            in_specs=(stack.rows_spec, of_replica, of_device),
+            out_specs=of_device,
+        )(rows, queries, excluded)
+        return jax.tree.map(lambda x: x[:num_queries], found)
+
+    divides = num_queries % plan.num_shards == 0
+    on_mesh = in_auto_axes(run, plan, of_device if divides else PartitionSpec())
+    # Under jit also for eager callers: JAX would compile the loop over blocks alone.
+    return jax.jit(on_mesh)(tables[stack.name], queries, excluded)
+
+
+def find_table(plan: EmbeddingPlan, name: str | None) -> tuple[StackPlan, TablePlan]:
+    """Returns a table of a plan and its stack; refuses those without row numbers.
+
+    Args:
+      plan: plan of the layer.
+      name: name of the table; None: the only one.
+    """
+    known = {table.name: (s, table) for s in plan.stacks for table in s.tables}
+    if name is None and len(known) == 1:
+        (name,) = known
+    if name not in known:
+        raise ValueError(
+            f"top_k: table must name one of the tables {sorted(known)}, got {name!r}."
+        )
+    stack, member = known[name]
+    if stack.is_dynamic:
+        raise ValueError(
+            f"top_k: table {name!r} has a te.Dynamic vocabulary, whose rows have no "
+            "fixed ids. Read them by te.functional.dynamic_rows, and score them by "
+            "jax.lax.top_k(queries @ rows.T, k)."
+        )
+    return stack, member
+
+
+def _check_arguments(queries: Any, k: int, member: TablePlan, transform: Any) -> None:
+    """Refuses a `k`, and queries, that do not fit the table."""
+    if not 1 <= k <= member.num_rows:
+        raise ValueError(
+            f"top_k: k must be from 1 to {member.num_rows}, the rows of table "
+            f"{member.name!r}, got {k}."
+        )
+    row = jax.ShapeDtypeStruct((1, member.config.dim), jnp.float32)
+    vector = row if transform is None else jax.eval_shape(transform, row)
+    if queries.ndim != 2 or vector.shape != (1, queries.shape[-1]):
+        raise ValueError(
+            f"top_k: queries must have the shape [queries, {vector.shape[-1]}], as the "
+            f"vectors of table {member.name!r}, got {list(queries.shape)}."
+        )
+
+
+def _reader_of_whole_table(
+    table: Array, stack: StackPlan, member: TablePlan
+) -> ReadRows:
+    """Returns a function that reads rows of a table on one device."""
+
+    def read(ids: Array) -> tuple[Array, Array]:
+        ids = jnp.where(ids < member.num_rows, ids, PADDING_ROW_ID)
+        return _quantized(rows_of_table(table, ids), stack), ids
+
+    return read
+
+
+def _reader_of_shard(rows: PackedRows, stack: StackPlan, member: TablePlan) -> ReadRows:
+    """Returns a function that reads the table's rows on a shard. Per shard."""
+    num_shards = stack.num_shards
+    shard = jax.lax.axis_index(stack.shard_axes) if num_shards > 1 else 0
+    # First row of the shard at or behind the first one of the table.
+    first = (member.row_offset + num_shards - 1 - shard) // num_shards
+
+    def read(numbers: Array) -> tuple[Array, Array]:
+        on_shard = first + numbers
+        ids = on_shard * num_shards + shard - member.row_offset
+        is_row = (ids >= 0) & (ids < member.num_rows)
+        values = gather_rows(rows, stack.layout.dealt(on_shard)).astype(jnp.float32)
+        return _quantized(values, stack), jnp.where(is_row, ids, PADDING_ROW_ID)
+
+    return read
+
+
+def _quantized(rows: Float[Array, "n dim"], stack: StackPlan) -> Float[Array, "n dim"]:
+    """Returns rows as a lookup returns them."""
+    return rows if stack.quantization is None else quantize(rows, stack.quantization)
+
+
+def _best_of_device(
+    queries: Float[Array, "queries query_dim"],
+    read: ReadRows,
+    num_rows: int,
+    num_best: int,
+    transform: Transform | None,
+) -> TopK:
+    """Returns the best rows of one device, or all if it has fewer.
+
+    Args:
+      queries: the queries.
+      read: see `ReadRows`.
+      num_rows: rows to read.
+      num_best: rows to return.
+      transform: see `top_k`.
+    """
+    num_queries = queries.shape[0]
+    num_best, size = min(num_best, num_rows), min(ROWS_PER_BLOCK, num_rows)
+
+    def add_block(i: Any, best: TopK) -> TopK:
+        rows, ids = read(i * size + jnp.arange(size, dtype=jnp.int32))
+        vectors = rows if transform is None else transform(rows)
+        scores = jnp.matmul(queries, vectors.T, precision=jax.lax.Precision.HIGHEST)
+        scores = jnp.where(scores > LOWEST_SCORE, scores, LOWEST_SCORE)  # also NaN
+        scores = jnp.where((ids == PADDING_ROW_ID)[None], -jnp.inf, scores)
+        scores = jnp.concatenate([best.scores, scores], axis=1)
+        ids = jnp.broadcast_to(ids[None], (num_queries, size))
+        ids = jnp.concatenate([best.ids, ids], axis=1)
+        # Of equal scores the first wins: rows of earlier blocks have lower ids.
+        scores, places = jax.lax.top_k(scores, num_best)
+        return TopK(scores, jnp.take_along_axis(ids, places, axis=1))
+
+    shape = (num_queries, num_best)
+    no_ids = jnp.full(shape, PADDING_ROW_ID, jnp.int32)
+    none = TopK(jnp.full(shape, -jnp.inf, jnp.float32), no_ids)
+    return jax.lax.fori_loop(0, math.ceil(num_rows / size), add_block, none)
+
+
+def _merged(best: TopK, excluded: Int[Array, "queries n"], k: int) -> TopK:
+    """Sorts the best rows of several devices; of equal scores the lower id is first."""
+    is_excluded = jnp.any(best.ids[:, :, None] == excluded[:, None, :], axis=2)
+    scores = jnp.where(is_excluded, -jnp.inf, best.scores)
+    ids = jnp.where(is_excluded, PADDING_ROW_ID, best.ids)
+    keys, ids = jax.lax.sort((-scores, ids), dimension=1, num_keys=2)
+    return TopK(-keys[:, :k], ids[:, :k])

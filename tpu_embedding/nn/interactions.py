@@ -1,0 +1,138 @@
+"""Layers that let the features of a sample act on each other: DLRM's and DCN-v2's."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jaxtyping import Array, Float
+
+Vectors = Sequence[Float[Array, "batch dim"]] | Float[Array, "batch vectors dim"]
+"""One vector per feature and sample: a list of arrays, or their stack."""
+
+
+class DotInteraction(nnx.Module):
+    """The scalar products of all pairs of a sample's vectors, without parameters.
+
+    For vectors `v_0, v_1, ...` of a sample, the result is
+    `[v_1 v_0, v_2 v_0, v_2 v_1, v_3 v_0, ...]`: the lower triangle of the matrix of
+    products, row by row, as in TensorFlow Recommenders and Keras Recommenders. See
+    Naumov et al., "Deep Learning Recommendation Model for Personalization and
+    Recommendation Systems", arXiv 1906.00091.
+
+    Attributes:
+      self_interaction: True adds the product of each vector with itself.
+
+    Example:
+      >>> vectors = [jnp.array([[1.0, 2.0]]), jnp.array([[3.0, 4.0]]), jnp.ones((1, 2))]
+      >>> DotInteraction()(vectors).tolist()
+      [[11.0, 3.0, 7.0]]
+    """
+
+    def __init__(self, *, self_interaction: bool = False):
+        self.self_interaction = self_interaction
+
+    def __call__(self, vectors: Vectors) -> Float[Array, "batch pairs"]:
+        """Returns the products of each sample.
+
+        Args:
+          vectors: `n` arrays `[batch, dim]`, or one array `[batch, n, dim]`.
+
+        Returns:
+          `[batch, n * (n - 1) / 2]`; with `self_interaction`, `n * (n + 1) / 2`.
+
+        Raises:
+          ValueError: if the arrays differ in shape, or have other axes.
+        """
+        if not isinstance(vectors, jax.Array | np.ndarray):
+            vectors = jnp.stack(vectors, axis=1)
+        if vectors.ndim != 3:
+            raise ValueError(
+                "DotInteraction: vectors must be arrays [batch, dim], or one array "
+                f"[batch, vectors, dim], got an array of shape {vectors.shape}."
+            )
+        products = jnp.einsum("bid,bjd->bij", vectors, vectors)
+        diagonal = 0 if self.self_interaction else -1
+        rows, columns = np.tril_indices(vectors.shape[1], k=diagonal)
+        return products[:, rows, columns]
+
+
+class FeatureCross(nnx.Module):
+    """A cross layer of DCN-v2: `x_next = x_0 * (W x + b + diag_scale * x) + x`.
+
+    `x_0` is the input of the first layer of a stack, `x` that of this one, and `*`
+    multiplies element by element. Layer `n` thus makes products of up to `n + 1`
+    inputs. `W` is a full matrix, or `W = U V` of low rank. See Wang et al., "DCN V2:
+    Improved Deep & Cross Network", arXiv 2008.13535, equations 1 and 2. Names are
+    those of Keras Recommenders, and the initial weights those of TorchRec.
+
+    Attributes:
+      down: `V`, a linear layer without bias; None if `W` is full.
+      up: `U` and `b`, or `W` and `b`.
+
+    Example:
+      >>> cross = FeatureCross(6, projection_dim=2, rngs=nnx.Rngs(0))
+      >>> first = jnp.ones((4, 6))
+      >>> cross(first, cross(first)).shape
+      (4, 6)
+    """
+
+    def __init__(
+        self,
+        num_inputs: int,
+        projection_dim: int | None = None,
+        *,
+        diag_scale: float = 0.0,
+        rngs: nnx.Rngs,
+    ):
+        """Initialises matrices by Glorot's normal distribution, and biases by 0.
+
+        Args:
+          num_inputs: width of the inputs.
+          projection_dim: rank of `W`, at least 1; a quarter of the width keeps the
+            accuracy of a full matrix, by the paper. None: a full matrix.
+          diag_scale: added to the diagonal of `W`, at least 0; it keeps training
+            stable, of low ranks above all.
+          rngs: stream `params` provides the keys.
+
+        Raises:
+          ValueError: if `projection_dim` or `diag_scale` is too small.
+        """
+        if projection_dim is not None and projection_dim < 1:
+            raise ValueError(
+                "FeatureCross: projection_dim must be at least 1, or None for a full "
+                f"matrix, got {projection_dim}."
+            )
+        if diag_scale < 0:
+            raise ValueError(
+                f"FeatureCross: diag_scale must be at least 0, got {diag_scale}."
+            )
+        options: Any = {"kernel_init": nnx.initializers.glorot_normal(), "rngs": rngs}
+        self.diag_scale = diag_scale
+        self.down = (
+            nnx.Linear(num_inputs, projection_dim, use_bias=False, **options)
+            if projection_dim is not None
+            else None
+        )
+        self.up = nnx.Linear(projection_dim or num_inputs, num_inputs, **options)
+
+    def __call__(
+        self,
+        first: Float[Array, "*batch inputs"],
+        crossed: Float[Array, "*batch inputs"] | None = None,
+    ) -> Float[Array, "*batch inputs"]:
+        """Returns `x_next`.
+
+        Args:
+          first: `x_0`.
+          crossed: `x`, the output of the layer before; None for the first layer, where
+            it equals `x_0`.
+        """
+        if crossed is None:
+            crossed = first
+        output = self.up(crossed if self.down is None else self.down(crossed))
+        if self.diag_scale:
+            output = output + self.diag_scale * crossed
+        return first * output + crossed

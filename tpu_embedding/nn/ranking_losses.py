@@ -1,0 +1,142 @@
+"""Losses for models that rank: in-batch softmax, pairwise and listwise losses.
+
+Each returns one value per list, or per sample, so weights and means stay with the
+caller. `optax.losses.ranking_softmax_loss` is a further listwise loss.
+"""
+
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+
+def in_batch_softmax(
+    queries: Float[Array, "batch dim"],
+    items: Float[Array, "batch dim"],
+    log_probabilities: Float[Array, " batch"] | None = None,
+    *,
+    item_ids: Int[Array, " batch"] | None = None,
+) -> tuple[Float[Array, " batch"], Float[Array, " batch"]]:
+    """Returns the log-softmax and rank of each query's own item in its batch. Global.
+
+    The other items of the batch are the negatives. `q_j` is the probability that a
+    sample contains item `j`. The scores are those of equation 5 of Yi et al.,
+    "Sampling-Bias-Corrected Neural Modeling for Large Corpus Item Recommendations"
+    (RecSys 2019):
+
+        s_ij = <queries_i, items_j> - log q_j
+        log_softmax_i = s_ii - log(sum over j of exp(s_ij))
+
+    A popular item often appears as a negative. The correction `log q_j` keeps that from
+    lowering its score. At the minimum of the loss, `<queries_i, items_j>` is the
+    logarithm of the probability that query `i` chooses item `j`, up to a constant per
+    query. The loss is the mean of `-log_softmax`.
+
+    Args:
+      queries: one query vector per sample.
+      items: one item vector per sample. Items of samples with weight 0 are candidates,
+        too.
+      log_probabilities: natural logarithm of `q` for the item of each sample; None: all
+        are equally frequent.
+      item_ids: id of the item of each sample. An item that equals the own one is then
+        no negative. None: it is, as in the paper.
+
+    Returns:
+      `log_softmax`, at most 0, and the rank of each sample's own item: the number of
+      candidates with a higher `s`, from 0 to `batch - 1`.
+
+    Example:
+      >>> queries = jnp.array([[1.0, 0.0], [0.0, 0.0]])
+      >>> items = jnp.array([[0.0, 1.0], [1.0, 0.0]])
+      >>> log_softmax, ranks = in_batch_softmax(queries, items)
+      >>> [round(x, 4) for x in jnp.exp(log_softmax).tolist()], ranks.tolist()
+      ([0.2689, 0.5], [1.0, 0.0])
+    """
+    scores = queries @ items.T
+    if log_probabilities is not None:
+        scores = scores - log_probabilities[None, :]
+    own = jnp.diagonal(scores)
+    if item_ids is not None:
+        is_same = item_ids[:, None] == item_ids[None, :]
+        is_negative = ~is_same | jnp.eye(len(item_ids), dtype=bool)
+        scores = jnp.where(is_negative, scores, -jnp.inf)
+    log_softmax = own - jax.nn.logsumexp(scores, axis=1)
+    ranks = jnp.sum(scores > own[:, None], axis=1)
+    return log_softmax, ranks.astype(jnp.float32)
+
+
+def pairwise_loss(
+    scores: Float[Array, "*lists items"],
+    labels: Float[Array, "*lists items"],
+    of_difference: Callable[[Array], Array] = jax.nn.softplus,
+    *,
+    where: Bool[Array, "*lists items"] | None = None,
+) -> Float[Array, "*lists"]:
+    """Returns the sum of `of_difference(s_j - s_i)` over the pairs with `y_i > y_j`.
+
+    The default is the logistic loss `log(1 + exp(s_j - s_i))` of RankNet, and of BPR if
+    one item of each pair was chosen; see Burges et al., "Learning to Rank using
+    Gradient Descent" (ICML 2005). Other losses of pairs are other functions:
+
+    * hinge: `lambda d: jax.nn.relu(1 + d)`, of Joachims, "Optimizing Search Engines
+      using Clickthrough Data" (KDD 2002);
+    * soft zero-one: `jax.nn.sigmoid`.
+
+    TensorFlow Ranking and Keras Recommenders form the same pairs. The latter's mean
+    divides the sum by the number of items.
+
+    Args:
+      scores: a score `s` per item of each list; divide it by a temperature if you like.
+      labels: relevance `y` of each item, of the same shape.
+      of_difference: loss of a pair, element by element.
+      where: False for places without an item; None: there are none.
+
+    Returns:
+      The loss of each list; 0 if no two labels differ.
+
+    Example:
+      >>> scores, labels = jnp.array([2.0, 0.5, 1.0]), jnp.array([1, 0, 2])
+      >>> float(pairwise_loss(scores, labels, lambda d: jax.nn.relu(1 + d)))
+      2.5
+    """
+    is_pair = labels[..., :, None] > labels[..., None, :]
+    if where is not None:
+        is_pair &= where[..., :, None] & where[..., None, :]
+    losses = of_difference(scores[..., None, :] - scores[..., :, None])
+    return jnp.sum(jnp.where(is_pair, losses, 0.0), axis=(-2, -1))
+
+
+def list_mle_loss(
+    scores: Float[Array, "*lists items"],
+    labels: Float[Array, "*lists items"],
+    *,
+    where: Bool[Array, "*lists items"] | None = None,
+) -> Float[Array, "*lists"]:
+    """Returns minus the log-likelihood of the order of the labels. A listwise loss.
+
+    The items are drawn one after the other, each by a softmax of the scores that are
+    left, as Plackett and Luce say:
+
+        loss = sum over i of log(sum over j >= i of exp(s_j)) - s_i
+
+    Items are numbered by falling label; of equal labels the first comes first, as in
+    Keras Recommenders. See Xia et al., "Listwise Approach to Learning to Rank" (ICML
+    2008). Arguments are those of `pairwise_loss`.
+
+    Returns:
+      The loss of each list, at least 0; 0 for a list of a single item, or none.
+
+    Example:
+      >>> loss = list_mle_loss(jnp.array([1.0, 1.0, 1.0]), jnp.array([0, 2, 1]))
+      >>> round(float(loss), 4)  # log(3) + log(2)
+      1.7918
+    """
+    where = jnp.ones(scores.shape, bool) if where is None else where
+    falling = jnp.argsort(jnp.where(where, -labels, jnp.inf), axis=-1, stable=True)
+    where = jnp.take_along_axis(where, falling, axis=-1)
+    scores = jnp.take_along_axis(scores, falling, axis=-1)
+    scores = jnp.where(where, scores, jnp.finfo(scores.dtype).min)
+    axis = scores.ndim - 1
+    totals = jax.lax.cumlogsumexp(scores, axis=axis, reverse=True)
+    return jnp.sum(jnp.where(where, totals - scores, 0.0), axis=-1)

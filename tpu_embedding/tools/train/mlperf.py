@@ -1,0 +1,120 @@
+"""Writes the log of a run that MLPerf's checker reads, a line per event.
+
+A line is `:::MLLOG` and a JSON object; the package `mlperf-logging` defines the format
+and the keys, and checks a log:
+
+    python -m mlperf_logging.compliance_checker --usage training runs/NAME/mlperf.log
+"""
+
+import dataclasses
+import json
+import pathlib
+import time
+from collections.abc import Mapping
+from typing import Any, Final, Literal
+
+import jax
+
+from tpu_embedding import distributed
+
+LOG_FILE: Final = "mlperf.log"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class MLPerf:
+    """Names a benchmark of MLPerf Training, whose log a run writes as `mlperf.log`.
+
+    The log takes batch size, learning rates, clipping and seed from the run, and
+    numbers of samples from the data.
+
+    Attributes:
+      benchmark: name of the benchmark, as `"dlrmv4"`.
+      division: `"open"`, or `"closed"`, which fixes most hyperparameters.
+      keys: further keys of the log and their values, such as `opt_adam_epsilon`.
+      org: organisation that submits the result.
+    """
+
+    benchmark: str
+    division: Literal["open", "closed"]
+    keys: Mapping[str, str | int | float]
+    org: str = "unnamed"
+
+
+class MLPerfLog:
+    """Writes the log of one run, on the first process of a job.
+
+    Without a file, or without `RunConfig.mlperf`, it writes nothing.
+    """
+
+    def __init__(self, path: pathlib.Path | None, config: Any, data: Any):
+        """Starts the log anew, with the keys that describe the run.
+
+        Args:
+          path: the file; None: no log.
+          config: `RunConfig` of the run.
+          data: opened data set, or its outline.
+        """
+        is_on = config.mlperf is not None and distributed.is_first()
+        self._path, self._batch_size = path if is_on else None, config.batch_size
+        if self._path is not None:
+            self._path.unlink(missing_ok=True)
+            self.write("cache_clear", "init_start", value=True)
+            for key, value in _keys(config, data).items():
+                self.write(key, value=value)
+
+    def write(
+        self, *keys: str, step: int | None = None, value: Any = None, **metadata: Any
+    ) -> None:
+        """Appends events at once, so that a kill does not lose them.
+
+        Args:
+          *keys: keys of the events; those that end with `_start` and `_stop` are the
+            ends of an interval.
+          step: steps done, for the number of samples; None for events of no step.
+          value: value of the events.
+          **metadata: further facts of them.
+        """
+        if self._path is None:
+            return
+        if step is not None:
+            metadata["samples_count"] = step * self._batch_size
+        kinds = {"start": "INTERVAL_START", "stop": "INTERVAL_END"}
+        with self._path.open("a", encoding="utf-8") as file:
+            for key in keys:
+                event = {
+                    "namespace": "",
+                    "time_ms": int(1e3 * time.time()),
+                    "event_type": kinds.get(key.rpartition("_")[2], "POINT_IN_TIME"),
+                    "key": key,
+                    "value": value,
+                    "metadata": {"file": __name__, "lineno": 0, **metadata},
+                }
+                file.write(f":::MLLOG {json.dumps(event)}\n")
+
+
+def _keys(config: Any, data: Any) -> dict[str, Any]:
+    """Returns the keys that describe a run.
+
+    The checker takes the batch size before the rates, whose limits depend on it.
+    """
+    settings: MLPerf = config.mlperf
+    keys = {
+        "submission_benchmark": settings.benchmark,
+        "submission_division": settings.division,
+        "submission_org": settings.org,
+        "submission_platform": f"{jax.device_count()} x {jax.devices()[0].device_kind}",
+        "config_filename": config.name,
+        "seed": config.seed,
+        "global_batch_size": config.batch_size,
+        "opt_base_learning_rate": config.dense_learning_rate,
+        "opt_sparse_base_learning_rate": config.table_learning_rate,
+        "opt_gradient_clip_norm": config.max_dense_norm,
+        **settings.keys,
+    }
+    if hasattr(data, "anchors"):
+        keys["eval_samples"] = data.num_evaluation_samples
+        keys["train_samples"] = len(data.anchors) - data.num_evaluation_samples
+    if num_samples := keys.get("train_samples"):
+        between_evaluations = config.evaluate_every * config.batch_size
+        keys["eval_every_data_pct"] = round(between_evaluations / num_samples, 3)
+    return keys
