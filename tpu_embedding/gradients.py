@@ -17,7 +17,6 @@ from jaxtyping import Array, Bool, Float
 
 from tpu_embedding.argument_checks import check_scalar, describe_value
 from tpu_embedding.lookup._backward import (
-    StackGradient,
     gradient_rounds,
     join_gradients,
     seal_gradient,
@@ -236,13 +235,6 @@ def add(*gradients: T) -> T:
         return functools.reduce(jnp.add, others, first)
 
     return jax.tree.map(add_leaves, *gradients, is_leaf=_is_table_gradients)
-
-
-def gradient_of_stack(
-    gradients: TableGradients, stack: TrainedStackPlan
-) -> StackGradient:
-    """Returns the gradient of one stack, per shard inside `shard_map`."""
-    return gradients.stacks[stack.name].open()
 
 
 def _is_table_gradients(value: Any) -> bool:

@@ -42,7 +42,7 @@ from tpu_embedding.types import (
     ids_of,
     with_ids,
 )
-from tpu_embedding.update.partition_specs import slot_specs
+from tpu_embedding.update.lazy_update import state_specs
 from tpu_embedding.update.start_rows import start_rows
 from tpu_embedding.update.totals import across_shards
 
@@ -153,6 +153,13 @@ def _clock(now: Any) -> Any:
     return now.astype(jnp.uint32) if isinstance(now, jax.Array) else np.uint32(now)
 
 
+def advance_clock(directory: IdDirectory) -> IdDirectory:
+    """Ends a step of dynamic tables: ids of the next one may evict its ids."""
+    last = np.uint32(2**32 - 2)
+    clock = jnp.minimum(directory.clock, last) + np.uint32(1)
+    return dataclasses.replace(directory, clock=clock)
+
+
 @functools.partial(jax.jit, static_argnames="plan")
 def _insert_ids(
     tables: dict[str, Any],
@@ -172,7 +179,7 @@ def _insert_ids(
     for stack in batch.stacks:
         name = directory_name(stack.name)
         state = slots.get(stack.name)
-        specs = (stack.rows_spec, stack.rows_spec, _slot_specs(state, stack, plan))
+        specs = (stack.rows_spec, stack.rows_spec, state_specs(state, stack))
         tables[name], tables[stack.name], state = batch.translate(
             functools.partial(_insert_shard, stack=stack, plan=plan),
             (tables[name], tables[stack.name], state, now),
@@ -185,10 +192,6 @@ def _insert_ids(
     return InsertResult(
         tables=tables, slots=slots, features=batch.features, stats=batch.stats
     )
-
-
-def _slot_specs(state: Any, stack: StackPlan, plan: EmbeddingPlan) -> Any:
-    return slot_specs({stack.name: state}, plan)[stack.name]
 
 
 def _insert_shard(

@@ -24,8 +24,7 @@ from tpu_embedding.rows.packed_rows import PackedRows, store_rows
 from tpu_embedding.tables import table_values
 from tpu_embedding.update.apply import init_state
 from tpu_embedding.update.every_row import KeptGradientState
-from tpu_embedding.update.lazy_update import is_slot
-from tpu_embedding.update.partition_specs import slot_specs
+from tpu_embedding.update.lazy_update import is_slot, state_specs
 from tpu_embedding.update.shard_rows import rows_of_stack
 from tpu_embedding.update.table_writer import RoundedState
 
@@ -199,8 +198,7 @@ def _follow(
         new = init_state(table, stack, plan)
         return _map_rule_state(new_of, state, new, _following_parts(stack))
 
-    specs = slot_specs({stack.name: state}, plan)[stack.name]
-    rows = stack.rows_spec
+    specs, rows = state_specs(state, stack), stack.rows_spec
     return on_shards(
         follow_shard,
         plan,

@@ -11,5 +11,4 @@ All of it is private but `lift_to_rows`, which is in `te.functional`.
 * `start_rows`: initial values and slots of the rows of new ids.
 * `totals`: totals over rows that arrive in rounds or blocks.
 * `shard_rows`: the tables that rows of a shard belong to.
-* `partition_specs`: shardings of tables and optimizer states.
 """

@@ -113,38 +113,22 @@ def apply_gradient(
     return table, RoundedState(step=state.step + 1, inner=inner)
 
 
-def step_without_gradient(
-    state: Any, stack: TrainedStackPlan, plan: EmbeddingPlan
-) -> Any:
+def step_without_gradient(state: Any, stack: TrainedStackPlan) -> Any:
     """Returns the state of a stack after a step that touched none of its rows.
 
     Values that belong to no row advance, as they do in any other step. So they count
-    the same steps for all tables, whichever of them share a stack. Per shard; devices
-    communicate nothing, and no row is read or written.
+    the same steps for all tables, whichever of them share a stack. Slot variables take
+    no part: XLA has nothing to copy, and devices communicate nothing.
 
     Args:
-      state: from `init_state`, of a rule for touched rows. Slot variables may be
-        shapes.
+      state: from `init_state`, of a rule for touched rows.
       stack: gives the rule.
-      plan: gives the mesh.
     """
     if isinstance(state, RoundedState):
-        inner = _step_on_no_row(state.inner, stack, plan)
+        inner = step_without_gradient(state.inner, stack)
         return RoundedState(step=state.step + 1, inner=inner)
-    return _step_on_no_row(state, stack, plan)
-
-
-def _step_on_no_row(state: Any, stack: TrainedStackPlan, plan: EmbeddingPlan) -> Any:
-    step = _Step(stack=stack, plan=plan)
-
-    def rows_of(row_ids):
-        # A total over no row is the same on all shards.
-        return _touched_rows(row_ids, lambda totals, _: totals, None, step)
-
-    rule = stack.optimizer
-    return step_on_no_row(
-        rule, state, stack.dim, rows_of if rule.takes_totals else None
-    )
+    sizes = [x.num_rows for x in stack.tables] if stack.optimizer.takes_totals else None
+    return step_on_no_row(stack.optimizer, state, stack.dim, sizes)
 
 
 def _apply(
@@ -242,7 +226,7 @@ def _apply_round(
     if optimizer.duplicates == "sequence":
         rule: Any = _lifted(step, all_reduce)
         table, state = apply_in_sequence(rule, table, state, updates, writer)
-        return table, _step_on_no_row(state, stack, step.plan)
+        return table, step_without_gradient(state, stack)
     occurrence_total = None
     occurrences = gradients.occurrences
     if occurrences is not None:
