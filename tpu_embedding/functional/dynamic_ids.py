@@ -168,30 +168,33 @@ def _insert_ids(
     now: Any,
     plan: EmbeddingPlan,
 ) -> InsertResult:
-    batch = _DynamicBatch(features, plan)
-    check_tables(tables, batch.stacks)
-    check_slots(slots, [s for s in plan.trained_stacks if s in batch.stacks])
+    plan = plan.for_batch(features)
+    sources = _source_ids(features, plan)
+    features_of = _features_by_stack(sources, plan)
+    check_tables(tables, list(features_of))
+    check_slots(slots, [s for s in plan.trained_stacks if s in features_of])
     if now is not None:
         is_clock = now > 0
         if now.dtype.itemsize == 8:
             is_clock &= now < 2**32
         now = jnp.where(is_clock, now, 0).astype(jnp.uint32)
-    for stack in batch.stacks:
-        name = directory_name(stack.name)
-        state = slots.get(stack.name)
+    tables, slots, rows, stats = dict(tables), dict(slots), {}, {}
+    for stack, of_stack in features_of.items():
+        name, state = directory_name(stack.name), slots.get(stack.name)
         specs = (stack.rows_spec, stack.rows_spec, state_specs(state, stack))
-        tables[name], tables[stack.name], state = batch.translate(
+        arrays, found, counts = on_shards(
             functools.partial(_insert_shard, stack=stack, plan=plan),
-            (tables[name], tables[stack.name], state, now),
-            (*specs, PartitionSpec()),
-            specs,
-            stack,
-        )
+            plan,
+            in_specs=(*specs, PartitionSpec(), plan.sample_spec),
+            out_specs=(specs, plan.sample_spec, PartitionSpec()),
+        )(tables[name], tables[stack.name], state, now, [sources[i] for i in of_stack])
+        tables[name], tables[stack.name], state = arrays
         if state is not None:
             slots[stack.name] = state
-    return InsertResult(
-        tables=tables, slots=slots, features=batch.features, stats=batch.stats
-    )
+        rows |= zip(of_stack, found, strict=True)
+        stats |= _by_table(counts, stack)
+    features = _with_rows(features, rows, plan)
+    return InsertResult(tables=tables, slots=slots, features=features, stats=stats)
 
 
 def _insert_shard(
@@ -237,112 +240,70 @@ def find_ids(tables: dict[str, Any], features: Any, plan: EmbeddingPlan) -> Find
 
 @functools.partial(jax.jit, static_argnames="plan")
 def _find_ids(tables: dict[str, Any], features: Any, plan: EmbeddingPlan) -> FindResult:
-    batch = _DynamicBatch(features, plan)
+    plan = plan.for_batch(features)
+    sources, rows, stats = _source_ids(features, plan), {}, {}
 
     def find_shard(directory, sources, stack):
-        rows, hits = find_rows(directory, sources, stack, plan)
+        found, hits = find_rows(directory, sources, stack, plan)
         counts = no_counts(len(stack.tables))
-        return (), rows, _stats(sources, hits, counts, directory, stack, plan)
+        return found, _stats(sources, hits, counts, directory, stack, plan)
 
-    for stack in batch.stacks:
-        batch.translate(
+    for stack, of_stack in _features_by_stack(sources, plan).items():
+        found, counts = on_shards(
             functools.partial(find_shard, stack=stack),
-            (tables[directory_name(stack.name)],),
-            (stack.rows_spec,),
-            (),
-            stack,
-        )
-    return FindResult(features=batch.features, stats=batch.stats)
+            plan,
+            in_specs=(stack.rows_spec, plan.sample_spec),
+            out_specs=(plan.sample_spec, PartitionSpec()),
+        )(tables[directory_name(stack.name)], [sources[i] for i in of_stack])
+        rows |= zip(of_stack, found, strict=True)
+        stats |= _by_table(counts, stack)
+    return FindResult(features=_with_rows(features, rows, plan), stats=stats)
 
 
-class _DynamicBatch:
-    """A batch whose ids of dynamic tables are replaced by rows, stack by stack.
+def _source_ids(features: Any, plan: EmbeddingPlan) -> dict[int, SourceIds]:
+    """Returns the ids of features of dynamic tables, by position in the plan. Global.
 
-    It exists while a step is traced.
-
-    Attributes:
-      stacks: stacks of dynamic tables whose features hold ids.
-      stats: table name to counts, of the stacks that are done.
+    Features that hold rows already are left out.
     """
+    sources = {}
+    pairs = zip(plan.flatten(features), plan.features, strict=True)
+    for i, (leaf, feature) in enumerate(pairs):
+        if holds_raw_ids(leaf, feature):
+            flatten = functools.partial(_flat_ids, feature=feature, plan=plan)
+            sources[i] = in_auto_axes(flatten, plan, plan.sample_spec)(leaf)
+    return sources
 
-    def __init__(self, features: Any, plan: EmbeddingPlan):
-        self.plan = plan.for_batch(features)
-        self.leaves = self.plan.flatten(features)
-        self.stats: dict[str, DynamicStats] = {}
-        pairs = zip(self.leaves, self.plan.features, strict=True)
-        self.raw = [i for i, pair in enumerate(pairs) if holds_raw_ids(*pair)]
-        wanted = {self.plan.features[i].stack_index for i in self.raw}
-        self.stacks = [self.plan.stacks[i] for i in sorted(wanted)]
 
-    @property
-    def features(self) -> Any:
-        """The batch, with `RowIds` for the features of stacks that are done."""
-        return self.plan.unflatten(self.leaves)
+def _features_by_stack(
+    sources: dict[int, SourceIds], plan: EmbeddingPlan
+) -> dict[StackPlan, list[int]]:
+    """Returns the stacks that hold ids, in the plan's order, and their features."""
+    positions = {stack: [] for stack in plan.stacks}
+    for i in sources:
+        positions[plan.stacks[plan.features[i].stack_index]].append(i)
+    return {stack: of_stack for stack, of_stack in positions.items() if of_stack}
 
-    def translate(
-        self,
-        translate_shard: Any,
-        arrays: tuple[Any, ...],
-        specs: Any,
-        out_specs: Any,
-        stack: StackPlan,
-    ) -> Any:
-        """Replaces the ids of the features of a stack by rows.
 
-        Args:
-          translate_shard: called as `translate_shard(*arrays, sources)` for each shard;
-            returns new arrays, the rows per source, and the counts.
-          arrays: directory, table and others, global.
-          specs: partitions of the arrays.
-          out_specs: partitions of the new arrays.
-          stack: plan of the stack.
+def _with_rows(features: Any, rows: dict[int, Array], plan: EmbeddingPlan) -> Any:
+    """Returns the batch with `RowIds` in place of the ids that were translated."""
+    leaves = plan.flatten(features)
+    for i, of_feature in rows.items():
+        shape = ids_of(leaves[i]).shape
 
-        Returns:
-          The new arrays.
-        """
-        plan = self.plan
-        positions = [
-            i for i in self.raw if plan.stacks[plan.features[i].stack_index] is stack
-        ]
-        features = [plan.features[i] for i in positions]
-        offsets = [table.row_offset for table in stack.tables]
+        def unflatten(rows, shape=shape):
+            return rows[: math.prod(shape)].reshape(shape)
 
-        def run(arrays, leaves):
-            words = [
-                _flat_words(leaf, feature, plan)
-                for leaf, feature in zip(leaves, features, strict=True)
-            ]
+        in_shape = in_auto_axes(unflatten, plan, _spec_of(leaves[i], plan))
+        leaves[i] = RowIds(with_ids(leaves[i], in_shape(of_feature)))
+    return plan.unflatten(leaves)
 
-            def run_shard(arrays, words):
-                sources = [
-                    SourceIds(*of_feature, table=offsets.index(feature.row_offset))
-                    for of_feature, feature in zip(words, features, strict=True)
-                ]
-                return translate_shard(*arrays, sources)
 
-            arrays, rows, stats = on_shards(
-                run_shard,
-                plan,
-                in_specs=(specs, plan.sample_spec),
-                out_specs=(out_specs, plan.sample_spec, PartitionSpec()),
-            )(arrays, words)
-            shapes = [ids_of(leaf).shape for leaf in leaves]
-            rows = [
-                of_feature[: math.prod(shape)].reshape(shape)
-                for of_feature, shape in zip(rows, shapes, strict=True)
-            ]
-            return arrays, rows, stats
-
-        leaves = [self.leaves[i] for i in positions]
-        row_specs = [_spec_of(leaf, plan) for leaf in leaves]
-        new_arrays, rows, stats = in_auto_axes(
-            run, plan, (out_specs, row_specs, PartitionSpec())
-        )(arrays, leaves)
-        for i, of_feature in zip(positions, rows, strict=True):
-            self.leaves[i] = RowIds(with_ids(self.leaves[i], of_feature))
-        for i, table in enumerate(stack.tables):
-            self.stats[table.name] = jax.tree.map(lambda x, i=i: x[i], stats)
-        return new_arrays
+def _by_table(stats: DynamicStats, stack: StackPlan) -> dict[str, DynamicStats]:
+    """Returns the counts of each table of a stack, by name."""
+    return {
+        table.name: jax.tree.map(lambda x, i=i: x[i], stats)
+        for i, table in enumerate(stack.tables)
+    }
 
 
 def row_numbers(leaf: Any, feature: FeaturePlan) -> Any:
@@ -422,13 +383,8 @@ def _with_words(features: Any, plan: EmbeddingPlan) -> Any:
     return plan.unflatten(leaves)
 
 
-def _flat_words(
-    leaf: Any, feature: FeaturePlan, plan: EmbeddingPlan
-) -> tuple[Array, Array, Array]:
-    """Returns the words of a feature's ids, and which may get rows. Global.
-
-    They are filled up for the devices.
-    """
+def _flat_ids(leaf: Any, feature: FeaturePlan, plan: EmbeddingPlan) -> SourceIds:
+    """Returns the ids of a feature in one axis, filled up for the devices. Global."""
     ids = ids_of(leaf)
     inserts = jnp.full(ids.shape, not feature.config.find_only)
     # Ids that add nothing to a lookup need no row.
@@ -444,7 +400,13 @@ def _flat_words(
         values = jnp.asarray(values).reshape(-1)
         return jnp.pad(values, (0, room), constant_values=fill)
 
-    return flat(ids.high, NO_ID), flat(ids.low, NO_ID), flat(inserts, False)
+    offsets = [x.row_offset for x in plan.stacks[feature.stack_index].tables]
+    return SourceIds(
+        high=flat(ids.high, NO_ID),
+        low=flat(ids.low, NO_ID),
+        inserts=flat(inserts, False),
+        table=offsets.index(feature.row_offset),
+    )
 
 
 def _positions(leaf: Any, plan: EmbeddingPlan) -> Array:

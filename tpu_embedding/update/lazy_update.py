@@ -176,8 +176,22 @@ def slots_of(state: Any) -> list[PackedRows]:
 def with_slots(state: Any, slots: list[PackedRows]) -> Any:
     """Returns the state with its slot variables replaced; counts and such stay."""
     remaining = iter(slots)
+    return map_slots(lambda _: next(remaining), state)
+
+
+def map_slots(function: Callable[..., Any], state: Any, *others: Any) -> Any:
+    """Returns the state with `function(slot, *others)` as its slot variables.
+
+    Args:
+      function: takes a slot variable, and the part of each other state in its place.
+      state: state of a lifted optimizer.
+      *others: states of the same structure, whose slots may be of any type.
+    """
     return jax.tree.map(
-        lambda x: next(remaining) if is_slot(x) else x, state, is_leaf=is_slot
+        lambda x, *parts: function(x, *parts) if is_slot(x) else x,
+        state,
+        *others,
+        is_leaf=is_slot,
     )
 
 
