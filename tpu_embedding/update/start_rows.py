@@ -14,7 +14,12 @@ from tpu_embedding.plan.stack_plan import StackPlan, TrainedStackPlan
 from tpu_embedding.row_random_bits import threefry
 from tpu_embedding.rows.access import gather_rows, set_rows
 from tpu_embedding.rows.id_directory import NewRows
-from tpu_embedding.rows.packed_rows import PackedRows, load_rows, store_rows
+from tpu_embedding.rows.packed_rows import (
+    PackedRows,
+    RowLayout,
+    load_rows,
+    store_rows,
+)
 from tpu_embedding.types import PADDING_ROW_ID
 from tpu_embedding.update.lazy_update import is_slot, map_slots, slots_of, with_slots
 from tpu_embedding.update.shard_rows import shard_rows
@@ -57,8 +62,8 @@ def start_rows(
 
     def start_some(carry):
         turn, table, slots, changes = carry
-        row_ids, rows = _rows_of_turn(turn, per_turn, new_rows, table)
-        values = initial_rows(rows.first, rows.second, rows.tables, init_keys, stack)
+        row_ids, *ids = _rows_of_turn(turn, per_turn, new_rows, table.layout)
+        values = initial_rows(*ids, init_keys, stack)
         stored = load_rows(store_rows(values, table.layout), table.layout)
         new = _initial_state(stored, row_ids, state, stack)
         if changes:
@@ -90,20 +95,20 @@ def start_rows(
 
 
 def _rows_of_turn(
-    turn: Int[Array, ""], size: int, new_rows: NewRows, table: PackedRows
-) -> tuple[Int[Array, " size"], NewRows]:
-    """Returns the rows of a turn, padding where there are no more, and their ids."""
-    place = turn * size + jnp.arange(size, dtype=jnp.int32)
-    is_used = place < new_rows.count
-    place = jnp.minimum(place, new_rows.rows.shape[0] - 1)
-    rows = NewRows(
-        rows=new_rows.rows[place],
-        first=new_rows.first[place],
-        second=new_rows.second[place],
-        tables=new_rows.tables[place],
-        count=jnp.sum(is_used),
+    turn: Int[Array, ""], size: int, new_rows: NewRows, layout: RowLayout
+) -> tuple[Array, Array, Array, Array]:
+    """Returns the rows of a turn, the words of their ids, and their tables.
+
+    Places behind the last new row hold padding.
+    """
+    places = turn * size + jnp.arange(size, dtype=jnp.int32)
+    in_bounds = jnp.minimum(places, new_rows.rows.shape[0] - 1)
+    rows, first, second, tables = (
+        x[in_bounds]
+        for x in (new_rows.rows, new_rows.first, new_rows.second, new_rows.tables)
     )
-    return jnp.where(is_used, table.layout.dealt(rows.rows), PADDING_ROW_ID), rows
+    rows = jnp.where(places < new_rows.count, layout.dealt(rows), PADDING_ROW_ID)
+    return rows, first, second, tables
 
 
 def initial_rows(
