@@ -21,7 +21,7 @@ from tpu_embedding.lookup._backward import (
     join_gradients,
     seal_gradient,
 )
-from tpu_embedding.lookup._merge import merge
+from tpu_embedding.lookup._sum_by_row import merge
 from tpu_embedding.optimizers.checks import check_hyperparameters, positive_bound
 from tpu_embedding.plan.plan import EmbeddingPlan
 from tpu_embedding.plan.shard_map import on_shards

@@ -22,13 +22,13 @@ from tpu_embedding.lookup._gradient_blocks import (
     gradient_blocks,
     sorted_blocks,
 )
-from tpu_embedding.lookup._merge import merge
 from tpu_embedding.lookup._replicas import add_dense_gradients, gather_from_replicas
 from tpu_embedding.lookup._rounds import Round, SentIds, fold_later_rounds, send_ids
-from tpu_embedding.lookup._sparse_cores import gradients_by_sample, partition
-from tpu_embedding.lookup._spread_cotangents import (
+from tpu_embedding.lookup._sparse_cores import gradients_by_sample, ids_by_core
+from tpu_embedding.lookup._sum_by_row import (
     ReadCotangents,
     cotangent_reader,
+    merge,
     spread,
 )
 from tpu_embedding.plan.plan import EmbeddingPlan
@@ -36,7 +36,7 @@ from tpu_embedding.plan.replicas import choose_reduction
 from tpu_embedding.plan.stack_plan import TrainedStackPlan
 from tpu_embedding.rows.opaque_row_ids import Sealed, seal
 from tpu_embedding.rows.row_gradients import GradientRounds, RowGradients
-from tpu_embedding.sparse_core.partition import Partition
+from tpu_embedding.sparse_core.limits import SparseCoreIds
 from tpu_embedding.types import RowRange
 
 Carry = TypeVar("Carry")
@@ -126,7 +126,7 @@ def join_gradients(
     routing = StackRouting(
         keys=keys,
         sent=None,
-        partition=partition(keys, poolings, stack, plan) if on_sparse_cores else None,
+        by_core=ids_by_core(keys, poolings, stack, plan) if on_sparse_cores else None,
         poolings=poolings,
         out_of_range=[count for part in parts for count in part.out_of_range],
         max_unique_ids=max_unique_ids,
@@ -181,7 +181,7 @@ def gradient_rounds(
 
 def gradient_by_sample(
     gradient: StackGradient, stack: TrainedStackPlan
-) -> tuple[Partition, Float[Array, "samples width"]]:
+) -> tuple[SparseCoreIds, Float[Array, "samples width"]]:
     """Returns a gradient as SparseCores take it: ids, and gradients of samples.
 
     Args:
@@ -189,7 +189,7 @@ def gradient_by_sample(
       stack: plan of the stack.
     """
     routing = gradient.routing
-    ids = routing.partition
+    ids = routing.by_core
     assert ids is not None
     return ids, gradients_by_sample(gradient.cotangents, ids, routing.poolings, stack)
 

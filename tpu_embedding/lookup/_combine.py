@@ -2,7 +2,7 @@
 
 The rows are multiplied by a sparse matrix `[samples, places]`: the gains of the ids,
 scaled per sample by the combiner. `pool_buffer` applies the gains, round by round, and
-`samples_of` the scales, once. `_spread_cotangents.py` multiplies by the transpose.
+`samples_of` the scales, once. `_sum_by_row.py` multiplies by the transpose.
 """
 
 import functools

@@ -27,11 +27,11 @@ from tpu_embedding.lookup._flatten_to_owners import (
     max_unique_ids,
 )
 from tpu_embedding.lookup._rounds import Round, SentIds, fold_later_rounds, send_ids
-from tpu_embedding.lookup._sparse_cores import look_up, partition
+from tpu_embedding.lookup._sparse_cores import ids_by_core, look_up
 from tpu_embedding.plan.plan import EmbeddingPlan
 from tpu_embedding.plan.stack_plan import StackPlan
 from tpu_embedding.rows.packed_rows import PackedRows
-from tpu_embedding.sparse_core.partition import Partition
+from tpu_embedding.sparse_core.limits import SparseCoreIds
 from tpu_embedding.xla import read_before_write
 
 
@@ -44,7 +44,7 @@ class StackRouting:
       keys: int32 `[ids]`, of all features; see `_flatten_to_owners.py`.
       sent: the ids at the owners of their rows; None if this device reads its own rows,
         or SparseCores look rows up.
-      partition: the ids by SparseCore; None: SparseCores do not look rows up.
+      by_core: the ids by SparseCore; None: SparseCores do not look rows up.
       poolings: per feature of the stack.
       out_of_range: int32 `[1]` per feature of the stack.
       max_unique_ids: upper bound on the unique ids of a shard.
@@ -52,7 +52,7 @@ class StackRouting:
 
     keys: Int[Array, " ids"]
     sent: SentIds | None
-    partition: Partition | None
+    by_core: SparseCoreIds | None
     poolings: list[PoolingSpec]
     out_of_range: list[Int[Array, "_"]]
     max_unique_ids: int = dataclasses.field(metadata={"static": True})
@@ -100,7 +100,7 @@ def route_stack(
     return StackRouting(
         keys=keys,
         sent=sent,
-        partition=partition(keys, poolings, stack, plan) if on_sparse_cores else None,
+        by_core=ids_by_core(keys, poolings, stack, plan) if on_sparse_cores else None,
         poolings=poolings,
         out_of_range=[count[None] for count in out_of_range],
         max_unique_ids=max_unique,
@@ -119,7 +119,7 @@ def read_stack(
       plan: gives the mesh.
     """
     sent, poolings = routing.sent, routing.poolings
-    if routing.partition is not None:
+    if routing.by_core is not None:
         activations, rounds = _read_on_sparse_cores(table, routing, stack, plan)
     elif sent is None:
         activations, rounds = _read_own_rows(table, routing, stack), jnp.int32(1)
@@ -143,7 +143,7 @@ def _read_on_sparse_cores(
     table: PackedRows, routing: StackRouting, stack: StackPlan, plan: EmbeddingPlan
 ) -> tuple[list[Float[Array, "_ dim"]], Int[Array, ""]]:
     """Looks rows up on SparseCores, or by the exchange if the ids are too many."""
-    ids, poolings = routing.partition, routing.poolings
+    ids, poolings = routing.by_core, routing.poolings
     assert ids is not None
 
     def look_up_rows(table: PackedRows) -> tuple[list[Array], Array]:
@@ -203,9 +203,9 @@ def _order(
     sent = routing.sent
     if sent is None:
         activations, keys, ids = read_before_write(
-            (activations, routing.keys, routing.partition)
+            (activations, routing.keys, routing.by_core)
         )
-        return activations, dataclasses.replace(routing, keys=keys, partition=ids)
+        return activations, dataclasses.replace(routing, keys=keys, by_core=ids)
     activations, keys, order, first = read_before_write(
         (activations, routing.keys, sent.unique.order, sent.first)
     )

@@ -19,7 +19,7 @@ from jaxtyping import Array, Float, Int
 
 from tpu_embedding.hardware import MEBIBYTE
 from tpu_embedding.lookup._dedup import rank_unique
-from tpu_embedding.lookup._spread_cotangents import ReadCotangents
+from tpu_embedding.lookup._sum_by_row import ReadCotangents
 from tpu_embedding.rows.packed_rows import LANE_BYTES, RowLayout, round_up
 from tpu_embedding.rows.row_gradients import GradientRounds, RowGradients
 from tpu_embedding.types import PADDING_ROW_ID, RowRange

@@ -8,14 +8,18 @@ speed, never the result.
 import dataclasses
 import math
 from collections.abc import Sequence
-from typing import Final
+from typing import Final, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool
 
 from tpu_embedding.rows.packed_rows import round_up
-from tpu_embedding.sparse_core.partitioned_ids import ALIGNMENT, LargestCounts
+from tpu_embedding.sparse_core.partitioned_ids import (
+    ALIGNMENT,
+    LargestCounts,
+    PartitionedIds,
+)
 
 _HEADROOM_STDDEVS: Final = 6
 """Headroom above the mean count of a partition, in standard deviations.
@@ -61,6 +65,39 @@ class Limits:
     max_ids: int
     max_unique: int
     room: int
+
+
+class Sizes(NamedTuple):
+    """Sizes of an operation that are fixed before a step.
+
+    Attributes:
+      num_samples: samples of this device, a multiple of `8 * cores`.
+      limits: those that the counts of the ids were compared with.
+      cores: SparseCores per device.
+      axes: mesh axes whose devices share the table; on TPUs, all of the program.
+    """
+
+    num_samples: int
+    limits: Limits
+    cores: int
+    axes: tuple[str, ...]
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SparseCoreIds:
+    """The ids of a stack as SparseCores take them, for lookup and update. Per shard.
+
+    Attributes:
+      ids: the ids, by SparseCore.
+      fits: bool `[1]`, whether all SparseCores of all devices keep within the limits,
+        and all gains are finite.
+      sizes: sizes of the operations.
+    """
+
+    ids: PartitionedIds
+    fits: Bool[Array, "_"]
+    sizes: Sizes = dataclasses.field(metadata={"static": True})
 
 
 def choose_limits(

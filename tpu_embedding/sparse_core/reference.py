@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from tpu_embedding.sparse_core.limits import Limits, are_within
+from tpu_embedding.sparse_core.limits import Sizes, are_within
 from tpu_embedding.sparse_core.partitioned_ids import (
     ALIGNMENT,
     PartitionedIds,
@@ -21,15 +21,6 @@ from tpu_embedding.sparse_core.partitioned_ids import (
 from tpu_embedding.sparse_core.row_rule import RowRule
 from tpu_embedding.types import PADDING_ROW_ID
 from tpu_embedding.xla import read_before_write, run_if
-
-
-class Sizes(NamedTuple):
-    """What is static in an operation; see `operations.lookup`."""
-
-    num_samples: int
-    limits: Limits
-    cores: int
-    axes: tuple[str, ...]
 
 
 def lookup(
