@@ -91,20 +91,16 @@ def stack_gradient(
       stack: plan of the stack.
       plan: gives the mesh.
     """
-    cotangents = list(cotangents)
+    ids, first = None, None
     if stack.updates == "blocks":
         ids = sorted_blocks(routing.keys, stack.dim)
-        return StackGradient(
-            routing=routing, cotangents=cotangents, ids=ids, first=None
-        )
-    if stack.backend.updates == "sparse_core":
-        return StackGradient(
-            routing=routing, cotangents=cotangents, ids=None, first=None
-        )
-    sent = _sent_ids(routing, stack, plan)
-    reader = cotangent_reader(cotangents, routing.poolings)
-    first = _receive(sent.first, sent, reader, stack, plan)
-    return StackGradient(routing=routing, cotangents=cotangents, ids=sent, first=first)
+    elif stack.backend.updates == "xla":
+        ids = _sent_ids(routing, stack, plan)
+        reader = cotangent_reader(cotangents, routing.poolings)
+        first = _receive(ids.first, ids, reader, stack, plan)
+    return StackGradient(
+        routing=routing, cotangents=list(cotangents), ids=ids, first=first
+    )
 
 
 def join_gradients(

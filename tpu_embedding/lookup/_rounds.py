@@ -126,21 +126,8 @@ def send_unique(
       stack: gives the axes of the exchange.
       plan: gives the mesh.
     """
-    first_ranks, end_ranks = unique.first_ranks[:-1], unique.first_ranks[1:]
-    if not size.holds_all:
-        first = _next_round(unique, companions, first_ranks, size, stack, plan)
-    else:
-        # No batch of this shape needs a second round: there is no range to agree on.
-        sorted_places, requests = _fill(
-            unique, companions, (first_ranks, end_ranks), size, stack
-        )
-        first = Round(
-            sorted_places=sorted_places,
-            requests=requests,
-            next_ranks=end_ranks,
-            end_row=jnp.full((1,), unique.keys_per_shard, jnp.int32),
-            is_pending=jnp.zeros((1,), bool),
-        )
+    first_ranks = unique.first_ranks[:-1]
+    first = _next_round(unique, companions, first_ranks, size, stack, plan)
     return SentIds(unique=unique, first=first, companions=companions, size=size)
 
 
@@ -200,7 +187,7 @@ def _next_round(
     stack: StackPlan,
     plan: EmbeddingPlan,
 ) -> Round:
-    """Sends the requests of a round that may not be the last. Per shard.
+    """Sends the requests of a round. Per shard.
 
     Args:
       unique: the shard's unique ids.
@@ -210,19 +197,14 @@ def _next_round(
       stack: the stack's plan.
       plan: gives the mesh axes of the all-reduce.
     """
-    end_ranks = unique.first_ranks[1:]
-    shards = jnp.arange(stack.num_shards, dtype=jnp.int32)
-    first_keys = shards * unique.keys_per_shard
-    cut = first_ranks + size.capacity
-    key, *others = id_at_rank(cut, unique)
-    # An id that fits nowhere ends the range; without one, the end of the shard's keys.
-    fits = cut >= end_ranks
-    end = (
-        jnp.where(fits, unique.keys_per_shard, key - first_keys),
-        *(jnp.where(fits, jnp.uint32(0), word) for word in others),
-    )
-    end_keys, *others = _smallest(end, plan)
-    next_ranks = count_below((first_keys + end_keys, *others), unique)
+    if size.holds_all:
+        # No batch of this shape needs a second round: there is no range to agree on.
+        next_ranks = unique.first_ranks[1:]
+        end_row, is_pending = jnp.int32(unique.keys_per_shard), jnp.zeros((), bool)
+    else:
+        next_ranks, end_keys = _agree_on_range(unique, first_ranks, size, stack, plan)
+        end_row = end_keys[jax.lax.axis_index(stack.shard_axes)]
+        is_pending = jnp.any(end_keys != unique.keys_per_shard)
     sorted_places, requests = _fill(
         unique, companions, (first_ranks, next_ranks), size, stack
     )
@@ -230,9 +212,34 @@ def _next_round(
         sorted_places=sorted_places,
         requests=requests,
         next_ranks=next_ranks,
-        end_row=end_keys[jax.lax.axis_index(stack.shard_axes)][None],
-        is_pending=jnp.any(end_keys != unique.keys_per_shard)[None],
+        end_row=end_row[None],
+        is_pending=is_pending[None],
     )
+
+
+def _agree_on_range(
+    unique: Dedup,
+    first_ranks: Int[Array, " shards"],
+    size: RoundSize,
+    stack: StackPlan,
+    plan: EmbeddingPlan,
+) -> tuple[Int[Array, " shards"], Int[Array, " shards"]]:
+    """Finds the range of ids of each destination that a round holds for all sources.
+
+    Returns:
+      The rank and the local key after the range, for each destination.
+    """
+    first_keys = jnp.arange(stack.num_shards, dtype=jnp.int32) * unique.keys_per_shard
+    cut = first_ranks + size.capacity
+    key, *others = id_at_rank(cut, unique)
+    # An id that fits nowhere ends the range; without one, the end of the shard's keys.
+    fits = cut >= unique.first_ranks[1:]
+    end = (
+        jnp.where(fits, unique.keys_per_shard, key - first_keys),
+        *(jnp.where(fits, jnp.uint32(0), word) for word in others),
+    )
+    end_keys, *others = _smallest(end, plan)
+    return count_below((first_keys + end_keys, *others), unique), end_keys
 
 
 def _smallest(words: Words, plan: EmbeddingPlan) -> Words:
@@ -252,7 +259,6 @@ def _smallest(words: Words, plan: EmbeddingPlan) -> Words:
     return tuple(smallest)
 
 
-@jax.named_scope("route")
 def _fill(
     unique: Dedup,
     companions: tuple[UInt32[Array, " ids"], ...],
