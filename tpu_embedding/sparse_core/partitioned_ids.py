@@ -12,7 +12,7 @@ are equal in row and sample are merged into one, whose gain is the sum of theirs
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -131,13 +131,12 @@ def partition_ids(
     """
     num_partitions = cores * devices
     num_groups = cores * num_partitions
-    samples_per_core = num_samples // cores
     is_used = (partitions >= 0) & (partitions < num_partitions)
-    core, sample = jnp.divmod(samples, jnp.int32(samples_per_core))
+    core, sample = jnp.divmod(samples, jnp.int32(num_samples // cores))
     # A group is what one core of this device asks one partition for.
     group = jnp.where(is_used, core * num_partitions + partitions, num_groups)
     order = _order_by(
-        (jnp.where(is_used, sample, 0), samples_per_core),
+        (jnp.where(is_used, sample, 0), num_samples // cores),
         (jnp.where(is_used, rows, 0), rows_per_partition),
         (group, num_groups + 1),
     )
@@ -145,23 +144,11 @@ def partition_ids(
     unsorted = computed_apart((group, rows, sample, gains))
     group, row, sample, gain = (x[order] for x in unsorted)
 
-    is_new_row = _differs(group) | _differs(row)
-    is_new_id = is_new_row | _differs(sample)
-    bounds = jnp.searchsorted(group, jnp.arange(num_groups + 1, dtype=jnp.int32))
-    sums = _running_sum(is_new_id), _running_sum(is_new_row)
-    num_ids, num_rows = computed_apart(sums)
-    count, unique = jnp.diff(num_ids[bounds]), jnp.diff(num_rows[bounds])
-
-    taken = (-(-count // ALIGNMENT) * ALIGNMENT).reshape(cores, num_partitions)
+    counts = _count_groups(group, row, sample, num_groups)
+    taken = (-(-counts.ids // ALIGNMENT) * ALIGNMENT).reshape(cores, num_partitions)
     end = jnp.cumsum(taken, axis=1)
     start = end - taken
-    moved_by = start.reshape(-1) - num_ids[bounds][:-1]
-    place = num_ids[1:] - 1 + moved_by.at[group].get(mode="clip")
-    # Each region has one place more, for ids that do not fit and for padding. So no id
-    # is placed outside of its region, and the places rise.
-    core = jnp.minimum(group // num_partitions, cores - 1)
-    place = jnp.where(group < num_groups, place, room)
-    place = core * (room + 1) + jnp.minimum(place, room)
+    place = _places(group, counts, start, room)
 
     def in_regions(values: Array) -> Array:
         return values.reshape(cores, room + 1)[:, :room].reshape(-1)
@@ -172,7 +159,7 @@ def partition_ids(
 
     rows = put(row, PADDING_ROW_ID)
     sums = jnp.zeros((cores * (room + 1),), jnp.float32).at[place].add(gain, **_RISING)
-    pointers = start + count.reshape(cores, num_partitions)
+    pointers = start + counts.ids.reshape(cores, num_partitions)
     spare = jnp.repeat(end[:, -1:], max(0, MIN_POINTERS - num_partitions), axis=1)
     ids = PartitionedIds(
         pointers=jnp.concatenate([pointers, spare], axis=1).reshape(-1),
@@ -181,9 +168,72 @@ def partition_ids(
         gains=jnp.where(rows == PADDING_ROW_ID, jnp.nan, in_regions(sums)),
     )
     largest = LargestCounts(
-        ids=jnp.max(count), unique=jnp.max(unique), places=jnp.max(end[:, -1])
+        ids=jnp.max(counts.ids),
+        unique=jnp.max(counts.unique),
+        places=jnp.max(end[:, -1]),
     )
     return ids, largest
+
+
+class _Counts(NamedTuple):
+    """Counts of sorted ids; equal ids of a sample are one.
+
+    Attributes:
+      before: int32 `[ids + 1]`, ids before each place, and all.
+      before_group: int32 `[groups + 1]`, ids before each group, and all.
+      ids: int32 `[groups]`, ids of each group.
+      unique: int32 `[groups]`, distinct rows among them.
+    """
+
+    before: Array
+    before_group: Array
+    ids: Array
+    unique: Array
+
+
+def _count_groups(
+    group: Int[Array, " ids"],
+    row: Int[Array, " ids"],
+    sample: Int[Array, " ids"],
+    num_groups: int,
+) -> _Counts:
+    """Counts ids and distinct rows of each group; ids are sorted by group and row."""
+    is_new_row = _differs(group) | _differs(row)
+    is_new_id = is_new_row | _differs(sample)
+    bounds = jnp.searchsorted(group, jnp.arange(num_groups + 1, dtype=jnp.int32))
+    sums = _running_sum(is_new_id), _running_sum(is_new_row)
+    num_ids, num_rows = computed_apart(sums)
+    return _Counts(
+        before=num_ids,
+        before_group=num_ids[bounds],
+        ids=jnp.diff(num_ids[bounds]),
+        unique=jnp.diff(num_rows[bounds]),
+    )
+
+
+def _places(
+    group: Int[Array, " ids"],
+    counts: _Counts,
+    start: Int[Array, "cores partitions"],
+    room: int,
+) -> Int[Array, " ids"]:
+    """Returns the place of each sorted id in regions of `room + 1` places per core.
+
+    The last place of a region takes ids that do not fit, and padding. So no id is
+    placed outside of its region, and the places rise.
+
+    Args:
+      group: group of each id; the number of groups for padding.
+      counts: counts of the groups.
+      start: place within its region where each group begins.
+      room: places of a region that are used.
+    """
+    cores, num_partitions = start.shape
+    moved_by = start.reshape(-1) - counts.before_group[:-1]
+    place = counts.before[1:] - 1 + moved_by.at[group].get(mode="clip")
+    core = jnp.minimum(group // num_partitions, cores - 1)
+    place = jnp.where(group < start.size, place, room)
+    return core * (room + 1) + jnp.minimum(place, room)
 
 
 def _order_by(*digits: tuple[Int[Array, " ids"], int]) -> Int[Array, " ids"]:

@@ -91,51 +91,69 @@ class _AskedRows(NamedTuple):
 
 def _asked_rows(ids: PartitionedIds, num_rows: int, sizes: Sizes) -> _AskedRows:
     """Gathers the ids of all devices, and finds those of this device's rows."""
-    cores, axes = sizes.cores, sizes.axes
-    num_devices, device = jax.lax.psum(1, axes), jax.lax.axis_index(axes)
-    room, num_partitions = ids.rows.size // cores, cores * num_devices
-    ends = ids.pointers.reshape(cores, -1)[:, :num_partitions]
-    places = jnp.arange(room, dtype=jnp.int32)
-    partitions = jax.vmap(
-        lambda starts: jnp.searchsorted(starts, places, side="right")
-    )(-(-ends // ALIGNMENT) * ALIGNMENT)
-    ends = jnp.take_along_axis(ends, partitions, axis=1, mode="fill", fill_value=0)
-    is_used = (places[None] < ends).reshape(-1)
-    partitions = jnp.where(is_used, partitions.reshape(-1), PADDING_ROW_ID)
-
+    cores, axes, room = sizes.cores, sizes.axes, ids.rows.size // sizes.cores
+    device, rows_per_core = jax.lax.axis_index(axes), num_rows // cores
+    partitions = _partitions_of_places(ids, sizes)
+    is_used = partitions != PADDING_ROW_ID
     first_samples = jnp.arange(cores, dtype=jnp.int32) * (sizes.num_samples // cores)
     samples = jnp.where(is_used, jnp.repeat(first_samples, room) + ids.samples, 0)
-    # Buffers are as SparseCores read them if their ids would make the same ones.
-    again, largest = partition_ids(
-        partitions,
-        ids.rows,
-        samples,
-        ids.gains,
-        num_samples=sizes.num_samples,
-        rows_per_partition=num_rows // cores,
-        cores=cores,
-        devices=num_devices,
-        room=room,
-    )
-    has_row = (ids.rows >= 0) & (ids.rows < num_rows // cores)
-    has_sample = (ids.samples >= 0) & (ids.samples < sizes.num_samples // cores)
-    is_sound = (has_row & has_sample & ~jnp.isnan(ids.gains)) | ~is_used
-    is_same = [
-        jnp.array_equal(x, y, equal_nan=x.dtype == jnp.float32)
-        for x, y in zip(jax.tree.leaves(ids), jax.tree.leaves(again), strict=True)
-    ]
-    is_defined = jnp.all(is_sound) & jnp.all(jnp.stack(is_same))
-    is_defined = jax.lax.pmin(is_defined.astype(jnp.int32), axes) > 0
-    is_defined &= are_within(largest, sizes.limits, axes)
-
+    is_defined = _is_defined(ids, partitions, samples, rows_per_core, sizes)
     partitions, rows, samples, gains = (
         jax.lax.all_gather(x, axes, tiled=True)
         for x in (
             partitions,
-            partitions % cores * (num_rows // cores) + ids.rows,
+            partitions % cores * rows_per_core + ids.rows,
             samples + device * sizes.num_samples,
             jnp.where(is_used, ids.gains, 0),
         )
     )
     rows = jnp.where(partitions // cores == device, rows, num_rows)
     return _AskedRows(rows, samples, gains, is_defined)
+
+
+def _partitions_of_places(ids: PartitionedIds, sizes: Sizes) -> Int[Array, " places"]:
+    """Returns the partition that each place asks; padding where it is unused."""
+    cores, room = sizes.cores, ids.rows.size // sizes.cores
+    num_partitions = cores * jax.lax.psum(1, sizes.axes)
+    ends = ids.pointers.reshape(cores, -1)[:, :num_partitions]
+    places = jnp.arange(room, dtype=jnp.int32)
+    partitions = jax.vmap(
+        lambda starts: jnp.searchsorted(starts, places, side="right")
+    )(-(-ends // ALIGNMENT) * ALIGNMENT)
+    ends = jnp.take_along_axis(ends, partitions, axis=1, mode="fill", fill_value=0)
+    return jnp.where(places < ends, partitions, PADDING_ROW_ID).reshape(-1)
+
+
+def _is_defined(
+    ids: PartitionedIds,
+    partitions: Int[Array, " places"],
+    samples: Int[Array, " places"],
+    rows_per_core: int,
+    sizes: Sizes,
+) -> Bool[Array, ""]:
+    """Returns True on all devices if SparseCores have a result for all of them.
+
+    Buffers are as SparseCores read them if their ids would make the same ones.
+    """
+    again, largest = partition_ids(
+        partitions,
+        ids.rows,
+        samples,
+        ids.gains,
+        num_samples=sizes.num_samples,
+        rows_per_partition=rows_per_core,
+        cores=sizes.cores,
+        devices=jax.lax.psum(1, sizes.axes),
+        room=ids.rows.size // sizes.cores,
+    )
+    has_row = (ids.rows >= 0) & (ids.rows < rows_per_core)
+    has_sample = (ids.samples >= 0) & (ids.samples < sizes.num_samples // sizes.cores)
+    is_sound = has_row & has_sample & ~jnp.isnan(ids.gains)
+    is_same = [
+        jnp.array_equal(x, y, equal_nan=x.dtype == jnp.float32)
+        for x, y in zip(jax.tree.leaves(ids), jax.tree.leaves(again), strict=True)
+    ]
+    is_defined = jnp.all(is_sound | (partitions == PADDING_ROW_ID))
+    is_defined &= jnp.all(jnp.stack(is_same))
+    is_defined = jax.lax.pmin(is_defined.astype(jnp.int32), sizes.axes) > 0
+    return is_defined & are_within(largest, sizes.limits, sizes.axes)
