@@ -294,19 +294,13 @@ def _fill_buckets(
     (num_ids,) = is_admitted.shape
     groups = _group(ids, is_admitted)
     per_turn = min(_BUCKETS_PER_TURN, num_ids)
-    dynamic = tables[0].dynamic
-    row = jnp.arange(per_turn, dtype=jnp.int32)[:, None]
-    place = jnp.arange(SLOTS_PER_BUCKET, dtype=jnp.int32)[None, :]
 
     def fill(state):
         turn, keys, scores, lanes, evictions = state
-        group = turn * per_turn + jnp.arange(per_turn, dtype=jnp.int32)
-        is_group = group < groups.count
-        group = jnp.minimum(group, num_ids - 1)
-        bucket, start = groups.buckets[group], groups.starts[group]
-        count = jnp.where(is_group, groups.starts[group + 1] - start, 0)
+        bucket, start, count = _groups_of_turn(groups, turn, per_turn)
         old_keys, old_scores = keys[bucket], scores[bucket]
-        kinds, order = _places_by_value(old_keys, old_scores, dynamic, now)
+        kinds, order = _places_by_value(old_keys, old_scores, tables[0].dynamic, now)
+        place = jnp.arange(SLOTS_PER_BUCKET, dtype=jnp.int32)[None, :]
         num_free = jnp.sum(kinds != _TAKEN, axis=1, dtype=jnp.int32)
         is_new = place < jnp.minimum(count, num_free)[:, None]
         admitted = jnp.minimum(start[:, None] + place, num_ids - 1)
@@ -314,35 +308,45 @@ def _fill_buckets(
         words = (ids.first[source], ids.second[source])
         values = (jnp.broadcast_to(now, is_new.shape), jnp.ones_like(words[0]))
         # A bucket of no group is written nowhere.
-        target = jnp.where(is_group, bucket, keys.shape[0])
-        keys = keys.at[target].set(
-            _with_new(old_keys, words, is_new, order, row), mode="drop"
-        )
-        scores = scores.at[target].set(
-            _with_new(old_scores, values, is_new, order, row), mode="drop"
-        )
-        lanes = lanes.at[jnp.where(is_new, source, num_ids)].set(
-            order, mode="drop", wrap_negative_indices=False
-        )
+        target = jnp.where(count > 0, bucket, keys.shape[0])
+        new_keys = _with_new(old_keys, words, is_new, order)
+        new_scores = _with_new(old_scores, values, is_new, order)
         num_evicted = jnp.sum(is_new & (kinds == _EVICTABLE), axis=1, dtype=jnp.int32)
         table_of = table_of_buckets(bucket, tables)
-        evictions += _sum_by_table(num_evicted, table_of, tables)
-        return turn + 1, keys, scores, lanes, evictions
+        return (
+            turn + 1,
+            keys.at[target].set(new_keys, mode="drop"),
+            scores.at[target].set(new_scores, mode="drop"),
+            lanes.at[jnp.where(is_new, source, num_ids)].set(
+                order, mode="drop", wrap_negative_indices=False
+            ),
+            evictions + _sum_by_table(num_evicted, table_of, tables),
+        )
 
     num_turns = (groups.count + per_turn - 1) // per_turn
+    no_lanes = jnp.full((num_ids,), _NO_LANE, jnp.int32)
+    no_evictions = jnp.zeros((len(tables),), jnp.int32)
     _, keys, scores, lanes, evictions = jax.lax.while_loop(
         lambda state: state[0] < num_turns,
         fill,
-        (
-            jnp.int32(0),
-            directory.keys,
-            directory.scores,
-            jnp.full((num_ids,), _NO_LANE, jnp.int32),
-            jnp.zeros((len(tables),), jnp.int32),
-        ),
+        (jnp.int32(0), directory.keys, directory.scores, no_lanes, no_evictions),
     )
     directory = dataclasses.replace(directory, keys=keys, scores=scores)
     return directory, lanes, evictions
+
+
+def _groups_of_turn(
+    groups: _Groups, turn: Int[Array, ""], size: int
+) -> tuple[Int[Array, " size"], Int[Array, " size"], Int[Array, " size"]]:
+    """Returns bucket, first admitted id and number of ids of the groups of a turn.
+
+    A place behind the last group has no ids, and any bucket.
+    """
+    group = turn * size + jnp.arange(size, dtype=jnp.int32)
+    in_bounds = jnp.minimum(group, groups.buckets.shape[0] - 1)
+    start = groups.starts[in_bounds]
+    count = jnp.where(group < groups.count, groups.starts[in_bounds + 1] - start, 0)
+    return groups.buckets[in_bounds], start, count
 
 
 def _places_by_value(
@@ -377,10 +381,10 @@ def _places_by_value(
 
 
 def _with_new(
-    old: Array, new: tuple[Array, Array], is_new: Array, order: Array, row: Array
+    old: Array, new: tuple[Array, Array], is_new: Array, order: Array
 ) -> Array:
     """Returns lines with new pairs of words in the first places of an order."""
-    halves = []
+    row, halves = jnp.arange(old.shape[0], dtype=jnp.int32)[:, None], []
     for half, values in zip(jnp.split(old, 2, axis=1), new, strict=True):
         in_order = jnp.take_along_axis(half, order, axis=1)
         in_order = jnp.where(is_new, values, in_order)

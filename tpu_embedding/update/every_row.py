@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from jaxtyping import Array
 
 from tpu_embedding.optimizers.finite_rates import rates_are_finite
-from tpu_embedding.optimizers.table_rows import AllReduce, table_rows_context
+from tpu_embedding.optimizers.table_rows import AllReduce, TableRows, table_rows_context
 from tpu_embedding.plan.plan import EmbeddingPlan
 from tpu_embedding.plan.stack_plan import TrainedStackPlan
 from tpu_embedding.rows.access import add_to_rows, gather_lines
@@ -271,39 +271,57 @@ def _run_on_block(
     rows, inner, *kept = sweep.tree.unflatten(old)
     if writer.sets_rows:
         rows = jnp.zeros_like(rows)
-    if sweep.of_round is None:
-        gradient, touches = kept
-    else:
+    if sweep.of_round is not None:
         gradient, touches = sweep.of_round.of_block(start, size)
+    else:
+        gradient, touches = kept
     row_ids = start + jnp.arange(size, dtype=jnp.int32)
     known = dataclasses.replace(
         shard_rows(row_ids, touches > 0, all_reduce, stack),
         stored=functools.partial(writer.values_after, row_ids, layout=stack.layout),
     )
-    is_moved = known.is_used
-    if sweep.rows is not None:
-        is_moved &= (row_ids >= sweep.rows.first_row) & (row_ids < sweep.rows.end_row)
     is_finite = rates_are_finite(stack.optimizer, stack.dim, jax.tree.leaves(inner))
-    if is_finite is not None:
-        is_moved &= is_finite
+    is_moved = _is_moved(row_ids, known, is_finite, sweep.rows)
     with table_rows_context(known):
         updates, new_inner = stack.optimizer.update(
             gradient / stack.optimizer.gradient_steps, inner, rows
         )
     updates = jnp.where(is_moved[:, None], updates, 0)
     new_rows = writer.stored_rows(row_ids, rows, updates)
+    # Each slot of the rule lies beside its old rows, behind those of the table.
+    is_slot_of_rule = map(is_slot, leaves[1:])
+    keep = functools.partial(_keep, is_moved=is_moved, is_finite=is_finite)
+    new_inner = jax.tree.map(
+        lambda old, new: keep(old, new, next(is_slot_of_rule)), inner, new_inner
+    )
     cleared = [jnp.zeros_like(x) for x in kept]
-    new = sweep.tree.flatten_up_to((new_rows, new_inner, *cleared))
-    for i in range(1, len(new) - len(cleared)):
-        if is_slot(leaves[i]):
-            is_kept = ~is_moved.reshape(-1, *[1] * (new[i].ndim - 1))
-        elif is_finite is not None:
-            is_kept = ~is_finite & ~jnp.isfinite(new[i])
-        else:
-            continue
-        new[i] = jnp.where(is_kept, old[i], new[i])
-    new = read_before_write(new)
+    new = read_before_write(sweep.tree.flatten_up_to((new_rows, new_inner, *cleared)))
     return [
         write_block(leaf, start, part) if is_slot(leaf) else part
         for leaf, part in zip(leaves, new, strict=True)
     ]
+
+
+def _is_moved(
+    row_ids: Array, known: TableRows, is_finite: Array | None, rows: RowRange | None
+) -> Array:
+    """Returns which rows of a block the rule moves: not padding, nor other rounds'.
+
+    A learning rate that is not finite moves none.
+    """
+    is_moved = known.is_used
+    if rows is not None:
+        is_moved &= (row_ids >= rows.first_row) & (row_ids < rows.end_row)
+    return is_moved if is_finite is None else is_moved & is_finite
+
+
+def _keep(
+    old: Array, new: Array, by_row: bool, is_moved: Array, is_finite: Array | None
+) -> Array:
+    """Keeps slots of rows that do not move, and values that a rate made infinite."""
+    if by_row:
+        is_moved = is_moved.reshape(-1, *[1] * (new.ndim - 1))
+        return jnp.where(is_moved, new, old)
+    if is_finite is None:
+        return new
+    return jnp.where(~is_finite & ~jnp.isfinite(new), old, new)
