@@ -10,7 +10,7 @@ All modules are private. `functional/steps.py` calls them inside `shard_map`, an
 1. `_flatten_to_owners`: ids of all features of a stack become keys, which name the
    owner of each row.
 2. `_dedup`: equal keys become one request; requests are grouped by owner.
-3. `_rounds`: each request gets a round and a place in its buffer, and travels.
+3. `_rounds`: each request gets a round and a position in its buffer, and travels.
 4. `_exchange`: all-to-all of ids, of rows, and of gradients. Owners gather rows.
 5. `_combine`: rows are summed into samples.
 6. `_spread_cotangents`: cotangents are summed into the rows of their samples.

@@ -207,8 +207,8 @@ def _receive(
     plan: EmbeddingPlan,
 ) -> RowGradients:
     """Sums the cotangents of a round by row, and sends them to the owners."""
-    order, places = sent.unique.order, current.sorted_places
-    by_row = spread(cotangents_of, order, places, sent.size.buffer_size)
+    order, positions = sent.unique.order, current.buffer_positions
+    by_row = spread(cotangents_of, order, positions, sent.size.buffer_size)
     received = RowGradients(row_ids=current.requests, values=exchange(by_row, stack))
     return _at_owner(received, sent, stack, plan)
 

@@ -58,7 +58,7 @@ def no_counts(num_tables: int) -> Counts:
 
 @jax.named_scope("find_ids")
 def find_lanes(directory: IdDirectory, ids: MixedIds) -> Int[Array, " ids"]:
-    """Returns the place of each id in its bucket, or -1."""
+    """Returns the lane of each id in its bucket, or -1."""
     words = (ids.buckets, ids.first, ids.second)
     find = functools.partial(find_lane, directory.keys)
     lanes = jax.lax.map(lambda x: find(*x), words, batch_size=_IDS_PER_BLOCK)
@@ -71,7 +71,7 @@ def find_lane(
     first: UInt32[Array, ""],
     second: UInt32[Array, ""],
 ) -> Int[Array, ""]:
-    """Returns the place of one id in its bucket, or -1; undefined for padding."""
+    """Returns the lane of one id in its bucket, or -1; undefined for padding."""
     line = keys.at[bucket].get(mode="clip", wrap_negative_indices=False)
     is_found = (line[:SLOTS_PER_BUCKET] == first) & (line[SLOTS_PER_BUCKET:] == second)
     # A sum of at most one lane: XLA:CPU computes it in vectors, unlike argmax.
@@ -87,7 +87,7 @@ def insert(
     now: UInt32[Array, ""],
     of_pass: Pass,
 ) -> tuple[IdDirectory, Int[Array, " ids"], Bool[Array, " ids"], NewRows, Counts]:
-    """Finds ids, and gives places to new ones. Per shard.
+    """Finds ids, and gives lanes to new ones. Per shard.
 
     Args:
       directory: ids that have rows; in place where donated.
@@ -97,7 +97,7 @@ def insert(
       of_pass: says what is done with the ids.
 
     Returns:
-      The directory; the place of each id in its bucket, or -1; whether it had one
+      The directory; the lane of each id in its bucket, or -1; whether it had one
       before; the rows of new ids; counts.
     """
     (num_ids,) = ids.buckets.shape
@@ -130,7 +130,7 @@ def insert(
     )
     used = directory.used_rows + counts.inserts - counts.evictions
     directory = dataclasses.replace(directory, used_rows=used)
-    # Repeats have the place of the first.
+    # Repeats have the lane of the first.
     of_rank = jnp.full(new_lanes.shape, _NO_LANE, jnp.int32).at[ranks].max(new_lanes)
     lanes = jnp.maximum(lanes, unsort(of_rank[ranks], order))
     rows = local_rows(unknown.buckets, new_lanes, tables, first_row=True)
@@ -144,7 +144,8 @@ def _sort_unique(
     """Sorts some ids by bucket and id; others, and repeats, are marked as no ids.
 
     Returns:
-      The ids, the place of each before sorting, and its rank among the different ones.
+      The ids, the position of each before sorting, and its rank among the distinct
+      ones.
     """
     buckets = jnp.where(is_sorted, ids.buckets, PADDING_ROW_ID)
     (buckets, first, second), order, ranks = rank_unique(buckets, ids.first, ids.second)
@@ -167,11 +168,11 @@ def local_rows(
     *,
     first_row: bool,
 ) -> Int[Array, " ids"]:
-    """Returns the rows of places in buckets; undefined where there is no place.
+    """Returns the rows of lanes of buckets; undefined where there is no lane.
 
     Args:
       buckets: buckets of this shard.
-      lanes: places.
+      lanes: lanes of the buckets.
       tables: tables of the stack.
       first_row: True: rows of the shard; False: rows of the table on the shard.
     """
@@ -239,13 +240,13 @@ class _Groups(NamedTuple):
       buckets: int32 `[ids]`, buckets with admitted ids, one after the other.
       starts: int32 `[ids + 1]`, number of admitted ids before those of the bucket.
       count: int32 scalar, number of buckets.
-      places: int32 `[ids]`, position of each admitted id among all ids.
+      sources: int32 `[ids]`, position of each admitted id among all ids.
     """
 
     buckets: Array
     starts: Array
     count: Array
-    places: Array
+    sources: Array
 
 
 def _group(ids: MixedIds, is_admitted: Bool[Array, " ids"]) -> _Groups:
@@ -253,27 +254,27 @@ def _group(ids: MixedIds, is_admitted: Bool[Array, " ids"]) -> _Groups:
     numbers = jnp.arange(num_ids, dtype=jnp.int32)
     rank = running_sum(is_admitted.astype(jnp.int32)) - 1
     # The last admitted id before each one tells whether a bucket begins.
-    places = _scatter(numbers, jnp.where(is_admitted, rank, num_ids), num_ids)
-    buckets = ids.buckets.at[places].get(mode="clip", wrap_negative_indices=False)
+    sources = _scatter(numbers, jnp.where(is_admitted, rank, num_ids), num_ids)
+    buckets = ids.buckets.at[sources].get(mode="clip", wrap_negative_indices=False)
     num_admitted = rank[-1] + 1
     is_head = (numbers < num_admitted) & (jnp.diff(buckets, prepend=-1) != 0)
     group = running_sum(is_head.astype(jnp.int32)) - 1
     at = jnp.where(is_head, group, num_ids)
     starts = jnp.full((num_ids + 1,), num_admitted, jnp.int32)
     starts = starts.at[at].min(numbers, mode="drop", wrap_negative_indices=False)
-    # Place `num_ids` took the ids that begin no bucket.
+    # Position `num_ids` took the ids that begin no bucket.
     starts = starts.at[num_ids].set(num_admitted)
     return _Groups(
         buckets=_scatter(buckets, at, num_ids),
         starts=starts,
         count=group[-1] + 1,
-        places=places,
+        sources=sources,
     )
 
 
-def _scatter(values: Array, places: Array, size: int) -> Array:
+def _scatter(values: Array, positions: Array, size: int) -> Array:
     result = jnp.zeros((size,), values.dtype)
-    return result.at[places].set(values, mode="drop", wrap_negative_indices=False)
+    return result.at[positions].set(values, mode="drop", wrap_negative_indices=False)
 
 
 def _fill_buckets(
@@ -283,13 +284,13 @@ def _fill_buckets(
     tables: Sequence[DynamicTablePlan],
     now: UInt32[Array, ""],
 ) -> tuple[IdDirectory, Int[Array, " ids"], Int[Array, " tables"]]:
-    """Gives places to admitted ids, bucket by bucket.
+    """Gives lanes to admitted ids, bucket by bucket.
 
     A loop works off the buckets that have admitted ids, some at a time. In a steady
     state these are few.
 
     Returns:
-      The directory, the place of each new id or -1, and evictions by table.
+      The directory, the lane of each new id or -1, and evictions by table.
     """
     (num_ids,) = is_admitted.shape
     groups = _group(ids, is_admitted)
@@ -299,12 +300,12 @@ def _fill_buckets(
         turn, keys, scores, lanes, evictions = state
         bucket, start, count = _groups_of_turn(groups, turn, per_turn)
         old_keys, old_scores = keys[bucket], scores[bucket]
-        kinds, order = _places_by_value(old_keys, old_scores, tables[0].dynamic, now)
-        place = jnp.arange(SLOTS_PER_BUCKET, dtype=jnp.int32)[None, :]
+        kinds, order = _lanes_by_value(old_keys, old_scores, tables[0].dynamic, now)
+        number = jnp.arange(SLOTS_PER_BUCKET, dtype=jnp.int32)[None, :]
         num_free = jnp.sum(kinds != _TAKEN, axis=1, dtype=jnp.int32)
-        is_new = place < jnp.minimum(count, num_free)[:, None]
-        admitted = jnp.minimum(start[:, None] + place, num_ids - 1)
-        source = groups.places[admitted]
+        is_new = number < jnp.minimum(count, num_free)[:, None]
+        admitted = jnp.minimum(start[:, None] + number, num_ids - 1)
+        source = groups.sources[admitted]
         words = (ids.first[source], ids.second[source])
         values = (jnp.broadcast_to(now, is_new.shape), jnp.ones_like(words[0]))
         # A bucket of no group is written nowhere.
@@ -340,7 +341,7 @@ def _groups_of_turn(
 ) -> tuple[Int[Array, " size"], Int[Array, " size"], Int[Array, " size"]]:
     """Returns bucket, first admitted id and number of ids of the groups of a turn.
 
-    A place behind the last group has no ids, and any bucket.
+    A position behind the last group has no ids, and any bucket.
     """
     group = turn * size + jnp.arange(size, dtype=jnp.int32)
     in_bounds = jnp.minimum(group, groups.buckets.shape[0] - 1)
@@ -349,13 +350,13 @@ def _groups_of_turn(
     return groups.buckets[in_bounds], start, count
 
 
-def _places_by_value(
+def _lanes_by_value(
     keys: Array, scores: Array, dynamic: Dynamic, now: Array
 ) -> tuple[Array, Array]:
-    """Sorts the places of buckets: empty ones, then those to evict, then the others.
+    """Sorts the lanes of buckets: empty ones, then those to evict, then the others.
 
     Returns:
-      The kind of each place and the places, both `[buckets, 64]` in that order.
+      The kind of each lane and the lanes, both `[buckets, 64]` in that order.
     """
     is_empty = (keys[:, :SLOTS_PER_BUCKET] == NO_ID) & (
         keys[:, SLOTS_PER_BUCKET:] == NO_ID
@@ -383,7 +384,7 @@ def _places_by_value(
 def _with_new(
     old: Array, new: tuple[Array, Array], is_new: Array, order: Array
 ) -> Array:
-    """Returns lines with new pairs of words in the first places of an order."""
+    """Returns lines with new pairs of words in the first lanes of an order."""
     row, halves = jnp.arange(old.shape[0], dtype=jnp.int32)[:, None], []
     for half, values in zip(jnp.split(old, 2, axis=1), new, strict=True):
         in_order = jnp.take_along_axis(half, order, axis=1)
@@ -408,12 +409,12 @@ def _new_rows(
     """Moves new rows to the front."""
     (size,) = is_new.shape
     rank = running_sum(is_new.astype(jnp.int32))
-    places = jnp.where(is_new, rank - 1, size)
+    positions = jnp.where(is_new, rank - 1, size)
     padding = jnp.full((size,), PADDING_ROW_ID, jnp.int32)
     return NewRows(
-        rows=padding.at[places].set(rows, mode="drop", wrap_negative_indices=False),
-        first=_scatter(ids.first, places, size),
-        second=_scatter(ids.second, places, size),
-        tables=_scatter(table_of, places, size),
+        rows=padding.at[positions].set(rows, mode="drop", wrap_negative_indices=False),
+        first=_scatter(ids.first, positions, size),
+        second=_scatter(ids.second, positions, size),
+        tables=_scatter(table_of, positions, size),
         count=rank[-1],
     )

@@ -31,8 +31,8 @@ def fetch_rows(
       plan: gives the platform.
 
     Returns:
-      The rows that this shard asked for, float32, in the places of its requests. Places
-      without a request are undefined.
+      The rows that this shard asked for, float32, in the positions of its requests.
+      Those without a request are undefined.
     """
     with jax.named_scope("gather"):
         rows = gather_rows(table, row_ids)

@@ -30,7 +30,7 @@ class FeatureInput:
       ids: int32 `[ids]`.
       weights: float32 `[ids]`; None: every id has weight 1.
       sample_ids: int32 `[ids]`, the output sample of each id, rising; `num_samples` in
-        unused places. None: the first ids of all samples come first, then the second
+        unused positions. None: the first ids of all samples come first, then the second
         ids, and so on up to `valence`. A TPU adds such blocks without moving them.
       num_samples: output samples of this shard.
       valence: ids per sample, if `sample_ids` is None.
@@ -68,7 +68,7 @@ class PoolingSpec:
 
     @property
     def num_ids(self) -> AxisSize:
-        """Places for ids, padding included."""
+        """Number of ids, padding included."""
         if self.sample_ids is None:
             return self.num_samples * self.valence
         return self.sample_ids.shape[0]
@@ -116,7 +116,7 @@ def resolve(
       features: their plans.
 
     Returns:
-      The row of its table that each place reads, one feature after the other;
+      The row of its table that each position reads, one feature after the other;
       `PADDING_ROW_ID` where it reads none. The weights of the rows, and the number of
       ids outside the table, per feature.
     """
@@ -260,9 +260,9 @@ def leaves_out_weights(feature: FeaturePlan) -> bool:
 def _fill_empty_samples(
     feature_input: FeatureInput, row_ids: Int[Array, " ids"], default_id: int
 ) -> tuple[FeatureInput, Int[Array, " ids"]]:
-    """Puts the default id, with weight 1, into the first place of empty samples.
+    """Puts the default id, with weight 1, into the first position of empty samples.
 
-    A sample is empty if none of its places has a row. Each sample has a place.
+    A sample is empty if none of its positions has a row. Each sample has a position.
     """
     is_row = row_ids != PADDING_ROW_ID
     sample_ids, num_samples = feature_input.sample_ids, feature_input.num_samples

@@ -134,7 +134,7 @@ def read_stack(
         activations=activations,
         routing=routing,
         rounds=rounds[None],
-        num_ids=sent.unique.first_places[-1:],
+        num_ids=sent.unique.first_positions[-1:],
         requested_rows=jnp.diff(sent.unique.first_ranks)[None],
     )
 
@@ -182,7 +182,7 @@ def _read_rounds(
 
     def read_round(current: Round) -> list[Array]:
         rows = fetch_rows(table, current.requests, stack, plan)
-        return pool_buffer(rows, sent.places(current), poolings, stack.gathers)
+        return pool_buffer(rows, sent.positions(current), poolings, stack.gathers)
 
     def add_round(sums: list[Array], current: Round) -> list[Array]:
         return jax.tree.map(jnp.add, sums, read_round(current))

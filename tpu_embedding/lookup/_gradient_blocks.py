@@ -140,25 +140,25 @@ def _sum_block(
     """
     num_blocks, ids_per_block = blocks.row_ids.shape
     ids, ranks = blocks.row_ids[index], blocks.ranks[index]
-    places = ranks - ranks[0]
+    positions = ranks - ranks[0]
     sums = jnp.zeros((ids_per_block, layout.dim), jnp.float32).at[0].set(open_sum)
-    sums = sums.at[places].add(
+    sums = sums.at[positions].add(
         read_cotangents(blocks.order[index]),
         mode="drop",
         indices_are_sorted=True,
         wrap_negative_indices=False,
     )
     row_ids = jnp.full((ids_per_block,), PADDING_ROW_ID, jnp.int32)
-    row_ids = row_ids.at[places].set(ids, mode="drop", wrap_negative_indices=False)
+    row_ids = row_ids.at[positions].set(ids, mode="drop", wrap_negative_indices=False)
     next_id = blocks.row_ids[jnp.minimum(index + 1, num_blocks - 1), 0]
     next_id = jnp.where(index + 1 < num_blocks, next_id, PADDING_ROW_ID)
     continues = (next_id == ids[-1]) & (next_id != PADDING_ROW_ID)
-    last = places[-1]
+    last = positions[-1]
     is_open = continues & (jnp.arange(ids_per_block, dtype=jnp.int32) == last)
     gradients = RowGradients(
         row_ids=jnp.where(is_open, PADDING_ROW_ID, row_ids),
         values=sums,
     )
-    # If padding ends the block, its place is beyond all rows; the sum is not used.
+    # If padding ends the block, its position is beyond all rows; the sum is not used.
     open_sum = jnp.where(continues, sums[jnp.minimum(last, ids_per_block - 1)], 0.0)
     return gradients, open_sum, jnp.minimum(next_id, layout.num_rows)

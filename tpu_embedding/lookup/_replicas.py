@@ -68,7 +68,7 @@ def add_dense_gradients(
       stack: plan of the stack.
 
     Returns:
-      The sums, one place per row of the shard; the ids of untouched rows are padding.
+      The sums of all rows of the shard; the ids of untouched rows are padding.
     """
     if stack.num_shards > 1:
         received = merge(received.row_ids, received.values, stack.rows_per_shard)

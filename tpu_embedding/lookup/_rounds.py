@@ -46,12 +46,12 @@ class Round:
     """The requests of one round, at the shard that asks and at the owner. Per shard.
 
     Attributes:
-      sorted_places: int32 `[ids]`, place of each sorted id in the buffer of requests,
-        and of its row in that of answers; beyond its end if the id is not part of this
-        round.
+      buffer_positions: int32 `[ids]`, position of each sorted id in the buffer of
+        requests, and of its row in that of answers; beyond its end if the id is not
+        part of this round.
       requests: what all shards ask of this one, in one bucket per shard. int32
         `[buffer_size]`, local rows; or uint32 `[buffer_size, words]`, the local key
-        first. The key of unused places is `PADDING_ROW_ID`; the last place is unused.
+        first. The key of unused positions is `PADDING_ROW_ID`; the last one is unused.
       next_ranks: int32 `[num_shards]`, first rank per destination that is still
         pending after this round.
       end_row: int32 `[1]`, end of the range of this shard's own rows that this round
@@ -60,7 +60,7 @@ class Round:
         gradient of zeros it is False: no further round runs.
     """
 
-    sorted_places: Int[Array, " ids"]
+    buffer_positions: Int[Array, " ids"]
     requests: Integer[Array, "buffer *words"]
     next_ranks: Int[Array, " shards"]
     end_row: Int[Array, "_"]
@@ -85,9 +85,9 @@ class SentIds:
     companions: tuple[UInt32[Array, " ids"], ...]
     size: RoundSize = dataclasses.field(metadata={"static": True})
 
-    def places(self, current: Round) -> Int[Array, " ids"]:
-        """Returns the place of each id's row in the buffer of a round."""
-        return unsort(current.sorted_places, self.unique.order)
+    def positions(self, current: Round) -> Int[Array, " ids"]:
+        """Returns the position of each id's row in the buffer of a round."""
+        return unsort(current.buffer_positions, self.unique.order)
 
 
 def send_ids(
@@ -205,11 +205,11 @@ def _next_round(
         next_ranks, end_keys = _agree_on_range(unique, first_ranks, size, stack, plan)
         end_row = end_keys[jax.lax.axis_index(stack.shard_axes)]
         is_pending = jnp.any(end_keys != unique.keys_per_shard)
-    sorted_places, requests = _fill(
+    buffer_positions, requests = _fill(
         unique, companions, (first_ranks, next_ranks), size, stack
     )
     return Round(
-        sorted_places=sorted_places,
+        buffer_positions=buffer_positions,
         requests=requests,
         next_ranks=next_ranks,
         end_row=end_row[None],
@@ -269,7 +269,7 @@ def _fill(
     """Fills the buffer of requests with a range of ranks, and exchanges it. Per shard.
 
     Returns:
-      `Round.sorted_places` and `Round.requests`.
+      `Round.buffer_positions` and `Round.requests`.
     """
     first_ranks, next_ranks = ranks
     rank_in_round = unique.ranks - broadcast_to_ids(first_ranks, unique)
@@ -282,12 +282,12 @@ def _fill(
     request = unique.sorted_keys - unique.keys_per_shard * destination
     if words := (*unique.words[1:], *companions):
         request = jnp.stack((request.astype(jnp.uint32), *words), axis=1)
-    places = jnp.where(
+    positions = jnp.where(
         is_in_round, size.bucket_size * destination + rank_in_round, size.buffer_size
     )
     shape = (size.buffer_size, *request.shape[1:])
     requests = jnp.full(shape, PADDING_ROW_ID, request.dtype)
-    requests = requests.at[places].set(
+    requests = requests.at[positions].set(
         request, mode="drop", wrap_negative_indices=False
     )
-    return places, exchange(requests, stack)
+    return positions, exchange(requests, stack)

@@ -169,8 +169,8 @@ def _samples_of_ids(poolings: Sequence[PoolingSpec], cores: int) -> Int[Array, "
         else:
             # Unused ids have the number after the last sample, and no row.
             last = pooling.num_samples - 1
-            core, place = jnp.divmod(jnp.minimum(pooling.sample_ids, last), size)
-            of_ids = core * per_core + first + place
+            core, position = jnp.divmod(jnp.minimum(pooling.sample_ids, last), size)
+            of_ids = core * per_core + first + position
         samples.append(of_ids)
         first += size
     return jnp.concatenate(samples)

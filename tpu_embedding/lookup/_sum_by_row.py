@@ -41,7 +41,7 @@ ReadCotangents = Callable[[Int[Array, " n"]], Float[Array, "n dim"]]
 def spread(
     cotangents_of: ReadCotangents,
     order: Int[Array, " ids"],
-    places: Int[Array, " ids"],
+    positions: Int[Array, " ids"],
     buffer_size: int,
 ) -> Float[Array, "buffer dim"]:
     """Sums the cotangents of all samples that used a row. Per shard; no communication.
@@ -51,22 +51,22 @@ def spread(
     Args:
       cotangents_of: reads the cotangents of ids, from `cotangent_reader`.
       order: position of each id before sorting by row.
-      places: place of the row of each sorted id in the exchange buffer; `buffer_size`
-        if the id is not part of the round.
-      buffer_size: places of the exchange buffer.
+      positions: position of the row of each sorted id in the exchange buffer;
+        `buffer_size` if the id is not part of the round.
+      buffer_size: rows of the exchange buffer.
 
     Returns:
-      The gradient of each row of the exchange buffer. Unused places hold anything.
+      The gradient of each row of the exchange buffer. Unused positions hold anything.
     """
-    is_first = jnp.diff(places, prepend=-1) != 0
+    is_first = jnp.diff(positions, prepend=-1) != 0
     first_ids = jnp.zeros((buffer_size,), jnp.int32)
-    first_ids = first_ids.at[jnp.where(is_first, places, buffer_size)].set(
+    first_ids = first_ids.at[jnp.where(is_first, positions, buffer_size)].set(
         order, mode="drop", wrap_negative_indices=False
     )
     return _add_repeats(
         cotangents_of(first_ids),
-        ~is_first & (places < buffer_size),
-        places=places,
+        ~is_first & (positions < buffer_size),
+        positions=positions,
         value_ids=order,
         read_values=lambda _, ids: cotangents_of(ids),
     )
@@ -134,11 +134,11 @@ def merge(
 
     Args:
       row_ids: int32 `[buffer]`, local rows as received; `PADDING_ROW_ID` where unused.
-      gradients: their gradients, in the same places.
+      gradients: their gradients, in the same positions.
       num_rows: upper bound on the number of distinct rows.
 
     Returns:
-      The sums. Each row appears once, in any order; other places hold padding.
+      The sums. Each row appears once, in any order; other positions hold padding.
     """
     if 2 * num_rows <= row_ids.shape[0]:
         return _merge_few_rows(row_ids, gradients, num_rows)
@@ -148,10 +148,10 @@ def merge(
     sums = _add_repeats(
         gradients,
         is_repeat,
-        places=forward_fill(jnp.where(is_first, order, -1)),
+        positions=forward_fill(jnp.where(is_first, order, -1)),
         value_ids=order,
-        # Sums change in places of first occurrences only. The places of repeats still
-        # hold the gradients that were received.
+        # Only the sums of first occurrences change. The positions of repeats still hold
+        # the gradients that were received.
         read_values=gather_lines,
     )
     unique_ids = unsort(jnp.where(is_repeat, PADDING_ROW_ID, sorted_ids), order)
@@ -182,38 +182,38 @@ def _merge_few_rows(
 def _add_repeats(
     sums: Float[Array, "rows dim"],
     is_repeat: Bool[Array, " n"],
-    places: Int[Array, " n"],
+    positions: Int[Array, " n"],
     value_ids: Int[Array, " n"],
     read_values: Callable[[Array, Int[Array, " chunk"]], Float[Array, "chunk dim"]],
 ) -> Float[Array, "rows dim"]:
     """Adds the values of repeats to the sums of their rows. Per shard; in place.
 
     Args:
-      sums: values of the first occurrences, each at the place of its row.
+      sums: values of the first occurrences, each at the position of its row.
       is_repeat: bool `[n]`, True for repeats. Occurrences may be in any order.
-      places: int32 `[n]`, place of each occurrence's row in `sums`.
+      positions: int32 `[n]`, position of each occurrence's row in `sums`.
       value_ids: int32 `[n]`, the argument of `read_values` for each occurrence.
       read_values: called as `read_values(sums, value_ids)` with the sums so far and
         the ids of a chunk; returns the values of that chunk.
     """
-    num_places = sums.shape[0]
+    num_positions = sums.shape[0]
     num_occurrences = is_repeat.shape[0]
     num_repeats = jnp.sum(is_repeat, dtype=jnp.int32)
     chunk_size = round_up(-(-num_occurrences // _MAX_CHUNKS), LANES)
     chunk_size = min(max(chunk_size, _MIN_CHUNK_SIZE), num_occurrences)
     # A sort moves repeats to the front: a TPU scatters single integers slowly.
-    places, value_ids = jax.lax.sort(
-        (jnp.where(is_repeat, places, num_places), value_ids),
+    positions, value_ids = jax.lax.sort(
+        (jnp.where(is_repeat, positions, num_positions), value_ids),
         num_keys=1,
         is_stable=False,
     )
-    places = jnp.pad(places, (0, chunk_size), constant_values=num_places)
+    positions = jnp.pad(positions, (0, chunk_size), constant_values=num_positions)
     value_ids = jnp.pad(value_ids, (0, chunk_size))
 
     def add_chunk(carry):
         start, sums = carry
         chunk_ids = jax.lax.dynamic_slice_in_dim(value_ids, start, chunk_size)
-        rows = jax.lax.dynamic_slice_in_dim(places, start, chunk_size)
+        rows = jax.lax.dynamic_slice_in_dim(positions, start, chunk_size)
         values = read_values(sums, chunk_ids)
         sums = sums.at[rows].add(
             values, mode="drop", indices_are_sorted=True, wrap_negative_indices=False

@@ -44,7 +44,7 @@ from tpu_embedding.types import PADDING_ROW_ID
 _HEADROOM_STDDEVS: Final = 8
 """Room of a round above the mean number of ids per owner, in standard deviations.
 
-An unused place costs 16 bytes."""
+An unused position costs 16 bytes."""
 
 _MIN_CAPACITY: Final = 256
 
@@ -77,7 +77,7 @@ class SourceIds:
 
     @property
     def is_id(self) -> Bool[Array, " ids"]:
-        """False for places without an id."""
+        """False for positions without an id."""
         return ~((self.high == NO_ID) & (self.low == NO_ID))
 
 
@@ -97,7 +97,7 @@ def find_rows(
 
     Returns:
       Rows per feature; `PADDING_ROW_ID`, or the default row, for ids without one. Per
-      feature, the number of places whose id has a row.
+      feature, the number of positions whose id has a row.
     """
 
     def answer(state, ids, of_pass):
@@ -130,7 +130,7 @@ def insert_rows(
       plan: gives the mesh.
 
     Returns:
-      Directory; rows and slots; rows per feature; per feature, the number of places
+      Directory; rows and slots; rows per feature; per feature, the number of positions
       whose id had a row before; counts at this owner.
     """
     tables = dynamic_tables(stack)
@@ -176,9 +176,9 @@ def _ask_owners(
         state, answers, notes = carry
         of_pass = Pass(notes=notes, fills=fills)
         state, replies = _reply(state, answer, current, of_pass, stack)
-        places = current.sorted_places
-        found = replies.at[places].get(mode="fill", fill_value=_NO_ROW)
-        is_asked = places < sent.size.buffer_size
+        positions = current.buffer_positions
+        found = replies.at[positions].get(mode="fill", fill_value=_NO_ROW)
+        is_asked = positions < sent.size.buffer_size
         # The pass of the notes ends with its last round.
         return state, jnp.where(is_asked, found, answers), notes & current.is_pending[0]
 

@@ -59,7 +59,7 @@ class Limits:
       max_ids: ids that one core may send to one partition, a multiple of 8.
       max_unique: distinct rows among them, a multiple of 8. XLA keeps buffers for so
         many rows of each core and partition; for `max_ids`, if it sends every id's.
-      room: places of one core's region of the buffers of ids, a multiple of 8.
+      room: positions of one core's region of the buffers of ids, a multiple of 8.
     """
 
     max_ids: int
@@ -179,7 +179,7 @@ def are_within(
     is_within = (
         (largest.ids <= limits.max_ids)
         & (largest.unique <= limits.max_unique)
-        & (largest.places <= limits.room)
+        & (largest.positions <= limits.room)
         & is_finite
     ).astype(jnp.int32)
     return jax.lax.pmin(is_within, tuple(axes)) > 0

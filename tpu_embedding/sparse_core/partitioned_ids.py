@@ -3,7 +3,7 @@
 A SparseCore looks up the samples of its own part of the device's batch. It sends each
 partition of the table, which is the rows of one SparseCore of the slice, the ids that
 it needs of it. So the ids of a device are sorted by core, partition, row and sample.
-They lie in one region of places per core, and the ids of each partition begin at a
+They lie in one region of positions per core, and the ids of each partition begin at a
 multiple of 8.
 
 TensorFlow and jax-tpu-embedding make the same buffers on the host. Like them, ids that
@@ -24,7 +24,7 @@ from tpu_embedding.types import PADDING_ROW_ID
 from tpu_embedding.xla import computed_apart
 
 ALIGNMENT: Final = 8
-"""The ids of a partition begin at a multiple of this place."""
+"""The ids of a partition begin at a multiple of this position."""
 
 MIN_POINTERS: Final = 8
 """A core has at least as many row pointers, even with fewer partitions."""
@@ -42,7 +42,7 @@ _SORTED_TILE: Final = 4096
 """Ids that are sorted on SparseCores are padded to a multiple of this."""
 
 _RISING: Final[dict[str, Any]] = dict(indices_are_sorted=True, mode="promise_in_bounds")
-"""Options of scatters at places that rise: XLA:TPU need not sort them."""
+"""Options of scatters at positions that rise: XLA:TPU need not sort them."""
 
 _BLOCK: Final = 128
 """Numbers that a running sum adds at once: the lanes of a TPU's vector register."""
@@ -55,20 +55,20 @@ class PartitionedIds:
 
     Attributes:
       pointers: int32 `[cores * max(8, partitions)]`, for each core and partition the
-        place after the last id, counted from the beginning of the core's region. If
-        there are fewer than 8 partitions, the spare pointers are the end of all places
-        that are taken, a multiple of 8.
-      rows: int32 `[cores * room]`, row of each id within its partition. Unused places
-        hold `PADDING_ROW_ID`.
+        position after the last id, counted from the beginning of the core's region. If
+        there are fewer than 8 partitions, the spare pointers are the end of all
+        positions that are taken, a multiple of 8.
+      rows: int32 `[cores * room]`, row of each id within its partition. Unused
+        positions hold `PADDING_ROW_ID`.
       samples: int32 `[cores * room]`, sample of each id within the samples of its core.
-        Unused places hold `PADDING_ROW_ID`.
-      gains: float32 `[cores * room]`, factor of the row. Unused places hold NaN.
+        Unused positions hold `PADDING_ROW_ID`.
+      gains: float32 `[cores * room]`, factor of the row. Unused positions hold NaN.
     """
 
     pointers: Int[Array, " pointers"]
-    rows: Int[Array, " places"]
-    samples: Int[Array, " places"]
-    gains: Float[Array, " places"]
+    rows: Int[Array, " positions"]
+    samples: Int[Array, " positions"]
+    gains: Float[Array, " positions"]
 
 
 @jax.tree_util.register_dataclass
@@ -79,12 +79,12 @@ class LargestCounts:
     Attributes:
       ids: ids that one core sends to one partition, equal ids of a sample once.
       unique: distinct rows among them.
-      places: places that one core's region needs.
+      positions: positions that one core's region needs.
     """
 
     ids: Int[Array, ""]
     unique: Int[Array, ""]
-    places: Int[Array, ""]
+    positions: Int[Array, ""]
 
 
 @jax.named_scope("partition_ids")
@@ -113,7 +113,7 @@ def partition_ids(
       rows_per_partition: rows of each partition.
       cores: SparseCores per device.
       devices: devices that share the table.
-      room: places of one core's region, a multiple of 8.
+      room: positions of one core's region, a multiple of 8.
 
     Returns:
       The buffers, and the counts to compare with the limits. Where a count exceeds its
@@ -148,17 +148,19 @@ def partition_ids(
     taken = (-(-counts.ids // ALIGNMENT) * ALIGNMENT).reshape(cores, num_partitions)
     end = jnp.cumsum(taken, axis=1)
     start = end - taken
-    place = _places(group, counts, start, room)
+    position = _positions(group, counts, start, room)
 
     def in_regions(values: Array) -> Array:
         return values.reshape(cores, room + 1)[:, :room].reshape(-1)
 
     def put(values: Array, padding: Any) -> Array:
-        places = jnp.full((cores * (room + 1),), padding, values.dtype)
-        return in_regions(places.at[place].set(values, **_RISING))
+        positions = jnp.full((cores * (room + 1),), padding, values.dtype)
+        return in_regions(positions.at[position].set(values, **_RISING))
 
     rows = put(row, PADDING_ROW_ID)
-    sums = jnp.zeros((cores * (room + 1),), jnp.float32).at[place].add(gain, **_RISING)
+    sums = (
+        jnp.zeros((cores * (room + 1),), jnp.float32).at[position].add(gain, **_RISING)
+    )
     pointers = start + counts.ids.reshape(cores, num_partitions)
     spare = jnp.repeat(end[:, -1:], max(0, MIN_POINTERS - num_partitions), axis=1)
     ids = PartitionedIds(
@@ -170,7 +172,7 @@ def partition_ids(
     largest = LargestCounts(
         ids=jnp.max(counts.ids),
         unique=jnp.max(counts.unique),
-        places=jnp.max(end[:, -1]),
+        positions=jnp.max(end[:, -1]),
     )
     return ids, largest
 
@@ -179,7 +181,7 @@ class _Counts(NamedTuple):
     """Counts of sorted ids; equal ids of a sample are one.
 
     Attributes:
-      before: int32 `[ids + 1]`, ids before each place, and all.
+      before: int32 `[ids + 1]`, ids before each position, and all.
       before_group: int32 `[groups + 1]`, ids before each group, and all.
       ids: int32 `[groups]`, ids of each group.
       unique: int32 `[groups]`, distinct rows among them.
@@ -211,29 +213,29 @@ def _count_groups(
     )
 
 
-def _places(
+def _positions(
     group: Int[Array, " ids"],
     counts: _Counts,
     start: Int[Array, "cores partitions"],
     room: int,
 ) -> Int[Array, " ids"]:
-    """Returns the place of each sorted id in regions of `room + 1` places per core.
+    """Returns the position of each sorted id in regions of `room + 1` per core.
 
-    The last place of a region takes ids that do not fit, and padding. So no id is
-    placed outside of its region, and the places rise.
+    The last position of a region takes ids that do not fit, and padding. So no id is
+    placed outside of its region, and the positions rise.
 
     Args:
       group: group of each id; the number of groups for padding.
       counts: counts of the groups.
-      start: place within its region where each group begins.
-      room: places of a region that are used.
+      start: position within its region where each group begins.
+      room: positions of a region that are used.
     """
     cores, num_partitions = start.shape
     moved_by = start.reshape(-1) - counts.before_group[:-1]
-    place = counts.before[1:] - 1 + moved_by.at[group].get(mode="clip")
+    position = counts.before[1:] - 1 + moved_by.at[group].get(mode="clip")
     core = jnp.minimum(group // num_partitions, cores - 1)
-    place = jnp.where(group < start.size, place, room)
-    return core * (room + 1) + jnp.minimum(place, room)
+    position = jnp.where(group < start.size, position, room)
+    return core * (room + 1) + jnp.minimum(position, room)
 
 
 def _order_by(*digits: tuple[Int[Array, " ids"], int]) -> Int[Array, " ids"]:
@@ -265,11 +267,11 @@ def _order_by(*digits: tuple[Int[Array, " ids"], int]) -> Int[Array, " ids"]:
 
 def _sort(*words: UInt32[Array, " ids"]) -> Int[Array, " ids"]:
     """Returns an order that sorts ids by words, of which the last one counts most."""
-    places = jnp.arange(words[0].shape[0], dtype=jnp.int32)
-    # SparseCores sort stably where an operand is the places themselves.
-    _, order = jax.lax.sort((words[0], places), num_keys=1)
+    positions = jnp.arange(words[0].shape[0], dtype=jnp.int32)
+    # SparseCores sort stably where an operand is the positions themselves.
+    _, order = jax.lax.sort((words[0], positions), num_keys=1)
     for word in words[1:]:
-        _, then = jax.lax.sort((word[order], places), num_keys=1)
+        _, then = jax.lax.sort((word[order], positions), num_keys=1)
         order = order[then]
     return order
 
@@ -295,7 +297,7 @@ def _differs(values: Int[Array, " ids"]) -> Bool[Array, " ids"]:
 
 
 def _running_sum(terms: Bool[Array, " ids"]) -> Int[Array, " ids_and_one"]:
-    """Returns the sums of the terms before each place, and of all terms.
+    """Returns the sums of the terms before each position, and of all terms.
 
     XLA:TPU compiles `jnp.cumsum` of many terms for long.
     """

@@ -77,9 +77,9 @@ class _AskedRows(NamedTuple):
 
     Attributes:
       rows: row of this device; the number of its rows, if another device owns the row
-        or the place is unused.
+        or the position is unused.
       samples: sample among those of all devices.
-      gains: factor of the row; 0 in unused places.
+      gains: factor of the row; 0 in unused positions.
       is_defined: False if a SparseCore's result is undefined on some device.
     """
 
@@ -93,7 +93,7 @@ def _asked_rows(ids: PartitionedIds, num_rows: int, sizes: Sizes) -> _AskedRows:
     """Gathers the ids of all devices, and finds those of this device's rows."""
     cores, axes, room = sizes.cores, sizes.axes, ids.rows.size // sizes.cores
     device, rows_per_core = jax.lax.axis_index(axes), num_rows // cores
-    partitions = _partitions_of_places(ids, sizes)
+    partitions = _partitions_of_positions(ids, sizes)
     is_used = partitions != PADDING_ROW_ID
     first_samples = jnp.arange(cores, dtype=jnp.int32) * (sizes.num_samples // cores)
     samples = jnp.where(is_used, jnp.repeat(first_samples, room) + ids.samples, 0)
@@ -111,23 +111,25 @@ def _asked_rows(ids: PartitionedIds, num_rows: int, sizes: Sizes) -> _AskedRows:
     return _AskedRows(rows, samples, gains, is_defined)
 
 
-def _partitions_of_places(ids: PartitionedIds, sizes: Sizes) -> Int[Array, " places"]:
-    """Returns the partition that each place asks; padding where it is unused."""
+def _partitions_of_positions(
+    ids: PartitionedIds, sizes: Sizes
+) -> Int[Array, " positions"]:
+    """Returns the partition that each position asks; padding where it is unused."""
     cores, room = sizes.cores, ids.rows.size // sizes.cores
     num_partitions = cores * jax.lax.psum(1, sizes.axes)
     ends = ids.pointers.reshape(cores, -1)[:, :num_partitions]
-    places = jnp.arange(room, dtype=jnp.int32)
+    positions = jnp.arange(room, dtype=jnp.int32)
     partitions = jax.vmap(
-        lambda starts: jnp.searchsorted(starts, places, side="right")
+        lambda starts: jnp.searchsorted(starts, positions, side="right")
     )(-(-ends // ALIGNMENT) * ALIGNMENT)
     ends = jnp.take_along_axis(ends, partitions, axis=1, mode="fill", fill_value=0)
-    return jnp.where(places < ends, partitions, PADDING_ROW_ID).reshape(-1)
+    return jnp.where(positions < ends, partitions, PADDING_ROW_ID).reshape(-1)
 
 
 def _is_defined(
     ids: PartitionedIds,
-    partitions: Int[Array, " places"],
-    samples: Int[Array, " places"],
+    partitions: Int[Array, " positions"],
+    samples: Int[Array, " positions"],
     rows_per_core: int,
     sizes: Sizes,
 ) -> Bool[Array, ""]:

@@ -176,14 +176,14 @@ class _SortedGradients(NamedTuple):
         first, end = jnp.searchsorted(self.row_ids, ends).astype(jnp.int32)
 
         def add(carry):
-            place, gradient, touches = carry
+            position, gradient, touches = carry
             ids, values = (
-                jax.lax.dynamic_slice_in_dim(x, place, chunk)
+                jax.lax.dynamic_slice_in_dim(x, position, chunk)
                 for x in (self.row_ids, self.values)
             )
             at = jnp.where(ids < end_row, ids - start, size)
             return (
-                place + chunk,
+                position + chunk,
                 gradient.at[at].set(values, mode="drop", wrap_negative_indices=False),
                 touches.at[at].set(1, mode="drop", wrap_negative_indices=False),
             )
@@ -195,8 +195,8 @@ class _SortedGradients(NamedTuple):
 
 def _sorted_gradients(gradients: RowUpdates) -> _SortedGradients:
     (num_rows,) = gradients.row_ids.shape
-    places = jnp.arange(num_rows, dtype=jnp.int32)
-    row_ids, order = jax.lax.sort((gradients.row_ids, places), num_keys=1)
+    positions = jnp.arange(num_rows, dtype=jnp.int32)
+    row_ids, order = jax.lax.sort((gradients.row_ids, positions), num_keys=1)
     room = min(_CHUNK, num_rows)
     return _SortedGradients(
         jnp.pad(row_ids, (0, room), constant_values=PADDING_ROW_ID),

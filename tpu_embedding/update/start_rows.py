@@ -99,15 +99,15 @@ def _rows_of_turn(
 ) -> tuple[Array, Array, Array, Array]:
     """Returns the rows of a turn, the words of their ids, and their tables.
 
-    Places behind the last new row hold padding.
+    Positions behind the last new row hold padding.
     """
-    places = turn * size + jnp.arange(size, dtype=jnp.int32)
-    in_bounds = jnp.minimum(places, new_rows.rows.shape[0] - 1)
+    positions = turn * size + jnp.arange(size, dtype=jnp.int32)
+    in_bounds = jnp.minimum(positions, new_rows.rows.shape[0] - 1)
     rows, first, second, tables = (
         x[in_bounds]
         for x in (new_rows.rows, new_rows.first, new_rows.second, new_rows.tables)
     )
-    rows = jnp.where(places < new_rows.count, layout.dealt(rows), PADDING_ROW_ID)
+    rows = jnp.where(positions < new_rows.count, layout.dealt(rows), PADDING_ROW_ID)
     return rows, first, second, tables
 
 
