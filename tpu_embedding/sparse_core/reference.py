@@ -123,7 +123,7 @@ def _partitions_of_positions(
         lambda starts: jnp.searchsorted(starts, positions, side="right")
     )(-(-ends // ALIGNMENT) * ALIGNMENT)
     ends = jnp.take_along_axis(ends, partitions, axis=1, mode="fill", fill_value=0)
-    return jnp.where(positions < ends, partitions, PADDING_ROW_ID).reshape(-1)
+    return jnp.where(positions[None] < ends, partitions, PADDING_ROW_ID).reshape(-1)
 
 
 def _is_defined(
