@@ -43,7 +43,7 @@ from tpu_embedding.types import (
     with_ids,
 )
 from tpu_embedding.update.lazy_update import state_specs
-from tpu_embedding.update.start_rows import start_rows
+from tpu_embedding.update.new_rows import init_new_rows
 from tpu_embedding.update.totals import across_shards
 
 _CLOCK_RULE: Final = "insert_ids: now must be one integer from 1 to 2**32 - 1"
@@ -215,7 +215,7 @@ def _insert_shard(
     def start(rows, new: NewRows):
         table, state = rows
         all_reduce = across_shards(stack, plan)
-        return start_rows(table, state, new, directory.init_keys, stack, all_reduce)
+        return init_new_rows(table, state, new, directory.init_keys, stack, all_reduce)
 
     directory, rows, found, hits, counts = insert_rows(
         directory, start, (table, state), sources, clock, stack, plan

@@ -25,8 +25,8 @@ from tpu_embedding.tables import table_values
 from tpu_embedding.update.apply import init_state
 from tpu_embedding.update.every_row import KeptGradientState
 from tpu_embedding.update.lazy_update import is_slot, state_specs
-from tpu_embedding.update.shard_rows import rows_of_stack
 from tpu_embedding.update.table_writer import RoundedState
+from tpu_embedding.update.tables_of_rows import rows_of_stack
 
 _SAME: Final = 1e-5
 """Relative difference up to which a total keeps its bits when it is measured anew."""

@@ -421,22 +421,24 @@ def apply_gradients(
     _check_states(tables, slots, plan)
     if gradient_norm is None and takes_model_norm(plan):
         gradient_norm = global_norm(gradients)
-    tables, slots = dict(tables), dict(slots)
+    new_tables: dict[str, Any] = dict(tables)
+    new_slots = dict(slots)
     for stack in plan.stacks:
         if stack.is_dynamic:
             name = directory_name(stack.name)
-            tables[name] = advance_clock(tables[name])
+            new_tables[name] = advance_clock(new_tables[name])
     for stack in plan.trained_stacks:
         gradient, state = gradients.stacks.get(stack.name), slots[stack.name]
         if gradient is None and stack.optimizer.rows != "every":
-            slots[stack.name] = step_without_gradient(state, stack)
+            new_slots[stack.name] = step_without_gradient(state, stack)
             continue
         used_rows = None
         if stack.is_dynamic:
-            used_rows = tables[directory_name(stack.name)].used_rows
-        arrays = tables[stack.name], state, gradient, used_rows, gradient_norm
-        tables[stack.name], slots[stack.name] = _update_stack(*arrays, stack, plan)
-    return tables, slots
+            used_rows = new_tables[directory_name(stack.name)].used_rows
+        new_tables[stack.name], new_slots[stack.name] = _update_stack(
+            tables[stack.name], state, gradient, used_rows, gradient_norm, stack, plan
+        )
+    return new_tables, new_slots
 
 
 def _update_stack(

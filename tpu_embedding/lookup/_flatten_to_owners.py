@@ -98,7 +98,7 @@ def flatten(
     """
     if stack.keeps_duplicates:
         inputs = [_in_order_of_samples(feature_input) for feature_input in inputs]
-    row_ids, poolings, out_of_range = resolve(inputs, features)
+    row_ids, poolings, out_of_range = rows_and_poolings(inputs, features)
     sizes = [feature_input.ids.shape[0] for feature_input in inputs]
     offsets = _value_of_each_id([feature.row_offset for feature in features], sizes)
     is_padding = row_ids == PADDING_ROW_ID
@@ -106,7 +106,7 @@ def flatten(
     return _keys_of(stack_rows, stack), poolings, out_of_range
 
 
-def resolve(
+def rows_and_poolings(
     inputs: Sequence[FeatureInput], features: Sequence[FeaturePlan]
 ) -> tuple[Int[Array, " all_ids"], list[PoolingSpec], list[Int[Array, ""]]]:
     """Applies the policies and the combiners of features. Per shard.
@@ -120,7 +120,7 @@ def resolve(
       `PADDING_ROW_ID` where it reads none. The weights of the rows, and the number of
       ids outside the table, per feature.
     """
-    row_ids, out_of_range = _resolve_row_ids(inputs, features)
+    row_ids, out_of_range = _apply_id_policies(inputs, features)
     sizes = [feature_input.ids.shape[0] for feature_input in inputs]
     rows_of_feature = split_by_feature(row_ids, sizes)
     poolings = []
@@ -186,7 +186,7 @@ def _in_order_of_samples(feature_input: FeatureInput) -> FeatureInput:
     )
 
 
-def _resolve_row_ids(
+def _apply_id_policies(
     inputs: Sequence[FeatureInput], features: Sequence[FeaturePlan]
 ) -> tuple[Int[Array, " all_ids"], list[Int[Array, ""]]]:
     """Applies the features' policies. Ids that look up nothing become padding.

@@ -111,7 +111,7 @@ def find_rows(
 
 def insert_rows(
     directory: IdDirectory,
-    start_rows: Callable[[Any, NewRows], Any],
+    init_new_rows: Callable[[Any, NewRows], Any],
     rows_state: Any,
     sources: Sequence[SourceIds],
     now: UInt32[Array, ""],
@@ -122,7 +122,7 @@ def insert_rows(
 
     Args:
       directory: directory of this shard.
-      start_rows: writes the initial values of new rows to `rows_state`.
+      init_new_rows: writes the initial values of new rows to `rows_state`.
       rows_state: rows and slot variables of this shard.
       sources: ids of each feature.
       now: clock of the step.
@@ -141,7 +141,7 @@ def insert_rows(
             directory, ids, tables, now, of_pass
         )
         counts = jax.tree.map(jnp.add, counts, found)
-        return (directory, start_rows(rows_state, new), counts), lanes, is_known
+        return (directory, init_new_rows(rows_state, new), counts), lanes, is_known
 
     state = (directory, rows_state, no_counts(len(tables)))
     state, answers = _ask_owners(state, answer, 2, sources, stack, plan)

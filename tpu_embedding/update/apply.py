@@ -29,8 +29,8 @@ from tpu_embedding.update.lazy_update import (
     with_slots,
 )
 from tpu_embedding.update.sequence import apply_in_sequence
-from tpu_embedding.update.shard_rows import live_rows, shard_rows
 from tpu_embedding.update.table_writer import RoundedState, TableWriter
+from tpu_embedding.update.tables_of_rows import tables_of_rows, used_table_sizes
 from tpu_embedding.update.totals import across_shards, find_totals, known_totals
 from tpu_embedding.xla import read_before_write
 
@@ -105,7 +105,7 @@ def apply_gradient(
         stack=stack,
         step=state.step if is_rounded else None,
     )
-    sizes = None if used_rows is None else live_rows(used_rows, stack)
+    sizes = None if used_rows is None else used_table_sizes(used_rows, stack)
     step = _Step(stack=stack, plan=plan, writer=writer, table_sizes=sizes)
     if not is_rounded:
         return _apply(table, state, gradient, step)
@@ -264,7 +264,7 @@ def _touched_rows(
 ) -> TableRows:
     stack, writer = step.stack, step.writer
     is_touched = row_ids != PADDING_ROW_ID
-    known = shard_rows(row_ids, is_touched, all_reduce, stack)
+    known = tables_of_rows(row_ids, is_touched, all_reduce, stack)
     sizes = known.table_sizes if step.table_sizes is None else step.table_sizes
     return dataclasses.replace(
         known,

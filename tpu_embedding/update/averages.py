@@ -14,7 +14,7 @@ from tpu_embedding.plan.stack_plan import TrainedStackPlan
 from tpu_embedding.rows.consecutive_rows import blocks_of, read_block, write_block
 from tpu_embedding.rows.packed_rows import PackedRows, load_rows, store_rows
 from tpu_embedding.update.every_row import KeptGradientState
-from tpu_embedding.update.shard_rows import shard_rows
+from tpu_embedding.update.tables_of_rows import tables_of_rows
 from tpu_embedding.update.totals import across_shards
 
 
@@ -80,7 +80,7 @@ def _squares_by_table(
     (size, _) = values.shape
     row_ids = start + jnp.arange(size, dtype=jnp.int32)
     # Of this shard: the caller adds up the shards once, after the last block.
-    rows = shard_rows(row_ids, jnp.ones(size, bool), lambda x, _: x, stack)
+    rows = tables_of_rows(row_ids, jnp.ones(size, bool), lambda x, _: x, stack)
     return rows.total(jnp.sum(jnp.square(values), axis=1))
 
 

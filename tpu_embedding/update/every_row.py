@@ -31,8 +31,8 @@ from tpu_embedding.update.lazy_update import (
     slots_of,
     with_slots,
 )
-from tpu_embedding.update.shard_rows import shard_rows
 from tpu_embedding.update.table_writer import TableWriter
+from tpu_embedding.update.tables_of_rows import tables_of_rows
 from tpu_embedding.update.totals import across_shards, find_totals, known_totals
 from tpu_embedding.xla import read_before_write, run_if
 
@@ -63,7 +63,7 @@ def init_every_row(
 
     def rows_of(row_ids):
         is_touched = jnp.zeros(row_ids.shape, bool)
-        return shard_rows(row_ids, is_touched, across_shards(stack, plan), stack)
+        return tables_of_rows(row_ids, is_touched, across_shards(stack, plan), stack)
 
     takes_totals = stack.optimizer.takes_totals
     rule: Any = lift_to_rows(stack.optimizer, rows_of if takes_totals else None)
@@ -277,7 +277,7 @@ def _run_on_block(
         gradient, touches = kept
     row_ids = start + jnp.arange(size, dtype=jnp.int32)
     known = dataclasses.replace(
-        shard_rows(row_ids, touches > 0, all_reduce, stack),
+        tables_of_rows(row_ids, touches > 0, all_reduce, stack),
         stored=functools.partial(writer.values_after, row_ids, layout=stack.layout),
     )
     is_finite = rates_are_finite(stack.optimizer, stack.dim, jax.tree.leaves(inner))

@@ -140,7 +140,8 @@ def step_on_no_row(
         return jnp.zeros((_PADDING_ROWS, *leaf.layout.row_shape), dtype)
 
     old = tree.unflatten(map(rows_of_padding, leaves))
-    with table_rows_context(table_sizes and _padding_rows(table_sizes)):
+    known = None if table_sizes is None else _padding_rows(table_sizes)
+    with table_rows_context(known):
         _, new_state = optimizer.update(zeros, old, zeros)
     new = tree.flatten_up_to(new_state)
     return tree.unflatten(

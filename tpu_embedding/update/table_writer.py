@@ -30,7 +30,7 @@ from tpu_embedding.rows.access import (
 )
 from tpu_embedding.rows.narrow_rows import encode_rows, mix_bits, random_bits
 from tpu_embedding.rows.packed_rows import PackedRows, RowLayout, load_rows
-from tpu_embedding.update.shard_rows import rows_of_stack
+from tpu_embedding.update.tables_of_rows import rows_of_stack
 
 
 class RoundedState(NamedTuple):

@@ -22,14 +22,14 @@ from tpu_embedding.rows.packed_rows import (
 )
 from tpu_embedding.types import PADDING_ROW_ID
 from tpu_embedding.update.lazy_update import is_slot, map_slots, slots_of, with_slots
-from tpu_embedding.update.shard_rows import shard_rows
 from tpu_embedding.update.table_writer import RoundedState
+from tpu_embedding.update.tables_of_rows import tables_of_rows
 from tpu_embedding.xla import as_variables, read_before_write
 
 _ROWS_PER_TURN: Final = 256
 
 
-def start_rows(
+def init_new_rows(
     table: PackedRows,
     state: Any,
     new_rows: NewRows,
@@ -54,7 +54,7 @@ def start_rows(
       New table and state.
     """
     if isinstance(state, RoundedState):
-        table, inner = start_rows(
+        table, inner = init_new_rows(
             table, state.inner, new_rows, init_keys, stack, all_reduce
         )
         return table, RoundedState(step=state.step, inner=inner)
@@ -62,8 +62,10 @@ def start_rows(
 
     def start_some(carry):
         turn, table, slots, changes = carry
-        row_ids, *ids = _rows_of_turn(turn, per_turn, new_rows, table.layout)
-        values = initial_rows(*ids, init_keys, stack)
+        row_ids, first, second, tables = _rows_of_turn(
+            turn, per_turn, new_rows, table.layout
+        )
+        values = initial_values_of_ids(first, second, tables, init_keys, stack)
         stored = load_rows(store_rows(values, table.layout), table.layout)
         new = _initial_state(stored, row_ids, state, stack)
         if changes:
@@ -111,7 +113,7 @@ def _rows_of_turn(
     return rows, first, second, tables
 
 
-def initial_rows(
+def initial_values_of_ids(
     first: UInt32[Array, " ids"],
     second: UInt32[Array, " ids"],
     tables: Int[Array, " ids"],
@@ -180,7 +182,7 @@ def _initial_state(
     known = None
     if stack.optimizer.takes_totals:
         is_touched = jnp.zeros(row_ids.shape, bool)
-        known = shard_rows(row_ids, is_touched, lambda totals, _: totals, stack)
+        known = tables_of_rows(row_ids, is_touched, lambda totals, _: totals, stack)
     with table_rows_context(known):
         return stack.optimizer.init(values)
 
