@@ -11,9 +11,9 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Int, Integer
 
-from tpu_embedding.lookup._running_sums import running_sum
 from tpu_embedding.rows.packed_rows import gather_in_bounds
 from tpu_embedding.types import PADDING_ROW_ID
+from tpu_embedding.xla import running_sum
 
 _MAX_COMPARISONS: Final = 2**23
 """Maximum comparisons of a search that compares each query with each value.
@@ -53,7 +53,7 @@ def rank_unique(*words: Integer[Array, " n"]) -> Ranked:
     for word in ids:
         is_new |= word[1:] != word[:-1]
     is_new = jnp.concatenate([jnp.ones(1, bool), is_new])
-    return Ranked(tuple(ids), order, running_sum(is_new.astype(jnp.int32)) - 1)
+    return Ranked(tuple(ids), order, running_sum(is_new) - 1)
 
 
 def unsort(

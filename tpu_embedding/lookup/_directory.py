@@ -25,12 +25,11 @@ from tpu_embedding.dynamic import (
 from tpu_embedding.lookup._admission import admit
 from tpu_embedding.lookup._dedup import rank_unique, unsort
 from tpu_embedding.lookup._mixed_ids import MixedIds, Pass, read_elements, set_elements
-from tpu_embedding.lookup._running_sums import running_sum
 from tpu_embedding.plan.dynamic_rows import DynamicTablePlan
 from tpu_embedding.rows.id_directory import IdDirectory, NewRows
 from tpu_embedding.rows.id_mixing import NO_ID
 from tpu_embedding.types import PADDING_ROW_ID
-from tpu_embedding.xla import read_before_write
+from tpu_embedding.xla import read_before_write, running_sum
 
 _BUCKETS_PER_TURN: Final = 128
 """Buckets that one turn of the loop over new ids fills."""
@@ -252,13 +251,13 @@ class _Groups(NamedTuple):
 def _group(ids: MixedIds, is_admitted: Bool[Array, " ids"]) -> _Groups:
     (num_ids,) = is_admitted.shape
     numbers = jnp.arange(num_ids, dtype=jnp.int32)
-    rank = running_sum(is_admitted.astype(jnp.int32)) - 1
+    rank = running_sum(is_admitted) - 1
     # The last admitted id before each one tells whether a bucket begins.
     sources = _scatter(numbers, jnp.where(is_admitted, rank, num_ids), num_ids)
     buckets = ids.buckets.at[sources].get(mode="clip", wrap_negative_indices=False)
     num_admitted = rank[-1] + 1
     is_head = (numbers < num_admitted) & (jnp.diff(buckets, prepend=-1) != 0)
-    group = running_sum(is_head.astype(jnp.int32)) - 1
+    group = running_sum(is_head) - 1
     at = jnp.where(is_head, group, num_ids)
     starts = jnp.full((num_ids + 1,), num_admitted, jnp.int32)
     starts = starts.at[at].min(numbers, mode="drop", wrap_negative_indices=False)
@@ -408,7 +407,7 @@ def _new_rows(
 ) -> NewRows:
     """Moves new rows to the front."""
     (size,) = is_new.shape
-    rank = running_sum(is_new.astype(jnp.int32))
+    rank = running_sum(is_new)
     positions = jnp.where(is_new, rank - 1, size)
     padding = jnp.full((size,), PADDING_ROW_ID, jnp.int32)
     return NewRows(

@@ -20,12 +20,12 @@ from jaxtyping import Array, Bool, Float, Int
 from tpu_embedding.lookup._combine import scale_samples
 from tpu_embedding.lookup._dedup import rank_unique, unsort
 from tpu_embedding.lookup._flatten_to_owners import PoolingSpec
-from tpu_embedding.lookup._running_sums import forward_fill
 from tpu_embedding.plan.capacity import LANES
 from tpu_embedding.rows.access import gather_lines
 from tpu_embedding.rows.packed_rows import gather_in_bounds, round_up
 from tpu_embedding.rows.row_gradients import RowGradients
 from tpu_embedding.types import PADDING_ROW_ID
+from tpu_embedding.xla import forward_fill
 
 _MAX_CHUNKS: Final = 8
 """Maximum iterations of the loop, reached if almost all occurrences are repeats."""

@@ -21,7 +21,7 @@ from jax.experimental.compute_on import compute_on
 from jaxtyping import Array, Bool, Float, Int, UInt32
 
 from tpu_embedding.types import PADDING_ROW_ID
-from tpu_embedding.xla import computed_apart
+from tpu_embedding.xla import computed_apart, running_sum
 
 ALIGNMENT: Final = 8
 """The ids of a partition begin at a multiple of this position."""
@@ -43,9 +43,6 @@ _SORTED_TILE: Final = 4096
 
 _RISING: Final[dict[str, Any]] = dict(indices_are_sorted=True, mode="promise_in_bounds")
 """Options of scatters at positions that rise: XLA:TPU need not sort them."""
-
-_BLOCK: Final = 128
-"""Numbers that a running sum adds at once: the lanes of a TPU's vector register."""
 
 
 @jax.tree_util.register_dataclass
@@ -203,7 +200,7 @@ def _count_groups(
     is_new_row = _differs(group) | _differs(row)
     is_new_id = is_new_row | _differs(sample)
     bounds = jnp.searchsorted(group, jnp.arange(num_groups + 1, dtype=jnp.int32))
-    sums = _running_sum(is_new_id), _running_sum(is_new_row)
+    sums = [jnp.pad(running_sum(x), (1, 0)) for x in (is_new_id, is_new_row)]
     num_ids, num_rows = computed_apart(sums)
     return _Counts(
         before=num_ids,
@@ -294,15 +291,3 @@ def _on_sparse_cores(function: Callable[..., Array]) -> Any:
 def _differs(values: Int[Array, " ids"]) -> Bool[Array, " ids"]:
     """Returns True where a value differs from the one before it, and at the first."""
     return jnp.concatenate([jnp.ones(1, bool), values[1:] != values[:-1]])
-
-
-def _running_sum(terms: Bool[Array, " ids"]) -> Int[Array, " ids_and_one"]:
-    """Returns the sums of the terms before each position, and of all terms.
-
-    XLA:TPU compiles `jnp.cumsum` of many terms for long.
-    """
-    blocks = jnp.pad(terms, (0, -terms.shape[0] % _BLOCK)).reshape(-1, _BLOCK)
-    within = jnp.cumsum(blocks, axis=1, dtype=jnp.int32)
-    before = jnp.cumsum(within[:, -1]) - within[:, -1]
-    sums = (within + before[:, None]).reshape(-1)[: terms.shape[0]]
-    return jnp.pad(sums, (1, 0))
