@@ -279,7 +279,7 @@ def _add_tables(parts: list[TableGradients]) -> TableGradients:
 
         def join(sealed, stack=stack):
             parts = [part.open() for part in sealed]
-            return seal_gradient(join_gradients(parts, stack, plan))
+            return seal_gradient(join_gradients(parts, stack))
 
         if len(sealed) > 1:
             stacks[stack.name] = _on_shards(join, sealed, plan)
@@ -293,7 +293,7 @@ def _row_updates(
     sealed: Sealed, stack: TrainedStackPlan, plan: EmbeddingPlan
 ) -> RowUpdates:
     def read(sealed: Sealed) -> RowUpdates:
-        rounds = gradient_rounds(sealed.open(), stack, plan)
+        rounds = gradient_rounds(sealed.open(), stack)
         return rounds.first.as_row_updates()
 
     return _on_shards(read, sealed, plan, stack.rows_spec)
@@ -328,7 +328,7 @@ def _total_of_stack(
     (stack,) = (stack for stack in plan.trained_stacks if stack.name == name)
 
     def measure_shard(sealed: Sealed) -> Array:
-        rounds = gradient_rounds(sealed.open(), stack, plan)
+        rounds = gradient_rounds(sealed.open(), stack)
 
         def body(total: Array, part: RowGradients, rows: Any) -> Array:
             del rows

@@ -214,11 +214,11 @@ def _insert_shard(
 
     def start(rows, new: NewRows):
         table, state = rows
-        all_reduce = across_shards(stack, plan)
+        all_reduce = across_shards(stack)
         return init_new_rows(table, state, new, directory.init_keys, stack, all_reduce)
 
     directory, rows, found, hits, counts = insert_rows(
-        directory, start, (table, state), sources, clock, stack, plan
+        directory, start, (table, state), sources, clock, stack
     )
     stats = _stats(sources, hits, counts, directory, stack, plan)
     return (directory, *rows), found, stats
@@ -244,7 +244,7 @@ def _find_ids(tables: dict[str, Any], features: Any, plan: EmbeddingPlan) -> Fin
     sources, rows, stats = _source_ids(features, plan), {}, {}
 
     def find_shard(directory, sources, stack):
-        found, hits = find_rows(directory, sources, stack, plan)
+        found, hits = find_rows(directory, sources, stack)
         counts = no_counts(len(stack.tables))
         return found, _stats(sources, hits, counts, directory, stack, plan)
 

@@ -52,7 +52,7 @@ def finalize_variable_values(
     for stack in plan.trained_stacks:
         table, state = tables[stack.name], slots[stack.name]
         if averaged_nodes(state):
-            swap = functools.partial(swap_in_averages, stack=stack, plan=plan)
+            swap = functools.partial(swap_in_averages, stack=stack)
             specs = stack.rows_spec, state_specs(state, stack)
             swapped = on_shards(swap, plan, in_specs=specs, out_specs=specs)
             new_tables[stack.name], new_slots[stack.name] = swapped(table, state)

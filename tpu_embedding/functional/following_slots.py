@@ -195,7 +195,7 @@ def _follow(
                 return _with_rows(old, new, table, old_table, num_set, stack)
             return old
 
-        new = init_state(table, stack, plan)
+        new = init_state(table, stack)
         return _map_rule_state(new_of, state, new, _following_parts(stack))
 
     specs, rows = state_specs(state, stack), stack.rows_spec

@@ -215,12 +215,13 @@ def _route(
 
     def route_shard(shardables):
         inputs = list(map(to_feature_input, shardables, shapes))
-        return {
-            stack.name: route_stack(
-                [inputs[i] for i in plan.features_of(stack)], stack, plan
-            )
-            for stack in plan.used_stacks
-        }
+        routings = {}
+        for stack in plan.used_stacks:
+            indices = plan.features_of(stack)
+            features = [plan.features[i] for i in indices]
+            of_stack = [inputs[i] for i in indices]
+            routings[stack.name] = route_stack(of_stack, features, stack)
+        return routings
 
     def fill_up_and_route(leaves):
         shardables = [
@@ -266,7 +267,7 @@ def _read_routed(tables: dict[str, PackedRows], routed: Routing) -> LookupResult
 
     def read_shard(tables, routed):
         return {
-            stack.name: read_stack(tables[stack.name], routed[stack.name], stack, plan)
+            stack.name: read_stack(tables[stack.name], routed[stack.name], stack)
             for stack in plan.used_stacks
         }
 
@@ -331,7 +332,6 @@ def compute_gradients(
                     routings[stack.name],
                     [by_feature[i] for i in plan.features_of(stack)],
                     stack,
-                    plan,
                 )
             )
             for stack in plan.trained_stacks
@@ -374,7 +374,7 @@ def init_slots(tables: dict[str, PackedRows], plan: EmbeddingPlan) -> dict[str, 
 
 def _init_stack(table: PackedRows, stack: TrainedStackPlan, plan: EmbeddingPlan) -> Any:
     """Returns the optimizer state of a stack."""
-    init_shard = functools.partial(init_state, stack=stack, plan=plan)
+    init_shard = functools.partial(init_state, stack=stack)
     in_shards = functools.partial(on_shards, init_shard, plan, in_specs=stack.rows_spec)
     # The structure of the state says which leaves are sharded.
     structure = jax.eval_shape(in_shards(out_specs=PartitionSpec()), table)
@@ -458,8 +458,8 @@ def _update_stack(
         def update_by_rounds(table, state):
             rounds = gradient_of_no_row(stack.dim)
             if gradient is not None:
-                rounds = gradient_rounds(gradient, stack, plan)
-            return apply_gradient(table, state, rounds, stack, plan, used_rows)
+                rounds = gradient_rounds(gradient, stack)
+            return apply_gradient(table, state, rounds, stack, used_rows)
 
         squares = None if gradient_norm is None else lambda: jnp.square(gradient_norm)
         with model_gradient_context(squares):

@@ -31,7 +31,6 @@ from tpu_embedding.lookup._sum_by_row import (
     merge,
     spread,
 )
-from tpu_embedding.plan.plan import EmbeddingPlan
 from tpu_embedding.plan.replicas import choose_reduction
 from tpu_embedding.plan.stack_plan import TrainedStackPlan
 from tpu_embedding.rows.opaque_row_ids import Sealed, seal
@@ -81,7 +80,6 @@ def stack_gradient(
     routing: StackRouting,
     cotangents: Sequence[Float[Array, "_ dim"]],
     stack: TrainedStackPlan,
-    plan: EmbeddingPlan,
 ) -> StackGradient:
     """Returns the gradient of a stacked table. Per shard.
 
@@ -89,22 +87,21 @@ def stack_gradient(
       routing: facts that the lookup handed on.
       cotangents: derivatives of the loss by the activations, per feature.
       stack: plan of the stack.
-      plan: gives the mesh.
     """
     ids, first = None, None
     if stack.updates == "blocks":
         ids = sorted_blocks(routing.keys, stack.dim)
     elif stack.backend.updates == "xla":
-        ids = _sent_ids(routing, stack, plan)
+        ids = _sent_ids(routing, stack)
         reader = cotangent_reader(cotangents, routing.poolings)
-        first = _receive(ids.first, ids, reader, stack, plan)
+        first = _receive(ids.first, ids, reader, stack)
     return StackGradient(
         routing=routing, cotangents=list(cotangents), ids=ids, first=first
     )
 
 
 def join_gradients(
-    gradients: Sequence[StackGradient], stack: TrainedStackPlan, plan: EmbeddingPlan
+    gradients: Sequence[StackGradient], stack: TrainedStackPlan
 ) -> StackGradient:
     """Returns the sum of several gradients of a stacked table. Per shard.
 
@@ -122,18 +119,16 @@ def join_gradients(
     routing = StackRouting(
         keys=keys,
         sent=None,
-        by_core=ids_by_core(keys, poolings, stack, plan) if on_sparse_cores else None,
+        by_core=ids_by_core(keys, poolings, stack) if on_sparse_cores else None,
         poolings=poolings,
         out_of_range=[count for part in parts for count in part.out_of_range],
         max_unique_ids=max_unique_ids,
     )
     cotangents = [x for gradient in gradients for x in gradient.cotangents]
-    return stack_gradient(routing, cotangents, stack, plan)
+    return stack_gradient(routing, cotangents, stack)
 
 
-def gradient_rounds(
-    gradient: StackGradient, stack: TrainedStackPlan, plan: EmbeddingPlan
-) -> GradientRounds:
+def gradient_rounds(gradient: StackGradient, stack: TrainedStackPlan) -> GradientRounds:
     """Brings a gradient to the owners of its rows, round by round. Per shard.
 
     The first round is straight-line code. The ids of later rounds cross the network a
@@ -142,16 +137,15 @@ def gradient_rounds(
     Args:
       gradient: from `stack_gradient`, or a sum.
       stack: plan of the stack.
-      plan: gives the mesh.
     """
     reader = cotangent_reader(gradient.cotangents, gradient.routing.poolings)
     sent, first = gradient.ids, gradient.first
     if isinstance(sent, IdBlocks):
         return gradient_blocks(sent, reader, stack.layout)
     if sent is None:
-        sent = _sent_ids(gradient.routing, stack, plan)
+        sent = _sent_ids(gradient.routing, stack)
     if first is None:
-        first = _receive(sent.first, sent, reader, stack, plan)
+        first = _receive(sent.first, sent, reader, stack)
     if sent.size.holds_all:
         return GradientRounds(first=first)
 
@@ -160,12 +154,12 @@ def gradient_rounds(
     ) -> Carry:
         def run(state: tuple[Carry, Array], current: Round) -> tuple[Carry, Array]:
             carry, first_row = state
-            received = _receive(current, sent, reader, stack, plan)
+            received = _receive(current, sent, reader, stack)
             rows = RowRange(first_row, current.end_row[0])
             return body(carry, received, rows), current.end_row[0]
 
         state = (carry, sent.first.end_row[0])
-        (carry, _), _ = fold_later_rounds(run, state, sent, stack, plan)
+        (carry, _), _ = fold_later_rounds(run, state, sent, stack)
         return carry
 
     return GradientRounds(
@@ -190,13 +184,11 @@ def gradient_by_sample(
     return ids, gradients_by_sample(gradient.cotangents, ids, routing.poolings, stack)
 
 
-def _sent_ids(
-    routing: StackRouting, stack: TrainedStackPlan, plan: EmbeddingPlan
-) -> SentIds:
+def _sent_ids(routing: StackRouting, stack: TrainedStackPlan) -> SentIds:
     """Returns the ids at the owners of their rows, and sends them if need be."""
     if routing.sent is not None:
         return routing.sent
-    return send_ids(routing.keys, routing.max_unique_ids, stack, plan)
+    return send_ids(routing.keys, routing.max_unique_ids, stack)
 
 
 def _receive(
@@ -204,22 +196,21 @@ def _receive(
     sent: SentIds,
     cotangents_of: ReadCotangents,
     stack: TrainedStackPlan,
-    plan: EmbeddingPlan,
 ) -> RowGradients:
     """Sums the cotangents of a round by row, and sends them to the owners."""
     order, positions = sent.unique.order, current.buffer_positions
     by_row = spread(cotangents_of, order, positions, sent.size.buffer_size)
     received = RowGradients(row_ids=current.requests, values=exchange(by_row, stack))
-    return _at_owner(received, sent, stack, plan)
+    return _at_owner(received, sent, stack)
 
 
 def _at_owner(
-    received: RowGradients, sent: SentIds, stack: TrainedStackPlan, plan: EmbeddingPlan
+    received: RowGradients, sent: SentIds, stack: TrainedStackPlan
 ) -> RowGradients:
     """Sums the gradients that an owner received for one row."""
     if choose_reduction(stack, received.row_ids.shape[0]) == "table":
         return add_dense_gradients(received, stack)
-    received = gather_from_replicas(received, stack, plan)
+    received = gather_from_replicas(received, stack)
     row_ids = received.row_ids
     match stack.optimizer.duplicates:
         case "sequence":
@@ -231,7 +222,7 @@ def _at_owner(
                 merge(row_ids, received.values, max_rows),
                 occurrences=received.as_row_updates(),
             )
-    if plan.num_shards == 1:
+    if stack.num_devices == 1:
         return received
     max_rows = min(stack.num_replicas * sent.size.unique_rows, stack.rows_per_shard)
     return merge(row_ids, received.values, max_rows)

@@ -28,7 +28,7 @@ from tpu_embedding.lookup._flatten_to_owners import (
 )
 from tpu_embedding.lookup._rounds import Round, SentIds, fold_later_rounds, send_ids
 from tpu_embedding.lookup._sparse_cores import ids_by_core, look_up
-from tpu_embedding.plan.plan import EmbeddingPlan
+from tpu_embedding.plan.features import FeaturePlan
 from tpu_embedding.plan.stack_plan import StackPlan
 from tpu_embedding.rows.packed_rows import PackedRows
 from tpu_embedding.sparse_core.limits import SparseCoreIds
@@ -81,26 +81,27 @@ class StackLookup:
 
 
 def route_stack(
-    inputs: Sequence[FeatureInput], stack: StackPlan, plan: EmbeddingPlan
+    inputs: Sequence[FeatureInput],
+    features: Sequence[FeaturePlan],
+    stack: StackPlan,
 ) -> StackRouting:
     """Sends the ids of one stack to the owners of their rows. Per shard.
 
     It reads no table, so it may run before an update of the table.
 
     Args:
-      inputs: per feature of the stack.
+      inputs: ids of each feature of the stack.
+      features: their plans.
       stack: plan of the stack.
-      plan: gives the mesh.
     """
-    features = [plan.features[i] for i in plan.features_of(stack)]
     keys, poolings, out_of_range = flatten(inputs, features, stack)
     max_unique = max_unique_ids(inputs, features, stack)
-    sent = send_ids(keys, max_unique, stack, plan) if stack.sends_ids else None
+    sent = send_ids(keys, max_unique, stack) if stack.sends_ids else None
     on_sparse_cores = stack.backend.lookups == "sparse_core"
     return StackRouting(
         keys=keys,
         sent=sent,
-        by_core=ids_by_core(keys, poolings, stack, plan) if on_sparse_cores else None,
+        by_core=ids_by_core(keys, poolings, stack) if on_sparse_cores else None,
         poolings=poolings,
         out_of_range=[count[None] for count in out_of_range],
         max_unique_ids=max_unique,
@@ -108,7 +109,7 @@ def route_stack(
 
 
 def read_stack(
-    table: PackedRows, routing: StackRouting, stack: StackPlan, plan: EmbeddingPlan
+    table: PackedRows, routing: StackRouting, stack: StackPlan
 ) -> StackLookup:
     """Reads the rows of routed ids, and combines them. Per shard.
 
@@ -116,15 +117,14 @@ def read_stack(
       table: this shard's rows.
       routing: routed ids of the stack.
       stack: plan of the stack.
-      plan: gives the mesh.
     """
     sent, poolings = routing.sent, routing.poolings
     if routing.by_core is not None:
-        activations, rounds = _read_on_sparse_cores(table, routing, stack, plan)
+        activations, rounds = _read_on_sparse_cores(table, routing, stack)
     elif sent is None:
         activations, rounds = _read_own_rows(table, routing, stack), jnp.int32(1)
     else:
-        activations, rounds = _read_rounds(table, sent, poolings, stack, plan)
+        activations, rounds = _read_rounds(table, sent, poolings, stack)
     activations, routing = _order(activations, routing)
     if sent is None:
         return StackLookup(
@@ -140,7 +140,7 @@ def read_stack(
 
 
 def _read_on_sparse_cores(
-    table: PackedRows, routing: StackRouting, stack: StackPlan, plan: EmbeddingPlan
+    table: PackedRows, routing: StackRouting, stack: StackPlan
 ) -> tuple[list[Float[Array, "_ dim"]], Int[Array, ""]]:
     """Looks rows up on SparseCores, or by the exchange if the ids are too many."""
     ids, poolings = routing.by_core, routing.poolings
@@ -152,8 +152,8 @@ def _read_on_sparse_cores(
     def exchange_rows(table: PackedRows) -> tuple[list[Array], Array]:
         if stack.num_shards == 1:
             return _read_own_rows(table, routing, stack), jnp.int32(1)
-        sent = send_ids(routing.keys, routing.max_unique_ids, stack, plan)
-        return _read_rounds(table, sent, poolings, stack, plan)
+        sent = send_ids(routing.keys, routing.max_unique_ids, stack)
+        return _read_rounds(table, sent, poolings, stack)
 
     return jax.lax.cond(ids.fits[0], look_up_rows, exchange_rows, table)
 
@@ -176,20 +176,17 @@ def _read_rounds(
     sent: SentIds,
     poolings: list[PoolingSpec],
     stack: StackPlan,
-    plan: EmbeddingPlan,
 ) -> tuple[list[Float[Array, "_ dim"]], Int[Array, ""]]:
     """Fetches and pools rows, round by round; also returns the number of rounds."""
 
     def read_round(current: Round) -> list[Array]:
-        rows = fetch_rows(table, current.requests, stack, plan)
+        rows = fetch_rows(table, current.requests, stack)
         return pool_buffer(rows, sent.positions(current), poolings, stack.gathers)
 
     def add_round(sums: list[Array], current: Round) -> list[Array]:
         return jax.tree.map(jnp.add, sums, read_round(current))
 
-    sums, rounds = fold_later_rounds(
-        add_round, read_round(sent.first), sent, stack, plan
-    )
+    sums, rounds = fold_later_rounds(add_round, read_round(sent.first), sent, stack)
     return samples_of(sums, poolings), rounds
 
 

@@ -33,7 +33,6 @@ from tpu_embedding.lookup._dedup import (
 )
 from tpu_embedding.lookup._exchange import exchange
 from tpu_embedding.plan.capacity import RoundSize
-from tpu_embedding.plan.plan import EmbeddingPlan
 from tpu_embedding.plan.stack_plan import StackPlan
 from tpu_embedding.types import PADDING_ROW_ID
 
@@ -91,7 +90,7 @@ class SentIds:
 
 
 def send_ids(
-    keys: Int[Array, " ids"], max_unique_ids: int, stack: StackPlan, plan: EmbeddingPlan
+    keys: Int[Array, " ids"], max_unique_ids: int, stack: StackPlan
 ) -> SentIds:
     """Sends the unique ids of the first round to the owners of their rows. Per shard.
 
@@ -99,7 +98,6 @@ def send_ids(
       keys: keys of all features; see `_flatten_to_owners.py`.
       max_unique_ids: upper bound on the unique ids of a shard.
       stack: plan of the stack.
-      plan: gives the mesh.
     """
     unique = dedup(
         (keys,),
@@ -107,7 +105,7 @@ def send_ids(
         stack.rows_per_shard,
         keeps_duplicates=stack.keeps_duplicates,
     )
-    return send_unique(unique, (), stack.round_size(max_unique_ids), stack, plan)
+    return send_unique(unique, (), stack.round_size(max_unique_ids), stack)
 
 
 def send_unique(
@@ -115,7 +113,6 @@ def send_unique(
     companions: tuple[UInt32[Array, " ids"], ...],
     size: RoundSize,
     stack: StackPlan,
-    plan: EmbeddingPlan,
 ) -> SentIds:
     """Sends the first round of unique ids to their owners. Per shard.
 
@@ -124,10 +121,9 @@ def send_unique(
       companions: see `SentIds`.
       size: buffer sizes of each round.
       stack: gives the axes of the exchange.
-      plan: gives the mesh.
     """
     first_ranks = unique.first_ranks[:-1]
-    first = _next_round(unique, companions, first_ranks, size, stack, plan)
+    first = _next_round(unique, companions, first_ranks, size, stack)
     return SentIds(unique=unique, first=first, companions=companions, size=size)
 
 
@@ -136,7 +132,6 @@ def fold_later_rounds(
     carry: Carry,
     ids: SentIds,
     stack: StackPlan,
-    plan: EmbeddingPlan,
     num_passes: int = 1,
 ) -> tuple[Carry, Int[Array, ""]]:
     """Folds `carry = body(carry, round)` over the rounds after the first. Per shard.
@@ -146,7 +141,6 @@ def fold_later_rounds(
       carry: first value, which the caller made of the first round, `ids.first`.
       ids: from `send_ids`.
       stack: plan of the stack.
-      plan: gives the mesh.
       num_passes: how often the rounds run, if there are several. Each pass after the
         first one begins with the first round.
 
@@ -158,9 +152,7 @@ def fold_later_rounds(
 
     def run(state):
         carry, next_ranks, passes_left, rounds = state
-        current = _next_round(
-            ids.unique, ids.companions, next_ranks, ids.size, stack, plan
-        )
+        current = _next_round(ids.unique, ids.companions, next_ranks, ids.size, stack)
         carry = body(carry, current)
         (is_pending,) = current.is_pending
         next_ranks = current.next_ranks
@@ -185,7 +177,6 @@ def _next_round(
     first_ranks: Int[Array, " shards"],
     size: RoundSize,
     stack: StackPlan,
-    plan: EmbeddingPlan,
 ) -> Round:
     """Sends the requests of a round. Per shard.
 
@@ -195,14 +186,13 @@ def _next_round(
       first_ranks: the first pending rank of each destination.
       size: buffer sizes of the round.
       stack: the stack's plan.
-      plan: gives the mesh axes of the all-reduce.
     """
     if size.holds_all:
         # No batch of this shape needs a second round: there is no range to agree on.
         next_ranks = unique.first_ranks[1:]
         end_row, is_pending = jnp.int32(unique.keys_per_shard), jnp.zeros((), bool)
     else:
-        next_ranks, end_keys = _agree_on_range(unique, first_ranks, size, stack, plan)
+        next_ranks, end_keys = _agree_on_range(unique, first_ranks, size, stack)
         end_row = end_keys[jax.lax.axis_index(stack.shard_axes)]
         is_pending = jnp.any(end_keys != unique.keys_per_shard)
     buffer_positions, requests = _fill(
@@ -222,7 +212,6 @@ def _agree_on_range(
     first_ranks: Int[Array, " shards"],
     size: RoundSize,
     stack: StackPlan,
-    plan: EmbeddingPlan,
 ) -> tuple[Int[Array, " shards"], Int[Array, " shards"]]:
     """Finds the range of ids of each destination that a round holds for all sources.
 
@@ -238,11 +227,11 @@ def _agree_on_range(
         jnp.where(fits, unique.keys_per_shard, key - first_keys),
         *(jnp.where(fits, jnp.uint32(0), word) for word in others),
     )
-    end_keys, *others = _smallest(end, plan)
+    end_keys, *others = _smallest(end, stack)
     return count_below((first_keys + end_keys, *others), unique), end_keys
 
 
-def _smallest(words: Words, plan: EmbeddingPlan) -> Words:
+def _smallest(words: Words, stack: StackPlan) -> Words:
     """Returns the smallest id of all devices for each destination.
 
     Over all axes: replicas of a shard take the same ids in a round.
@@ -253,7 +242,7 @@ def _smallest(words: Words, plan: EmbeddingPlan) -> Words:
             word = jnp.where(
                 is_candidate, word, jnp.full_like(word, jnp.iinfo(word.dtype).max)
             )
-        smallest.append(jax.lax.pmin(word, plan.sample_axes))
+        smallest.append(jax.lax.pmin(word, stack.sample_axes))
         is_equal = word == smallest[-1]
         is_candidate = is_equal if is_candidate is None else is_candidate & is_equal
     return tuple(smallest)

@@ -20,7 +20,6 @@ from jaxtyping import Array, Float, Int
 from tpu_embedding.lookup._combine import samples_of, scale_samples
 from tpu_embedding.lookup._flatten_to_owners import PoolingSpec
 from tpu_embedding.lookup._sum_by_row import gain_of_each_id
-from tpu_embedding.plan.plan import EmbeddingPlan
 from tpu_embedding.plan.stack_plan import StackPlan
 from tpu_embedding.rows.packed_rows import PackedRows, round_up, rows_of_lines
 from tpu_embedding.sparse_core import operations
@@ -49,7 +48,6 @@ def ids_by_core(
     keys: Int[Array, " ids"],
     poolings: Sequence[PoolingSpec],
     stack: StackPlan,
-    plan: EmbeddingPlan,
 ) -> SparseCoreIds:
     """Sorts ids by SparseCore, and checks the limits on all devices. Per shard.
 
@@ -57,7 +55,6 @@ def ids_by_core(
       keys: keys of all features; see `_flatten_to_owners.py`.
       poolings: the features of the stack.
       stack: plan of the stack.
-      plan: gives the mesh.
     """
     cores, layout = stack.backend.cores, stack.layout
     owner, row = jnp.divmod(keys, stack.rows_per_shard)
@@ -66,7 +63,7 @@ def ids_by_core(
     gains = gain_of_each_id(poolings)
     sizes = Sizes(
         num_samples=cores * _samples_per_core(poolings, cores),
-        limits=_limits_of(poolings, stack, plan),
+        limits=_limits_of(poolings, stack),
         cores=cores,
         axes=stack.shard_axes,
     )
@@ -83,7 +80,7 @@ def ids_by_core(
     )
     # Gains of equal ids of a sample are summed, and may overflow.
     is_finite = jnp.all(jnp.isfinite(ids.gains) | (ids.rows == PADDING_ROW_ID))
-    fits = are_within(largest, sizes.limits, plan.sample_axes, is_finite)
+    fits = are_within(largest, sizes.limits, stack.sample_axes, is_finite)
     return SparseCoreIds(ids=ids, fits=fits[None], sizes=sizes)
 
 
@@ -126,17 +123,15 @@ def gradients_by_sample(
     return by_core.reshape(ids.sizes.num_samples, -1)
 
 
-def _limits_of(
-    poolings: Sequence[PoolingSpec], stack: StackPlan, plan: EmbeddingPlan
-) -> Limits:
+def _limits_of(poolings: Sequence[PoolingSpec], stack: StackPlan) -> Limits:
     """Returns the limits of the operations, or those that the user gives."""
     cores = stack.backend.cores
     return choose_limits(
         sum(_max_ids_of_core(pooling, cores) for pooling in poolings),
         num_samples=_samples_per_core(poolings, cores),
         num_partitions=cores * stack.num_shards,
-        memory_bytes=plan.hardware.subcore_memory_bytes or _EMULATED_BYTES,
-        sends_rows_once=plan.hardware.sends_rows_once,
+        memory_bytes=stack.hardware.subcore_memory_bytes or _EMULATED_BYTES,
+        sends_rows_once=stack.hardware.sends_rows_once,
         max_ids=stack.backend.max_ids,
     )
 

@@ -35,7 +35,6 @@ from tpu_embedding.lookup._rounds import (
 )
 from tpu_embedding.plan.capacity import RoundSize, round_size
 from tpu_embedding.plan.dynamic_rows import DynamicTablePlan, dynamic_tables
-from tpu_embedding.plan.plan import EmbeddingPlan
 from tpu_embedding.plan.stack_plan import StackPlan
 from tpu_embedding.rows.id_directory import IdDirectory, NewRows
 from tpu_embedding.rows.id_mixing import NO_ID, mix_ids, multiply_high
@@ -85,7 +84,6 @@ def find_rows(
     directory: IdDirectory,
     sources: Sequence[SourceIds],
     stack: StackPlan,
-    plan: EmbeddingPlan,
 ) -> tuple[list[Int[Array, " _"]], list[Int[Array, ""]]]:
     """Returns the row of each id within its table, and changes nothing. Per shard.
 
@@ -93,7 +91,6 @@ def find_rows(
       directory: directory of this shard.
       sources: ids of each feature.
       stack: plan of the stack.
-      plan: gives the mesh.
 
     Returns:
       Rows per feature; `PADDING_ROW_ID`, or the default row, for ids without one. Per
@@ -105,7 +102,7 @@ def find_rows(
         lanes = find_lanes(directory, ids)
         return state, lanes, lanes >= 0
 
-    _, answers = _ask_owners((), answer, 1, sources, stack, plan)
+    _, answers = _ask_owners((), answer, 1, sources, stack)
     return _by_feature(answers, sources, dynamic_tables(stack))
 
 
@@ -116,7 +113,6 @@ def insert_rows(
     sources: Sequence[SourceIds],
     now: UInt32[Array, ""],
     stack: StackPlan,
-    plan: EmbeddingPlan,
 ) -> tuple[IdDirectory, Any, list[Int[Array, " _"]], list[Int[Array, ""]], Counts]:
     """Returns the row of each id within its table; new ids get one. Per shard.
 
@@ -127,7 +123,6 @@ def insert_rows(
       sources: ids of each feature.
       now: clock of the step.
       stack: plan of the stack.
-      plan: gives the mesh.
 
     Returns:
       Directory; rows and slots; rows per feature; per feature, the number of positions
@@ -144,7 +139,7 @@ def insert_rows(
         return (directory, init_new_rows(rows_state, new), counts), lanes, is_known
 
     state = (directory, rows_state, no_counts(len(tables)))
-    state, answers = _ask_owners(state, answer, 2, sources, stack, plan)
+    state, answers = _ask_owners(state, answer, 2, sources, stack)
     directory, rows_state, counts = state
     return directory, rows_state, *_by_feature(answers, sources, tables), counts
 
@@ -155,7 +150,6 @@ def _ask_owners(
     num_passes: int,
     sources: Sequence[SourceIds],
     stack: StackPlan,
-    plan: EmbeddingPlan,
 ) -> tuple[Any, UInt32[Array, " ids"]]:
     """Brings the ids of all features to their owners, round by round.
 
@@ -163,10 +157,10 @@ def _ask_owners(
       The state, and the answer for each id; see `_NO_ROW`.
     """
     ids = _mix(sources, stack)
-    if plan.mesh.size == 1:
+    if stack.num_devices == 1:
         only_pass = Pass(notes=True, fills=True)
         return _answer(state, answer, ids, only_pass, stack)
-    sent = _send(ids, stack, plan)
+    sent = _send(ids, stack)
     (is_pending,) = sent.first.is_pending
     answers = jnp.full(ids.buckets.shape, _NO_ROW, jnp.uint32)
     # One round notes and fills at once. Of several, the first one starts the notes.
@@ -189,7 +183,6 @@ def _ask_owners(
         carry,
         sent,
         stack,
-        plan,
         num_passes,
     )
     return state, unsort(answers, sent.unique.order)
@@ -211,7 +204,7 @@ def _mix(sources: Sequence[SourceIds], stack: StackPlan) -> MixedIds:
     return jax.tree.map(lambda *x: jnp.concatenate(x), *parts)
 
 
-def _send(ids: MixedIds, stack: StackPlan, plan: EmbeddingPlan) -> SentIds:
+def _send(ids: MixedIds, stack: StackPlan) -> SentIds:
     """Sends each different id to the owner of its bucket."""
     tables = dynamic_tables(stack)
     unique = dedup(
@@ -226,7 +219,7 @@ def _send(ids: MixedIds, stack: StackPlan, plan: EmbeddingPlan) -> SentIds:
         ids.may_insert[unique.order].astype(jnp.uint32), mode="promise_in_bounds"
     )
     size = _round_size(ids.buckets.shape[0], tables)
-    return send_unique(unique, (inserts[unique.ranks],), size, stack, plan)
+    return send_unique(unique, (inserts[unique.ranks],), size, stack)
 
 
 def _round_size(num_ids: int, tables: Sequence[DynamicTablePlan]) -> RoundSize:

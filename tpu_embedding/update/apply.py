@@ -11,7 +11,6 @@ from jaxtyping import Array, Float, Int
 
 from tpu_embedding.optimizers.finite_rates import rates_are_finite
 from tpu_embedding.optimizers.table_rows import AllReduce, TableRows
-from tpu_embedding.plan.plan import EmbeddingPlan
 from tpu_embedding.plan.stack_plan import TrainedStackPlan
 from tpu_embedding.rows.packed_rows import PackedRows
 from tpu_embedding.rows.row_gradients import GradientRounds, RowGradients
@@ -41,13 +40,11 @@ class _Step:
 
     Attributes:
       stack: the stack's plan.
-      plan: gives the mesh.
       writer: writes the rows of the table.
       table_sizes: float32 `[tables]`, the rows that count; None: all.
     """
 
     stack: TrainedStackPlan
-    plan: EmbeddingPlan
     writer: TableWriter = TableWriter()
     table_sizes: Float[Array, " tables"] | None = None
 
@@ -59,13 +56,13 @@ ApplyRound = Callable[
 """Applies the gradients of one round, those of a range of rows, to table and state."""
 
 
-def init_state(table: PackedRows, stack: TrainedStackPlan, plan: EmbeddingPlan) -> Any:
+def init_state(table: PackedRows, stack: TrainedStackPlan) -> Any:
     """Returns the optimizer's state for a stacked table. Per shard."""
     if stack.optimizer.keeps_gradient:
-        state = init_every_row(table, stack, plan)
+        state = init_every_row(table, stack)
     else:
-        step = _Step(stack=stack, plan=plan)
-        state = _lifted(step, across_shards(stack, plan)).init(table)
+        step = _Step(stack=stack)
+        state = _lifted(step, across_shards(stack)).init(table)
     if stack.layout.narrow_dtype is None:
         return state
     return RoundedState(step=jnp.zeros((), jnp.int32), inner=state)
@@ -77,7 +74,6 @@ def apply_gradient(
     state: Any,
     gradient: GradientRounds,
     stack: TrainedStackPlan,
-    plan: EmbeddingPlan,
     used_rows: Int[Array, " tables"] | None = None,
 ) -> tuple[PackedRows, Any]:
     """Updates a stacked table with the gradient of a step. Per shard.
@@ -92,7 +88,6 @@ def apply_gradient(
       state: from `init_state`.
       gradient: gradient of the stack, or `gradient_of_no_row`.
       stack: plan of the stack.
-      plan: gives the mesh.
       used_rows: rows of this shard that ids of dynamic tables have; None for tables
         whose vocabulary is fixed.
 
@@ -106,7 +101,7 @@ def apply_gradient(
         step=state.step if is_rounded else None,
     )
     sizes = None if used_rows is None else used_table_sizes(used_rows, stack)
-    step = _Step(stack=stack, plan=plan, writer=writer, table_sizes=sizes)
+    step = _Step(stack=stack, writer=writer, table_sizes=sizes)
     if not is_rounded:
         return _apply(table, state, gradient, step)
     table, inner = _apply(table, state.inner, gradient, step)
@@ -135,9 +130,9 @@ def _apply(
     table: PackedRows, state: Any, gradient: GradientRounds, step: _Step
 ) -> tuple[PackedRows, Any]:
     """Applies the rule, by whichever way the plan has for it."""
-    stack, plan = step.stack, step.plan
+    stack = step.stack
     if stack.optimizer.keeps_gradient:
-        return apply_to_every_row(table, state, gradient, stack, plan, step.writer)
+        return apply_to_every_row(table, state, gradient, stack, step.writer)
     leaves = jax.tree.leaves(state, is_leaf=is_slot)
     is_finite = rates_are_finite(stack.optimizer, stack.dim, leaves)
 
@@ -148,7 +143,7 @@ def _apply(
             rows = RowRange(rows.first_row, jnp.where(is_finite, rows.end_row, 0))
         return _apply_round(all_reduce, step, table, state, gradients, rows)
 
-    all_reduce = across_shards(stack, plan)
+    all_reduce = across_shards(stack)
     totals: list[Any] = []
     is_one_round = gradient.fold_later is None
     if stack.optimizer.takes_totals and not is_one_round:
@@ -220,9 +215,7 @@ def _apply_round(
         table = writer.before_rule(table, gradients.row_ids)
     updates = gradients.as_row_updates()
     if optimizer.rows == "every":
-        return apply_round_to_every_row(
-            table, state, updates, rows, stack, step.plan, writer
-        )
+        return apply_round_to_every_row(table, state, updates, rows, stack, writer)
     if optimizer.duplicates == "sequence":
         rule: Any = _lifted(step, all_reduce)
         table, state = apply_in_sequence(rule, table, state, updates, writer)

@@ -9,7 +9,6 @@ from jaxtyping import Array, Float
 from tpu_embedding.optimizers.rules._adafactor_state import AdafactorState
 from tpu_embedding.optimizers.rules._averages import catch_up
 from tpu_embedding.optimizers.rules._sums import compensated_sum
-from tpu_embedding.plan.plan import EmbeddingPlan
 from tpu_embedding.plan.stack_plan import TrainedStackPlan
 from tpu_embedding.rows.consecutive_rows import blocks_of, read_block, write_block
 from tpu_embedding.rows.packed_rows import PackedRows, load_rows, store_rows
@@ -19,7 +18,7 @@ from tpu_embedding.update.totals import across_shards
 
 
 def swap_in_averages(
-    table: PackedRows, state: Any, stack: TrainedStackPlan, plan: EmbeddingPlan
+    table: PackedRows, state: Any, stack: TrainedStackPlan
 ) -> tuple[PackedRows, Any]:
     """Sets all rows of a stack to their averages. Per shard; in place where donated.
 
@@ -27,7 +26,6 @@ def swap_in_averages(
       table: rows of this shard.
       state: the optimizer's, with the averages of `adafactor`.
       stack: the stack's plan.
-      plan: gives the mesh.
 
     Returns:
       The new table, and the state with which training may continue.
@@ -66,7 +64,7 @@ def swap_in_averages(
     new_node = node._replace(
         averages=averages,
         average_counts=counts,
-        squares=compensated_sum(across_shards(stack, plan)(squares, "sum")),
+        squares=compensated_sum(across_shards(stack)(squares, "sum")),
     )
     return new_table, jax.tree.map(
         lambda x: new_node if x is node else x, state, is_leaf=lambda x: x is node

@@ -18,7 +18,6 @@ from jaxtyping import Array
 
 from tpu_embedding.optimizers.finite_rates import rates_are_finite
 from tpu_embedding.optimizers.table_rows import AllReduce, TableRows, table_rows_context
-from tpu_embedding.plan.plan import EmbeddingPlan
 from tpu_embedding.plan.stack_plan import TrainedStackPlan
 from tpu_embedding.rows.access import add_to_rows, gather_lines
 from tpu_embedding.rows.consecutive_rows import blocks_of, read_block, write_block
@@ -56,14 +55,12 @@ class KeptGradientState(NamedTuple):
     inner: Any
 
 
-def init_every_row(
-    table: PackedRows, stack: TrainedStackPlan, plan: EmbeddingPlan
-) -> Any:
+def init_every_row(table: PackedRows, stack: TrainedStackPlan) -> Any:
     """Returns the state for a stacked table. Per shard."""
 
     def rows_of(row_ids):
         is_touched = jnp.zeros(row_ids.shape, bool)
-        return tables_of_rows(row_ids, is_touched, across_shards(stack, plan), stack)
+        return tables_of_rows(row_ids, is_touched, across_shards(stack), stack)
 
     takes_totals = stack.optimizer.takes_totals
     rule: Any = lift_to_rows(stack.optimizer, rows_of if takes_totals else None)
@@ -87,7 +84,6 @@ def apply_to_every_row(
     state: KeptGradientState,
     gradient: GradientRounds,
     stack: TrainedStackPlan,
-    plan: EmbeddingPlan,
     writer: TableWriter,
 ) -> tuple[PackedRows, KeptGradientState]:
     """Adds to the kept gradient, and runs the rule on every row when it is due.
@@ -98,7 +94,7 @@ def apply_to_every_row(
     leaves, tree = jax.tree.flatten(
         (table, state.inner, collected, touches), is_leaf=is_slot
     )
-    sweep = _Sweep(tree=tree, stack=stack, plan=plan, writer=writer)
+    sweep = _Sweep(tree=tree, stack=stack, writer=writer)
     step = state.step + 1
     num_steps = stack.optimizer.gradient_steps
     if num_steps == 1:
@@ -132,7 +128,6 @@ def apply_round_to_every_row(
     gradients: RowUpdates,
     rows: RowRange | None,
     stack: TrainedStackPlan,
-    plan: EmbeddingPlan,
     writer: TableWriter,
 ) -> tuple[PackedRows, Any]:
     """Runs a rule that keeps no gradient on every row that a round covers.
@@ -145,15 +140,12 @@ def apply_round_to_every_row(
       gradients: gradients of rows of the round.
       rows: rows that the round covers; None: all.
       stack: plan of the stack.
-      plan: gives the mesh.
       writer: writes the rows of the table.
     """
     leaves, tree = jax.tree.flatten((table, state), is_leaf=is_slot)
     of_round = _sorted_gradients(gradients)
     leaves, of_round = read_before_write((leaves, of_round))
-    sweep = _Sweep(
-        tree=tree, stack=stack, plan=plan, writer=writer, of_round=of_round, rows=rows
-    )
+    sweep = _Sweep(tree=tree, stack=stack, writer=writer, of_round=of_round, rows=rows)
     return tree.unflatten(_run_on_all_rows(leaves, sweep))
 
 
@@ -212,7 +204,6 @@ class _Sweep:
       tree: structure of the table, the rule's state, and the kept gradient and touches,
         if there are any.
       stack: plan of the stack.
-      plan: gives the mesh.
       writer: writes the rows of the table.
       of_round: gradients of a round; None: the kept gradient counts.
       rows: rows that move; None: all.
@@ -220,7 +211,6 @@ class _Sweep:
 
     tree: Any
     stack: TrainedStackPlan
-    plan: EmbeddingPlan
     writer: TableWriter
     of_round: _SortedGradients | None = None
     rows: RowRange | None = None
@@ -242,7 +232,7 @@ def _run_on_all_rows(leaves: list[Any], sweep: _Sweep) -> list[Any]:
         totals = find_totals(
             functools.partial(run, leaves, blocks.first),
             fold_rest,
-            across_shards(sweep.stack, sweep.plan),
+            across_shards(sweep.stack),
         )
     leaves, totals = read_before_write((leaves, totals))
     # Values that belong to no row advance once; every block must see the old ones.
