@@ -208,6 +208,9 @@ def test_what_is_not_finite_stays_in_its_element():
 
 
 def test_a_row_without_an_update_keeps_the_sign_of_its_zeros():
+    _, stack = plan_of([5], DIM, te.optimizers.sgd(1.0))
     zeros = jnp.full((2, DIM), -0.0)
-    stored = TableWriter().stored_rows(jnp.arange(2), zeros, jnp.zeros((2, DIM)))
+    stored = TableWriter(stack=stack).stored_rows(
+        jnp.arange(2), zeros, jnp.zeros((2, DIM))
+    )
     assert np.signbit(stored).all()

@@ -1,7 +1,6 @@
 """Updates table and slot variables with the gradient of a step. Per shard."""
 
 import dataclasses
-import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -29,25 +28,9 @@ from tpu_embedding.update.lazy_update import (
 )
 from tpu_embedding.update.sequence import apply_in_sequence
 from tpu_embedding.update.table_writer import RoundedState, TableWriter
-from tpu_embedding.update.tables_of_rows import tables_of_rows, used_table_sizes
+from tpu_embedding.update.tables_of_rows import used_table_sizes
 from tpu_embedding.update.totals import across_shards, find_totals, known_totals
 from tpu_embedding.xla import read_before_write
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class _Step:
-    """A stack in one step. Per shard.
-
-    Attributes:
-      stack: the stack's plan.
-      writer: writes the rows of the table.
-      table_sizes: float32 `[tables]`, the rows that count; None: all.
-    """
-
-    stack: TrainedStackPlan
-    writer: TableWriter = TableWriter()
-    table_sizes: Float[Array, " tables"] | None = None
-
 
 ApplyRound = Callable[
     [AllReduce, PackedRows, Any, RowGradients, RowRange | None],
@@ -61,8 +44,8 @@ def init_state(table: PackedRows, stack: TrainedStackPlan) -> Any:
     if stack.optimizer.keeps_gradient:
         state = init_every_row(table, stack)
     else:
-        step = _Step(stack=stack)
-        state = _lifted(step, across_shards(stack)).init(table)
+        rule = _lifted(TableWriter(stack=stack), across_shards(stack))
+        state = rule.init(table)
     if stack.layout.narrow_dtype is None:
         return state
     return RoundedState(step=jnp.zeros((), jnp.int32), inner=state)
@@ -96,15 +79,13 @@ def apply_gradient(
     """
     is_rounded = isinstance(state, RoundedState)
     writer = TableWriter(
-        sets_rows=stack.optimizer.sets_rows,
         stack=stack,
         step=state.step if is_rounded else None,
+        table_sizes=None if used_rows is None else used_table_sizes(used_rows, stack),
     )
-    sizes = None if used_rows is None else used_table_sizes(used_rows, stack)
-    step = _Step(stack=stack, writer=writer, table_sizes=sizes)
     if not is_rounded:
-        return _apply(table, state, gradient, step)
-    table, inner = _apply(table, state.inner, gradient, step)
+        return _apply(table, state, gradient, writer)
+    table, inner = _apply(table, state.inner, gradient, writer)
     return table, RoundedState(step=state.step + 1, inner=inner)
 
 
@@ -127,12 +108,12 @@ def step_without_gradient(state: Any, stack: TrainedStackPlan) -> Any:
 
 
 def _apply(
-    table: PackedRows, state: Any, gradient: GradientRounds, step: _Step
+    table: PackedRows, state: Any, gradient: GradientRounds, writer: TableWriter
 ) -> tuple[PackedRows, Any]:
     """Applies the rule, by whichever way the plan has for it."""
-    stack = step.stack
+    stack = writer.stack
     if stack.optimizer.keeps_gradient:
-        return apply_to_every_row(table, state, gradient, stack, step.writer)
+        return apply_to_every_row(table, state, gradient, writer)
     leaves = jax.tree.leaves(state, is_leaf=is_slot)
     is_finite = rates_are_finite(stack.optimizer, stack.dim, leaves)
 
@@ -141,7 +122,7 @@ def _apply(
             gradients = gradients.only_if(is_finite)
             rows = rows or RowRange(jnp.int32(0), jnp.int32(PADDING_ROW_ID))
             rows = RowRange(rows.first_row, jnp.where(is_finite, rows.end_row, 0))
-        return _apply_round(all_reduce, step, table, state, gradients, rows)
+        return _apply_round(all_reduce, writer, table, state, gradients, rows)
 
     all_reduce = across_shards(stack)
     totals: list[Any] = []
@@ -202,66 +183,46 @@ def _totals_over_rounds(
 
 def _apply_round(
     all_reduce: AllReduce,
-    step: _Step,
+    writer: TableWriter,
     table: PackedRows,
     state: Any,
     gradients: RowGradients,
     rows: RowRange | None,
 ) -> tuple[PackedRows, Any]:
     """Applies the gradients of one round, whose rows are those of a range."""
-    stack, writer = step.stack, step.writer
-    optimizer = stack.optimizer
+    optimizer = writer.stack.optimizer
     if optimizer.duplicates != "sequence":
         table = writer.before_rule(table, gradients.row_ids)
     updates = gradients.as_row_updates()
     if optimizer.rows == "every":
-        return apply_round_to_every_row(table, state, updates, rows, stack, writer)
+        return apply_round_to_every_row(table, state, updates, rows, writer)
     if optimizer.duplicates == "sequence":
-        rule: Any = _lifted(step, all_reduce)
+        rule: Any = _lifted(writer, all_reduce)
         table, state = apply_in_sequence(rule, table, state, updates, writer)
-        return table, step_without_gradient(state, stack)
+        return table, step_without_gradient(state, writer.stack)
     occurrence_total = None
     occurrences = gradients.occurrences
     if occurrences is not None:
         squares = jnp.sum(jnp.square(occurrences.values), axis=1)
-        known = _touched_rows(occurrences.row_ids, all_reduce, None, step)
+        is_touched = occurrences.row_ids != PADDING_ROW_ID
+        known = writer.known_rows(occurrences.row_ids, is_touched, all_reduce)
         occurrence_total = known.total(squares)
-    rule = _lifted(step, all_reduce, occurrence_total)
+    rule = _lifted(writer, all_reduce, occurrence_total)
     updates, state = rule.update(updates, state, table)
     return writer.add(table, updates.row_ids, updates.values), state
 
 
 def _lifted(
-    step: _Step,
+    writer: TableWriter,
     all_reduce: AllReduce,
     occurrence_squares: Float[Array, " tables"] | None = None,
 ) -> Any:
     """Lifts the stack's rule to touched rows, and answers what it asks about them."""
+    optimizer = writer.stack.optimizer
 
-    def rows_of(row_ids):
-        return _touched_rows(row_ids, all_reduce, occurrence_squares, step)
+    def rows_of(row_ids: Int[Array, " rows"]) -> TableRows:
+        known = writer.known_rows(row_ids, row_ids != PADDING_ROW_ID, all_reduce)
+        return dataclasses.replace(known, occurrence_squares=occurrence_squares)
 
-    optimizer = step.stack.optimizer
-    return lift_to_rows(
-        optimizer,
-        rows_of if optimizer.takes_totals else None,
-        step.stack.updates,
-    )
-
-
-def _touched_rows(
-    row_ids: Int[Array, " rows"],
-    all_reduce: AllReduce,
-    occurrence_squares: Float[Array, " tables"] | None,
-    step: _Step,
-) -> TableRows:
-    stack, writer = step.stack, step.writer
-    is_touched = row_ids != PADDING_ROW_ID
-    known = tables_of_rows(row_ids, is_touched, all_reduce, stack)
-    sizes = known.table_sizes if step.table_sizes is None else step.table_sizes
-    return dataclasses.replace(
-        known,
-        table_sizes=sizes,
-        occurrence_squares=occurrence_squares,
-        stored=functools.partial(writer.values_after, row_ids, layout=stack.layout),
-    )
+    asks = optimizer.takes_totals
+    return lift_to_rows(optimizer, rows_of if asks else None, writer.stack.updates)

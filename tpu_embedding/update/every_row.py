@@ -83,7 +83,6 @@ def apply_to_every_row(
     table: PackedRows,
     state: KeptGradientState,
     gradient: GradientRounds,
-    stack: TrainedStackPlan,
     writer: TableWriter,
 ) -> tuple[PackedRows, KeptGradientState]:
     """Adds to the kept gradient, and runs the rule on every row when it is due.
@@ -94,9 +93,9 @@ def apply_to_every_row(
     leaves, tree = jax.tree.flatten(
         (table, state.inner, collected, touches), is_leaf=is_slot
     )
-    sweep = _Sweep(tree=tree, stack=stack, writer=writer)
+    sweep = _Sweep(tree=tree, writer=writer)
     step = state.step + 1
-    num_steps = stack.optimizer.gradient_steps
+    num_steps = writer.stack.optimizer.gradient_steps
     if num_steps == 1:
         leaves = _run_on_all_rows(leaves, sweep)
     else:
@@ -127,7 +126,6 @@ def apply_round_to_every_row(
     state: Any,
     gradients: RowUpdates,
     rows: RowRange | None,
-    stack: TrainedStackPlan,
     writer: TableWriter,
 ) -> tuple[PackedRows, Any]:
     """Runs a rule that keeps no gradient on every row that a round covers.
@@ -139,13 +137,12 @@ def apply_round_to_every_row(
       state: from `lift_to_rows(stack.optimizer).init`.
       gradients: gradients of rows of the round.
       rows: rows that the round covers; None: all.
-      stack: plan of the stack.
       writer: writes the rows of the table.
     """
     leaves, tree = jax.tree.flatten((table, state), is_leaf=is_slot)
     of_round = _sorted_gradients(gradients)
     leaves, of_round = read_before_write((leaves, of_round))
-    sweep = _Sweep(tree=tree, stack=stack, writer=writer, of_round=of_round, rows=rows)
+    sweep = _Sweep(tree=tree, writer=writer, of_round=of_round, rows=rows)
     return tree.unflatten(_run_on_all_rows(leaves, sweep))
 
 
@@ -203,14 +200,12 @@ class _Sweep:
     Attributes:
       tree: structure of the table, the rule's state, and the kept gradient and touches,
         if there are any.
-      stack: plan of the stack.
       writer: writes the rows of the table.
       of_round: gradients of a round; None: the kept gradient counts.
       rows: rows that move; None: all.
     """
 
     tree: Any
-    stack: TrainedStackPlan
     writer: TableWriter
     of_round: _SortedGradients | None = None
     rows: RowRange | None = None
@@ -228,11 +223,11 @@ def _run_on_all_rows(leaves: list[Any], sweep: _Sweep) -> list[Any]:
         return blocks.loop(fold_next, carry)
 
     totals: list[Array] = []
-    if sweep.stack.optimizer.takes_totals:
+    if sweep.writer.stack.optimizer.takes_totals:
         totals = find_totals(
             functools.partial(run, leaves, blocks.first),
             fold_rest,
-            across_shards(sweep.stack),
+            across_shards(sweep.writer.stack),
         )
     leaves, totals = read_before_write((leaves, totals))
     # Values that belong to no row advance once; every block must see the old ones.
@@ -256,25 +251,23 @@ def _run_on_block(
     Returns:
       The leaves, with the new rows of this block.
     """
-    (start, size), stack, writer = block, sweep.stack, sweep.writer
+    (start, size), writer = block, sweep.writer
+    optimizer = writer.stack.optimizer
     old = [read_block(leaf, start, size) if is_slot(leaf) else leaf for leaf in leaves]
     rows, inner, *kept = sweep.tree.unflatten(old)
-    if writer.sets_rows:
+    if optimizer.sets_rows:
         rows = jnp.zeros_like(rows)
     if sweep.of_round is not None:
         gradient, touches = sweep.of_round.of_block(start, size)
     else:
         gradient, touches = kept
     row_ids = start + jnp.arange(size, dtype=jnp.int32)
-    known = dataclasses.replace(
-        tables_of_rows(row_ids, touches > 0, all_reduce, stack),
-        stored=functools.partial(writer.values_after, row_ids, layout=stack.layout),
-    )
-    is_finite = rates_are_finite(stack.optimizer, stack.dim, jax.tree.leaves(inner))
+    known = writer.known_rows(row_ids, touches > 0, all_reduce)
+    is_finite = rates_are_finite(optimizer, writer.stack.dim, jax.tree.leaves(inner))
     is_moved = _is_moved(row_ids, known, is_finite, sweep.rows)
     with table_rows_context(known):
-        updates, new_inner = stack.optimizer.update(
-            gradient / stack.optimizer.gradient_steps, inner, rows
+        updates, new_inner = optimizer.update(
+            gradient / optimizer.gradient_steps, inner, rows
         )
     updates = jnp.where(is_moved[:, None], updates, 0)
     new_rows = writer.stored_rows(row_ids, rows, updates)
