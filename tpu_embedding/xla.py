@@ -1,14 +1,15 @@
 """Idioms that say to XLA what JAX alone cannot, each with its reason.
 
-The last two functions compute what JAX has, too, in a form that XLA:TPU compiles fast.
+The last functions compute what JAX has, too, in forms that suit a TPU.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Final, TypeVar
 
 import jax
 import jax.export
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Int
 
 T = TypeVar("T")
@@ -86,6 +87,29 @@ def running_sum(values: Array) -> Int[Array, " n"]:
     if jax.export.is_symbolic_dim(values.shape[0]):
         return jnp.cumsum(values, dtype=jnp.int32)
     return _scan(values.astype(jnp.int32), jnp.add, 0)
+
+
+def value_of_range(
+    numbers: Int[Array, " n"], starts: Sequence[int], values: Sequence[int]
+) -> Int[Array, " n"]:
+    """Returns the value of the range that each number lies in.
+
+    A range ends where the next one starts. The result is a sum of the steps from value
+    to value: a TPU gathers single integers slowly.
+
+    Args:
+      numbers: int32 or uint32.
+      starts: first number of each range, rising. A number before the first gets 0.
+      values: value of each range, in the type of the numbers.
+
+    Example:
+      >>> value_of_range(jnp.arange(6), [0, 2, 5], [10, 7, 8]).tolist()
+      [10, 10, 7, 7, 7, 8]
+    """
+    dtype = numbers.dtype
+    steps = np.diff(np.asarray(values, dtype), prepend=dtype.type(0))
+    is_reached = numbers[:, None] >= np.asarray(starts, dtype)[None, :]
+    return jnp.sum(jnp.where(is_reached, steps[None, :], 0), axis=1, dtype=dtype)
 
 
 def forward_fill(values: Int[Array, " n"]) -> Int[Array, " n"]:

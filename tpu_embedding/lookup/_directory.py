@@ -29,7 +29,7 @@ from tpu_embedding.plan.dynamic_rows import DynamicTablePlan
 from tpu_embedding.rows.id_directory import IdDirectory, NewRows
 from tpu_embedding.rows.id_mixing import NO_ID
 from tpu_embedding.types import PADDING_ROW_ID
-from tpu_embedding.xla import read_before_write, running_sum
+from tpu_embedding.xla import read_before_write, running_sum, value_of_range
 
 _BUCKETS_PER_TURN: Final = 128
 """Buckets that one turn of the loop over new ids fills."""
@@ -175,26 +175,21 @@ def local_rows(
       tables: tables of the stack.
       first_row: True: rows of the shard; False: rows of the table on the shard.
     """
-    result = SLOTS_PER_BUCKET * buckets + lanes
-    before = 0
-    for table in tables:
-        offset = table.first_row if first_row else 0
-        offset -= SLOTS_PER_BUCKET * table.first_bucket
-        # Sums of the steps from table to table: a TPU gathers single numbers slowly.
-        is_reached = buckets >= table.first_bucket
-        result = result + jnp.where(is_reached, offset - before, 0)
-        before = offset
-    return result
+    offsets = [
+        (table.first_row if first_row else 0) - SLOTS_PER_BUCKET * table.first_bucket
+        for table in tables
+    ]
+    starts = [table.first_bucket for table in tables]
+    on_shard = SLOTS_PER_BUCKET * buckets + lanes
+    return on_shard + value_of_range(buckets, starts, offsets)
 
 
 def table_of_buckets(
     buckets: Int[Array, " ids"], tables: Sequence[DynamicTablePlan]
 ) -> Int[Array, " ids"]:
     """Returns the position of each bucket's table in the stack."""
-    result = jnp.zeros(buckets.shape, jnp.int32)
-    for table in tables[1:]:
-        result = result + (buckets >= table.first_bucket).astype(jnp.int32)
-    return result
+    starts = [table.first_bucket for table in tables]
+    return value_of_range(buckets, starts, range(len(tables)))
 
 
 def _note_use(

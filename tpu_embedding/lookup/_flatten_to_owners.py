@@ -9,7 +9,7 @@ excludes.
 
 import dataclasses
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -72,6 +72,18 @@ class PoolingSpec:
         if self.sample_ids is None:
             return self.num_samples * self.valence
         return self.sample_ids.shape[0]
+
+    def samples_of_ids(
+        self, number: Callable[[Int[Array, " n"]], Int[Array, " n"]]
+    ) -> Int[Array, " ids"]:
+        """Returns `number(sample)` for the sample of each id.
+
+        Unused ids, of no sample and no row, get the number of the last sample.
+        """
+        if self.sample_ids is not None:
+            return number(jnp.minimum(self.sample_ids, self.num_samples - 1))
+        samples = jnp.arange(self.num_samples, dtype=jnp.int32)
+        return jnp.tile(number(samples), self.valence)
 
     @property
     def is_copy(self) -> bool:

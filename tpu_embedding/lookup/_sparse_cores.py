@@ -157,15 +157,10 @@ def _samples_of_ids(poolings: Sequence[PoolingSpec], cores: int) -> Int[Array, "
     samples, first = [], 0
     for pooling in poolings:
         size = -(-pooling.num_samples // cores)
-        of_feature = jnp.arange(pooling.num_samples, dtype=jnp.int32)
-        of_feature = of_feature // size * per_core + first + of_feature % size
-        if pooling.sample_ids is None:
-            of_ids = jnp.tile(of_feature, pooling.valence)
-        else:
-            # Unused ids have the number after the last sample, and no row.
-            last = pooling.num_samples - 1
-            core, position = jnp.divmod(jnp.minimum(pooling.sample_ids, last), size)
-            of_ids = core * per_core + first + position
-        samples.append(of_ids)
+
+        def deal(sample, first=first, size=size):
+            return sample // size * per_core + first + sample % size
+
+        samples.append(pooling.samples_of_ids(deal))
         first += size
     return jnp.concatenate(samples)

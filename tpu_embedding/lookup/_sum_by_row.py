@@ -10,6 +10,8 @@ buffer of zeros is needed. A loop then adds the repeats, one chunk of them per
 iteration. It ends when no repeat is left.
 """
 
+import functools
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Final
 
@@ -99,15 +101,14 @@ def _sample_of_each_id(
     """Numbers the samples of all features; None if each has one id, in order."""
     if all(p.sample_ids is None and p.valence == 1 for p in poolings):
         return None
-    samples, first = [], 0
-    for pooling in poolings:
-        sample_ids = pooling.sample_ids
-        if sample_ids is None:
-            sample_ids = jnp.tile(jnp.arange(pooling.num_samples), pooling.valence)
-        # Unused ids have the number after the last sample; no row is theirs.
-        samples.append(first + jnp.minimum(sample_ids, pooling.num_samples - 1))
-        first += pooling.num_samples
-    return jnp.concatenate(samples)
+    sizes = [pooling.num_samples for pooling in poolings]
+    firsts = itertools.accumulate(sizes[:-1], initial=0)
+    return jnp.concatenate(
+        [
+            pooling.samples_of_ids(functools.partial(jnp.add, first))
+            for pooling, first in zip(poolings, firsts, strict=True)
+        ]
+    )
 
 
 def gain_of_each_id(

@@ -17,7 +17,6 @@ import hashlib
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
-import numpy as np
 from jaxtyping import Array, Bool, Float, Int, Shaped, UInt32
 
 from tpu_embedding.dynamic import SLOTS_PER_BUCKET
@@ -33,6 +32,7 @@ from tpu_embedding.rows.access import (
 from tpu_embedding.rows.narrow_rows import encode_rows, mix_bits, random_bits
 from tpu_embedding.rows.packed_rows import PackedRows, load_rows
 from tpu_embedding.update.tables_of_rows import rows_of_stack, tables_of_rows
+from tpu_embedding.xla import value_of_range
 
 
 class RoundedState(NamedTuple):
@@ -158,7 +158,7 @@ def bits_of_rows(
 
 def _logical_rows(
     row_ids: Int[Array, " ids"], stack: StackPlan
-) -> tuple[UInt32[Array, " ids"], UInt32[Array, "#ids"]]:
+) -> tuple[UInt32[Array, " ids"], UInt32[Array, " ids"]]:
     """Returns the row within its table, and the table's key, for rows of a shard."""
     _, of_stack = rows_of_stack(row_ids, stack)
     if stack.is_dynamic:
@@ -166,17 +166,8 @@ def _logical_rows(
     offsets = [table.row_offset for table in stack.tables]
     keys = [_key_of(table) for table in stack.tables]
     of_stack = of_stack.astype(jnp.uint32)
-    if len(offsets) == 1:
-        return of_stack, jnp.asarray(keys, jnp.uint32)
-    # Sums of the steps from table to table: a TPU gathers single numbers slowly.
-    is_reached = of_stack[:, None] >= np.asarray([offsets], np.uint32)
-
-    def of_table(values: list[int]) -> UInt32[Array, " ids"]:
-        steps = np.diff(np.asarray(values, np.uint32), prepend=np.uint32(0))
-        reached = jnp.where(is_reached, steps[None, :], jnp.uint32(0))
-        return jnp.sum(reached, axis=1, dtype=jnp.uint32)
-
-    return of_stack - of_table(offsets), of_table(keys)
+    row_ids = of_stack - value_of_range(of_stack, offsets, offsets)
+    return row_ids, value_of_range(of_stack, offsets, keys)
 
 
 def _as_on_one_shard(
