@@ -456,8 +456,9 @@ def _update_stack(
         gradient = None if gradient is None else gradient.open()
 
         def update_by_rounds(table, state):
-            rounds = gradient_of_no_row(stack.dim)
-            if gradient is not None:
+            if gradient is None:
+                rounds = gradient_of_no_row(stack.dim)
+            else:
                 rounds = gradient_rounds(gradient, stack)
             return apply_gradient(table, state, rounds, stack, used_rows)
 
