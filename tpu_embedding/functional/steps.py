@@ -47,7 +47,6 @@ from tpu_embedding.inputs.shard_inputs import (
 from tpu_embedding.lookup._backward import (
     gradient_by_sample,
     gradient_rounds,
-    seal_gradient,
     stack_gradient,
 )
 from tpu_embedding.lookup._forward import StackRouting, read_stack, route_stack
@@ -265,20 +264,16 @@ def read_rows(
 def _read_routed(tables: dict[str, PackedRows], routed: Routing) -> LookupResult:
     plan = routed.plan
 
-    def read_shard(tables, routed):
-        return {
-            stack.name: read_stack(tables[stack.name], routed[stack.name], stack)
+    def read(tables, stacks):
+        results = {
+            stack.name: on_shards(
+                functools.partial(read_stack, stack=stack),
+                plan,
+                in_specs=(stack.rows_spec, plan.sample_spec),
+                out_specs=plan.sample_spec,
+            )(jax.lax.stop_gradient(tables[stack.name]), stacks[stack.name])
             for stack in plan.used_stacks
         }
-
-    def read(tables, stacks):
-        rows_specs = {stack.name: stack.rows_spec for stack in plan.used_stacks}
-        results = on_shards(
-            read_shard,
-            plan,
-            in_specs=(rows_specs, plan.sample_spec),
-            out_specs=plan.sample_spec,
-        )(jax.lax.stop_gradient(tables), stacks)
         routings = {name: result.routing for name, result in results.items()}
         activations = collect_activations(results, routed.shapes, plan)
         return activations, routings, collect_stats(results, plan)
@@ -325,19 +320,6 @@ def compute_gradients(
     layer_plan, plan = plan, routing.plan
     cotangents = plan.flatten(cotangents, "cotangents")
 
-    def compute_shard(routings, by_feature):
-        return {
-            stack.name: seal_gradient(
-                stack_gradient(
-                    routings[stack.name],
-                    [by_feature[i] for i in plan.features_of(stack)],
-                    stack,
-                )
-            )
-            for stack in plan.trained_stacks
-            if stack.name in routings
-        }
-
     def compute(routings, cotangents):
         by_feature = [
             cotangent_of_samples(cotangent, shape, feature, plan)
@@ -345,9 +327,16 @@ def compute_gradients(
                 cotangents, routing.shapes, plan.features, strict=True
             )
         ]
-        return on_shards(
-            compute_shard, plan, in_specs=plan.sample_spec, out_specs=plan.sample_spec
-        )(routings, by_feature)
+        return {
+            stack.name: on_shards(
+                functools.partial(stack_gradient, stack=stack),
+                plan,
+                in_specs=plan.sample_spec,
+                out_specs=plan.sample_spec,
+            )(routings[stack.name], [by_feature[i] for i in plan.features_of(stack)])
+            for stack in plan.trained_stacks
+            if stack.name in routings
+        }
 
     stacks = in_auto_axes(compute, plan, plan.sample_spec)(routing.stacks, cotangents)
     return TableGradients(stacks, layer_plan)
@@ -453,8 +442,6 @@ def _update_stack(
     """Applies the gradient of a stack, one of no row if None, to table and state."""
 
     def update_shard(table, state, gradient, used_rows, gradient_norm):
-        gradient = None if gradient is None else gradient.open()
-
         def update_by_rounds(table, state):
             if gradient is None:
                 rounds = gradient_of_no_row(stack.dim)

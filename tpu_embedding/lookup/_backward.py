@@ -61,27 +61,17 @@ class StackGradient:
     ids: SentIds | IdBlocks | None
     first: RowGradients | None
 
-    def scaled(self, factor: Any) -> "StackGradient":
-        """Returns the gradient times a factor."""
-        factor = jnp.asarray(factor, jnp.float32)
-        return dataclasses.replace(
-            self,
-            cotangents=[cotangent * factor for cotangent in self.cotangents],
-            first=None if self.first is None else self.first.scaled(factor),
-        )
-
-
-def seal_gradient(gradient: StackGradient) -> Sealed:
-    """Seals all of a gradient but the values that scale with it."""
-    return seal(gradient, linear_fields=("cotangents", "values"))
+    def seal(self) -> Sealed:
+        """Seals all of a gradient but the values that scale with it."""
+        return seal(self, linear_fields=("cotangents", "values"))
 
 
 def stack_gradient(
     routing: StackRouting,
     cotangents: Sequence[Float[Array, "_ dim"]],
     stack: TrainedStackPlan,
-) -> StackGradient:
-    """Returns the gradient of a stacked table. Per shard.
+) -> Sealed:
+    """Returns the gradient of a stacked table, a sealed `StackGradient`. Per shard.
 
     Args:
       routing: facts that the lookup handed on.
@@ -95,21 +85,32 @@ def stack_gradient(
         ids = _sent_ids(routing, stack)
         reader = cotangent_reader(cotangents, routing.poolings)
         first = _receive(ids.first, ids, reader, stack)
-    return StackGradient(
+    gradient = StackGradient(
         routing=routing, cotangents=list(cotangents), ids=ids, first=first
     )
+    return gradient.seal()
 
 
-def join_gradients(
-    gradients: Sequence[StackGradient], stack: TrainedStackPlan
-) -> StackGradient:
+def scale_gradient(gradient: Sealed, factor: Any) -> Sealed:
+    """Returns a gradient of `stack_gradient` times a factor."""
+    old, factor = gradient.open(), jnp.asarray(factor, jnp.float32)
+    new = dataclasses.replace(
+        old,
+        cotangents=[cotangent * factor for cotangent in old.cotangents],
+        first=None if old.first is None else old.first.scaled(factor),
+    )
+    return new.seal()
+
+
+def join_gradients(gradients: Sequence[Sealed], stack: TrainedStackPlan) -> Sealed:
     """Returns the sum of several gradients of a stacked table. Per shard.
 
     The samples of all gradients are treated as one batch. So the sum has each touched
     row once, and equals the gradient of one lookup of all ids. The ids cross the
     network a second time.
     """
-    parts = [gradient.routing for gradient in gradients]
+    opened = [gradient.open() for gradient in gradients]
+    parts = [gradient.routing for gradient in opened]
     max_unique_ids = sum(part.max_unique_ids for part in parts)
     if not stack.keeps_duplicates:
         max_unique_ids = min(max_unique_ids, stack.num_rows)
@@ -124,11 +125,11 @@ def join_gradients(
         out_of_range=[count for part in parts for count in part.out_of_range],
         max_unique_ids=max_unique_ids,
     )
-    cotangents = [x for gradient in gradients for x in gradient.cotangents]
+    cotangents = [x for gradient in opened for x in gradient.cotangents]
     return stack_gradient(routing, cotangents, stack)
 
 
-def gradient_rounds(gradient: StackGradient, stack: TrainedStackPlan) -> GradientRounds:
+def gradient_rounds(gradient: Sealed, stack: TrainedStackPlan) -> GradientRounds:
     """Brings a gradient to the owners of its rows, round by round. Per shard.
 
     The first round is straight-line code. The ids of later rounds cross the network a
@@ -138,12 +139,13 @@ def gradient_rounds(gradient: StackGradient, stack: TrainedStackPlan) -> Gradien
       gradient: from `stack_gradient`, or a sum.
       stack: plan of the stack.
     """
-    reader = cotangent_reader(gradient.cotangents, gradient.routing.poolings)
-    sent, first = gradient.ids, gradient.first
+    opened = gradient.open()
+    reader = cotangent_reader(opened.cotangents, opened.routing.poolings)
+    sent, first = opened.ids, opened.first
     if isinstance(sent, IdBlocks):
         return gradient_blocks(sent, reader, stack.layout)
     if sent is None:
-        sent = _sent_ids(gradient.routing, stack)
+        sent = _sent_ids(opened.routing, stack)
     if first is None:
         first = _receive(sent.first, sent, reader, stack)
     if sent.size.holds_all:
@@ -170,7 +172,7 @@ def gradient_rounds(gradient: StackGradient, stack: TrainedStackPlan) -> Gradien
 
 
 def gradient_by_sample(
-    gradient: StackGradient, stack: TrainedStackPlan
+    gradient: Sealed, stack: TrainedStackPlan
 ) -> tuple[SparseCoreIds, Float[Array, "samples width"]]:
     """Returns a gradient as SparseCores take it: ids, and gradients of samples.
 
@@ -178,10 +180,9 @@ def gradient_by_sample(
       gradient: from `stack_gradient`, or a sum, of a stack that SparseCores update.
       stack: plan of the stack.
     """
-    routing = gradient.routing
-    ids = routing.by_core
-    assert ids is not None
-    return ids, gradients_by_sample(gradient.cotangents, ids, routing.poolings, stack)
+    opened = gradient.open()
+    ids, poolings = opened.routing.by_core, opened.routing.poolings
+    return ids, gradients_by_sample(opened.cotangents, ids, poolings, stack)
 
 
 def _sent_ids(routing: StackRouting, stack: TrainedStackPlan) -> SentIds:
