@@ -183,7 +183,7 @@ def _insert_ids(
         name, state = directory_name(stack.name), slots.get(stack.name)
         specs = (stack.rows_spec, stack.rows_spec, state_specs(state, stack))
         arrays, found, counts = on_shards(
-            functools.partial(_insert_shard, stack=stack, plan=plan),
+            functools.partial(_insert_shard, stack=stack),
             plan,
             in_specs=(*specs, PartitionSpec(), plan.sample_spec),
             out_specs=(specs, plan.sample_spec, PartitionSpec()),
@@ -204,7 +204,6 @@ def _insert_shard(
     now: Any,
     sources: list[SourceIds],
     stack: StackPlan,
-    plan: EmbeddingPlan,
 ) -> tuple[Any, list[Array], DynamicStats]:
     """Gives the new ids of a batch rows, which start as new. Per shard."""
     clock = directory.clock[0]
@@ -220,7 +219,7 @@ def _insert_shard(
     directory, rows, found, hits, counts = insert_rows(
         directory, start, (table, state), sources, clock, stack
     )
-    stats = _stats(sources, hits, counts, directory, stack, plan)
+    stats = _stats(sources, hits, counts, directory, stack)
     return (directory, *rows), found, stats
 
 
@@ -246,7 +245,7 @@ def _find_ids(tables: dict[str, Any], features: Any, plan: EmbeddingPlan) -> Fin
     def find_shard(directory, sources, stack):
         found, hits = find_rows(directory, sources, stack)
         counts = no_counts(len(stack.tables))
-        return found, _stats(sources, hits, counts, directory, stack, plan)
+        return found, _stats(sources, hits, counts, directory, stack)
 
     for stack, of_stack in _features_by_stack(sources, plan).items():
         found, counts = on_shards(
@@ -440,7 +439,6 @@ def _stats(
     counts: Counts,
     directory: IdDirectory,
     stack: StackPlan,
-    plan: EmbeddingPlan,
 ) -> DynamicStats:
     """Returns the counts of all devices, `[tables]` each. Per shard."""
     num_tables = len(stack.tables)
@@ -455,8 +453,8 @@ def _stats(
     num_ids = [jnp.sum(x.is_id, dtype=jnp.int32) for x in sources]
     of_samples = by_table(num_ids), by_table(hits)
     of_owners = counts._asdict() | {"used_rows": directory.used_rows}
-    if plan.mesh.size > 1:
-        of_samples = jax.lax.psum(of_samples, plan.sample_axes)
+    if stack.num_devices > 1:
+        of_samples = jax.lax.psum(of_samples, stack.sample_axes)
     if stack.num_shards > 1:
         # Copies of a shard have the same counts.
         of_owners = jax.lax.psum(of_owners, stack.shard_axes)

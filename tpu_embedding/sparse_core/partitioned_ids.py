@@ -147,24 +147,14 @@ def partition_ids(
     start = end - taken
     position = _positions(group, counts, start, room)
 
-    def in_regions(values: Array) -> Array:
-        return values.reshape(cores, room + 1)[:, :room].reshape(-1)
-
-    def put(values: Array, padding: Any) -> Array:
-        positions = jnp.full((cores * (room + 1),), padding, values.dtype)
-        return in_regions(positions.at[position].set(values, **_RISING))
-
-    rows = put(row, PADDING_ROW_ID)
-    sums = (
-        jnp.zeros((cores * (room + 1),), jnp.float32).at[position].add(gain, **_RISING)
-    )
+    rows, samples, gains = _in_regions(position, (row, sample, gain), cores, room)
     pointers = start + counts.ids.reshape(cores, num_partitions)
     spare = jnp.repeat(end[:, -1:], max(0, MIN_POINTERS - num_partitions), axis=1)
     ids = PartitionedIds(
         pointers=jnp.concatenate([pointers, spare], axis=1).reshape(-1),
         rows=rows,
-        samples=put(sample, PADDING_ROW_ID),
-        gains=jnp.where(rows == PADDING_ROW_ID, jnp.nan, in_regions(sums)),
+        samples=samples,
+        gains=gains,
     )
     largest = LargestCounts(
         ids=jnp.max(counts.ids),
@@ -233,6 +223,29 @@ def _positions(
     core = jnp.minimum(group // num_partitions, cores - 1)
     position = jnp.where(group < start.size, position, room)
     return core * (room + 1) + jnp.minimum(position, room)
+
+
+def _in_regions(
+    position: Int[Array, " ids"], ids: tuple[Array, Array, Array], cores: int, room: int
+) -> tuple[Array, Array, Array]:
+    """Returns rows, samples and gains in regions of `room` positions per core.
+
+    Args:
+      position: position of each id in regions of `room + 1`, see `_positions`.
+      ids: row, sample and gain of each id. Gains of equal positions are summed.
+      cores: number of regions.
+      room: positions of a region.
+    """
+
+    def cut(values: Array) -> Array:
+        return values.reshape(cores, room + 1)[:, :room].reshape(-1)
+
+    row, sample, gain = ids
+    unused = jnp.full((cores * (room + 1),), PADDING_ROW_ID, jnp.int32)
+    rows = cut(unused.at[position].set(row, **_RISING))
+    samples = cut(unused.at[position].set(sample, **_RISING))
+    sums = jnp.zeros(unused.shape, jnp.float32).at[position].add(gain, **_RISING)
+    return rows, samples, jnp.where(rows == PADDING_ROW_ID, jnp.nan, cut(sums))
 
 
 def _order_by(*digits: tuple[Int[Array, " ids"], int]) -> Int[Array, " ids"]:

@@ -60,32 +60,22 @@ def init_new_rows(
         return table, RoundedState(step=state.step, inner=inner)
     per_turn = min(_ROWS_PER_TURN, new_rows.rows.shape[0])
 
-    def start_some(carry):
+    def init_turn(carry):
         turn, table, slots, changes = carry
         row_ids, first, second, tables = _rows_of_turn(
             turn, per_turn, new_rows, table.layout
         )
         values = initial_values_of_ids(first, second, tables, init_keys, stack)
-        stored = load_rows(store_rows(values, table.layout), table.layout)
-        new = _initial_state(stored, row_ids, state, stack)
-        if changes:
-            old = gather_rows(table, row_ids)
-            lost = _sums_of(_initial_state(old, row_ids, state, stack))
-            table, lost = read_before_write((table, lost))
-            changes = list(map(_changed, changes, _sums_of(new), lost))
-        table = set_rows(table, row_ids, values)
-        slots = map_slots(
-            lambda slot, new: set_rows(slot, row_ids, new),
-            with_slots(state, slots),
-            new,
+        table, slots, changes = _init_rows(
+            row_ids, values, table, with_slots(state, slots), changes, stack
         )
-        return turn + 1, table, slots_of(slots), changes
+        return turn + 1, table, slots, changes
 
     num_turns = (new_rows.count + per_turn - 1) // per_turn
     no_change = [jax.tree.map(jnp.zeros_like, x) for x in _sums_of(state)]
     _, table, slots, changes = jax.lax.while_loop(
         lambda carry: carry[0] < num_turns,
-        start_some,
+        init_turn,
         (jnp.int32(0), table, slots_of(state), no_change),
     )
     remaining = iter(changes)
@@ -94,6 +84,26 @@ def init_new_rows(
         with_slots(state, slots),
         is_leaf=lambda x: is_slot(x) or is_sum(x),
     )
+
+
+def _init_rows(
+    row_ids: Int[Array, " ids"],
+    values: Float[Array, "ids dim"],
+    table: PackedRows,
+    state: Any,
+    changes: list[CompensatedSum],
+    stack: StackPlan,
+) -> tuple[PackedRows, list[PackedRows], list[CompensatedSum]]:
+    """Sets some rows and their slots; returns how they change each total, too."""
+    stored = load_rows(store_rows(values, table.layout), table.layout)
+    new = _initial_state(stored, row_ids, state, stack)
+    if changes:
+        old = gather_rows(table, row_ids)
+        lost = _sums_of(_initial_state(old, row_ids, state, stack))
+        table, lost = read_before_write((table, lost))
+        changes = list(map(_changed, changes, _sums_of(new), lost))
+    state = map_slots(lambda slot, new: set_rows(slot, row_ids, new), state, new)
+    return set_rows(table, row_ids, values), slots_of(state), changes
 
 
 def _rows_of_turn(
