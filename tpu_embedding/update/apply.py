@@ -111,23 +111,25 @@ def _apply(
     table: PackedRows, state: Any, gradient: GradientRounds, writer: TableWriter
 ) -> tuple[PackedRows, Any]:
     """Applies the rule, by whichever way the plan has for it."""
-    stack = writer.stack
-    if stack.optimizer.keeps_gradient:
-        return apply_to_every_row(table, state, gradient, writer)
-    leaves = jax.tree.leaves(state, is_leaf=is_slot)
-    is_finite = rates_are_finite(stack.optimizer, stack.dim, leaves)
+    stack, optimizer = writer.stack, writer.stack.optimizer
+    inner = state.inner if optimizer.keeps_gradient else state
+    leaves = jax.tree.leaves(inner, is_leaf=is_slot)
+    is_finite = rates_are_finite(optimizer, stack.dim, leaves)
+    if optimizer.keeps_gradient:
+        rows = _if_finite(None, is_finite)
+        table, new = apply_to_every_row(table, state, gradient, writer, rows)
+        return table, _with_finite_values(new, state, is_finite)
 
     def apply_round(all_reduce, table, state, gradients, rows):
         if is_finite is not None:
             gradients = gradients.only_if(is_finite)
-            rows = rows or RowRange(jnp.int32(0), jnp.int32(PADDING_ROW_ID))
-            rows = RowRange(rows.first_row, jnp.where(is_finite, rows.end_row, 0))
+        rows = _if_finite(rows, is_finite)
         return _apply_round(all_reduce, writer, table, state, gradients, rows)
 
     all_reduce = across_shards(stack)
     totals: list[Any] = []
     is_one_round = gradient.fold_later is None
-    if stack.optimizer.takes_totals and not is_one_round:
+    if optimizer.takes_totals and not is_one_round:
         totals = _totals_over_rounds(apply_round, table, state, gradient, all_reduce)
         totals, table, state = read_before_write((totals, table, state))
 
@@ -140,6 +142,14 @@ def _apply(
 
     table, new_state = gradient.fold(apply_next, (table, state))
     return table, _with_finite_values(new_state, state, is_finite)
+
+
+def _if_finite(rows: RowRange | None, is_finite: Any) -> RowRange | None:
+    """Returns the rows that move: none if a learning rate is not finite."""
+    if is_finite is None:
+        return rows
+    first_row, end_row = rows or RowRange(jnp.int32(0), jnp.int32(PADDING_ROW_ID))
+    return RowRange(first_row, jnp.where(is_finite, end_row, 0))
 
 
 def _with_finite_values(new: Any, old: Any, is_finite: Any) -> Any:

@@ -16,8 +16,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array
 
-from tpu_embedding.optimizers.finite_rates import rates_are_finite
-from tpu_embedding.optimizers.table_rows import AllReduce, TableRows, table_rows_context
+from tpu_embedding.optimizers.table_rows import AllReduce, table_rows_context
 from tpu_embedding.plan.stack_plan import TrainedStackPlan
 from tpu_embedding.rows.access import add_to_rows, gather_lines
 from tpu_embedding.rows.consecutive_rows import blocks_of, read_block, write_block
@@ -84,16 +83,24 @@ def apply_to_every_row(
     state: KeptGradientState,
     gradient: GradientRounds,
     writer: TableWriter,
+    rows: RowRange | None = None,
 ) -> tuple[PackedRows, KeptGradientState]:
     """Adds to the kept gradient, and runs the rule on every row when it is due.
 
     Per shard; in place where donated.
+
+    Args:
+      table: rows of this shard.
+      state: from `init_every_row`.
+      gradient: gradient of the step.
+      writer: writes the rows of the table.
+      rows: rows that move; None: all.
     """
     collected, touches = gradient.fold(_collect, (state.gradient, state.touches))
     leaves, tree = jax.tree.flatten(
         (table, state.inner, collected, touches), is_leaf=is_slot
     )
-    sweep = _Sweep(tree=tree, writer=writer)
+    sweep = _Sweep(tree=tree, writer=writer, rows=rows)
     step = state.step + 1
     num_steps = writer.stack.optimizer.gradient_steps
     if num_steps == 1:
@@ -263,19 +270,21 @@ def _run_on_block(
         gradient, touches = kept
     row_ids = start + jnp.arange(size, dtype=jnp.int32)
     known = writer.known_rows(row_ids, touches > 0, all_reduce)
-    is_finite = rates_are_finite(optimizer, writer.stack.dim, jax.tree.leaves(inner))
-    is_moved = _is_moved(row_ids, known, is_finite, sweep.rows)
+    is_moved = known.is_used
+    if sweep.rows is not None:
+        is_moved &= (row_ids >= sweep.rows.first_row) & (row_ids < sweep.rows.end_row)
     with table_rows_context(known):
         updates, new_inner = optimizer.update(
             gradient / optimizer.gradient_steps, inner, rows
         )
     updates = jnp.where(is_moved[:, None], updates, 0)
     new_rows = writer.stored_rows(row_ids, rows, updates)
-    # Each slot of the rule lies beside its old rows, behind those of the table.
-    is_slot_of_rule = map(is_slot, leaves[1:])
-    keep = functools.partial(_keep, is_moved=is_moved, is_finite=is_finite)
+    # The leaves of the rule's state follow the table.
+    slots = map(is_slot, leaves[1:])
     new_inner = jax.tree.map(
-        lambda old, new: keep(old, new, next(is_slot_of_rule)), inner, new_inner
+        lambda old, new: _where(is_moved, new, old) if next(slots) else new,
+        inner,
+        new_inner,
     )
     cleared = [jnp.zeros_like(x) for x in kept]
     new = read_before_write(sweep.tree.flatten_up_to((new_rows, new_inner, *cleared)))
@@ -285,26 +294,6 @@ def _run_on_block(
     ]
 
 
-def _is_moved(
-    row_ids: Array, known: TableRows, is_finite: Array | None, rows: RowRange | None
-) -> Array:
-    """Returns which rows of a block the rule moves: not padding, nor other rounds'.
-
-    A learning rate that is not finite moves none.
-    """
-    is_moved = known.is_used
-    if rows is not None:
-        is_moved &= (row_ids >= rows.first_row) & (row_ids < rows.end_row)
-    return is_moved if is_finite is None else is_moved & is_finite
-
-
-def _keep(
-    old: Array, new: Array, by_row: bool, is_moved: Array, is_finite: Array | None
-) -> Array:
-    """Keeps slots of rows that do not move, and values that a rate made infinite."""
-    if by_row:
-        is_moved = is_moved.reshape(-1, *[1] * (new.ndim - 1))
-        return jnp.where(is_moved, new, old)
-    if is_finite is None:
-        return new
-    return jnp.where(~is_finite & ~jnp.isfinite(new), old, new)
+def _where(condition: Array, new: Array, old: Array) -> Array:
+    """Returns the new values of rows where a condition holds, and else the old ones."""
+    return jnp.where(condition.reshape(-1, *[1] * (new.ndim - 1)), new, old)
