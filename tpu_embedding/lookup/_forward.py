@@ -13,6 +13,7 @@ run for batches that are beyond a limit of the operations.
 
 import dataclasses
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -126,16 +127,12 @@ def read_stack(
     else:
         activations, rounds = _read_rounds(table, sent, poolings, stack)
     activations, routing = _order(activations, routing)
-    if sent is None:
-        return StackLookup(
-            activations=activations, routing=routing, rounds=rounds[None]
-        )
+    counts = {}
+    if sent is not None:
+        counts["num_ids"] = sent.unique.first_positions[-1:]
+        counts["requested_rows"] = jnp.diff(sent.unique.first_ranks)[None]
     return StackLookup(
-        activations=activations,
-        routing=routing,
-        rounds=rounds[None],
-        num_ids=sent.unique.first_positions[-1:],
-        requested_rows=jnp.diff(sent.unique.first_ranks)[None],
+        activations=activations, routing=routing, rounds=rounds[None], **counts
     )
 
 
@@ -198,14 +195,13 @@ def _order(
     A loss whose derivative needs no activations gives no such order.
     """
     sent = routing.sent
-    if sent is None:
-        activations, keys, ids = read_before_write(
-            (activations, routing.keys, routing.by_core)
-        )
-        return activations, dataclasses.replace(routing, keys=keys, by_core=ids)
-    activations, keys, order, first = read_before_write(
-        (activations, routing.keys, sent.unique.order, sent.first)
+    of_sent = None if sent is None else (sent.unique.order, sent.first)
+    needed: Any = routing.keys, routing.by_core, of_sent
+    activations, (keys, by_core, of_sent) = read_before_write((activations, needed))
+    if sent is not None:
+        order, first = of_sent
+        unique = dataclasses.replace(sent.unique, order=order)
+        sent = dataclasses.replace(sent, unique=unique, first=first)
+    return activations, dataclasses.replace(
+        routing, keys=keys, by_core=by_core, sent=sent
     )
-    unique = dataclasses.replace(sent.unique, order=order)
-    sent = dataclasses.replace(sent, unique=unique, first=first)
-    return activations, dataclasses.replace(routing, keys=keys, sent=sent)
