@@ -22,7 +22,7 @@ from tests.sparse_core.cases import (
 from tests.tiers import quick_cases, with_ids
 from tpu_embedding.optimizers.row_optimizer import row_optimizer_of
 from tpu_embedding.sparse_core import operations
-from tpu_embedding.sparse_core.limits import Limits, Sizes
+from tpu_embedding.sparse_core.limits import Limits, OperationSizes
 from tpu_embedding.sparse_core.partitioned_ids import partition_ids
 from tpu_embedding.sparse_core.row_rule import RowRule, row_rule
 
@@ -83,7 +83,7 @@ def run_lookup(cases, table, limits=LIMITS, change=lambda ids: ids):
         ids, _ = partition_ids(
             partitions, rows, samples, gains, **case.sizes(), room=room_for(case)
         )
-        sizes = Sizes(case.num_samples, limits, case.cores, AXES)
+        sizes = OperationSizes(case.num_samples, limits, case.cores, AXES)
         return operations.lookup(change(ids), shard, sizes)
 
     run = on_devices(look_up, case.devices, 5, 1)
@@ -105,7 +105,7 @@ def run_update(
 @functools.cache
 def update_program(rule: RowRule, sizes, room, limits):
     sizes, num_arrays = dict(sizes), 1 + rule.num_slots
-    static = Sizes(sizes["num_samples"], limits, sizes["cores"], AXES)
+    static = OperationSizes(sizes["num_samples"], limits, sizes["cores"], AXES)
 
     def update(partitions, rows, samples, gains, cotangents, *rest):
         ids, _ = partition_ids(partitions, rows, samples, gains, **sizes, room=room)
@@ -267,7 +267,7 @@ def test_it_runs_in_a_conditional():
         cotangents = jnp.ones((case.num_samples, WIDTH))
 
         def by_operation(shard):
-            sizes = Sizes(case.num_samples, LIMITS, 2, AXES)
+            sizes = OperationSizes(case.num_samples, LIMITS, 2, AXES)
             return operations.update(
                 ids, cotangents, [shard], hyperparameters, rule, sizes
             )[0]

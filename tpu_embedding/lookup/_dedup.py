@@ -25,7 +25,7 @@ Words = tuple[Integer[Array, " _"], ...]
 """Ids of one word or several, in lexicographic order."""
 
 
-class Ranked(NamedTuple):
+class RankedIds(NamedTuple):
     """Sorted ids, and the rank of each among the distinct ones.
 
     Attributes:
@@ -39,7 +39,7 @@ class Ranked(NamedTuple):
     ranks: Int[Array, " n"]
 
 
-def rank_unique(*words: Integer[Array, " n"]) -> Ranked:
+def rank_unique(*words: Integer[Array, " n"]) -> RankedIds:
     """Sorts ids, and ranks each among the distinct ones.
 
     Args:
@@ -53,7 +53,7 @@ def rank_unique(*words: Integer[Array, " n"]) -> Ranked:
     for word in ids:
         is_new |= word[1:] != word[:-1]
     is_new = jnp.concatenate([jnp.ones(1, bool), is_new])
-    return Ranked(tuple(ids), order, running_sum(is_new) - 1)
+    return RankedIds(tuple(ids), order, running_sum(is_new) - 1)
 
 
 def unsort(
@@ -79,7 +79,7 @@ def unsort(
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Dedup:
+class UniqueIds:
     """The ids of a shard, sorted by key. Per shard.
 
     Attributes:
@@ -110,7 +110,7 @@ class Dedup:
 @jax.named_scope("dedup")
 def dedup(
     words: Words, num_shards: int, keys_per_shard: int, *, keeps_duplicates: bool
-) -> Dedup:
+) -> UniqueIds:
     """Sorts ids. One sort both finds duplicates and groups ids by destination.
 
     Args:
@@ -129,7 +129,7 @@ def dedup(
         ids, order, ranks = rank_unique(*words)
     first_keys = jnp.arange(num_shards + 1, dtype=jnp.int32) * keys_per_shard
     first_positions = _search(ids[:1], (first_keys,))
-    return Dedup(
+    return UniqueIds(
         words=ids,
         order=order,
         ranks=ranks,
@@ -139,31 +139,33 @@ def dedup(
     )
 
 
-def count_below(words: Words, dedup: Dedup) -> Int[Array, " queries"]:
+def count_below(words: Words, unique: UniqueIds) -> Int[Array, " queries"]:
     """Counts the unique ids of the shard that are below each query."""
-    return _ranks_before(_search(dedup.words, words), dedup.ranks)
+    return _ranks_before(_search(unique.words, words), unique.ranks)
 
 
-def broadcast_to_ids(values: Int[Array, " shards"], dedup: Dedup) -> Int[Array, " ids"]:
+def broadcast_to_ids(
+    values: Int[Array, " shards"], unique: UniqueIds
+) -> Int[Array, " ids"]:
     """Returns for each sorted id the value of its destination.
 
     The value of padding is undefined. A running sum over the steps between
     destinations replaces a gather, because a TPU gathers single integers slowly.
     """
     steps = jnp.diff(values, prepend=0)
-    starts = jnp.zeros_like(dedup.ranks)
-    starts = starts.at[dedup.first_positions[:-1]].add(
+    starts = jnp.zeros_like(unique.ranks)
+    starts = starts.at[unique.first_positions[:-1]].add(
         steps, mode="drop", wrap_negative_indices=False
     )
     return running_sum(starts)
 
 
-def id_at_rank(ranks: Int[Array, " queries"], dedup: Dedup) -> Words:
+def id_at_rank(ranks: Int[Array, " queries"], unique: UniqueIds) -> Words:
     """Returns the unique id of each rank; words of `PADDING_ROW_ID` beyond the last."""
-    positions = _search((dedup.ranks,), (ranks,))
+    positions = _search((unique.ranks,), (ranks,))
     return tuple(
         word.at[positions].get(mode="fill", fill_value=PADDING_ROW_ID)
-        for word in dedup.words
+        for word in unique.words
     )
 
 

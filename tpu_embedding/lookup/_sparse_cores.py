@@ -25,7 +25,7 @@ from tpu_embedding.rows.packed_rows import PackedRows, round_up, rows_of_lines
 from tpu_embedding.sparse_core import operations
 from tpu_embedding.sparse_core.limits import (
     Limits,
-    Sizes,
+    OperationSizes,
     SparseCoreIds,
     are_within,
     choose_limits,
@@ -61,7 +61,7 @@ def ids_by_core(
     core, row = jnp.divmod(row, layout.rows_per_core)
     partitions = jnp.where(keys == PADDING_ROW_ID, keys, owner * cores + core)
     gains = gain_of_each_id(poolings)
-    sizes = Sizes(
+    sizes = OperationSizes(
         num_samples=cores * _samples_per_core(poolings, cores),
         limits=_limits_of(poolings, stack),
         cores=cores,

@@ -67,7 +67,7 @@ class Limits:
     room: int
 
 
-class Sizes(NamedTuple):
+class OperationSizes(NamedTuple):
     """Sizes of an operation that are fixed before a step.
 
     Attributes:
@@ -97,7 +97,7 @@ class SparseCoreIds:
 
     ids: PartitionedIds
     fits: Bool[Array, "_"]
-    sizes: Sizes = dataclasses.field(metadata={"static": True})
+    sizes: OperationSizes = dataclasses.field(metadata={"static": True})
 
 
 def choose_limits(

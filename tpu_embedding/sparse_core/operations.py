@@ -21,7 +21,7 @@ from jaxtyping import Array, Float
 
 from tpu_embedding.hardware import HardwareInfo
 from tpu_embedding.sparse_core import reference
-from tpu_embedding.sparse_core.limits import Limits, Sizes, holds_partitions
+from tpu_embedding.sparse_core.limits import Limits, OperationSizes, holds_partitions
 from tpu_embedding.sparse_core.partitioned_ids import PartitionedIds
 from tpu_embedding.sparse_core.row_rule import RowRule
 from tpu_embedding.types import PADDING_ROW_ID
@@ -57,7 +57,7 @@ def unavailable_reason(hardware: HardwareInfo, num_devices: int) -> str | None:
 def lookup(
     ids: PartitionedIds,
     table: Float[Array, "rows width"],
-    sizes: Sizes,
+    sizes: OperationSizes,
 ) -> Float[Array, "num_samples width"]:
     """Sums the rows of each sample, times their gains. Per shard; exchanges.
 
@@ -84,7 +84,7 @@ def update(
     arrays: Sequence[Float[Array, "rows width"]],
     hyperparameters: Sequence[Float[Array, ""]],
     rule: RowRule,
-    sizes: Sizes,
+    sizes: OperationSizes,
 ) -> tuple[Float[Array, "rows width"], ...]:
     """Applies a rule to the rows that were looked up, once per row.
 
@@ -123,7 +123,7 @@ _update_p.multiple_results = True
 
 
 @_lookup_p.def_abstract_eval
-def _lookup_result(*operands: Any, sizes: Sizes) -> ShapedArray:
+def _lookup_result(*operands: Any, sizes: OperationSizes) -> ShapedArray:
     return ShapedArray((sizes.num_samples, operands[-1].shape[1]), np.float32)
 
 
@@ -132,7 +132,7 @@ def _update_results(*operands: Any, num_arrays: int, **_: Any) -> list[ShapedArr
     return [ShapedArray(x.shape, x.dtype) for x in operands[5 : 5 + num_arrays]]
 
 
-def _lower_lookup(context: Any, *operands: Any, sizes: Sizes) -> Any:
+def _lower_lookup(context: Any, *operands: Any, sizes: OperationSizes) -> Any:
     """Emits the operation, which adds to sums that begin at zero."""
     (result,) = context.avals_out
     zero = stablehlo.constant(ir.DenseElementsAttr.get(np.float32(0)))
@@ -143,7 +143,7 @@ def _lower_lookup(context: Any, *operands: Any, sizes: Sizes) -> Any:
 
 
 def _lower_update(
-    context: Any, *operands: Any, num_arrays: int, rule: str, sizes: Sizes
+    context: Any, *operands: Any, num_arrays: int, rule: str, sizes: OperationSizes
 ) -> Any:
     """Emits the operation, and the rule as a function that it calls."""
     module = context.module_context

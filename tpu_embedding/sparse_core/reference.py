@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from tpu_embedding.sparse_core.limits import Sizes, are_within
+from tpu_embedding.sparse_core.limits import OperationSizes, are_within
 from tpu_embedding.sparse_core.partitioned_ids import (
     ALIGNMENT,
     PartitionedIds,
@@ -24,7 +24,7 @@ from tpu_embedding.xla import read_before_write, run_if
 
 
 def lookup(
-    ids: PartitionedIds, table: Float[Array, "rows width"], sizes: Sizes
+    ids: PartitionedIds, table: Float[Array, "rows width"], sizes: OperationSizes
 ) -> Float[Array, "num_samples width"]:
     """Computes `operations.lookup`: each owner adds its rows to the samples of all."""
     num_rows, width = table.shape
@@ -44,7 +44,7 @@ def update(
     arrays: Sequence[Float[Array, "rows width"]],
     hyperparameters: Sequence[Float[Array, ""]],
     rule: RowRule,
-    sizes: Sizes,
+    sizes: OperationSizes,
 ) -> tuple[Float[Array, "rows width"], ...]:
     """Computes `operations.update`: each owner sums the gradients of its rows."""
     num_rows, width = arrays[0].shape
@@ -89,7 +89,9 @@ class _AskedRows(NamedTuple):
     is_defined: Bool[Array, ""]
 
 
-def _asked_rows(ids: PartitionedIds, num_rows: int, sizes: Sizes) -> _AskedRows:
+def _asked_rows(
+    ids: PartitionedIds, num_rows: int, sizes: OperationSizes
+) -> _AskedRows:
     """Gathers the ids of all devices, and finds those of this device's rows."""
     cores, axes, room = sizes.cores, sizes.axes, ids.rows.size // sizes.cores
     device, rows_per_core = jax.lax.axis_index(axes), num_rows // cores
@@ -112,7 +114,7 @@ def _asked_rows(ids: PartitionedIds, num_rows: int, sizes: Sizes) -> _AskedRows:
 
 
 def _partitions_of_positions(
-    ids: PartitionedIds, sizes: Sizes
+    ids: PartitionedIds, sizes: OperationSizes
 ) -> Int[Array, " positions"]:
     """Returns the partition that each position asks; padding where it is unused."""
     cores, room = sizes.cores, ids.rows.size // sizes.cores
@@ -131,7 +133,7 @@ def _is_defined(
     partitions: Int[Array, " positions"],
     samples: Int[Array, " positions"],
     rows_per_core: int,
-    sizes: Sizes,
+    sizes: OperationSizes,
 ) -> Bool[Array, ""]:
     """Returns True on all devices if SparseCores have a result for all of them.
 
