@@ -79,7 +79,7 @@ def unsort(
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class UniqueIds:
+class SortedIds:
     """The ids of a shard, sorted by key. Per shard.
 
     Attributes:
@@ -110,7 +110,7 @@ class UniqueIds:
 @jax.named_scope("dedup")
 def dedup(
     words: Words, num_shards: int, keys_per_shard: int, *, keeps_duplicates: bool
-) -> UniqueIds:
+) -> SortedIds:
     """Sorts ids. One sort both finds duplicates and groups ids by destination.
 
     Args:
@@ -129,7 +129,7 @@ def dedup(
         ids, order, ranks = rank_unique(*words)
     first_keys = jnp.arange(num_shards + 1, dtype=jnp.int32) * keys_per_shard
     first_positions = _search(ids[:1], (first_keys,))
-    return UniqueIds(
+    return SortedIds(
         words=ids,
         order=order,
         ranks=ranks,
@@ -139,13 +139,13 @@ def dedup(
     )
 
 
-def count_below(words: Words, unique: UniqueIds) -> Int[Array, " queries"]:
+def count_below(words: Words, unique: SortedIds) -> Int[Array, " queries"]:
     """Counts the unique ids of the shard that are below each query."""
     return _ranks_before(_search(unique.words, words), unique.ranks)
 
 
 def broadcast_to_ids(
-    values: Int[Array, " shards"], unique: UniqueIds
+    values: Int[Array, " shards"], unique: SortedIds
 ) -> Int[Array, " ids"]:
     """Returns for each sorted id the value of its destination.
 
@@ -160,7 +160,7 @@ def broadcast_to_ids(
     return running_sum(starts)
 
 
-def id_at_rank(ranks: Int[Array, " queries"], unique: UniqueIds) -> Words:
+def id_at_rank(ranks: Int[Array, " queries"], unique: SortedIds) -> Words:
     """Returns the unique id of each rank; words of `PADDING_ROW_ID` beyond the last."""
     positions = _search((unique.ranks,), (ranks,))
     return tuple(

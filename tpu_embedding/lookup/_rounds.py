@@ -23,7 +23,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int, Integer, UInt32
 
 from tpu_embedding.lookup._dedup import (
-    UniqueIds,
+    SortedIds,
     Words,
     broadcast_to_ids,
     count_below,
@@ -79,7 +79,7 @@ class SentIds:
       size: buffer sizes of each round.
     """
 
-    unique: UniqueIds
+    unique: SortedIds
     first: Round
     companions: tuple[UInt32[Array, " ids"], ...]
     size: RoundSize = dataclasses.field(metadata={"static": True})
@@ -109,7 +109,7 @@ def send_ids(
 
 
 def send_unique(
-    unique: UniqueIds,
+    unique: SortedIds,
     companions: tuple[UInt32[Array, " ids"], ...],
     size: RoundSize,
     stack: StackPlan,
@@ -172,7 +172,7 @@ def fold_later_rounds(
 
 @jax.named_scope("route")
 def _next_round(
-    unique: UniqueIds,
+    unique: SortedIds,
     companions: tuple[UInt32[Array, " ids"], ...],
     first_ranks: Int[Array, " shards"],
     size: RoundSize,
@@ -208,7 +208,7 @@ def _next_round(
 
 
 def _agree_on_range(
-    unique: UniqueIds,
+    unique: SortedIds,
     first_ranks: Int[Array, " shards"],
     size: RoundSize,
     stack: StackPlan,
@@ -249,7 +249,7 @@ def _smallest(words: Words, stack: StackPlan) -> Words:
 
 
 def _fill(
-    unique: UniqueIds,
+    unique: SortedIds,
     companions: tuple[UInt32[Array, " ids"], ...],
     ranks: tuple[Int[Array, " shards"], Int[Array, " shards"]],
     size: RoundSize,
