@@ -295,17 +295,13 @@ def _fill_buckets(
         bucket, start, count = _groups_of_turn(groups, turn, per_turn)
         old_keys, old_scores = keys[bucket], scores[bucket]
         kinds, order = _lanes_by_value(old_keys, old_scores, tables[0].dynamic, now)
-        number = jnp.arange(SLOTS_PER_BUCKET, dtype=jnp.int32)[None, :]
-        num_free = jnp.sum(kinds != _TAKEN, axis=1, dtype=jnp.int32)
-        is_new = number < jnp.minimum(count, num_free)[:, None]
-        admitted = jnp.minimum(start[:, None] + number, num_ids - 1)
-        source = groups.sources[admitted]
+        is_new, source = _ids_of_lanes(kinds, start, count, groups)
         words = (ids.first[source], ids.second[source])
-        values = (jnp.broadcast_to(now, is_new.shape), jnp.ones_like(words[0]))
+        uses = (jnp.broadcast_to(now, is_new.shape), jnp.ones_like(words[0]))
         # A bucket of no group is written nowhere.
         target = jnp.where(count > 0, bucket, keys.shape[0])
         new_keys = _with_new(old_keys, words, is_new, order)
-        new_scores = _with_new(old_scores, values, is_new, order)
+        new_scores = _with_new(old_scores, uses, is_new, order)
         num_evicted = jnp.sum(is_new & (kinds == _EVICTABLE), axis=1, dtype=jnp.int32)
         table_of = table_of_buckets(bucket, tables)
         return (
@@ -342,6 +338,24 @@ def _groups_of_turn(
     start = groups.starts[in_bounds]
     count = jnp.where(group < groups.count, groups.starts[in_bounds + 1] - start, 0)
     return groups.buckets[in_bounds], start, count
+
+
+def _ids_of_lanes(
+    kinds: Array, start: Int[Array, " n"], count: Int[Array, " n"], groups: _Groups
+) -> tuple[Bool[Array, "n lanes"], Int[Array, "n lanes"]]:
+    """Returns which lanes of some buckets get a new id, and the position of the id.
+
+    Args:
+      kinds: kind of each lane, in the order of `_lanes_by_value`.
+      start: first admitted id of each bucket.
+      count: number of admitted ids of each bucket.
+      groups: all admitted ids.
+    """
+    number = jnp.arange(SLOTS_PER_BUCKET, dtype=jnp.int32)[None, :]
+    num_free = jnp.sum(kinds != _TAKEN, axis=1, dtype=jnp.int32)
+    is_new = number < jnp.minimum(count, num_free)[:, None]
+    admitted = jnp.minimum(start[:, None] + number, groups.sources.shape[0] - 1)
+    return is_new, groups.sources[admitted]
 
 
 def _lanes_by_value(
