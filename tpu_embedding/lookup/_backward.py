@@ -51,14 +51,13 @@ class StackGradient:
     Attributes:
       routing: the ids of the samples.
       cotangents: `[samples, dim]` per feature of the stack.
-      ids: the unique ids and the first round of requests; or the ids in blocks, where
-        one CPU device owns all rows; or None, where SparseCores update rows.
+      blocks: the ids in blocks, where one CPU device owns all rows; else None.
       first: the first round at the owners; None for blocks and for SparseCores.
     """
 
     routing: StackRouting
     cotangents: list[Float[Array, "_ dim"]]
-    ids: SentIds | IdBlocks | None
+    blocks: IdBlocks | None
     first: RowGradients | None
 
     def seal(self) -> Sealed:
@@ -78,15 +77,16 @@ def stack_gradient(
       cotangents: derivatives of the loss by the activations, per feature.
       stack: plan of the stack.
     """
-    ids, first = None, None
+    blocks, first = None, None
     if stack.updates == "blocks":
-        ids = sorted_blocks(routing.keys, stack.dim)
+        blocks = sorted_blocks(routing.keys, stack.dim)
     elif stack.backend.updates == "xla":
-        ids = _sent_ids(routing, stack)
+        sent = _sent_ids(routing, stack)
         reader = cotangent_reader(cotangents, routing.poolings)
-        first = _receive(ids.first, ids, reader, stack)
+        first = _receive(sent.first, sent, reader, stack)
+        routing = dataclasses.replace(routing, sent=sent)
     gradient = StackGradient(
-        routing=routing, cotangents=list(cotangents), ids=ids, first=first
+        routing=routing, cotangents=list(cotangents), blocks=blocks, first=first
     )
     return gradient.seal()
 
@@ -141,11 +141,9 @@ def gradient_rounds(gradient: Sealed, stack: TrainedStackPlan) -> GradientRounds
     """
     opened = gradient.open()
     reader = cotangent_reader(opened.cotangents, opened.routing.poolings)
-    sent, first = opened.ids, opened.first
-    if isinstance(sent, IdBlocks):
-        return gradient_blocks(sent, reader, stack.layout)
-    if sent is None:
-        sent = _sent_ids(opened.routing, stack)
+    if opened.blocks is not None:
+        return gradient_blocks(opened.blocks, reader, stack.layout)
+    sent, first = _sent_ids(opened.routing, stack), opened.first
     if first is None:
         first = _receive(sent.first, sent, reader, stack)
     if sent.size.holds_all:
