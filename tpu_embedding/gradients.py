@@ -17,12 +17,11 @@ from jaxtyping import Array, Bool, Float
 
 from tpu_embedding.argument_checks import check_scalar, describe_value
 from tpu_embedding.lookup._backward import (
-    StackGradient,
     gradient_rounds,
     join_gradients,
-    seal_gradient,
+    scale_gradient,
 )
-from tpu_embedding.lookup._merge import merge
+from tpu_embedding.lookup._sum_by_row import merge
 from tpu_embedding.optimizers.checks import check_hyperparameters, positive_bound
 from tpu_embedding.plan.plan import EmbeddingPlan
 from tpu_embedding.plan.shard_map import on_shards
@@ -169,8 +168,7 @@ def scale(gradients: T, factor: Any) -> T:
                 )
             return (leaf * factor).astype(leaf.dtype)
         stacks = {
-            name: seal_gradient(sealed.open().scaled(factor))
-            for name, sealed in leaf.stacks.items()
+            name: scale_gradient(sealed, factor) for name, sealed in leaf.stacks.items()
         }
         return dataclasses.replace(leaf, stacks=stacks)
 
@@ -238,13 +236,6 @@ def add(*gradients: T) -> T:
     return jax.tree.map(add_leaves, *gradients, is_leaf=_is_table_gradients)
 
 
-def gradient_of_stack(
-    gradients: TableGradients, stack: TrainedStackPlan
-) -> StackGradient:
-    """Returns the gradient of one stack, per shard inside `shard_map`."""
-    return gradients.stacks[stack.name].open()
-
-
 def _is_table_gradients(value: Any) -> bool:
     return isinstance(value, TableGradients)
 
@@ -284,12 +275,8 @@ def _add_tables(parts: list[TableGradients]) -> TableGradients:
         sealed = [
             part.stacks[stack.name] for part in parts if stack.name in part.stacks
         ]
-
-        def join(sealed, stack=stack):
-            parts = [part.open() for part in sealed]
-            return seal_gradient(join_gradients(parts, stack, plan))
-
         if len(sealed) > 1:
+            join = functools.partial(join_gradients, stack=stack)
             stacks[stack.name] = _on_shards(join, sealed, plan)
         elif sealed:
             stacks[stack.name] = sealed[0]
@@ -301,8 +288,7 @@ def _row_updates(
     sealed: Sealed, stack: TrainedStackPlan, plan: EmbeddingPlan
 ) -> RowUpdates:
     def read(sealed: Sealed) -> RowUpdates:
-        rounds = gradient_rounds(sealed.open(), stack, plan)
-        return rounds.first.as_row_updates()
+        return gradient_rounds(sealed, stack).first.as_row_updates()
 
     return _on_shards(read, sealed, plan, stack.rows_spec)
 
@@ -336,13 +322,11 @@ def _total_of_stack(
     (stack,) = (stack for stack in plan.trained_stacks if stack.name == name)
 
     def measure_shard(sealed: Sealed) -> Array:
-        rounds = gradient_rounds(sealed.open(), stack, plan)
-
         def body(total: Array, part: RowGradients, rows: Any) -> Array:
             del rows
             return total + measure(_sum_by_row(part, stack).as_row_updates().values)
 
-        total = rounds.fold(body, jnp.zeros(()))
+        total = gradient_rounds(sealed, stack).fold(body, jnp.zeros(()))
         # Copies of a shard hold the same gradient; it counts once.
         return jax.lax.psum(total, stack.shard_axes)
 

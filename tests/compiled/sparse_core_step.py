@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 from tpu_embedding.hardware import hardware_of_device
 from tpu_embedding.optimizers.row_optimizer import row_optimizer_of
 from tpu_embedding.sparse_core import operations
-from tpu_embedding.sparse_core.limits import are_within, choose_limits
+from tpu_embedding.sparse_core.limits import OperationSizes, are_within, choose_limits
 from tpu_embedding.sparse_core.partitioned_ids import partition_ids
 from tpu_embedding.sparse_core.row_rule import row_rule
 
@@ -79,7 +79,7 @@ def compile_step(
         sends_rows_once=hardware.sends_rows_once,
     )
     sent = limits.max_unique if hardware.sends_rows_once else limits.max_ids
-    sizes = dict(limits=limits, cores=cores, axes=("shard",))
+    sizes = OperationSizes(num_samples, limits, cores, ("shard",))
 
     def step(lines, others, ids, cotangents):
         samples = jnp.repeat(jnp.arange(num_samples, dtype=jnp.int32), valence)
@@ -100,12 +100,12 @@ def compile_step(
 
         def look_up(lines):
             table = lines[0].reshape(-1, width)
-            return operations.lookup(placed, table, num_samples=num_samples, **sizes)
+            return operations.lookup(placed, table, sizes)
 
         def update(lines):
             arrays = [x.reshape(-1, width) for x in lines]
             new = operations.update(
-                placed, gradients, arrays, hyperparameters, rule=rule, **sizes
+                placed, gradients, arrays, hyperparameters, rule, sizes
             )
             return [x.reshape(-1, LANES) for x in new]
 

@@ -107,8 +107,8 @@ def overlaps(module, mode):
                 for done, beside in spans_of_sparse_core(module)
                 for each in beside
                 if each.opcode == "fusion"
-                and "jit(_read_stacks)" in done.text
-                and "jit(_read_stacks)" not in each.text
+                and "jit(_read_routed)" in done.text
+                and "jit(_read_routed)" not in each.text
             ]
 
 

@@ -11,7 +11,7 @@ import pytest
 import tpu_embedding as te
 from tests.conftest import mesh_of
 from tests.dynamic_reference import DynamicTable
-from tpu_embedding.update.start_rows import initial_rows
+from tpu_embedding.update.new_rows import initial_values_of_ids
 
 functional = te.functional
 STEPS = 8
@@ -239,7 +239,7 @@ def initial_rows_of(layout, table):
     return rows
 
 
-_initial_rows = jax.jit(initial_rows, static_argnums=4)
+_initial_rows = jax.jit(initial_values_of_ids, static_argnums=4)
 
 
 def check_program(seed, device_counts):

@@ -94,7 +94,7 @@ def test_equals_numpy(case, keeps_duplicates, is_long, monkeypatch):
     np.testing.assert_array_equal(unique.ranks, ranks)
     first_keys = [0, ROWS, 2 * ROWS, ALL_KEYS]
     places = [int((keys < first).sum()) for first in first_keys]
-    np.testing.assert_array_equal(unique.first_places, places)
+    np.testing.assert_array_equal(unique.first_positions, places)
     first_ranks = [int((distinct < first).sum()) for first in first_keys]
     np.testing.assert_array_equal(unique.first_ranks, first_ranks)
 

@@ -110,7 +110,7 @@ def buffers(case, room):
     ids, largest = jax.jit(
         lambda *arrays: partition_ids(*arrays, **case.sizes(), room=room)
     )(*case.arguments())
-    counts = int(largest.ids), int(largest.unique), int(largest.places)
+    counts = int(largest.ids), int(largest.unique), int(largest.positions)
     return ids, counts
 
 

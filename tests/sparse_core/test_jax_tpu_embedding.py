@@ -152,7 +152,7 @@ def test_buffers_equal_those_of_the_host(cores, devices, valence):
             stats.max_unique_ids_per_partition["stack"]
         )
         needed = np.max(stats.required_buffer_sizes["stack"])
-        assert int(largest.places) <= needed
+        assert int(largest.positions) <= needed
 
 
 def test_it_sees_a_difference():

@@ -59,10 +59,10 @@ def test_limits_stay_within_memory(name):
     assert 36 * limits.max_unique + limits.max_ids // 8 < memory
 
 
-@pytest.mark.parametrize("field", ["ids", "unique", "places"])
+@pytest.mark.parametrize("field", ["ids", "unique", "positions"])
 def test_one_device_beyond_a_limit_is_seen_by_all(field):
     limits = Limits(max_ids=16, max_unique=8, room=64)
-    at_limit = {"ids": 16, "unique": 8, "places": 64}
+    at_limit = {"ids": 16, "unique": 8, "positions": 64}
 
     def check(excess):
         counts = {

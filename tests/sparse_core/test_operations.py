@@ -22,7 +22,7 @@ from tests.sparse_core.cases import (
 from tests.tiers import quick_cases, with_ids
 from tpu_embedding.optimizers.row_optimizer import row_optimizer_of
 from tpu_embedding.sparse_core import operations
-from tpu_embedding.sparse_core.limits import Limits
+from tpu_embedding.sparse_core.limits import Limits, OperationSizes
 from tpu_embedding.sparse_core.partitioned_ids import partition_ids
 from tpu_embedding.sparse_core.row_rule import RowRule, row_rule
 
@@ -83,14 +83,8 @@ def run_lookup(cases, table, limits=LIMITS, change=lambda ids: ids):
         ids, _ = partition_ids(
             partitions, rows, samples, gains, **case.sizes(), room=room_for(case)
         )
-        return operations.lookup(
-            change(ids),
-            shard,
-            num_samples=case.num_samples,
-            limits=limits,
-            cores=case.cores,
-            axes=AXES,
-        )
+        sizes = OperationSizes(case.num_samples, limits, case.cores, AXES)
+        return operations.lookup(change(ids), shard, sizes)
 
     run = on_devices(look_up, case.devices, 5, 1)
     return np.asarray(run(*stacked(cases), dealt(table, case.cores, case.devices)))
@@ -111,12 +105,12 @@ def run_update(
 @functools.cache
 def update_program(rule: RowRule, sizes, room, limits):
     sizes, num_arrays = dict(sizes), 1 + rule.num_slots
-    static = dict(rule=rule, limits=limits, cores=sizes["cores"], axes=AXES)
+    static = OperationSizes(sizes["num_samples"], limits, sizes["cores"], AXES)
 
     def update(partitions, rows, samples, gains, cotangents, *rest):
         ids, _ = partition_ids(partitions, rows, samples, gains, **sizes, room=room)
         shards, scalars = rest[:num_arrays], rest[num_arrays:]
-        new = operations.update(ids, cotangents, shards, scalars, **static)
+        new = operations.update(ids, cotangents, shards, scalars, rule, static)
         return new if num_arrays > 1 else new[0]
 
     num_inputs = 5 + num_arrays + rule.num_hyperparameters
@@ -274,9 +268,9 @@ def test_it_runs_in_a_conditional():
         cotangents = jnp.ones((case.num_samples, WIDTH))
 
         def by_operation(shard):
-            sizes = dict(limits=LIMITS, cores=2, axes=AXES)
+            sizes = OperationSizes(case.num_samples, LIMITS, 2, AXES)
             return operations.update(
-                ids, cotangents, [shard], hyperparameters, rule=rule, **sizes
+                ids, cotangents, [shard], hyperparameters, rule, sizes
             )[0]
 
         return jax.lax.cond(fits, by_operation, lambda shard: shard + 1, shard)

@@ -122,4 +122,4 @@ def _any(*arrays):
     ids, largest = partition_ids(
         *arrays, num_samples=32, rows_per_partition=8, cores=4, devices=2, room=80
     )
-    return ids, (largest.ids, largest.unique, largest.places)
+    return ids, (largest.ids, largest.unique, largest.positions)

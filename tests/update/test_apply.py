@@ -57,7 +57,7 @@ def stepper(plan, stack, rounds, ranges=None):
             values = jnp.where(is_padding[:, None], jnp.nan, of_round)
             parts.append(dataclasses.replace(part, values=values))
         pairs = zip(parts, ranges or [None] * len(parts), strict=True)
-        return apply_gradient(table, state, rounds_of(list(pairs)), stack, plan)
+        return apply_gradient(table, state, rounds_of(list(pairs)), stack)
 
     return step
 
@@ -71,7 +71,7 @@ def test_touched_rows(name, dim, hardware):
     rounds = ROUNDS[name]
     rows = integers((NUM_ROWS, dim))
     reference, table = Counted(rows), packed(rows, stack.layout)
-    state = init_state(table, stack, plan)
+    state = init_state(table, stack)
     step = stepper(plan, stack, rounds)
     for seed in range(2):
         values = values_of(rounds, dim, seed)
@@ -93,7 +93,7 @@ def test_every_element(dim, hardware):
     rounds = ROUNDS["three"]
     rows = integers((NUM_ROWS, dim))
     reference, table = Counted(rows), packed(rows, stack.layout)
-    state = init_state(table, stack, plan)
+    state = init_state(table, stack)
     ranges = [tuple(map(np.int32, rows)) for rows in RANGES]
     step = sharded(plan, stepper(plan, stack, rounds, ranges))
     for seed in range(2):
@@ -115,9 +115,7 @@ def test_in_sequence():
     rows = integers((NUM_ROWS, 3))
     reference, table = Counted(rows), packed(rows, stack.layout)
     values = values_of(rounds, 3, 0)
-    table, state = stepper(plan, stack, rounds)(
-        table, init_state(table, stack, plan), values
-    )
+    table, state = stepper(plan, stack, rounds)(table, init_state(table, stack), values)
     reference.count = 1
     for ids, of_round in zip(rounds, values, strict=True):
         for row_id, gradient in zip(ids, of_round, strict=True):
@@ -137,12 +135,12 @@ def test_totals_of_tables_over_rounds_and_shards():
     rows = integers((num_rows, 3))
     reference = Balanced(SIZES, rows)
     tables = [packed(x, stack.layout) for x in shard_of(rows, num_devices)]
-    states = sharded(plan, lambda table: init_state(table, stack, plan))(tables)
+    states = sharded(plan, lambda table: init_state(table, stack))(tables)
     np.testing.assert_array_equal(states[0].sums, reference.sums)
 
     def step(table, state, *parts):
         gradient = rounds_of([(part, (0, 1)) for part in parts])
-        return apply_gradient(table, state, gradient, stack, plan)
+        return apply_gradient(table, state, gradient, stack)
 
     apply = sharded(plan, step)
     for seed, row_ids in enumerate([[0, 4, 6, 9, 11], [5, 2, 4, 11]]):
@@ -181,9 +179,7 @@ def test_norm_of_all_occurrences():
     def step(table):
         gradients = gradients_of(row_ids, values, occurrences=occurrences)
         gradient = rounds_of([(gradients, None)])
-        return apply_gradient(
-            table, init_state(table, stack, plan), gradient, stack, plan
-        )
+        return apply_gradient(table, init_state(table, stack), gradient, stack)
 
     ((table, state),) = sharded(plan, step)([packed(rows, stack.layout)])
     dense, touched = np.zeros_like(rows), np.zeros(12, bool)
@@ -199,12 +195,12 @@ def test_rules_that_keep_the_gradient():
     rows = integers((11, 3))
     reference = Counted(rows)
     tables = [packed(rows, stack.layout)]
-    states: Any = sharded(plan, lambda table: init_state(table, stack, plan))(tables)
+    states: Any = sharded(plan, lambda table: init_state(table, stack))(tables)
     assert isinstance(states[0], KeptGradientState)
 
     def step(table, state, *parts):
         gradient = rounds_of([(part, None) for part in parts])
-        return apply_gradient(table, state, gradient, stack, plan)
+        return apply_gradient(table, state, gradient, stack)
 
     apply = sharded(plan, step)
     dense = np.zeros((11, 3), np.float32)
@@ -236,10 +232,10 @@ def test_totals_that_are_not_finite_stay_in_their_table():
             (gradients_of(row_ids[part], values[part]), None)
             for part in (slice(0, 3), slice(3, 5))
         ]
-        return apply_gradient(table, state, rounds_of(parts), stack, plan)
+        return apply_gradient(table, state, rounds_of(parts), stack)
 
     tables = [packed(rows, stack.layout)]
-    states = sharded(plan, lambda table: init_state(table, stack, plan))(tables)
+    states = sharded(plan, lambda table: init_state(table, stack))(tables)
     ((table, state),) = sharded(plan, step)(tables, states)
     found = np.asarray(unpack_rows(table))
     np.testing.assert_array_equal(found[5:], reference.rows[5:])

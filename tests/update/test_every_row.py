@@ -36,7 +36,7 @@ STEPS = [[0, 4, 2], [1, 4, 2, 0], [], [2, 3]]
 
 def start(plan, stack, rows):
     tables = [packed(x, stack.layout) for x in shard_of(rows, plan.num_shards)]
-    init = sharded(plan, lambda table: init_every_row(table, stack, plan))
+    init = sharded(plan, lambda table: init_every_row(table, stack))
     return tables, init(tables)
 
 
@@ -59,7 +59,7 @@ def test_equals_the_rule_on_the_dense_gradient(name, monkeypatch):
 
     def step(table, state, first, second):
         gradient = rounds_of([(first, None), (second, (0, 1))])
-        return apply_to_every_row(table, state, gradient, stack, plan, TableWriter())
+        return apply_to_every_row(table, state, gradient, TableWriter(stack=stack))
 
     apply = sharded(plan, step)
     kept, touched = np.zeros_like(rows), np.zeros(num_rows, bool)
@@ -129,7 +129,7 @@ def test_blocks_begin_at_lines_of_all_arrays(monkeypatch):
     step = sharded(
         plan,
         lambda table, state, gradients: apply_to_every_row(
-            table, state, rounds_of([(gradients, None)]), stack, plan, TableWriter()
+            table, state, rounds_of([(gradients, None)]), TableWriter(stack=stack)
         ),
     )
     ((table, state),) = step(tables, states, [gradients_of(row_ids, values)])
@@ -154,7 +154,7 @@ def test_what_is_not_finite_stays_in_its_table():
     step = sharded(
         plan,
         lambda table, state, gradients: apply_to_every_row(
-            table, state, rounds_of([(gradients, None)]), stack, plan, TableWriter()
+            table, state, rounds_of([(gradients, None)]), TableWriter(stack=stack)
         ),
     )
     ((table, state),) = step(tables, states, [gradients_of([0, 4, 7], values)])

@@ -7,7 +7,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from tests.update.update_cases import LAYOUTS, Counted, counted, integers, packed
+from tests.update.update_cases import (
+    LAYOUTS,
+    Counted,
+    counted,
+    integers,
+    packed,
+    plan_of,
+)
 from tpu_embedding.rows.packed_rows import unpack_rows
 from tpu_embedding.types import PADDING_ROW_ID as PADDING
 from tpu_embedding.types import RowUpdates
@@ -16,11 +23,12 @@ from tpu_embedding.update.sequence import apply_in_sequence
 from tpu_embedding.update.table_writer import TableWriter
 
 RULE = lift_to_rows(counted())
+WRITER = TableWriter(stack=plan_of([11], 3, counted())[1])
 
 
 @jax.jit
 def apply(table, state, gradient):
-    table, state = apply_in_sequence(RULE, table, state, gradient, TableWriter())
+    table, state = apply_in_sequence(RULE, table, state, gradient, WRITER)
     return table, step_on_no_row(counted(), state, table.layout.dim)
 
 
@@ -69,7 +77,7 @@ def test_takes_as_many_passes_as_the_most_frequent_row_has_occurrences():
         row_ids=jnp.int32([PADDING, 1, PADDING, 5, PADDING, 1, PADDING]),
         values=jnp.ones((7, 3)),
     )
-    result = apply_in_sequence(rule, table, RULE.init(table), gradient, TableWriter())
+    result = apply_in_sequence(rule, table, RULE.init(table), gradient, WRITER)
     jax.block_until_ready(unpack_rows(result[0]))
     jax.effects_barrier()
     # Rows 1 and 5, and row 1 again.

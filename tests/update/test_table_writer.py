@@ -62,7 +62,7 @@ class Table:
     def __init__(self, plan, stack, rows):
         self.plan, self.stack, self.num_rows = plan, stack, len(rows)
         self.tables = [packed(x, stack.layout) for x in shard_of(rows, plan.num_shards)]
-        init = sharded(plan, lambda table: init_state(table, stack, plan))
+        init = sharded(plan, lambda table: init_state(table, stack))
         self.states = init(self.tables)
         self._apply = None
 
@@ -77,7 +77,7 @@ class Table:
 
         def step(table, state, *parts):
             gradient = rounds_of([(part, None) for part in parts])
-            return apply_gradient(table, state, gradient, self.stack, self.plan)
+            return apply_gradient(table, state, gradient, self.stack)
 
         self._apply = self._apply or sharded(self.plan, step)
         self.tables, self.states = zip(
@@ -208,6 +208,9 @@ def test_what_is_not_finite_stays_in_its_element():
 
 
 def test_a_row_without_an_update_keeps_the_sign_of_its_zeros():
+    _, stack = plan_of([5], DIM, te.optimizers.sgd(1.0))
     zeros = jnp.full((2, DIM), -0.0)
-    stored = TableWriter().stored_rows(jnp.arange(2), zeros, jnp.zeros((2, DIM)))
+    stored = TableWriter(stack=stack).stored_rows(
+        jnp.arange(2), zeros, jnp.zeros((2, DIM))
+    )
     assert np.signbit(stored).all()

@@ -1,6 +1,7 @@
 """The lookup and the update as functions of explicit arrays, without Flax.
 
-`steps` has the calls of a training step. `following_slots` and `final_table_values`
+`steps` has the calls of a training step, and `by_feature` turns what stacks return
+into activations of features. `following_slots` and `final_table_values`
 have those around training, and `serving_lookup` that of an exported model.
 `finite_rates` tells if the next step's learning rates are finite.
 `best_rows` retrieves the rows with the largest scalar products.

@@ -42,8 +42,8 @@ from tpu_embedding.types import (
     ids_of,
     with_ids,
 )
-from tpu_embedding.update.partition_specs import slot_specs
-from tpu_embedding.update.start_rows import start_rows
+from tpu_embedding.update.lazy_update import state_specs
+from tpu_embedding.update.new_rows import init_new_rows
 from tpu_embedding.update.totals import across_shards
 
 _CLOCK_RULE: Final = "insert_ids: now must be one integer from 1 to 2**32 - 1"
@@ -153,6 +153,13 @@ def _clock(now: Any) -> Any:
     return now.astype(jnp.uint32) if isinstance(now, jax.Array) else np.uint32(now)
 
 
+def advance_clock(directory: IdDirectory) -> IdDirectory:
+    """Ends a step of dynamic tables: ids of the next one may evict its ids."""
+    last = np.uint32(2**32 - 2)
+    clock = jnp.minimum(directory.clock, last) + np.uint32(1)
+    return dataclasses.replace(directory, clock=clock)
+
+
 @functools.partial(jax.jit, static_argnames="plan")
 def _insert_ids(
     tables: dict[str, Any],
@@ -161,34 +168,33 @@ def _insert_ids(
     now: Any,
     plan: EmbeddingPlan,
 ) -> InsertResult:
-    batch = _DynamicBatch(features, plan)
-    check_tables(tables, batch.stacks)
-    check_slots(slots, [s for s in plan.trained_stacks if s in batch.stacks])
+    plan = plan.for_batch(features)
+    sources = _source_ids(features, plan)
+    features_of = _features_by_stack(sources, plan)
+    check_tables(tables, list(features_of))
+    check_slots(slots, [s for s in plan.trained_stacks if s in features_of])
     if now is not None:
         is_clock = now > 0
         if now.dtype.itemsize == 8:
             is_clock &= now < 2**32
         now = jnp.where(is_clock, now, 0).astype(jnp.uint32)
-    for stack in batch.stacks:
-        name = directory_name(stack.name)
-        state = slots.get(stack.name)
-        specs = (stack.rows_spec, stack.rows_spec, _slot_specs(state, stack, plan))
-        tables[name], tables[stack.name], state = batch.translate(
-            functools.partial(_insert_shard, stack=stack, plan=plan),
-            (tables[name], tables[stack.name], state, now),
-            (*specs, PartitionSpec()),
-            specs,
-            stack,
-        )
+    tables, slots, rows, stats = dict(tables), dict(slots), {}, {}
+    for stack, of_stack in features_of.items():
+        name, state = directory_name(stack.name), slots.get(stack.name)
+        specs = (stack.rows_spec, stack.rows_spec, state_specs(state, stack))
+        arrays, found, counts = on_shards(
+            functools.partial(_insert_shard, stack=stack),
+            plan,
+            in_specs=(*specs, PartitionSpec(), plan.sample_spec),
+            out_specs=(specs, plan.sample_spec, PartitionSpec()),
+        )(tables[name], tables[stack.name], state, now, [sources[i] for i in of_stack])
+        tables[name], tables[stack.name], state = arrays
         if state is not None:
             slots[stack.name] = state
-    return InsertResult(
-        tables=tables, slots=slots, features=batch.features, stats=batch.stats
-    )
-
-
-def _slot_specs(state: Any, stack: StackPlan, plan: EmbeddingPlan) -> Any:
-    return slot_specs({stack.name: state}, plan)[stack.name]
+        rows |= zip(of_stack, found, strict=True)
+        stats |= _by_table(counts, stack)
+    features = _with_rows(features, rows, plan)
+    return InsertResult(tables=tables, slots=slots, features=features, stats=stats)
 
 
 def _insert_shard(
@@ -198,7 +204,6 @@ def _insert_shard(
     now: Any,
     sources: list[SourceIds],
     stack: StackPlan,
-    plan: EmbeddingPlan,
 ) -> tuple[Any, list[Array], DynamicStats]:
     """Gives the new ids of a batch rows, which start as new. Per shard."""
     clock = directory.clock[0]
@@ -208,13 +213,13 @@ def _insert_shard(
 
     def start(rows, new: NewRows):
         table, state = rows
-        all_reduce = across_shards(stack, plan)
-        return start_rows(table, state, new, directory.init_keys, stack, all_reduce)
+        all_reduce = across_shards(stack)
+        return init_new_rows(table, state, new, directory.init_keys, stack, all_reduce)
 
     directory, rows, found, hits, counts = insert_rows(
-        directory, start, (table, state), sources, clock, stack, plan
+        directory, start, (table, state), sources, clock, stack
     )
-    stats = _stats(sources, hits, counts, directory, stack, plan)
+    stats = _stats(sources, hits, counts, directory, stack)
     return (directory, *rows), found, stats
 
 
@@ -234,112 +239,70 @@ def find_ids(tables: dict[str, Any], features: Any, plan: EmbeddingPlan) -> Find
 
 @functools.partial(jax.jit, static_argnames="plan")
 def _find_ids(tables: dict[str, Any], features: Any, plan: EmbeddingPlan) -> FindResult:
-    batch = _DynamicBatch(features, plan)
+    plan = plan.for_batch(features)
+    sources, rows, stats = _source_ids(features, plan), {}, {}
 
     def find_shard(directory, sources, stack):
-        rows, hits = find_rows(directory, sources, stack, plan)
+        found, hits = find_rows(directory, sources, stack)
         counts = no_counts(len(stack.tables))
-        return (), rows, _stats(sources, hits, counts, directory, stack, plan)
+        return found, _stats(sources, hits, counts, directory, stack)
 
-    for stack in batch.stacks:
-        batch.translate(
+    for stack, of_stack in _features_by_stack(sources, plan).items():
+        found, counts = on_shards(
             functools.partial(find_shard, stack=stack),
-            (tables[directory_name(stack.name)],),
-            (stack.rows_spec,),
-            (),
-            stack,
-        )
-    return FindResult(features=batch.features, stats=batch.stats)
+            plan,
+            in_specs=(stack.rows_spec, plan.sample_spec),
+            out_specs=(plan.sample_spec, PartitionSpec()),
+        )(tables[directory_name(stack.name)], [sources[i] for i in of_stack])
+        rows |= zip(of_stack, found, strict=True)
+        stats |= _by_table(counts, stack)
+    return FindResult(features=_with_rows(features, rows, plan), stats=stats)
 
 
-class _DynamicBatch:
-    """A batch whose ids of dynamic tables are replaced by rows, stack by stack.
+def _source_ids(features: Any, plan: EmbeddingPlan) -> dict[int, SourceIds]:
+    """Returns the ids of features of dynamic tables, by position in the plan. Global.
 
-    It exists while a step is traced.
-
-    Attributes:
-      stacks: stacks of dynamic tables whose features hold ids.
-      stats: table name to counts, of the stacks that are done.
+    Features that hold rows already are left out.
     """
+    sources = {}
+    pairs = zip(plan.flatten(features), plan.features, strict=True)
+    for i, (leaf, feature) in enumerate(pairs):
+        if holds_raw_ids(leaf, feature):
+            flatten = functools.partial(_flat_ids, feature=feature, plan=plan)
+            sources[i] = in_auto_axes(flatten, plan, plan.sample_spec)(leaf)
+    return sources
 
-    def __init__(self, features: Any, plan: EmbeddingPlan):
-        self.plan = plan.for_batch(features)
-        self.leaves = self.plan.flatten(features)
-        self.stats: dict[str, DynamicStats] = {}
-        pairs = zip(self.leaves, self.plan.features, strict=True)
-        self.raw = [i for i, pair in enumerate(pairs) if holds_raw_ids(*pair)]
-        wanted = {self.plan.features[i].stack_index for i in self.raw}
-        self.stacks = [self.plan.stacks[i] for i in sorted(wanted)]
 
-    @property
-    def features(self) -> Any:
-        """The batch, with `RowIds` for the features of stacks that are done."""
-        return self.plan.unflatten(self.leaves)
+def _features_by_stack(
+    sources: dict[int, SourceIds], plan: EmbeddingPlan
+) -> dict[StackPlan, list[int]]:
+    """Returns the stacks that hold ids, in the plan's order, and their features."""
+    positions = {stack: [] for stack in plan.stacks}
+    for i in sources:
+        positions[plan.stacks[plan.features[i].stack_index]].append(i)
+    return {stack: of_stack for stack, of_stack in positions.items() if of_stack}
 
-    def translate(
-        self,
-        translate_shard: Any,
-        arrays: tuple[Any, ...],
-        specs: Any,
-        out_specs: Any,
-        stack: StackPlan,
-    ) -> Any:
-        """Replaces the ids of the features of a stack by rows.
 
-        Args:
-          translate_shard: called as `translate_shard(*arrays, sources)` for each shard;
-            returns new arrays, the rows per source, and the counts.
-          arrays: directory, table and others, global.
-          specs: partitions of the arrays.
-          out_specs: partitions of the new arrays.
-          stack: plan of the stack.
+def _with_rows(features: Any, rows: dict[int, Array], plan: EmbeddingPlan) -> Any:
+    """Returns the batch with `RowIds` in place of the ids that were translated."""
+    leaves = plan.flatten(features)
+    for i, of_feature in rows.items():
+        shape = ids_of(leaves[i]).shape
 
-        Returns:
-          The new arrays.
-        """
-        plan = self.plan
-        positions = [
-            i for i in self.raw if plan.stacks[plan.features[i].stack_index] is stack
-        ]
-        features = [plan.features[i] for i in positions]
-        offsets = [table.row_offset for table in stack.tables]
+        def unflatten(rows, shape=shape):
+            return rows[: math.prod(shape)].reshape(shape)
 
-        def run(arrays, leaves):
-            words = [
-                _flat_words(leaf, feature, plan)
-                for leaf, feature in zip(leaves, features, strict=True)
-            ]
+        in_shape = in_auto_axes(unflatten, plan, _spec_of(leaves[i], plan))
+        leaves[i] = RowIds(with_ids(leaves[i], in_shape(of_feature)))
+    return plan.unflatten(leaves)
 
-            def run_shard(arrays, words):
-                sources = [
-                    SourceIds(*of_feature, table=offsets.index(feature.row_offset))
-                    for of_feature, feature in zip(words, features, strict=True)
-                ]
-                return translate_shard(*arrays, sources)
 
-            arrays, rows, stats = on_shards(
-                run_shard,
-                plan,
-                in_specs=(specs, plan.sample_spec),
-                out_specs=(out_specs, plan.sample_spec, PartitionSpec()),
-            )(arrays, words)
-            shapes = [ids_of(leaf).shape for leaf in leaves]
-            rows = [
-                of_feature[: math.prod(shape)].reshape(shape)
-                for of_feature, shape in zip(rows, shapes, strict=True)
-            ]
-            return arrays, rows, stats
-
-        leaves = [self.leaves[i] for i in positions]
-        row_specs = [_spec_of(leaf, plan) for leaf in leaves]
-        new_arrays, rows, stats = in_auto_axes(
-            run, plan, (out_specs, row_specs, PartitionSpec())
-        )(arrays, leaves)
-        for i, of_feature in zip(positions, rows, strict=True):
-            self.leaves[i] = RowIds(with_ids(self.leaves[i], of_feature))
-        for i, table in enumerate(stack.tables):
-            self.stats[table.name] = jax.tree.map(lambda x, i=i: x[i], stats)
-        return new_arrays
+def _by_table(stats: DynamicStats, stack: StackPlan) -> dict[str, DynamicStats]:
+    """Returns the counts of each table of a stack, by name."""
+    return {
+        table.name: jax.tree.map(lambda x, i=i: x[i], stats)
+        for i, table in enumerate(stack.tables)
+    }
 
 
 def row_numbers(leaf: Any, feature: FeaturePlan) -> Any:
@@ -419,13 +382,8 @@ def _with_words(features: Any, plan: EmbeddingPlan) -> Any:
     return plan.unflatten(leaves)
 
 
-def _flat_words(
-    leaf: Any, feature: FeaturePlan, plan: EmbeddingPlan
-) -> tuple[Array, Array, Array]:
-    """Returns the words of a feature's ids, and which may get rows. Global.
-
-    They are filled up for the devices.
-    """
+def _flat_ids(leaf: Any, feature: FeaturePlan, plan: EmbeddingPlan) -> SourceIds:
+    """Returns the ids of a feature in one axis, filled up for the devices. Global."""
     ids = ids_of(leaf)
     inserts = jnp.full(ids.shape, not feature.config.find_only)
     # Ids that add nothing to a lookup need no row.
@@ -441,7 +399,13 @@ def _flat_words(
         values = jnp.asarray(values).reshape(-1)
         return jnp.pad(values, (0, room), constant_values=fill)
 
-    return flat(ids.high, NO_ID), flat(ids.low, NO_ID), flat(inserts, False)
+    offsets = [x.row_offset for x in plan.stacks[feature.stack_index].tables]
+    return SourceIds(
+        high=flat(ids.high, NO_ID),
+        low=flat(ids.low, NO_ID),
+        inserts=flat(inserts, False),
+        table=offsets.index(feature.row_offset),
+    )
 
 
 def _positions(leaf: Any, plan: EmbeddingPlan) -> Array:
@@ -475,7 +439,6 @@ def _stats(
     counts: Counts,
     directory: IdDirectory,
     stack: StackPlan,
-    plan: EmbeddingPlan,
 ) -> DynamicStats:
     """Returns the counts of all devices, `[tables]` each. Per shard."""
     num_tables = len(stack.tables)
@@ -490,8 +453,8 @@ def _stats(
     num_ids = [jnp.sum(x.is_id, dtype=jnp.int32) for x in sources]
     of_samples = by_table(num_ids), by_table(hits)
     of_owners = counts._asdict() | {"used_rows": directory.used_rows}
-    if plan.mesh.size > 1:
-        of_samples = jax.lax.psum(of_samples, plan.sample_axes)
+    if stack.num_devices > 1:
+        of_samples = jax.lax.psum(of_samples, stack.sample_axes)
     if stack.num_shards > 1:
         # Copies of a shard have the same counts.
         of_owners = jax.lax.psum(of_owners, stack.shard_axes)

@@ -1,7 +1,7 @@
-"""Gathers values of unique ids into the places of the samples, within each device.
+"""Gathers values of unique ids into the positions of the samples, within each device.
 
 `tpu_embedding.inputs.unique_ids` makes the ids and the index. The gradient of a value
-sums over its places.
+sums over its positions.
 """
 
 import functools
@@ -16,14 +16,14 @@ from tpu_embedding.plan.plan import EmbeddingPlan
 from tpu_embedding.plan.shard_map import in_auto_axes, on_shards
 from tpu_embedding.types import AxisSize, IdArray
 
-_MAX_SUMMED_PLACES: Final = 2**15
-"""Places whose gradients are converted to float32 at a time."""
+_MAX_SUMMED_POSITIONS: Final = 2**15
+"""Positions whose gradients are converted to float32 at a time."""
 
 
 def expand(
     values: Float[Array, "rows ..."], index: Any, plan: EmbeddingPlan | None
 ) -> Any:
-    """Gathers the values of unique ids into the places of the samples.
+    """Gathers the values of unique ids into the positions of the samples.
 
     Each device has the values of its samples, so nothing crosses the network. JAX
     differentiates it in reverse mode. The gradients of a value are summed in float32,
@@ -36,8 +36,8 @@ def expand(
       plan: plan of the lookup; None: all values are on one device.
 
     Returns:
-      Values of each place, of the same type, `[batch, ...]` or `[batch, places, ...]`
-      like the index. Zeros where there is no id.
+      Values of each position, of the same type: `[batch, ...]` or `[batch, positions,
+      ...]`, like the index. Zeros where there is no id.
 
     Raises:
       ValueError: if the devices do not divide the values.
@@ -58,11 +58,11 @@ def expand(
     flat = values.reshape(values.shape[0], -1)
 
     def expand_into(index: IdArray) -> Array:
-        places = jnp.asarray(index)
+        positions = jnp.asarray(index)
         if plan is None:
-            expanded = _expand(flat, places)
+            expanded = _expand(flat, positions)
         else:
-            expanded = _expand_on_mesh(flat, places, plan)
+            expanded = _expand_on_mesh(flat, positions, plan)
         return expanded.reshape(*index.shape, *values.shape[1:])
 
     return jax.tree.map(expand_into, index)
@@ -103,24 +103,24 @@ def _gather_forward(num_values, values, index):
 def _gather_backward(num_values, index, cotangents):
     """Sums the cotangents of each value in float32.
 
-    Narrow cotangents are converted some places at a time: a float32 copy of all would
-    take more memory than anything else in the step of a sequence model.
+    Narrow cotangents are converted some positions at a time: a float32 copy of all
+    would take more memory than anything else in the step of a sequence model.
     """
     width, dtype = cotangents.shape[-1], cotangents.dtype
     index, cotangents = index.reshape(-1), cotangents.reshape(-1, width)
-    num_places, sum_dtype = index.shape[0], jnp.promote_types(dtype, jnp.float32)
-    at_a_time = num_places
+    num_positions, sum_dtype = index.shape[0], jnp.promote_types(dtype, jnp.float32)
+    at_a_time = num_positions
     if dtype != sum_dtype:
-        at_a_time = min(num_places, _MAX_SUMMED_PLACES)
+        at_a_time = min(num_positions, _MAX_SUMMED_POSITIONS)
 
     def add(start, size, sums):
-        places = jax.lax.dynamic_slice_in_dim(index, start, size)
+        positions = jax.lax.dynamic_slice_in_dim(index, start, size)
         summands = jax.lax.dynamic_slice_in_dim(cotangents, start, size)
-        return sums.at[places].add(
+        return sums.at[positions].add(
             summands.astype(sum_dtype), mode="drop", wrap_negative_indices=False
         )
 
-    num_slices = num_places // max(1, at_a_time)
+    num_slices = num_positions // max(1, at_a_time)
     sums = jax.lax.fori_loop(
         0,
         num_slices,
@@ -128,7 +128,7 @@ def _gather_backward(num_values, index, cotangents):
         jnp.zeros((num_values, width), sum_dtype),
     )
     start = num_slices * at_a_time
-    sums = add(start, num_places - start, sums)
+    sums = add(start, num_positions - start, sums)
     return sums.astype(dtype), None
 
 

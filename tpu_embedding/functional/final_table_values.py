@@ -10,7 +10,7 @@ from tpu_embedding.plan.plan import EmbeddingPlan
 from tpu_embedding.plan.shard_map import on_shards
 from tpu_embedding.rows.packed_rows import PackedRows
 from tpu_embedding.update.averages import averaged_nodes, swap_in_averages
-from tpu_embedding.update.partition_specs import slot_specs, table_specs
+from tpu_embedding.update.lazy_update import state_specs
 
 
 @functools.partial(jax.jit, static_argnames="plan")
@@ -48,27 +48,12 @@ def finalize_variable_values(
     """
     check_tables(tables, plan.trained_stacks)
     check_slots(slots, plan.trained_stacks)
-    stacks = [x for x in plan.trained_stacks if averaged_nodes(slots[x.name])]
-    if not stacks:
-        return tables, slots
-    old_tables = {stack.name: tables[stack.name] for stack in stacks}
-    old_slots = {stack.name: slots[stack.name] for stack in stacks}
-
-    def swap_shard(tables, slots):
-        return {
-            stack.name: swap_in_averages(
-                tables[stack.name], slots[stack.name], stack, plan
-            )
-            for stack in stacks
-        }
-
-    of_tables, of_slots = table_specs(old_tables, plan), slot_specs(old_slots, plan)
-    results = on_shards(
-        swap_shard,
-        plan,
-        in_specs=(of_tables, of_slots),
-        out_specs={name: (of_tables[name], of_slots[name]) for name in of_tables},
-    )(old_tables, old_slots)
-    new_tables = {name: result[0] for name, result in results.items()}
-    new_slots = {name: result[1] for name, result in results.items()}
-    return tables | new_tables, slots | new_slots
+    new_tables, new_slots = dict(tables), dict(slots)
+    for stack in plan.trained_stacks:
+        table, state = tables[stack.name], slots[stack.name]
+        if averaged_nodes(state):
+            swap = functools.partial(swap_in_averages, stack=stack)
+            specs = stack.rows_spec, state_specs(state, stack)
+            swapped = on_shards(swap, plan, in_specs=specs, out_specs=specs)
+            new_tables[stack.name], new_slots[stack.name] = swapped(table, state)
+    return new_tables, new_slots

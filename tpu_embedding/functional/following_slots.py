@@ -24,10 +24,9 @@ from tpu_embedding.rows.packed_rows import PackedRows, store_rows
 from tpu_embedding.tables import table_values
 from tpu_embedding.update.apply import init_state
 from tpu_embedding.update.every_row import KeptGradientState
-from tpu_embedding.update.lazy_update import is_slot
-from tpu_embedding.update.partition_specs import slot_specs
-from tpu_embedding.update.shard_rows import rows_of_stack
+from tpu_embedding.update.lazy_update import is_slot, state_specs
 from tpu_embedding.update.table_writer import RoundedState
+from tpu_embedding.update.tables_of_rows import rows_of_stack
 
 _SAME: Final = 1e-5
 """Relative difference up to which a total keeps its bits when it is measured anew."""
@@ -196,11 +195,10 @@ def _follow(
                 return _with_rows(old, new, table, old_table, num_set, stack)
             return old
 
-        new = init_state(table, stack, plan)
+        new = init_state(table, stack)
         return _map_rule_state(new_of, state, new, _following_parts(stack))
 
-    specs = slot_specs({stack.name: state}, plan)[stack.name]
-    rows = stack.rows_spec
+    specs, rows = state_specs(state, stack), stack.rows_spec
     return on_shards(
         follow_shard,
         plan,

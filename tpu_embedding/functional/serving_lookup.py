@@ -24,7 +24,7 @@ from tpu_embedding.inputs.shard_inputs import (
 from tpu_embedding.lookup._combine import gather_and_pool, scale_samples
 from tpu_embedding.lookup._directory import find_lane
 from tpu_embedding.lookup._exchange import quantize
-from tpu_embedding.lookup._flatten_to_owners import resolve
+from tpu_embedding.lookup._flatten_to_owners import rows_and_poolings
 from tpu_embedding.plan.features import FeaturePlan
 from tpu_embedding.plan.input_plan import InputPlan
 from tpu_embedding.plan.plan import EmbeddingPlan
@@ -147,7 +147,7 @@ def _serve_feature(
 ) -> Array:
     shape = feature_shape(ids, feature, shard)
     feature_input = to_feature_input(to_shardable(ids, shape, shard), shape)
-    row_ids, (pooling,), _ = resolve([feature_input], [feature])
+    row_ids, (pooling,), _ = rows_and_poolings([feature_input], [feature])
     read = _row_reader(table, feature, plan)
     pooled = [gather_and_pool(pooling, read, row_ids)]
     (activations,) = scale_samples(pooled, [pooling])

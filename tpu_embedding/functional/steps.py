@@ -18,11 +18,18 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from tpu_embedding.argument_checks import describe_value
+from tpu_embedding.functional.by_feature import (
+    activation_spec,
+    collect_activations,
+    collect_stats,
+    cotangent_of_samples,
+    feature_shapes,
+)
 from tpu_embedding.functional.dynamic_ids import (
+    advance_clock,
     find_ids,
     holds_raw_ids,
     raw_feature,
@@ -30,34 +37,26 @@ from tpu_embedding.functional.dynamic_ids import (
     row_numbers,
     rows_of_batch,
 )
-from tpu_embedding.gradients import TableGradients, global_norm, gradient_of_stack
+from tpu_embedding.gradients import TableGradients, global_norm
 from tpu_embedding.inputs.shard_inputs import (
     FeatureShape,
     ShardableInput,
-    feature_shape,
-    refuse_unequal_batches,
     to_feature_input,
     to_shardable,
 )
 from tpu_embedding.lookup._backward import (
     gradient_by_sample,
     gradient_rounds,
-    seal_gradient,
     stack_gradient,
 )
-from tpu_embedding.lookup._forward import (
-    StackLookup,
-    StackRouting,
-    read_stack,
-    route_stack,
-)
+from tpu_embedding.lookup._forward import StackRouting, read_stack, route_stack
 from tpu_embedding.optimizers.table_rows import model_gradient_context
 from tpu_embedding.plan.check_rows import check_slots, check_tables
-from tpu_embedding.plan.features import FeaturePlan
 from tpu_embedding.plan.plan import EmbeddingPlan
 from tpu_embedding.plan.shard_map import in_auto_axes, on_shards
 from tpu_embedding.plan.stack_plan import TrainedStackPlan
 from tpu_embedding.rows.id_directory import directory_name
+from tpu_embedding.rows.opaque_row_ids import Sealed
 from tpu_embedding.rows.packed_rows import PackedRows
 from tpu_embedding.rows.row_gradients import gradient_of_no_row
 from tpu_embedding.types import LookupStats
@@ -66,8 +65,7 @@ from tpu_embedding.update.apply import (
     init_state,
     step_without_gradient,
 )
-from tpu_embedding.update.lazy_update import values_of, with_values
-from tpu_embedding.update.partition_specs import slot_specs, table_specs
+from tpu_embedding.update.lazy_update import state_specs
 from tpu_embedding.update.sparse_cores import apply_on_sparse_cores
 
 
@@ -127,9 +125,9 @@ def activation_shapes(features: Any, plan: EmbeddingPlan) -> Any:
         jax.ShapeDtypeStruct(
             shape.output_shape,
             jnp.float32,
-            sharding=NamedSharding(plan.mesh, _activation_spec(shape, plan)),
+            sharding=NamedSharding(plan.mesh, activation_spec(shape, plan)),
         )
-        for shape in _feature_shapes(leaves, plan)
+        for shape in feature_shapes(leaves, plan)
     ]
     return plan.unflatten(structs)
 
@@ -200,13 +198,40 @@ def route(features: Any, plan: EmbeddingPlan) -> Routing:
     """
     plan = plan.for_batch(features)
     leaves = rows_of_batch(features, plan)
-    shapes = _feature_shapes(leaves, plan)
-    shardables = [
-        _to_shardable(ids, shape, plan)
-        for ids, shape in zip(leaves, shapes, strict=True)
-    ]
-    stacks = _route(shardables, tuple(shapes), plan)
-    return Routing(stacks=stacks, shapes=tuple(shapes), plan=plan)
+    shapes = feature_shapes(leaves, plan)
+    for i, ids in enumerate(leaves):
+        # NumPy arrays are converted before JAX sees them: it would cut int64.
+        if not all(isinstance(array, jax.Array) for array in jax.tree.leaves(ids)):
+            leaves[i] = to_shardable(ids, shapes[i], plan)
+    return Routing(stacks=_route(leaves, shapes, plan), shapes=shapes, plan=plan)
+
+
+@functools.partial(jax.jit, static_argnames=("shapes", "plan"))
+def _route(
+    leaves: list[Any], shapes: tuple[FeatureShape, ...], plan: EmbeddingPlan
+) -> dict[str, StackRouting]:
+    """Routes the features of each stack, compiled even if the caller does not."""
+
+    def route_shard(shardables):
+        inputs = list(map(to_feature_input, shardables, shapes))
+        routings = {}
+        for stack in plan.used_stacks:
+            indices = plan.features_of(stack)
+            features = [plan.features[i] for i in indices]
+            of_stack = [inputs[i] for i in indices]
+            routings[stack.name] = route_stack(of_stack, features, stack)
+        return routings
+
+    def fill_up_and_route(leaves):
+        shardables = [
+            ids if isinstance(ids, ShardableInput) else to_shardable(ids, shape, plan)
+            for ids, shape in zip(leaves, shapes, strict=True)
+        ]
+        return on_shards(
+            route_shard, plan, in_specs=plan.sample_spec, out_specs=plan.sample_spec
+        )(shardables)
+
+    return in_auto_axes(fill_up_and_route, plan, plan.sample_spec)(leaves)
 
 
 def read_rows(
@@ -240,12 +265,20 @@ def _read_routed(tables: dict[str, PackedRows], routed: Routing) -> LookupResult
     plan = routed.plan
 
     def read(tables, stacks):
-        results = _read_stacks(jax.lax.stop_gradient(tables), stacks, plan)
+        results = {
+            stack.name: on_shards(
+                functools.partial(read_stack, stack=stack),
+                plan,
+                in_specs=(stack.rows_spec, plan.sample_spec),
+                out_specs=plan.sample_spec,
+            )(jax.lax.stop_gradient(tables[stack.name]), stacks[stack.name])
+            for stack in plan.used_stacks
+        }
         routings = {name: result.routing for name, result in results.items()}
-        activations = _collect_activations(results, routed.shapes, plan)
-        return activations, routings, _collect_stats(results, plan)
+        activations = collect_activations(results, routed.shapes, plan)
+        return activations, routings, collect_stats(results, plan)
 
-    specs = [_activation_spec(shape, plan) for shape in routed.shapes]
+    specs = [activation_spec(shape, plan) for shape in routed.shapes]
     out_specs = (plan.unflatten(specs), plan.sample_spec, PartitionSpec())
     activations, routings, stats = in_auto_axes(read, plan, out_specs)(
         tables, routed.stacks
@@ -287,30 +320,23 @@ def compute_gradients(
     layer_plan, plan = plan, routing.plan
     cotangents = plan.flatten(cotangents, "cotangents")
 
-    def compute_shard(routings, by_feature):
-        return {
-            stack.name: seal_gradient(
-                stack_gradient(
-                    routings[stack.name],
-                    [by_feature[i] for i in plan.features_of(stack)],
-                    stack,
-                    plan,
-                )
-            )
-            for stack in plan.trained_stacks
-            if stack.name in routings
-        }
-
     def compute(routings, cotangents):
         by_feature = [
-            _to_shards(cotangent, shape, feature, plan)
+            cotangent_of_samples(cotangent, shape, feature, plan)
             for cotangent, shape, feature in zip(
                 cotangents, routing.shapes, plan.features, strict=True
             )
         ]
-        return on_shards(
-            compute_shard, plan, in_specs=plan.sample_spec, out_specs=plan.sample_spec
-        )(routings, by_feature)
+        return {
+            stack.name: on_shards(
+                functools.partial(stack_gradient, stack=stack),
+                plan,
+                in_specs=plan.sample_spec,
+                out_specs=plan.sample_spec,
+            )(routings[stack.name], [by_feature[i] for i in plan.features_of(stack)])
+            for stack in plan.trained_stacks
+            if stack.name in routings
+        }
 
     stacks = in_auto_axes(compute, plan, plan.sample_spec)(routing.stacks, cotangents)
     return TableGradients(stacks, layer_plan)
@@ -329,20 +355,19 @@ def init_slots(tables: dict[str, PackedRows], plan: EmbeddingPlan) -> dict[str, 
       like their table; other values are replicated.
     """
     check_tables(tables, plan.trained_stacks)
-    trained = {stack.name: tables[stack.name] for stack in plan.trained_stacks}
+    return {
+        stack.name: _init_stack(tables[stack.name], stack, plan)
+        for stack in plan.trained_stacks
+    }
 
-    def init_shard(tables):
-        return {
-            stack.name: init_state(tables[stack.name], stack, plan)
-            for stack in plan.trained_stacks
-        }
 
-    in_shards = functools.partial(
-        on_shards, init_shard, plan, in_specs=(table_specs(trained, plan),)
-    )
-    # The structure of the states says which leaves are sharded.
-    structure = jax.eval_shape(in_shards(out_specs=PartitionSpec()), trained)
-    return in_shards(out_specs=slot_specs(structure, plan))(trained)
+def _init_stack(table: PackedRows, stack: TrainedStackPlan, plan: EmbeddingPlan) -> Any:
+    """Returns the optimizer state of a stack."""
+    init_shard = functools.partial(init_state, stack=stack)
+    in_shards = functools.partial(on_shards, init_shard, plan, in_specs=stack.rows_spec)
+    # The structure of the state says which leaves are sharded.
+    structure = jax.eval_shape(in_shards(out_specs=PartitionSpec()), table)
+    return in_shards(out_specs=state_specs(structure, stack))(table)
 
 
 @functools.partial(jax.jit, static_argnames="plan")
@@ -385,122 +410,62 @@ def apply_gradients(
     _check_states(tables, slots, plan)
     if gradient_norm is None and takes_model_norm(plan):
         gradient_norm = global_norm(gradients)
-    tables = _advance_clocks(tables, plan)
-    moved, resting = [], []
+    new_tables: dict[str, Any] = dict(tables)
+    new_slots = dict(slots)
+    for stack in plan.stacks:
+        if stack.is_dynamic:
+            name = directory_name(stack.name)
+            new_tables[name] = advance_clock(new_tables[name])
     for stack in plan.trained_stacks:
-        moves = stack.name in gradients.stacks or stack.optimizer.rows == "every"
-        (moved if moves else resting).append(stack)
-    if resting:
-        slots = _step_without_gradients(slots, resting, plan)
-    if not moved:
-        return tables, slots
-    return _move_rows(tables, slots, gradients, gradient_norm, moved, plan)
-
-
-def _advance_clocks(tables: dict[str, Any], plan: EmbeddingPlan) -> dict[str, Any]:
-    """Ends the step of the dynamic tables: ids of the next one may evict its ids."""
-    names = [directory_name(s.name) for s in plan.stacks if s.is_dynamic]
-    last = np.uint32(2**32 - 2)
-    return tables | {
-        name: dataclasses.replace(
-            tables[name], clock=jnp.minimum(tables[name].clock, last) + np.uint32(1)
+        gradient, state = gradients.stacks.get(stack.name), slots[stack.name]
+        if gradient is None and stack.optimizer.rows != "every":
+            new_slots[stack.name] = step_without_gradient(state, stack)
+            continue
+        used_rows = None
+        if stack.is_dynamic:
+            used_rows = new_tables[directory_name(stack.name)].used_rows
+        new_tables[stack.name], new_slots[stack.name] = _update_stack(
+            tables[stack.name], state, gradient, used_rows, gradient_norm, stack, plan
         )
-        for name in names
-    }
+    return new_tables, new_slots
 
 
-def _move_rows(
-    tables: dict[str, PackedRows],
-    slots: dict[str, Any],
-    gradients: TableGradients,
+def _update_stack(
+    table: PackedRows,
+    state: Any,
+    gradient: Sealed | None,
+    used_rows: Any,
     gradient_norm: Any,
-    stacks: list[TrainedStackPlan],
+    stack: TrainedStackPlan,
     plan: EmbeddingPlan,
-) -> tuple[dict[str, PackedRows], dict[str, Any]]:
-    """Applies the gradients of some stacks; rules for every row need none."""
-    old_tables = {stack.name: tables[stack.name] for stack in stacks}
-    old_slots = {stack.name: slots[stack.name] for stack in stacks}
-    used_rows = {
-        stack.name: tables[directory_name(stack.name)].used_rows
-        for stack in stacks
-        if stack.is_dynamic
-    }
+) -> tuple[PackedRows, Any]:
+    """Applies the gradient of a stack, one of no row if None, to table and state."""
 
-    def apply_stack(table, state, gradient, used_rows, stack):
-        def apply_rounds(table, state):
-            rounds = (
-                gradient_of_no_row(stack.dim)
-                if gradient is None
-                else gradient_rounds(gradient, stack, plan)
-            )
-            return apply_gradient(table, state, rounds, stack, plan, used_rows)
+    def update_shard(table, state, gradient, used_rows, gradient_norm):
+        def update_by_rounds(table, state):
+            if gradient is None:
+                rounds = gradient_of_no_row(stack.dim)
+            else:
+                rounds = gradient_rounds(gradient, stack)
+            return apply_gradient(table, state, rounds, stack, used_rows)
 
-        if gradient is None or stack.backend.updates == "xla":
-            return apply_rounds(table, state)
-        ids, of_samples = gradient_by_sample(gradient, stack)
-        return apply_on_sparse_cores(table, state, ids, of_samples, apply_rounds, stack)
-
-    def apply_shard(tables, slots, used_rows, gradients, norm):
-        squares = None if norm is None else lambda: jnp.square(norm)
+        squares = None if gradient_norm is None else lambda: jnp.square(gradient_norm)
         with model_gradient_context(squares):
-            return {
-                stack.name: apply_stack(
-                    tables[stack.name],
-                    slots[stack.name],
-                    gradient_of_stack(gradients, stack)
-                    if stack.name in gradients.stacks
-                    else None,
-                    used_rows.get(stack.name),
-                    stack,
-                )
-                for stack in stacks
-            }
-
-    of_tables = table_specs(old_tables, plan)
-    of_slots = slot_specs(old_slots, plan)
-    results = on_shards(
-        apply_shard,
-        plan,
-        in_specs=(
-            of_tables,
-            of_slots,
-            {stack.name: stack.rows_spec for stack in stacks if stack.is_dynamic},
-            plan.sample_spec,
-            PartitionSpec(),
-        ),
-        out_specs={name: (of_tables[name], of_slots[name]) for name in of_tables},
-    )(old_tables, old_slots, used_rows, gradients, gradient_norm)
-    new_tables = tables | {name: result[0] for name, result in results.items()}
-    return new_tables, slots | {name: result[1] for name, result in results.items()}
-
-
-def _step_without_gradients(
-    slots: dict[str, Any], stacks: list[TrainedStackPlan], plan: EmbeddingPlan
-) -> dict[str, Any]:
-    """Advances what belongs to no row, in stacks of which no row moves.
-
-    Tables and slot variables take no part, so XLA has nothing to copy.
-    """
-    shapes = {
-        stack.name: jax.eval_shape(lambda x: x, slots[stack.name]) for stack in stacks
-    }
-
-    def step_shard(values):
-        return {
-            stack.name: values_of(
-                step_without_gradient(
-                    with_values(shapes[stack.name], values[stack.name]), stack, plan
-                )
+            if gradient is None or stack.backend.updates == "xla":
+                return update_by_rounds(table, state)
+            ids, of_samples = gradient_by_sample(gradient, stack)
+            return apply_on_sparse_cores(
+                table, state, ids, of_samples, update_by_rounds, stack
             )
-            for stack in stacks
-        }
 
-    values = {stack.name: values_of(slots[stack.name]) for stack in stacks}
-    everywhere = PartitionSpec()
-    new = on_shards(step_shard, plan, in_specs=everywhere, out_specs=everywhere)(values)
-    return slots | {
-        name: with_values(slots[name], of_stack) for name, of_stack in new.items()
-    }
+    rows_spec = stack.rows_spec
+    specs = rows_spec, state_specs(state, stack)
+    return on_shards(
+        update_shard,
+        plan,
+        in_specs=(*specs, plan.sample_spec, rows_spec, PartitionSpec()),
+        out_specs=specs,
+    )(table, state, gradient, used_rows, gradient_norm)
 
 
 def _check_states(
@@ -535,138 +500,3 @@ def _check_gradients(gradients: TableGradients, plan: EmbeddingPlan) -> None:
             "gradients must be those of the plan's tables, got gradients that were "
             "computed with another plan; use one plan for the whole step."
         )
-
-
-@functools.partial(jax.jit, static_argnames=("shapes", "plan"))
-def _route(
-    shardables: list[ShardableInput],
-    shapes: tuple[FeatureShape, ...],
-    plan: EmbeddingPlan,
-) -> dict[str, StackRouting]:
-    """Routes all stacks, compiled even if the caller does not use `jit`."""
-
-    def route_shard(shardables):
-        inputs = [
-            to_feature_input(shardable, shape)
-            for shardable, shape in zip(shardables, shapes, strict=True)
-        ]
-        return {
-            stack.name: route_stack(
-                [inputs[i] for i in plan.features_of(stack)], stack, plan
-            )
-            for stack in plan.used_stacks
-        }
-
-    return on_shards(
-        route_shard, plan, in_specs=plan.sample_spec, out_specs=plan.sample_spec
-    )(shardables)
-
-
-@functools.partial(jax.jit, static_argnames="plan")
-def _read_stacks(
-    tables: dict[str, PackedRows], routed: dict[str, StackRouting], plan: EmbeddingPlan
-) -> dict[str, StackLookup]:
-    """Reads the rows of all stacks, compiled even if the caller does not use `jit`."""
-
-    def read_shard(tables, routed):
-        return {
-            stack.name: read_stack(tables[stack.name], routed[stack.name], stack, plan)
-            for stack in plan.used_stacks
-        }
-
-    return on_shards(
-        read_shard,
-        plan,
-        in_specs=(table_specs(tables, plan), plan.sample_spec),
-        out_specs=plan.sample_spec,
-    )(tables, routed)
-
-
-def _feature_shapes(leaves: list[Any], plan: EmbeddingPlan) -> list[FeatureShape]:
-    shapes = [
-        feature_shape(ids, feature, plan)
-        for ids, feature in zip(leaves, plan.features, strict=True)
-    ]
-    refuse_unequal_batches(
-        (feature, shape.batch_size)
-        for shape, feature in zip(shapes, plan.features, strict=True)
-    )
-    return shapes
-
-
-def _collect_activations(
-    results: dict[str, StackLookup],
-    shapes: tuple[FeatureShape, ...],
-    plan: EmbeddingPlan,
-) -> Any:
-    activations: list[Any] = [None] * len(plan.features)
-    for stack in plan.used_stacks:
-        for i, of_feature in zip(
-            plan.features_of(stack), results[stack.name].activations, strict=True
-        ):
-            per_sample = max(1, shapes[i].sequence_length)
-            used = of_feature[: shapes[i].batch_size * per_sample]
-            activations[i] = used.reshape(shapes[i].output_shape)
-    return plan.unflatten(activations)
-
-
-def _activation_spec(shape: FeatureShape, plan: EmbeddingPlan) -> PartitionSpec:
-    """Returns the partition of activations; whole if the devices do not divide."""
-    divides = shape.output_shape[0] % plan.num_shards == 0
-    return plan.batch_sharding.spec if divides else PartitionSpec()
-
-
-def _to_shardable(ids: Any, shape: FeatureShape, plan: EmbeddingPlan) -> ShardableInput:
-    """Fills up a batch; NumPy arrays are converted before JAX sees them."""
-    if all(isinstance(leaf, jax.Array) for leaf in jax.tree.leaves(ids)):
-        return _fill_up(ids, shape, plan)
-    return to_shardable(ids, shape=shape, plan=plan)
-
-
-@functools.partial(jax.jit, static_argnames=("shape", "plan"))
-def _fill_up(ids: Any, shape: FeatureShape, plan: EmbeddingPlan) -> ShardableInput:
-    """Fills up a batch on its devices, without a scalar from the host."""
-    fill_up = functools.partial(to_shardable, shape=shape, plan=plan)
-    return in_auto_axes(fill_up, plan, plan.sample_spec)(ids)
-
-
-def _collect_stats(results: dict[str, StackLookup], plan: EmbeddingPlan) -> LookupStats:
-    out_of_range = {}
-    for stack in plan.used_stacks:
-        counts = results[stack.name].routing.out_of_range
-        for i, count in zip(plan.features_of(stack), counts, strict=True):
-            out_of_range[plan.features[i].name] = jnp.sum(count)
-    num_ids, requested_rows = {}, {}
-    for name, result in results.items():
-        if result.num_ids is not None and result.requested_rows is not None:
-            num_ids[name] = jnp.sum(result.num_ids)
-            requested_rows[name] = jnp.sum(result.requested_rows, axis=0)
-    return LookupStats(
-        rounds={name: result.rounds[0] for name, result in results.items()},
-        out_of_range=out_of_range,
-        num_ids=num_ids,
-        requested_rows=requested_rows,
-    )
-
-
-def _to_shards(
-    cotangent: jax.Array | None,
-    shape: FeatureShape,
-    feature: FeaturePlan,
-    plan: EmbeddingPlan,
-) -> jax.Array:
-    """Reshapes a cotangent to its feature's samples over all shards, and pads it."""
-    if cotangent is None:
-        cotangent = jnp.zeros(shape.output_shape)
-    if getattr(cotangent, "shape", None) != shape.output_shape:
-        raise ValueError(
-            f"The cotangent of feature {feature.name!r} must have the shape of its "
-            f"activations, {shape.output_shape}, got "
-            f"{getattr(cotangent, 'shape', cotangent)}; zeros are for an activation "
-            "that the loss does not use."
-        )
-    per_sample = max(1, shape.sequence_length)
-    dim = shape.output_shape[-1]
-    cotangent = cotangent.astype(jnp.float32).reshape(-1, dim)
-    num_samples = plan.num_shards * shape.samples_per_shard * per_sample
-    return jnp.pad(cotangent, ((0, num_samples - cotangent.shape[0]), (0, 0)))

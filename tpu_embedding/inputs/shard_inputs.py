@@ -16,7 +16,6 @@ from jaxtyping import Array
 
 from tpu_embedding.inputs.containers import is_integer, is_real
 from tpu_embedding.lookup._flatten_to_owners import FeatureInput
-from tpu_embedding.lookup._running_sums import running_sum
 from tpu_embedding.plan.features import FeaturePlan
 from tpu_embedding.plan.plan import AnyPlan, EmbeddingPlan
 from tpu_embedding.types import (
@@ -30,6 +29,7 @@ from tpu_embedding.types import (
     ShardedRaggedIds,
     SparseIds,
 )
+from tpu_embedding.xla import running_sum
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

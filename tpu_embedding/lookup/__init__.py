@@ -10,19 +10,18 @@ All modules are private. `functional/steps.py` calls them inside `shard_map`, an
 1. `_flatten_to_owners`: ids of all features of a stack become keys, which name the
    owner of each row.
 2. `_dedup`: equal keys become one request; requests are grouped by owner.
-3. `_rounds`: each request gets a round and a place in its buffer, and travels.
+3. `_rounds`: each request gets a round and a position in its buffer, and travels.
 4. `_exchange`: all-to-all of ids, of rows, and of gradients. Owners gather rows.
 5. `_combine`: rows are summed into samples.
-6. `_spread_cotangents`: cotangents are summed into the rows of their samples.
-7. `_merge`: the owner sums the gradients that several devices send for one row.
+6. `_sum_by_row`: cotangents are summed into the rows of their samples.
+7. `_sum_by_row`: the owner sums the gradients that several devices send for one row.
 
 `_forward` runs stages 1 to 5, and `_backward` stages 6, 4 and 7, round by round: an
-update folds over `gradient_rounds`. `_replicas` follows `_merge` where several devices
-hold copies of a shard. `_gradient_blocks` replaces stages 3, 4, 6 and 7 where one CPU
+update folds over `gradient_rounds`. `_replicas` follows where several devices hold
+copies of a shard. `_gradient_blocks` replaces stages 3, 4, 6 and 7 where one CPU
 device owns all rows. Before a lookup, `_translate` replaces 64-bit ids of dynamic
 tables by rows: they travel in the same rounds, and `_directory` finds or inserts them
-as `_admission` lets it. `_mixed_ids` holds such ids. The stages share `_repeats` (sums
-over repeated ids) and `_running_sums`.
+as `_admission` lets it. `_mixed_ids` holds such ids.
 
 A gradient is its samples, the routing of the lookup and the cotangents, and round 1 at
 the owners. It has no size of the table, and is added by joining samples. An update, or

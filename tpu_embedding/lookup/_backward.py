@@ -22,21 +22,20 @@ from tpu_embedding.lookup._gradient_blocks import (
     gradient_blocks,
     sorted_blocks,
 )
-from tpu_embedding.lookup._merge import merge
 from tpu_embedding.lookup._replicas import add_dense_gradients, gather_from_replicas
 from tpu_embedding.lookup._rounds import Round, SentIds, fold_later_rounds, send_ids
-from tpu_embedding.lookup._sparse_cores import gradients_by_sample, partition
-from tpu_embedding.lookup._spread_cotangents import (
+from tpu_embedding.lookup._sparse_cores import gradients_by_sample, ids_by_core
+from tpu_embedding.lookup._sum_by_row import (
     ReadCotangents,
     cotangent_reader,
+    merge,
     spread,
 )
-from tpu_embedding.plan.plan import EmbeddingPlan
 from tpu_embedding.plan.replicas import choose_reduction
 from tpu_embedding.plan.stack_plan import TrainedStackPlan
 from tpu_embedding.rows.opaque_row_ids import Sealed, seal
 from tpu_embedding.rows.row_gradients import GradientRounds, RowGradients
-from tpu_embedding.sparse_core.partition import Partition
+from tpu_embedding.sparse_core.limits import SparseCoreIds
 from tpu_embedding.types import RowRange
 
 Carry = TypeVar("Carry")
@@ -52,71 +51,66 @@ class StackGradient:
     Attributes:
       routing: the ids of the samples.
       cotangents: `[samples, dim]` per feature of the stack.
-      ids: the unique ids and the first round of requests; or the ids in blocks, where
-        one CPU device owns all rows; or None, where SparseCores update rows.
+      blocks: the ids in blocks, where one CPU device owns all rows; else None.
       first: the first round at the owners; None for blocks and for SparseCores.
     """
 
     routing: StackRouting
     cotangents: list[Float[Array, "_ dim"]]
-    ids: SentIds | IdBlocks | None
+    blocks: IdBlocks | None
     first: RowGradients | None
 
-    def scaled(self, factor: Any) -> "StackGradient":
-        """Returns the gradient times a factor."""
-        factor = jnp.asarray(factor, jnp.float32)
-        return dataclasses.replace(
-            self,
-            cotangents=[cotangent * factor for cotangent in self.cotangents],
-            first=None if self.first is None else self.first.scaled(factor),
-        )
-
-
-def seal_gradient(gradient: StackGradient) -> Sealed:
-    """Seals all of a gradient but the values that scale with it."""
-    return seal(gradient, linear_fields=("cotangents", "values"))
+    def seal(self) -> Sealed:
+        """Seals all of a gradient but the values that scale with it."""
+        return seal(self, linear_fields=("cotangents", "values"))
 
 
 def stack_gradient(
     routing: StackRouting,
     cotangents: Sequence[Float[Array, "_ dim"]],
     stack: TrainedStackPlan,
-    plan: EmbeddingPlan,
-) -> StackGradient:
-    """Returns the gradient of a stacked table. Per shard.
+) -> Sealed:
+    """Returns the gradient of a stacked table, a sealed `StackGradient`. Per shard.
 
     Args:
       routing: facts that the lookup handed on.
       cotangents: derivatives of the loss by the activations, per feature.
       stack: plan of the stack.
-      plan: gives the mesh.
     """
-    cotangents = list(cotangents)
+    blocks, first = None, None
     if stack.updates == "blocks":
-        ids = sorted_blocks(routing.keys, stack.dim)
-        return StackGradient(
-            routing=routing, cotangents=cotangents, ids=ids, first=None
-        )
-    if stack.backend.updates == "sparse_core":
-        return StackGradient(
-            routing=routing, cotangents=cotangents, ids=None, first=None
-        )
-    sent = _sent_ids(routing, stack, plan)
-    reader = cotangent_reader(cotangents, routing.poolings)
-    first = _receive(sent.first, sent, reader, stack, plan)
-    return StackGradient(routing=routing, cotangents=cotangents, ids=sent, first=first)
+        blocks = sorted_blocks(routing.keys, stack.dim)
+    elif stack.backend.updates == "xla":
+        sent = _sent_ids(routing, stack)
+        reader = cotangent_reader(cotangents, routing.poolings)
+        first = _receive(sent.first, sent, reader, stack)
+        routing = dataclasses.replace(routing, sent=sent)
+    gradient = StackGradient(
+        routing=routing, cotangents=list(cotangents), blocks=blocks, first=first
+    )
+    return gradient.seal()
 
 
-def join_gradients(
-    gradients: Sequence[StackGradient], stack: TrainedStackPlan, plan: EmbeddingPlan
-) -> StackGradient:
+def scale_gradient(gradient: Sealed, factor: Any) -> Sealed:
+    """Returns a gradient of `stack_gradient` times a factor."""
+    old, factor = gradient.open(), jnp.asarray(factor, jnp.float32)
+    new = dataclasses.replace(
+        old,
+        cotangents=[cotangent * factor for cotangent in old.cotangents],
+        first=None if old.first is None else old.first.scaled(factor),
+    )
+    return new.seal()
+
+
+def join_gradients(gradients: Sequence[Sealed], stack: TrainedStackPlan) -> Sealed:
     """Returns the sum of several gradients of a stacked table. Per shard.
 
     The samples of all gradients are treated as one batch. So the sum has each touched
     row once, and equals the gradient of one lookup of all ids. The ids cross the
     network a second time.
     """
-    parts = [gradient.routing for gradient in gradients]
+    opened = [gradient.open() for gradient in gradients]
+    parts = [gradient.routing for gradient in opened]
     max_unique_ids = sum(part.max_unique_ids for part in parts)
     if not stack.keeps_duplicates:
         max_unique_ids = min(max_unique_ids, stack.num_rows)
@@ -126,18 +120,16 @@ def join_gradients(
     routing = StackRouting(
         keys=keys,
         sent=None,
-        partition=partition(keys, poolings, stack, plan) if on_sparse_cores else None,
+        by_core=ids_by_core(keys, poolings, stack) if on_sparse_cores else None,
         poolings=poolings,
         out_of_range=[count for part in parts for count in part.out_of_range],
         max_unique_ids=max_unique_ids,
     )
-    cotangents = [x for gradient in gradients for x in gradient.cotangents]
-    return stack_gradient(routing, cotangents, stack, plan)
+    cotangents = [x for gradient in opened for x in gradient.cotangents]
+    return stack_gradient(routing, cotangents, stack)
 
 
-def gradient_rounds(
-    gradient: StackGradient, stack: TrainedStackPlan, plan: EmbeddingPlan
-) -> GradientRounds:
+def gradient_rounds(gradient: Sealed, stack: TrainedStackPlan) -> GradientRounds:
     """Brings a gradient to the owners of its rows, round by round. Per shard.
 
     The first round is straight-line code. The ids of later rounds cross the network a
@@ -146,16 +138,14 @@ def gradient_rounds(
     Args:
       gradient: from `stack_gradient`, or a sum.
       stack: plan of the stack.
-      plan: gives the mesh.
     """
-    reader = cotangent_reader(gradient.cotangents, gradient.routing.poolings)
-    sent, first = gradient.ids, gradient.first
-    if isinstance(sent, IdBlocks):
-        return gradient_blocks(sent, reader, stack.layout)
-    if sent is None:
-        sent = _sent_ids(gradient.routing, stack, plan)
+    opened = gradient.open()
+    reader = cotangent_reader(opened.cotangents, opened.routing.poolings)
+    if opened.blocks is not None:
+        return gradient_blocks(opened.blocks, reader, stack.layout)
+    sent, first = _sent_ids(opened.routing, stack), opened.first
     if first is None:
-        first = _receive(sent.first, sent, reader, stack, plan)
+        first = _receive(sent.first, sent, reader, stack)
     if sent.size.holds_all:
         return GradientRounds(first=first)
 
@@ -164,12 +154,12 @@ def gradient_rounds(
     ) -> Carry:
         def run(state: tuple[Carry, Array], current: Round) -> tuple[Carry, Array]:
             carry, first_row = state
-            received = _receive(current, sent, reader, stack, plan)
+            received = _receive(current, sent, reader, stack)
             rows = RowRange(first_row, current.end_row[0])
             return body(carry, received, rows), current.end_row[0]
 
         state = (carry, sent.first.end_row[0])
-        (carry, _), _ = fold_later_rounds(run, state, sent, stack, plan)
+        (carry, _), _ = fold_later_rounds(run, state, sent, stack)
         return carry
 
     return GradientRounds(
@@ -180,27 +170,24 @@ def gradient_rounds(
 
 
 def gradient_by_sample(
-    gradient: StackGradient, stack: TrainedStackPlan
-) -> tuple[Partition, Float[Array, "samples width"]]:
+    gradient: Sealed, stack: TrainedStackPlan
+) -> tuple[SparseCoreIds, Float[Array, "samples width"]]:
     """Returns a gradient as SparseCores take it: ids, and gradients of samples.
 
     Args:
       gradient: from `stack_gradient`, or a sum, of a stack that SparseCores update.
       stack: plan of the stack.
     """
-    routing = gradient.routing
-    ids = routing.partition
-    assert ids is not None
-    return ids, gradients_by_sample(gradient.cotangents, ids, routing.poolings, stack)
+    opened = gradient.open()
+    ids, poolings = opened.routing.by_core, opened.routing.poolings
+    return ids, gradients_by_sample(opened.cotangents, ids, poolings, stack)
 
 
-def _sent_ids(
-    routing: StackRouting, stack: TrainedStackPlan, plan: EmbeddingPlan
-) -> SentIds:
+def _sent_ids(routing: StackRouting, stack: TrainedStackPlan) -> SentIds:
     """Returns the ids at the owners of their rows, and sends them if need be."""
     if routing.sent is not None:
         return routing.sent
-    return send_ids(routing.keys, routing.max_unique_ids, stack, plan)
+    return send_ids(routing.keys, routing.max_unique_ids, stack)
 
 
 def _receive(
@@ -208,22 +195,21 @@ def _receive(
     sent: SentIds,
     cotangents_of: ReadCotangents,
     stack: TrainedStackPlan,
-    plan: EmbeddingPlan,
 ) -> RowGradients:
     """Sums the cotangents of a round by row, and sends them to the owners."""
-    order, places = sent.unique.order, current.sorted_places
-    by_row = spread(cotangents_of, order, places, sent.size.buffer_size)
+    order, positions = sent.unique.order, current.buffer_positions
+    by_row = spread(cotangents_of, order, positions, sent.size.buffer_size)
     received = RowGradients(row_ids=current.requests, values=exchange(by_row, stack))
-    return _at_owner(received, sent, stack, plan)
+    return _at_owner(received, sent, stack)
 
 
 def _at_owner(
-    received: RowGradients, sent: SentIds, stack: TrainedStackPlan, plan: EmbeddingPlan
+    received: RowGradients, sent: SentIds, stack: TrainedStackPlan
 ) -> RowGradients:
     """Sums the gradients that an owner received for one row."""
     if choose_reduction(stack, received.row_ids.shape[0]) == "table":
         return add_dense_gradients(received, stack)
-    received = gather_from_replicas(received, stack, plan)
+    received = gather_from_replicas(received, stack)
     row_ids = received.row_ids
     match stack.optimizer.duplicates:
         case "sequence":
@@ -235,7 +221,7 @@ def _at_owner(
                 merge(row_ids, received.values, max_rows),
                 occurrences=received.as_row_updates(),
             )
-    if plan.num_shards == 1:
+    if stack.num_devices == 1:
         return received
     max_rows = min(stack.num_replicas * sent.size.unique_rows, stack.rows_per_shard)
     return merge(row_ids, received.values, max_rows)

@@ -1,8 +1,8 @@
 """Stage 5, combine: rows are summed into the samples that use them.
 
-The rows are multiplied by a sparse matrix `[samples, places]`: the gains of the ids,
+The rows are multiplied by a sparse matrix `[samples, positions]`: the gains of the ids,
 scaled per sample by the combiner. `pool_buffer` applies the gains, round by round, and
-`samples_of` the scales, once. `_spread_cotangents.py` multiplies by the transpose.
+`samples_of` the scales, once. `_sum_by_row.py` multiplies by the transpose.
 """
 
 import functools
@@ -20,14 +20,14 @@ from tpu_embedding.rows.access import gather_lines
 _MAX_UNROLLED_VALENCE: Final = 128
 """Valence up to which each id of a sample is an addition of its own in the program."""
 
-ReadPlaces = Callable[[Int[Array, " n"]], Float[Array, "n dim"]]
-"""Reads the rows at some places; zeros for an id without a row."""
+ReadRows = Callable[[Int[Array, " n"]], Float[Array, "n dim"]]
+"""Reads the rows at some positions; zeros for an id without a row."""
 
 
 @jax.named_scope("combine")
 def pool_buffer(
     rows: Float[Array, "buffer dim"],
-    places: Int[Array, " all_ids"],
+    positions: Int[Array, " all_ids"],
     poolings: Sequence[PoolingSpec],
     gathers: Gathers,
 ) -> list[Float[Array, "_ dim"]]:
@@ -35,8 +35,8 @@ def pool_buffer(
 
     Args:
       rows: rows in the exchange buffer.
-      places: place of each id's row in it. An id without a row has a place beyond the
-        end, and reads the last place of the buffer, which is no id's.
+      positions: position of each id's row in the buffer. An id without a row has one
+        beyond the end, and reads the last row of the buffer, which is no id's.
       poolings: the features of the stack.
       gathers: form of the gathers.
 
@@ -44,44 +44,44 @@ def pool_buffer(
       Sums of float32 for `samples_of`; those of several rounds are added. Samples
       without ids are zero.
     """
-    # A row of zeros in the last place makes a mask on the gathered rows unnecessary.
+    # Zeros as the last row make a mask on the gathered rows unnecessary.
     last = rows.shape[0] - 1
     zeros = jnp.zeros((1, rows.shape[1]), rows.dtype)
     rows = jax.lax.dynamic_update_slice(rows, zeros, (last, 0))
 
-    def rows_at(places):
-        return gather_lines(rows, jnp.minimum(places, last))
+    def rows_at(positions):
+        return gather_lines(rows, jnp.minimum(positions, last))
 
-    return pool(rows_at, places, poolings, gathers)
+    return pool(rows_at, positions, poolings, gathers)
 
 
 @jax.named_scope("combine")
 def pool(
-    rows_at: ReadPlaces,
-    places: Int[Array, " all_ids"],
+    rows_at: ReadRows,
+    positions: Int[Array, " all_ids"],
     poolings: Sequence[PoolingSpec],
     gathers: Gathers,
 ) -> list[Float[Array, "_ dim"]]:
     """Sums gain-weighted rows into their samples, as `pool_buffer` does.
 
     Args:
-      rows_at: reads the rows of some places.
-      places: the argument of `rows_at` for each id.
+      rows_at: reads the rows of some positions.
+      positions: the argument of `rows_at` for each id.
       poolings: the features of the stack.
       gathers: form of the gathers.
     """
     if all(pooling.is_copy for pooling in poolings):
         # One array for all features: compile time grows with the number of arrays.
-        return [rows_at(places)]
+        return [rows_at(positions)]
     sizes = [pooling.num_ids for pooling in poolings]
     if gathers == "fused":
         return [
             gather_and_pool(pooling, rows_at, of_feature)
             for pooling, of_feature in zip(
-                poolings, split_by_feature(places, sizes), strict=True
+                poolings, split_by_feature(positions, sizes), strict=True
             )
         ]
-    gathered = split_by_feature(rows_at(places), sizes)
+    gathered = split_by_feature(rows_at(positions), sizes)
     return [_pool(pooling, x) for pooling, x in zip(poolings, gathered, strict=True)]
 
 
@@ -105,19 +105,19 @@ def scale_samples(
 
 
 def gather_and_pool(
-    pooling: PoolingSpec, rows_at: ReadPlaces, places: Int[Array, " ids"]
+    pooling: PoolingSpec, rows_at: ReadRows, positions: Int[Array, " ids"]
 ) -> Float[Array, "samples dim"]:
     """Adds rows up as they come, so that no row is written before it is summed.
 
     Args:
       pooling: the feature.
-      rows_at: reads the rows of some places.
-      places: the argument of `rows_at` for each id of the feature.
+      rows_at: reads the rows of some positions.
+      positions: the argument of `rows_at` for each id of the feature.
     """
     is_ragged, valence = pooling.sample_ids is not None, pooling.valence
     if is_ragged or not 1 < valence <= _MAX_UNROLLED_VALENCE:
-        return _pool(pooling, rows_at(places))
-    terms = [rows_at(of_samples) for of_samples in jnp.split(places, valence)]
+        return _pool(pooling, rows_at(positions))
+    terms = [rows_at(of_samples) for of_samples in jnp.split(positions, valence)]
     if pooling.gains is not None:
         gains = jnp.split(pooling.gains, valence)
         terms = [rows * g[:, None] for rows, g in zip(terms, gains, strict=True)]

@@ -11,9 +11,9 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Int, Integer
 
-from tpu_embedding.lookup._running_sums import running_sum
 from tpu_embedding.rows.packed_rows import gather_in_bounds
 from tpu_embedding.types import PADDING_ROW_ID
+from tpu_embedding.xla import running_sum
 
 _MAX_COMPARISONS: Final = 2**23
 """Maximum comparisons of a search that compares each query with each value.
@@ -25,7 +25,7 @@ Words = tuple[Integer[Array, " _"], ...]
 """Ids of one word or several, in lexicographic order."""
 
 
-class Ranked(NamedTuple):
+class RankedIds(NamedTuple):
     """Sorted ids, and the rank of each among the distinct ones.
 
     Attributes:
@@ -39,29 +39,31 @@ class Ranked(NamedTuple):
     ranks: Int[Array, " n"]
 
 
-def rank_unique(*words: Integer[Array, " n"]) -> Ranked:
+def rank_unique(*words: Integer[Array, " n"]) -> RankedIds:
     """Sorts ids, and ranks each among the distinct ones.
 
     Args:
       *words: the words of the ids.
     """
-    places = jnp.arange(words[0].shape[0], dtype=jnp.int32)
-    *ids, order = jax.lax.sort((*words, places), num_keys=len(words), is_stable=False)
-    is_new = jnp.zeros(places.shape[0] - 1, bool)
+    positions = jnp.arange(words[0].shape[0], dtype=jnp.int32)
+    *ids, order = jax.lax.sort(
+        (*words, positions), num_keys=len(words), is_stable=False
+    )
+    is_new = jnp.zeros(positions.shape[0] - 1, bool)
     for word in ids:
         is_new |= word[1:] != word[:-1]
     is_new = jnp.concatenate([jnp.ones(1, bool), is_new])
-    return Ranked(tuple(ids), order, running_sum(is_new.astype(jnp.int32)) - 1)
+    return RankedIds(tuple(ids), order, running_sum(is_new) - 1)
 
 
 def unsort(
     values: Integer[Array, " n"], order: Int[Array, " n"]
 ) -> Integer[Array, " n"]:
-    """Returns values of sorted places in the order before sorting.
+    """Returns values of sorted ids in the order before sorting.
 
     Args:
-      values: one value per sorted place.
-      order: position of each sorted place before sorting, as `rank_unique` returns it.
+      values: one value per sorted id.
+      order: position of each id before sorting, as `rank_unique` returns it.
     """
     return (
         jnp.zeros_like(values)
@@ -77,7 +79,7 @@ def unsort(
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Dedup:
+class SortedIds:
     """The ids of a shard, sorted by key. Per shard.
 
     Attributes:
@@ -85,8 +87,8 @@ class Dedup:
       order: int32 `[ids]`, position of each sorted id before sorting.
       ranks: int32 `[ids]`, number of distinct ids that are smaller. If duplicates are
         kept, each occurrence counts as a distinct id.
-      first_places: int32 `[num_shards + 1]`, sorted place of the first id of each
-        destination; the last entry is the place of the first padding.
+      first_positions: int32 `[num_shards + 1]`, sorted position of the first id of each
+        destination; the last entry is the position of the first padding.
       first_ranks: int32 `[num_shards + 1]`, rank of the first id of each
         destination; the last entry is the number of unique ids.
       keys_per_shard: keys that each shard owns.
@@ -95,7 +97,7 @@ class Dedup:
     words: Words
     order: Int[Array, " ids"]
     ranks: Int[Array, " ids"]
-    first_places: Int[Array, " shards_and_one"]
+    first_positions: Int[Array, " shards_and_one"]
     first_ranks: Int[Array, " shards_and_one"]
     keys_per_shard: int = dataclasses.field(metadata={"static": True})
 
@@ -108,7 +110,7 @@ class Dedup:
 @jax.named_scope("dedup")
 def dedup(
     words: Words, num_shards: int, keys_per_shard: int, *, keeps_duplicates: bool
-) -> Dedup:
+) -> SortedIds:
     """Sorts ids. One sort both finds duplicates and groups ids by destination.
 
     Args:
@@ -118,50 +120,52 @@ def dedup(
       keeps_duplicates: True if each occurrence of an id travels separately.
     """
     if keeps_duplicates:
-        places = jnp.arange(words[0].shape[0], dtype=jnp.int32)
+        positions = jnp.arange(words[0].shape[0], dtype=jnp.int32)
         *ids, order = jax.lax.sort(
-            (*words, places), num_keys=len(words), is_stable=True
+            (*words, positions), num_keys=len(words), is_stable=True
         )
-        ids, ranks = tuple(ids), places
+        ids, ranks = tuple(ids), positions
     else:
         ids, order, ranks = rank_unique(*words)
     first_keys = jnp.arange(num_shards + 1, dtype=jnp.int32) * keys_per_shard
-    first_places = _search(ids[:1], (first_keys,))
-    return Dedup(
+    first_positions = _search(ids[:1], (first_keys,))
+    return SortedIds(
         words=ids,
         order=order,
         ranks=ranks,
-        first_places=first_places,
-        first_ranks=_ranks_before(first_places, ranks),
+        first_positions=first_positions,
+        first_ranks=_ranks_before(first_positions, ranks),
         keys_per_shard=keys_per_shard,
     )
 
 
-def count_below(words: Words, dedup: Dedup) -> Int[Array, " queries"]:
+def count_below(words: Words, unique: SortedIds) -> Int[Array, " queries"]:
     """Counts the unique ids of the shard that are below each query."""
-    return _ranks_before(_search(dedup.words, words), dedup.ranks)
+    return _ranks_before(_search(unique.words, words), unique.ranks)
 
 
-def broadcast_to_ids(values: Int[Array, " shards"], dedup: Dedup) -> Int[Array, " ids"]:
+def broadcast_to_ids(
+    values: Int[Array, " shards"], unique: SortedIds
+) -> Int[Array, " ids"]:
     """Returns for each sorted id the value of its destination.
 
     The value of padding is undefined. A running sum over the steps between
     destinations replaces a gather, because a TPU gathers single integers slowly.
     """
     steps = jnp.diff(values, prepend=0)
-    starts = jnp.zeros_like(dedup.ranks)
-    starts = starts.at[dedup.first_places[:-1]].add(
+    starts = jnp.zeros_like(unique.ranks)
+    starts = starts.at[unique.first_positions[:-1]].add(
         steps, mode="drop", wrap_negative_indices=False
     )
     return running_sum(starts)
 
 
-def id_at_rank(ranks: Int[Array, " queries"], dedup: Dedup) -> Words:
+def id_at_rank(ranks: Int[Array, " queries"], unique: SortedIds) -> Words:
     """Returns the unique id of each rank; words of `PADDING_ROW_ID` beyond the last."""
-    places = _search((dedup.ranks,), (ranks,))
+    positions = _search((unique.ranks,), (ranks,))
     return tuple(
-        word.at[places].get(mode="fill", fill_value=PADDING_ROW_ID)
-        for word in dedup.words
+        word.at[positions].get(mode="fill", fill_value=PADDING_ROW_ID)
+        for word in unique.words
     )
 
 
@@ -190,8 +194,8 @@ def _search(rising: Words, queries: Words) -> Int[Array, " queries"]:
 
 
 def _ranks_before(
-    places: Int[Array, " queries"], ranks: Int[Array, " ids"]
+    positions: Int[Array, " queries"], ranks: Int[Array, " ids"]
 ) -> Int[Array, " queries"]:
-    """Counts the unique ids before each sorted place."""
-    before = gather_in_bounds(ranks, jnp.maximum(places - 1, 0))
-    return jnp.where(places == 0, 0, before + 1)
+    """Counts the unique ids before each sorted position."""
+    before = gather_in_bounds(ranks, jnp.maximum(positions - 1, 0))
+    return jnp.where(positions == 0, 0, before + 1)

@@ -25,12 +25,11 @@ from tpu_embedding.dynamic import (
 from tpu_embedding.lookup._admission import admit
 from tpu_embedding.lookup._dedup import rank_unique, unsort
 from tpu_embedding.lookup._mixed_ids import MixedIds, Pass, read_elements, set_elements
-from tpu_embedding.lookup._running_sums import running_sum
 from tpu_embedding.plan.dynamic_rows import DynamicTablePlan
 from tpu_embedding.rows.id_directory import IdDirectory, NewRows
 from tpu_embedding.rows.id_mixing import NO_ID
 from tpu_embedding.types import PADDING_ROW_ID
-from tpu_embedding.xla import read_before_write
+from tpu_embedding.xla import read_before_write, running_sum, value_of_range
 
 _BUCKETS_PER_TURN: Final = 128
 """Buckets that one turn of the loop over new ids fills."""
@@ -58,7 +57,7 @@ def no_counts(num_tables: int) -> Counts:
 
 @jax.named_scope("find_ids")
 def find_lanes(directory: IdDirectory, ids: MixedIds) -> Int[Array, " ids"]:
-    """Returns the place of each id in its bucket, or -1."""
+    """Returns the lane of each id in its bucket, or -1."""
     words = (ids.buckets, ids.first, ids.second)
     find = functools.partial(find_lane, directory.keys)
     lanes = jax.lax.map(lambda x: find(*x), words, batch_size=_IDS_PER_BLOCK)
@@ -71,7 +70,7 @@ def find_lane(
     first: UInt32[Array, ""],
     second: UInt32[Array, ""],
 ) -> Int[Array, ""]:
-    """Returns the place of one id in its bucket, or -1; undefined for padding."""
+    """Returns the lane of one id in its bucket, or -1; undefined for padding."""
     line = keys.at[bucket].get(mode="clip", wrap_negative_indices=False)
     is_found = (line[:SLOTS_PER_BUCKET] == first) & (line[SLOTS_PER_BUCKET:] == second)
     # A sum of at most one lane: XLA:CPU computes it in vectors, unlike argmax.
@@ -87,7 +86,7 @@ def insert(
     now: UInt32[Array, ""],
     of_pass: Pass,
 ) -> tuple[IdDirectory, Int[Array, " ids"], Bool[Array, " ids"], NewRows, Counts]:
-    """Finds ids, and gives places to new ones. Per shard.
+    """Finds ids, and gives lanes to new ones. Per shard.
 
     Args:
       directory: ids that have rows; in place where donated.
@@ -97,7 +96,7 @@ def insert(
       of_pass: says what is done with the ids.
 
     Returns:
-      The directory; the place of each id in its bucket, or -1; whether it had one
+      The directory; the lane of each id in its bucket, or -1; whether it had one
       before; the rows of new ids; counts.
     """
     (num_ids,) = ids.buckets.shape
@@ -130,7 +129,7 @@ def insert(
     )
     used = directory.used_rows + counts.inserts - counts.evictions
     directory = dataclasses.replace(directory, used_rows=used)
-    # Repeats have the place of the first.
+    # Repeats have the lane of the first.
     of_rank = jnp.full(new_lanes.shape, _NO_LANE, jnp.int32).at[ranks].max(new_lanes)
     lanes = jnp.maximum(lanes, unsort(of_rank[ranks], order))
     rows = local_rows(unknown.buckets, new_lanes, tables, first_row=True)
@@ -144,7 +143,8 @@ def _sort_unique(
     """Sorts some ids by bucket and id; others, and repeats, are marked as no ids.
 
     Returns:
-      The ids, the place of each before sorting, and its rank among the different ones.
+      The ids, the position of each before sorting, and its rank among the distinct
+      ones.
     """
     buckets = jnp.where(is_sorted, ids.buckets, PADDING_ROW_ID)
     (buckets, first, second), order, ranks = rank_unique(buckets, ids.first, ids.second)
@@ -167,34 +167,29 @@ def local_rows(
     *,
     first_row: bool,
 ) -> Int[Array, " ids"]:
-    """Returns the rows of places in buckets; undefined where there is no place.
+    """Returns the rows of lanes of buckets; undefined where there is no lane.
 
     Args:
       buckets: buckets of this shard.
-      lanes: places.
+      lanes: lanes of the buckets.
       tables: tables of the stack.
       first_row: True: rows of the shard; False: rows of the table on the shard.
     """
-    result = SLOTS_PER_BUCKET * buckets + lanes
-    before = 0
-    for table in tables:
-        offset = table.first_row if first_row else 0
-        offset -= SLOTS_PER_BUCKET * table.first_bucket
-        # Sums of the steps from table to table: a TPU gathers single numbers slowly.
-        is_reached = buckets >= table.first_bucket
-        result = result + jnp.where(is_reached, offset - before, 0)
-        before = offset
-    return result
+    offsets = [
+        (table.first_row if first_row else 0) - SLOTS_PER_BUCKET * table.first_bucket
+        for table in tables
+    ]
+    starts = [table.first_bucket for table in tables]
+    on_shard = SLOTS_PER_BUCKET * buckets + lanes
+    return on_shard + value_of_range(buckets, starts, offsets)
 
 
 def table_of_buckets(
     buckets: Int[Array, " ids"], tables: Sequence[DynamicTablePlan]
 ) -> Int[Array, " ids"]:
     """Returns the position of each bucket's table in the stack."""
-    result = jnp.zeros(buckets.shape, jnp.int32)
-    for table in tables[1:]:
-        result = result + (buckets >= table.first_bucket).astype(jnp.int32)
-    return result
+    starts = [table.first_bucket for table in tables]
+    return value_of_range(buckets, starts, range(len(tables)))
 
 
 def _note_use(
@@ -239,41 +234,41 @@ class _Groups(NamedTuple):
       buckets: int32 `[ids]`, buckets with admitted ids, one after the other.
       starts: int32 `[ids + 1]`, number of admitted ids before those of the bucket.
       count: int32 scalar, number of buckets.
-      places: int32 `[ids]`, position of each admitted id among all ids.
+      sources: int32 `[ids]`, position of each admitted id among all ids.
     """
 
     buckets: Array
     starts: Array
     count: Array
-    places: Array
+    sources: Array
 
 
 def _group(ids: MixedIds, is_admitted: Bool[Array, " ids"]) -> _Groups:
     (num_ids,) = is_admitted.shape
     numbers = jnp.arange(num_ids, dtype=jnp.int32)
-    rank = running_sum(is_admitted.astype(jnp.int32)) - 1
+    rank = running_sum(is_admitted) - 1
     # The last admitted id before each one tells whether a bucket begins.
-    places = _scatter(numbers, jnp.where(is_admitted, rank, num_ids), num_ids)
-    buckets = ids.buckets.at[places].get(mode="clip", wrap_negative_indices=False)
+    sources = _scatter(numbers, jnp.where(is_admitted, rank, num_ids), num_ids)
+    buckets = ids.buckets.at[sources].get(mode="clip", wrap_negative_indices=False)
     num_admitted = rank[-1] + 1
     is_head = (numbers < num_admitted) & (jnp.diff(buckets, prepend=-1) != 0)
-    group = running_sum(is_head.astype(jnp.int32)) - 1
+    group = running_sum(is_head) - 1
     at = jnp.where(is_head, group, num_ids)
     starts = jnp.full((num_ids + 1,), num_admitted, jnp.int32)
     starts = starts.at[at].min(numbers, mode="drop", wrap_negative_indices=False)
-    # Place `num_ids` took the ids that begin no bucket.
+    # Position `num_ids` took the ids that begin no bucket.
     starts = starts.at[num_ids].set(num_admitted)
     return _Groups(
         buckets=_scatter(buckets, at, num_ids),
         starts=starts,
         count=group[-1] + 1,
-        places=places,
+        sources=sources,
     )
 
 
-def _scatter(values: Array, places: Array, size: int) -> Array:
+def _scatter(values: Array, positions: Array, size: int) -> Array:
     result = jnp.zeros((size,), values.dtype)
-    return result.at[places].set(values, mode="drop", wrap_negative_indices=False)
+    return result.at[positions].set(values, mode="drop", wrap_negative_indices=False)
 
 
 def _fill_buckets(
@@ -283,75 +278,93 @@ def _fill_buckets(
     tables: Sequence[DynamicTablePlan],
     now: UInt32[Array, ""],
 ) -> tuple[IdDirectory, Int[Array, " ids"], Int[Array, " tables"]]:
-    """Gives places to admitted ids, bucket by bucket.
+    """Gives lanes to admitted ids, bucket by bucket.
 
     A loop works off the buckets that have admitted ids, some at a time. In a steady
     state these are few.
 
     Returns:
-      The directory, the place of each new id or -1, and evictions by table.
+      The directory, the lane of each new id or -1, and evictions by table.
     """
     (num_ids,) = is_admitted.shape
     groups = _group(ids, is_admitted)
     per_turn = min(_BUCKETS_PER_TURN, num_ids)
-    dynamic = tables[0].dynamic
-    row = jnp.arange(per_turn, dtype=jnp.int32)[:, None]
-    place = jnp.arange(SLOTS_PER_BUCKET, dtype=jnp.int32)[None, :]
 
     def fill(state):
         turn, keys, scores, lanes, evictions = state
-        group = turn * per_turn + jnp.arange(per_turn, dtype=jnp.int32)
-        is_group = group < groups.count
-        group = jnp.minimum(group, num_ids - 1)
-        bucket, start = groups.buckets[group], groups.starts[group]
-        count = jnp.where(is_group, groups.starts[group + 1] - start, 0)
+        bucket, start, count = _groups_of_turn(groups, turn, per_turn)
         old_keys, old_scores = keys[bucket], scores[bucket]
-        kinds, order = _places_by_value(old_keys, old_scores, dynamic, now)
-        num_free = jnp.sum(kinds != _TAKEN, axis=1, dtype=jnp.int32)
-        is_new = place < jnp.minimum(count, num_free)[:, None]
-        admitted = jnp.minimum(start[:, None] + place, num_ids - 1)
-        source = groups.places[admitted]
+        kinds, order = _lanes_by_value(old_keys, old_scores, tables[0].dynamic, now)
+        is_new, source = _ids_of_lanes(kinds, start, count, groups)
         words = (ids.first[source], ids.second[source])
-        values = (jnp.broadcast_to(now, is_new.shape), jnp.ones_like(words[0]))
+        uses = (jnp.broadcast_to(now, is_new.shape), jnp.ones_like(words[0]))
         # A bucket of no group is written nowhere.
-        target = jnp.where(is_group, bucket, keys.shape[0])
-        keys = keys.at[target].set(
-            _with_new(old_keys, words, is_new, order, row), mode="drop"
-        )
-        scores = scores.at[target].set(
-            _with_new(old_scores, values, is_new, order, row), mode="drop"
-        )
-        lanes = lanes.at[jnp.where(is_new, source, num_ids)].set(
-            order, mode="drop", wrap_negative_indices=False
-        )
+        target = jnp.where(count > 0, bucket, keys.shape[0])
+        new_keys = _with_new(old_keys, words, is_new, order)
+        new_scores = _with_new(old_scores, uses, is_new, order)
         num_evicted = jnp.sum(is_new & (kinds == _EVICTABLE), axis=1, dtype=jnp.int32)
         table_of = table_of_buckets(bucket, tables)
-        evictions += _sum_by_table(num_evicted, table_of, tables)
-        return turn + 1, keys, scores, lanes, evictions
+        return (
+            turn + 1,
+            keys.at[target].set(new_keys, mode="drop"),
+            scores.at[target].set(new_scores, mode="drop"),
+            lanes.at[jnp.where(is_new, source, num_ids)].set(
+                order, mode="drop", wrap_negative_indices=False
+            ),
+            evictions + _sum_by_table(num_evicted, table_of, tables),
+        )
 
     num_turns = (groups.count + per_turn - 1) // per_turn
+    no_lanes = jnp.full((num_ids,), _NO_LANE, jnp.int32)
+    no_evictions = jnp.zeros((len(tables),), jnp.int32)
     _, keys, scores, lanes, evictions = jax.lax.while_loop(
         lambda state: state[0] < num_turns,
         fill,
-        (
-            jnp.int32(0),
-            directory.keys,
-            directory.scores,
-            jnp.full((num_ids,), _NO_LANE, jnp.int32),
-            jnp.zeros((len(tables),), jnp.int32),
-        ),
+        (jnp.int32(0), directory.keys, directory.scores, no_lanes, no_evictions),
     )
     directory = dataclasses.replace(directory, keys=keys, scores=scores)
     return directory, lanes, evictions
 
 
-def _places_by_value(
+def _groups_of_turn(
+    groups: _Groups, turn: Int[Array, ""], size: int
+) -> tuple[Int[Array, " size"], Int[Array, " size"], Int[Array, " size"]]:
+    """Returns bucket, first admitted id and number of ids of the groups of a turn.
+
+    A position behind the last group has no ids, and any bucket.
+    """
+    group = turn * size + jnp.arange(size, dtype=jnp.int32)
+    in_bounds = jnp.minimum(group, groups.buckets.shape[0] - 1)
+    start = groups.starts[in_bounds]
+    count = jnp.where(group < groups.count, groups.starts[in_bounds + 1] - start, 0)
+    return groups.buckets[in_bounds], start, count
+
+
+def _ids_of_lanes(
+    kinds: Array, start: Int[Array, " n"], count: Int[Array, " n"], groups: _Groups
+) -> tuple[Bool[Array, "n lanes"], Int[Array, "n lanes"]]:
+    """Returns which lanes of some buckets get a new id, and the position of the id.
+
+    Args:
+      kinds: kind of each lane, in the order of `_lanes_by_value`.
+      start: first admitted id of each bucket.
+      count: number of admitted ids of each bucket.
+      groups: all admitted ids.
+    """
+    number = jnp.arange(SLOTS_PER_BUCKET, dtype=jnp.int32)[None, :]
+    num_free = jnp.sum(kinds != _TAKEN, axis=1, dtype=jnp.int32)
+    is_new = number < jnp.minimum(count, num_free)[:, None]
+    admitted = jnp.minimum(start[:, None] + number, groups.sources.shape[0] - 1)
+    return is_new, groups.sources[admitted]
+
+
+def _lanes_by_value(
     keys: Array, scores: Array, dynamic: Dynamic, now: Array
 ) -> tuple[Array, Array]:
-    """Sorts the places of buckets: empty ones, then those to evict, then the others.
+    """Sorts the lanes of buckets: empty ones, then those to evict, then the others.
 
     Returns:
-      The kind of each place and the places, both `[buckets, 64]` in that order.
+      The kind of each lane and the lanes, both `[buckets, 64]` in that order.
     """
     is_empty = (keys[:, :SLOTS_PER_BUCKET] == NO_ID) & (
         keys[:, SLOTS_PER_BUCKET:] == NO_ID
@@ -377,10 +390,10 @@ def _places_by_value(
 
 
 def _with_new(
-    old: Array, new: tuple[Array, Array], is_new: Array, order: Array, row: Array
+    old: Array, new: tuple[Array, Array], is_new: Array, order: Array
 ) -> Array:
-    """Returns lines with new pairs of words in the first places of an order."""
-    halves = []
+    """Returns lines with new pairs of words in the first lanes of an order."""
+    row, halves = jnp.arange(old.shape[0], dtype=jnp.int32)[:, None], []
     for half, values in zip(jnp.split(old, 2, axis=1), new, strict=True):
         in_order = jnp.take_along_axis(half, order, axis=1)
         in_order = jnp.where(is_new, values, in_order)
@@ -403,13 +416,13 @@ def _new_rows(
 ) -> NewRows:
     """Moves new rows to the front."""
     (size,) = is_new.shape
-    rank = running_sum(is_new.astype(jnp.int32))
-    places = jnp.where(is_new, rank - 1, size)
+    rank = running_sum(is_new)
+    positions = jnp.where(is_new, rank - 1, size)
     padding = jnp.full((size,), PADDING_ROW_ID, jnp.int32)
     return NewRows(
-        rows=padding.at[places].set(rows, mode="drop", wrap_negative_indices=False),
-        first=_scatter(ids.first, places, size),
-        second=_scatter(ids.second, places, size),
-        tables=_scatter(table_of, places, size),
+        rows=padding.at[positions].set(rows, mode="drop", wrap_negative_indices=False),
+        first=_scatter(ids.first, positions, size),
+        second=_scatter(ids.second, positions, size),
+        tables=_scatter(table_of, positions, size),
         count=rank[-1],
     )

@@ -9,7 +9,6 @@ from jaxtyping import Array, Float, Int
 
 from tpu_embedding.config import QuantizationConfig
 from tpu_embedding.plan.capacity import LANES
-from tpu_embedding.plan.plan import EmbeddingPlan
 from tpu_embedding.plan.stack_plan import StackPlan
 from tpu_embedding.rows.access import gather_rows
 from tpu_embedding.rows.packed_rows import PackedRows
@@ -20,7 +19,6 @@ def fetch_rows(
     table: PackedRows,
     row_ids: Int[Array, " buffer"],
     stack: StackPlan,
-    plan: EmbeddingPlan,
 ) -> Float[Array, "buffer dim"]:
     """Gathers the rows asked of this shard, and sends them back. Per shard.
 
@@ -28,15 +26,14 @@ def fetch_rows(
       table: this shard's rows.
       row_ids: requests of a `Round`.
       stack: plan of the stack.
-      plan: gives the platform.
 
     Returns:
-      The rows that this shard asked for, float32, in the places of its requests. Places
-      without a request are undefined.
+      The rows that this shard asked for, float32, in the positions of its requests.
+      Those without a request are undefined.
     """
     with jax.named_scope("gather"):
         rows = gather_rows(table, row_ids)
-        rows = _gathered_as_a_whole(rows, plan)
+        rows = _gathered_as_a_whole(rows, stack)
     # Rows of bfloat16 cross the network as such. The conversion is exact.
     is_short = table.layout.narrow_dtype == "bfloat16" and stack.num_shards > 1
     rows = rows.astype(jnp.bfloat16 if is_short else jnp.float32)
@@ -95,8 +92,8 @@ def _quantized(
     return rows if stack.quantization is None else quantize(rows, stack.quantization)
 
 
-def _gathered_as_a_whole(rows: Array, plan: EmbeddingPlan) -> Array:
+def _gathered_as_a_whole(rows: Array, stack: StackPlan) -> Array:
     """Keeps arithmetic on gathered rows out of the exchange's slices on CPUs."""
-    if plan.mesh.devices.flat[0].platform != "cpu":
+    if stack.hardware.name != "cpu":
         return rows
     return computed_apart(rows)

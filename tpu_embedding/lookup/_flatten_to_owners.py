@@ -9,7 +9,7 @@ excludes.
 
 import dataclasses
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -30,7 +30,7 @@ class FeatureInput:
       ids: int32 `[ids]`.
       weights: float32 `[ids]`; None: every id has weight 1.
       sample_ids: int32 `[ids]`, the output sample of each id, rising; `num_samples` in
-        unused places. None: the first ids of all samples come first, then the second
+        unused positions. None: the first ids of all samples come first, then the second
         ids, and so on up to `valence`. A TPU adds such blocks without moving them.
       num_samples: output samples of this shard.
       valence: ids per sample, if `sample_ids` is None.
@@ -68,10 +68,22 @@ class PoolingSpec:
 
     @property
     def num_ids(self) -> AxisSize:
-        """Places for ids, padding included."""
+        """Number of ids, padding included."""
         if self.sample_ids is None:
             return self.num_samples * self.valence
         return self.sample_ids.shape[0]
+
+    def samples_of_ids(
+        self, number: Callable[[Int[Array, " n"]], Int[Array, " n"]]
+    ) -> Int[Array, " ids"]:
+        """Returns `number(sample)` for the sample of each id.
+
+        Unused ids, of no sample and no row, get the number of the last sample.
+        """
+        if self.sample_ids is not None:
+            return number(jnp.minimum(self.sample_ids, self.num_samples - 1))
+        samples = jnp.arange(self.num_samples, dtype=jnp.int32)
+        return jnp.tile(number(samples), self.valence)
 
     @property
     def is_copy(self) -> bool:
@@ -98,7 +110,7 @@ def flatten(
     """
     if stack.keeps_duplicates:
         inputs = [_in_order_of_samples(feature_input) for feature_input in inputs]
-    row_ids, poolings, out_of_range = resolve(inputs, features)
+    row_ids, poolings, out_of_range = rows_and_poolings(inputs, features)
     sizes = [feature_input.ids.shape[0] for feature_input in inputs]
     offsets = _value_of_each_id([feature.row_offset for feature in features], sizes)
     is_padding = row_ids == PADDING_ROW_ID
@@ -106,7 +118,7 @@ def flatten(
     return _keys_of(stack_rows, stack), poolings, out_of_range
 
 
-def resolve(
+def rows_and_poolings(
     inputs: Sequence[FeatureInput], features: Sequence[FeaturePlan]
 ) -> tuple[Int[Array, " all_ids"], list[PoolingSpec], list[Int[Array, ""]]]:
     """Applies the policies and the combiners of features. Per shard.
@@ -116,11 +128,11 @@ def resolve(
       features: their plans.
 
     Returns:
-      The row of its table that each place reads, one feature after the other;
+      The row of its table that each position reads, one feature after the other;
       `PADDING_ROW_ID` where it reads none. The weights of the rows, and the number of
       ids outside the table, per feature.
     """
-    row_ids, out_of_range = _resolve_row_ids(inputs, features)
+    row_ids, out_of_range = _apply_id_policies(inputs, features)
     sizes = [feature_input.ids.shape[0] for feature_input in inputs]
     rows_of_feature = split_by_feature(row_ids, sizes)
     poolings = []
@@ -186,7 +198,7 @@ def _in_order_of_samples(feature_input: FeatureInput) -> FeatureInput:
     )
 
 
-def _resolve_row_ids(
+def _apply_id_policies(
     inputs: Sequence[FeatureInput], features: Sequence[FeaturePlan]
 ) -> tuple[Int[Array, " all_ids"], list[Int[Array, ""]]]:
     """Applies the features' policies. Ids that look up nothing become padding.
@@ -260,9 +272,9 @@ def leaves_out_weights(feature: FeaturePlan) -> bool:
 def _fill_empty_samples(
     feature_input: FeatureInput, row_ids: Int[Array, " ids"], default_id: int
 ) -> tuple[FeatureInput, Int[Array, " ids"]]:
-    """Puts the default id, with weight 1, into the first place of empty samples.
+    """Puts the default id, with weight 1, into the first position of empty samples.
 
-    A sample is empty if none of its places has a row. Each sample has a place.
+    A sample is empty if none of its positions has a row. Each sample has a position.
     """
     is_row = row_ids != PADDING_ROW_ID
     sample_ids, num_samples = feature_input.sample_ids, feature_input.num_samples

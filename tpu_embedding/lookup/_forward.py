@@ -13,6 +13,7 @@ run for batches that are beyond a limit of the operations.
 
 import dataclasses
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -27,11 +28,11 @@ from tpu_embedding.lookup._flatten_to_owners import (
     max_unique_ids,
 )
 from tpu_embedding.lookup._rounds import Round, SentIds, fold_later_rounds, send_ids
-from tpu_embedding.lookup._sparse_cores import look_up, partition
-from tpu_embedding.plan.plan import EmbeddingPlan
+from tpu_embedding.lookup._sparse_cores import ids_by_core, look_up
+from tpu_embedding.plan.features import FeaturePlan
 from tpu_embedding.plan.stack_plan import StackPlan
 from tpu_embedding.rows.packed_rows import PackedRows
-from tpu_embedding.sparse_core.partition import Partition
+from tpu_embedding.sparse_core.limits import SparseCoreIds
 from tpu_embedding.xla import read_before_write
 
 
@@ -44,7 +45,7 @@ class StackRouting:
       keys: int32 `[ids]`, of all features; see `_flatten_to_owners.py`.
       sent: the ids at the owners of their rows; None if this device reads its own rows,
         or SparseCores look rows up.
-      partition: the ids by SparseCore; None: SparseCores do not look rows up.
+      by_core: the ids by SparseCore; None: SparseCores do not look rows up.
       poolings: per feature of the stack.
       out_of_range: int32 `[1]` per feature of the stack.
       max_unique_ids: upper bound on the unique ids of a shard.
@@ -52,7 +53,7 @@ class StackRouting:
 
     keys: Int[Array, " ids"]
     sent: SentIds | None
-    partition: Partition | None
+    by_core: SparseCoreIds | None
     poolings: list[PoolingSpec]
     out_of_range: list[Int[Array, "_"]]
     max_unique_ids: int = dataclasses.field(metadata={"static": True})
@@ -81,26 +82,27 @@ class StackLookup:
 
 
 def route_stack(
-    inputs: Sequence[FeatureInput], stack: StackPlan, plan: EmbeddingPlan
+    inputs: Sequence[FeatureInput],
+    features: Sequence[FeaturePlan],
+    stack: StackPlan,
 ) -> StackRouting:
     """Sends the ids of one stack to the owners of their rows. Per shard.
 
     It reads no table, so it may run before an update of the table.
 
     Args:
-      inputs: per feature of the stack.
+      inputs: ids of each feature of the stack.
+      features: their plans.
       stack: plan of the stack.
-      plan: gives the mesh.
     """
-    features = [plan.features[i] for i in plan.features_of(stack)]
     keys, poolings, out_of_range = flatten(inputs, features, stack)
     max_unique = max_unique_ids(inputs, features, stack)
-    sent = send_ids(keys, max_unique, stack, plan) if stack.sends_ids else None
+    sent = send_ids(keys, max_unique, stack) if stack.sends_ids else None
     on_sparse_cores = stack.backend.lookups == "sparse_core"
     return StackRouting(
         keys=keys,
         sent=sent,
-        partition=partition(keys, poolings, stack, plan) if on_sparse_cores else None,
+        by_core=ids_by_core(keys, poolings, stack) if on_sparse_cores else None,
         poolings=poolings,
         out_of_range=[count[None] for count in out_of_range],
         max_unique_ids=max_unique,
@@ -108,7 +110,7 @@ def route_stack(
 
 
 def read_stack(
-    table: PackedRows, routing: StackRouting, stack: StackPlan, plan: EmbeddingPlan
+    table: PackedRows, routing: StackRouting, stack: StackPlan
 ) -> StackLookup:
     """Reads the rows of routed ids, and combines them. Per shard.
 
@@ -116,34 +118,29 @@ def read_stack(
       table: this shard's rows.
       routing: routed ids of the stack.
       stack: plan of the stack.
-      plan: gives the mesh.
     """
     sent, poolings = routing.sent, routing.poolings
-    if routing.partition is not None:
-        activations, rounds = _read_on_sparse_cores(table, routing, stack, plan)
+    if routing.by_core is not None:
+        activations, rounds = _read_on_sparse_cores(table, routing, stack)
     elif sent is None:
         activations, rounds = _read_own_rows(table, routing, stack), jnp.int32(1)
     else:
-        activations, rounds = _read_rounds(table, sent, poolings, stack, plan)
+        activations, rounds = _read_rounds(table, sent, poolings, stack)
     activations, routing = _order(activations, routing)
-    if sent is None:
-        return StackLookup(
-            activations=activations, routing=routing, rounds=rounds[None]
-        )
+    counts = {}
+    if sent is not None:
+        counts["num_ids"] = sent.unique.first_positions[-1:]
+        counts["requested_rows"] = jnp.diff(sent.unique.first_ranks)[None]
     return StackLookup(
-        activations=activations,
-        routing=routing,
-        rounds=rounds[None],
-        num_ids=sent.unique.first_places[-1:],
-        requested_rows=jnp.diff(sent.unique.first_ranks)[None],
+        activations=activations, routing=routing, rounds=rounds[None], **counts
     )
 
 
 def _read_on_sparse_cores(
-    table: PackedRows, routing: StackRouting, stack: StackPlan, plan: EmbeddingPlan
+    table: PackedRows, routing: StackRouting, stack: StackPlan
 ) -> tuple[list[Float[Array, "_ dim"]], Int[Array, ""]]:
     """Looks rows up on SparseCores, or by the exchange if the ids are too many."""
-    ids, poolings = routing.partition, routing.poolings
+    ids, poolings = routing.by_core, routing.poolings
     assert ids is not None
 
     def look_up_rows(table: PackedRows) -> tuple[list[Array], Array]:
@@ -152,8 +149,8 @@ def _read_on_sparse_cores(
     def exchange_rows(table: PackedRows) -> tuple[list[Array], Array]:
         if stack.num_shards == 1:
             return _read_own_rows(table, routing, stack), jnp.int32(1)
-        sent = send_ids(routing.keys, routing.max_unique_ids, stack, plan)
-        return _read_rounds(table, sent, poolings, stack, plan)
+        sent = send_ids(routing.keys, routing.max_unique_ids, stack)
+        return _read_rounds(table, sent, poolings, stack)
 
     return jax.lax.cond(ids.fits[0], look_up_rows, exchange_rows, table)
 
@@ -176,20 +173,17 @@ def _read_rounds(
     sent: SentIds,
     poolings: list[PoolingSpec],
     stack: StackPlan,
-    plan: EmbeddingPlan,
 ) -> tuple[list[Float[Array, "_ dim"]], Int[Array, ""]]:
     """Fetches and pools rows, round by round; also returns the number of rounds."""
 
     def read_round(current: Round) -> list[Array]:
-        rows = fetch_rows(table, current.requests, stack, plan)
-        return pool_buffer(rows, sent.places(current), poolings, stack.gathers)
+        rows = fetch_rows(table, current.requests, stack)
+        return pool_buffer(rows, sent.positions(current), poolings, stack.gathers)
 
     def add_round(sums: list[Array], current: Round) -> list[Array]:
         return jax.tree.map(jnp.add, sums, read_round(current))
 
-    sums, rounds = fold_later_rounds(
-        add_round, read_round(sent.first), sent, stack, plan
-    )
+    sums, rounds = fold_later_rounds(add_round, read_round(sent.first), sent, stack)
     return samples_of(sums, poolings), rounds
 
 
@@ -201,14 +195,13 @@ def _order(
     A loss whose derivative needs no activations gives no such order.
     """
     sent = routing.sent
-    if sent is None:
-        activations, keys, ids = read_before_write(
-            (activations, routing.keys, routing.partition)
-        )
-        return activations, dataclasses.replace(routing, keys=keys, partition=ids)
-    activations, keys, order, first = read_before_write(
-        (activations, routing.keys, sent.unique.order, sent.first)
+    of_sent = None if sent is None else (sent.unique.order, sent.first)
+    needed: Any = routing.keys, routing.by_core, of_sent
+    activations, (keys, by_core, of_sent) = read_before_write((activations, needed))
+    if sent is not None:
+        order, first = of_sent
+        unique = dataclasses.replace(sent.unique, order=order)
+        sent = dataclasses.replace(sent, unique=unique, first=first)
+    return activations, dataclasses.replace(
+        routing, keys=keys, by_core=by_core, sent=sent
     )
-    unique = dataclasses.replace(sent.unique, order=order)
-    sent = dataclasses.replace(sent, unique=unique, first=first)
-    return activations, dataclasses.replace(routing, keys=keys, sent=sent)

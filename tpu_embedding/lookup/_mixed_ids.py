@@ -40,7 +40,7 @@ class Pass(NamedTuple):
 
     Attributes:
       notes: marks known ids as used, and counts unknown ones for the admission.
-      fills: gives places to unknown ids. The ids of their buckets are noted before.
+      fills: gives lanes to unknown ids. The ids of their buckets are noted before.
     """
 
     notes: Any
@@ -48,7 +48,7 @@ class Pass(NamedTuple):
 
 
 def read_elements(lines: Array, buckets: Array, lanes: Array) -> Array:
-    """Reads single elements; those of ids without a place are undefined."""
+    """Reads single elements; those of ids without a lane are undefined."""
     index = _element(buckets, jnp.maximum(lanes, 0))
     return lines.reshape(-1).at[index].get(mode="clip")
 

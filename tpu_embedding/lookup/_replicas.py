@@ -12,8 +12,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array
 
-from tpu_embedding.lookup._merge import merge
-from tpu_embedding.plan.plan import EmbeddingPlan
+from tpu_embedding.lookup._sum_by_row import merge
 from tpu_embedding.plan.stack_plan import TrainedStackPlan
 from tpu_embedding.rows.access import add_to_rows
 from tpu_embedding.rows.packed_rows import (
@@ -27,14 +26,13 @@ from tpu_embedding.types import PADDING_ROW_ID
 
 
 def gather_from_replicas(
-    received: RowGradients, stack: TrainedStackPlan, plan: EmbeddingPlan
+    received: RowGradients, stack: TrainedStackPlan
 ) -> RowGradients:
     """Returns the gradients that all copies of the shard received.
 
     Args:
       received: by this copy; rows may repeat.
       stack: plan of the stack.
-      plan: gives the mesh.
 
     Returns:
       The gradients of all copies, one after the other; rows repeat. If the optimizer
@@ -46,7 +44,7 @@ def gather_from_replicas(
     def gather(buffer: Array) -> Array:
         buffers = jax.lax.all_gather(buffer, stack.replica_axes)
         if stack.optimizer.duplicates == "sequence":
-            return _in_sample_order(buffers, stack, plan)
+            return _in_sample_order(buffers, stack)
         return buffers.reshape(-1, *buffer.shape[1:])
 
     with jax.named_scope("replicas"):
@@ -68,7 +66,7 @@ def add_dense_gradients(
       stack: plan of the stack.
 
     Returns:
-      The sums, one place per row of the shard; the ids of untouched rows are padding.
+      The sums of all rows of the shard; the ids of untouched rows are padding.
     """
     if stack.num_shards > 1:
         received = merge(received.row_ids, received.values, stack.rows_per_shard)
@@ -99,20 +97,17 @@ def _zeros(layout: RowLayout, dtype) -> PackedRows:
     return PackedRows(lines=jnp.zeros(layout.lines_shape, dtype), layout=layout)
 
 
-def _in_sample_order(
-    buffers: Array, stack: TrainedStackPlan, plan: EmbeddingPlan
-) -> Array:
+def _in_sample_order(buffers: Array, stack: TrainedStackPlan) -> Array:
     """Sorts the buckets of all copies by the device of their samples, and joins them.
 
     Args:
       buffers: `[num_replicas, num_shards * bucket, ...]`, in equal buckets.
       stack: plan of the stack.
-      plan: gives the mesh.
     """
     axes = (*stack.replica_axes, *stack.shard_axes)
-    sizes = [plan.mesh.shape[axis] for axis in axes]
+    sizes = [jax.lax.axis_size(axis) for axis in axes]
     rest = buffers.shape[2:]
     buckets = buffers.reshape(*sizes, -1, *rest)
-    order = [axes.index(axis) for axis in plan.sample_axes]
+    order = [axes.index(axis) for axis in stack.sample_axes]
     trailing = range(len(axes), buckets.ndim)
     return buckets.transpose(*order, *trailing).reshape(-1, *rest)

@@ -23,7 +23,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int, Integer, UInt32
 
 from tpu_embedding.lookup._dedup import (
-    Dedup,
+    SortedIds,
     Words,
     broadcast_to_ids,
     count_below,
@@ -33,7 +33,6 @@ from tpu_embedding.lookup._dedup import (
 )
 from tpu_embedding.lookup._exchange import exchange
 from tpu_embedding.plan.capacity import RoundSize
-from tpu_embedding.plan.plan import EmbeddingPlan
 from tpu_embedding.plan.stack_plan import StackPlan
 from tpu_embedding.types import PADDING_ROW_ID
 
@@ -46,12 +45,12 @@ class Round:
     """The requests of one round, at the shard that asks and at the owner. Per shard.
 
     Attributes:
-      sorted_places: int32 `[ids]`, place of each sorted id in the buffer of requests,
-        and of its row in that of answers; beyond its end if the id is not part of this
-        round.
+      buffer_positions: int32 `[ids]`, position of each sorted id in the buffer of
+        requests, and of its row in that of answers; beyond its end if the id is not
+        part of this round.
       requests: what all shards ask of this one, in one bucket per shard. int32
         `[buffer_size]`, local rows; or uint32 `[buffer_size, words]`, the local key
-        first. The key of unused places is `PADDING_ROW_ID`; the last place is unused.
+        first. The key of unused positions is `PADDING_ROW_ID`; the last one is unused.
       next_ranks: int32 `[num_shards]`, first rank per destination that is still
         pending after this round.
       end_row: int32 `[1]`, end of the range of this shard's own rows that this round
@@ -60,7 +59,7 @@ class Round:
         gradient of zeros it is False: no further round runs.
     """
 
-    sorted_places: Int[Array, " ids"]
+    buffer_positions: Int[Array, " ids"]
     requests: Integer[Array, "buffer *words"]
     next_ranks: Int[Array, " shards"]
     end_row: Int[Array, "_"]
@@ -80,18 +79,18 @@ class SentIds:
       size: buffer sizes of each round.
     """
 
-    unique: Dedup
+    unique: SortedIds
     first: Round
     companions: tuple[UInt32[Array, " ids"], ...]
     size: RoundSize = dataclasses.field(metadata={"static": True})
 
-    def places(self, current: Round) -> Int[Array, " ids"]:
-        """Returns the place of each id's row in the buffer of a round."""
-        return unsort(current.sorted_places, self.unique.order)
+    def positions(self, current: Round) -> Int[Array, " ids"]:
+        """Returns the position of each id's row in the buffer of a round."""
+        return unsort(current.buffer_positions, self.unique.order)
 
 
 def send_ids(
-    keys: Int[Array, " ids"], max_unique_ids: int, stack: StackPlan, plan: EmbeddingPlan
+    keys: Int[Array, " ids"], max_unique_ids: int, stack: StackPlan
 ) -> SentIds:
     """Sends the unique ids of the first round to the owners of their rows. Per shard.
 
@@ -99,7 +98,6 @@ def send_ids(
       keys: keys of all features; see `_flatten_to_owners.py`.
       max_unique_ids: upper bound on the unique ids of a shard.
       stack: plan of the stack.
-      plan: gives the mesh.
     """
     unique = dedup(
         (keys,),
@@ -107,15 +105,14 @@ def send_ids(
         stack.rows_per_shard,
         keeps_duplicates=stack.keeps_duplicates,
     )
-    return send_unique(unique, (), stack.round_size(max_unique_ids), stack, plan)
+    return send_unique(unique, (), stack.round_size(max_unique_ids), stack)
 
 
 def send_unique(
-    unique: Dedup,
+    unique: SortedIds,
     companions: tuple[UInt32[Array, " ids"], ...],
     size: RoundSize,
     stack: StackPlan,
-    plan: EmbeddingPlan,
 ) -> SentIds:
     """Sends the first round of unique ids to their owners. Per shard.
 
@@ -124,23 +121,9 @@ def send_unique(
       companions: see `SentIds`.
       size: buffer sizes of each round.
       stack: gives the axes of the exchange.
-      plan: gives the mesh.
     """
-    first_ranks, end_ranks = unique.first_ranks[:-1], unique.first_ranks[1:]
-    if not size.holds_all:
-        first = _next_round(unique, companions, first_ranks, size, stack, plan)
-    else:
-        # No batch of this shape needs a second round: there is no range to agree on.
-        sorted_places, requests = _fill(
-            unique, companions, (first_ranks, end_ranks), size, stack
-        )
-        first = Round(
-            sorted_places=sorted_places,
-            requests=requests,
-            next_ranks=end_ranks,
-            end_row=jnp.full((1,), unique.keys_per_shard, jnp.int32),
-            is_pending=jnp.zeros((1,), bool),
-        )
+    first_ranks = unique.first_ranks[:-1]
+    first = _next_round(unique, companions, first_ranks, size, stack)
     return SentIds(unique=unique, first=first, companions=companions, size=size)
 
 
@@ -149,7 +132,6 @@ def fold_later_rounds(
     carry: Carry,
     ids: SentIds,
     stack: StackPlan,
-    plan: EmbeddingPlan,
     num_passes: int = 1,
 ) -> tuple[Carry, Int[Array, ""]]:
     """Folds `carry = body(carry, round)` over the rounds after the first. Per shard.
@@ -159,7 +141,6 @@ def fold_later_rounds(
       carry: first value, which the caller made of the first round, `ids.first`.
       ids: from `send_ids`.
       stack: plan of the stack.
-      plan: gives the mesh.
       num_passes: how often the rounds run, if there are several. Each pass after the
         first one begins with the first round.
 
@@ -171,9 +152,7 @@ def fold_later_rounds(
 
     def run(state):
         carry, next_ranks, passes_left, rounds = state
-        current = _next_round(
-            ids.unique, ids.companions, next_ranks, ids.size, stack, plan
-        )
+        current = _next_round(ids.unique, ids.companions, next_ranks, ids.size, stack)
         carry = body(carry, current)
         (is_pending,) = current.is_pending
         next_ranks = current.next_ranks
@@ -193,14 +172,13 @@ def fold_later_rounds(
 
 @jax.named_scope("route")
 def _next_round(
-    unique: Dedup,
+    unique: SortedIds,
     companions: tuple[UInt32[Array, " ids"], ...],
     first_ranks: Int[Array, " shards"],
     size: RoundSize,
     stack: StackPlan,
-    plan: EmbeddingPlan,
 ) -> Round:
-    """Sends the requests of a round that may not be the last. Per shard.
+    """Sends the requests of a round. Per shard.
 
     Args:
       unique: the shard's unique ids.
@@ -208,34 +186,52 @@ def _next_round(
       first_ranks: the first pending rank of each destination.
       size: buffer sizes of the round.
       stack: the stack's plan.
-      plan: gives the mesh axes of the all-reduce.
     """
-    end_ranks = unique.first_ranks[1:]
-    shards = jnp.arange(stack.num_shards, dtype=jnp.int32)
-    first_keys = shards * unique.keys_per_shard
+    if size.holds_all:
+        # No batch of this shape needs a second round: there is no range to agree on.
+        next_ranks = unique.first_ranks[1:]
+        end_row, is_pending = jnp.int32(unique.keys_per_shard), jnp.zeros((), bool)
+    else:
+        next_ranks, end_keys = _agree_on_range(unique, first_ranks, size, stack)
+        end_row = end_keys[jax.lax.axis_index(stack.shard_axes)]
+        is_pending = jnp.any(end_keys != unique.keys_per_shard)
+    buffer_positions, requests = _fill(
+        unique, companions, (first_ranks, next_ranks), size, stack
+    )
+    return Round(
+        buffer_positions=buffer_positions,
+        requests=requests,
+        next_ranks=next_ranks,
+        end_row=end_row[None],
+        is_pending=is_pending[None],
+    )
+
+
+def _agree_on_range(
+    unique: SortedIds,
+    first_ranks: Int[Array, " shards"],
+    size: RoundSize,
+    stack: StackPlan,
+) -> tuple[Int[Array, " shards"], Int[Array, " shards"]]:
+    """Finds the range of ids of each destination that a round holds for all sources.
+
+    Returns:
+      The rank and the local key after the range, for each destination.
+    """
+    first_keys = jnp.arange(stack.num_shards, dtype=jnp.int32) * unique.keys_per_shard
     cut = first_ranks + size.capacity
     key, *others = id_at_rank(cut, unique)
     # An id that fits nowhere ends the range; without one, the end of the shard's keys.
-    fits = cut >= end_ranks
+    fits = cut >= unique.first_ranks[1:]
     end = (
         jnp.where(fits, unique.keys_per_shard, key - first_keys),
         *(jnp.where(fits, jnp.uint32(0), word) for word in others),
     )
-    end_keys, *others = _smallest(end, plan)
-    next_ranks = count_below((first_keys + end_keys, *others), unique)
-    sorted_places, requests = _fill(
-        unique, companions, (first_ranks, next_ranks), size, stack
-    )
-    return Round(
-        sorted_places=sorted_places,
-        requests=requests,
-        next_ranks=next_ranks,
-        end_row=end_keys[jax.lax.axis_index(stack.shard_axes)][None],
-        is_pending=jnp.any(end_keys != unique.keys_per_shard)[None],
-    )
+    end_keys, *others = _smallest(end, stack)
+    return count_below((first_keys + end_keys, *others), unique), end_keys
 
 
-def _smallest(words: Words, plan: EmbeddingPlan) -> Words:
+def _smallest(words: Words, stack: StackPlan) -> Words:
     """Returns the smallest id of all devices for each destination.
 
     Over all axes: replicas of a shard take the same ids in a round.
@@ -246,15 +242,14 @@ def _smallest(words: Words, plan: EmbeddingPlan) -> Words:
             word = jnp.where(
                 is_candidate, word, jnp.full_like(word, jnp.iinfo(word.dtype).max)
             )
-        smallest.append(jax.lax.pmin(word, plan.sample_axes))
+        smallest.append(jax.lax.pmin(word, stack.sample_axes))
         is_equal = word == smallest[-1]
         is_candidate = is_equal if is_candidate is None else is_candidate & is_equal
     return tuple(smallest)
 
 
-@jax.named_scope("route")
 def _fill(
-    unique: Dedup,
+    unique: SortedIds,
     companions: tuple[UInt32[Array, " ids"], ...],
     ranks: tuple[Int[Array, " shards"], Int[Array, " shards"]],
     size: RoundSize,
@@ -263,7 +258,7 @@ def _fill(
     """Fills the buffer of requests with a range of ranks, and exchanges it. Per shard.
 
     Returns:
-      `Round.sorted_places` and `Round.requests`.
+      `Round.buffer_positions` and `Round.requests`.
     """
     first_ranks, next_ranks = ranks
     rank_in_round = unique.ranks - broadcast_to_ids(first_ranks, unique)
@@ -276,12 +271,12 @@ def _fill(
     request = unique.sorted_keys - unique.keys_per_shard * destination
     if words := (*unique.words[1:], *companions):
         request = jnp.stack((request.astype(jnp.uint32), *words), axis=1)
-    places = jnp.where(
+    positions = jnp.where(
         is_in_round, size.bucket_size * destination + rank_in_round, size.buffer_size
     )
     shape = (size.buffer_size, *request.shape[1:])
     requests = jnp.full(shape, PADDING_ROW_ID, request.dtype)
-    requests = requests.at[places].set(
+    requests = requests.at[positions].set(
         request, mode="drop", wrap_negative_indices=False
     )
-    return places, exchange(requests, stack)
+    return positions, exchange(requests, stack)

@@ -2,7 +2,7 @@
 
 XLA's embedding operations replace the stages from dedup to combine: they fetch rows,
 exchange and pool them. They take ids sorted by the SparseCore of the sample and that of
-the row, and at most some ids of each pair. `Partition.fits` says, equally on all
+the row, and at most some ids of each pair. `SparseCoreIds.fits` says, equally on all
 devices, whether this batch keeps within that limit. If it does not, the stages of
 `_forward.py` and `_backward.py` run on the same rows.
 
@@ -19,13 +19,17 @@ from jaxtyping import Array, Float, Int
 
 from tpu_embedding.lookup._combine import samples_of, scale_samples
 from tpu_embedding.lookup._flatten_to_owners import PoolingSpec
-from tpu_embedding.lookup._spread_cotangents import gain_of_each_id
-from tpu_embedding.plan.plan import EmbeddingPlan
+from tpu_embedding.lookup._sum_by_row import gain_of_each_id
 from tpu_embedding.plan.stack_plan import StackPlan
 from tpu_embedding.rows.packed_rows import PackedRows, round_up, rows_of_lines
 from tpu_embedding.sparse_core import operations
-from tpu_embedding.sparse_core.limits import Limits, are_within, choose_limits
-from tpu_embedding.sparse_core.partition import Partition
+from tpu_embedding.sparse_core.limits import (
+    Limits,
+    OperationSizes,
+    SparseCoreIds,
+    are_within,
+    choose_limits,
+)
 from tpu_embedding.sparse_core.partitioned_ids import partition_ids
 from tpu_embedding.types import PADDING_ROW_ID
 
@@ -40,60 +44,56 @@ _EMULATED_BYTES: Final = 512 * 1024
 
 
 @jax.named_scope("partition")
-def partition(
+def ids_by_core(
     keys: Int[Array, " ids"],
     poolings: Sequence[PoolingSpec],
     stack: StackPlan,
-    plan: EmbeddingPlan,
-) -> Partition:
+) -> SparseCoreIds:
     """Sorts ids by SparseCore, and checks the limits on all devices. Per shard.
 
     Args:
       keys: keys of all features; see `_flatten_to_owners.py`.
       poolings: the features of the stack.
       stack: plan of the stack.
-      plan: gives the mesh.
     """
     cores, layout = stack.backend.cores, stack.layout
     owner, row = jnp.divmod(keys, stack.rows_per_shard)
     core, row = jnp.divmod(row, layout.rows_per_core)
     partitions = jnp.where(keys == PADDING_ROW_ID, keys, owner * cores + core)
     gains = gain_of_each_id(poolings)
-    limits = _limits_of(poolings, stack, plan)
-    num_samples = cores * _samples_per_core(poolings, cores)
+    sizes = OperationSizes(
+        num_samples=cores * _samples_per_core(poolings, cores),
+        limits=_limits_of(poolings, stack),
+        cores=cores,
+        axes=stack.shard_axes,
+    )
     ids, largest = partition_ids(
         partitions,
         row,
         _samples_of_ids(poolings, cores),
         jnp.ones(keys.shape, jnp.float32) if gains is None else gains,
-        num_samples=num_samples,
+        num_samples=sizes.num_samples,
         cores=cores,
         rows_per_partition=layout.rows_per_core,
         devices=stack.num_shards,
-        room=limits.room,
+        room=sizes.limits.room,
     )
     # Gains of equal ids of a sample are summed, and may overflow.
     is_finite = jnp.all(jnp.isfinite(ids.gains) | (ids.rows == PADDING_ROW_ID))
-    fits = are_within(largest, limits, plan.sample_axes, is_finite)
-    return Partition(ids=ids, fits=fits[None], limits=limits, num_samples=num_samples)
+    fits = are_within(largest, sizes.limits, stack.sample_axes, is_finite)
+    return SparseCoreIds(ids=ids, fits=fits[None], sizes=sizes)
 
 
 def look_up(
     table: PackedRows,
-    partition: Partition,
+    ids: SparseCoreIds,
     poolings: Sequence[PoolingSpec],
     stack: StackPlan,
 ) -> list[Float[Array, "_ dim"]]:
     """Returns the activations of each feature. Per shard; for a batch that fits."""
     cores = stack.backend.cores
-    sums = operations.lookup(
-        partition.ids,
-        rows_of_lines(table.lines, table.layout),
-        num_samples=partition.num_samples,
-        limits=partition.limits,
-        cores=cores,
-        axes=stack.shard_axes,
-    )
+    rows = rows_of_lines(table.lines, table.layout)
+    sums = operations.lookup(ids.ids, rows, ids.sizes)
     by_core = sums.reshape(cores, -1, sums.shape[1])[:, :, : stack.dim]
     result, first = [], 0
     for pooling in poolings:
@@ -106,34 +106,32 @@ def look_up(
 
 def gradients_by_sample(
     cotangents: Sequence[Float[Array, "_ dim"]],
-    partition: Partition,
+    ids: SparseCoreIds,
     poolings: Sequence[PoolingSpec],
     stack: StackPlan,
 ) -> Float[Array, "samples width"]:
-    """Returns the cotangents in the order of the partition's samples. Per shard."""
+    """Returns the cotangents in the order of SparseCores' samples. Per shard."""
     cores = stack.backend.cores
     parts = []
     for x in scale_samples(cotangents, poolings):
         padded = jnp.pad(x, ((0, -x.shape[0] % cores), (0, 0)))
         parts.append(padded.reshape(cores, -1, stack.dim))
     by_core = jnp.concatenate(parts, axis=1)
-    missing = partition.num_samples // cores - by_core.shape[1]
+    missing = ids.sizes.num_samples // cores - by_core.shape[1]
     unused = stack.layout.row_lanes - stack.dim
     by_core = jnp.pad(by_core, ((0, 0), (0, missing), (0, unused)))
-    return by_core.reshape(partition.num_samples, -1)
+    return by_core.reshape(ids.sizes.num_samples, -1)
 
 
-def _limits_of(
-    poolings: Sequence[PoolingSpec], stack: StackPlan, plan: EmbeddingPlan
-) -> Limits:
+def _limits_of(poolings: Sequence[PoolingSpec], stack: StackPlan) -> Limits:
     """Returns the limits of the operations, or those that the user gives."""
     cores = stack.backend.cores
     return choose_limits(
         sum(_max_ids_of_core(pooling, cores) for pooling in poolings),
         num_samples=_samples_per_core(poolings, cores),
         num_partitions=cores * stack.num_shards,
-        memory_bytes=plan.hardware.subcore_memory_bytes or _EMULATED_BYTES,
-        sends_rows_once=plan.hardware.sends_rows_once,
+        memory_bytes=stack.hardware.subcore_memory_bytes or _EMULATED_BYTES,
+        sends_rows_once=stack.hardware.sends_rows_once,
         max_ids=stack.backend.max_ids,
     )
 
@@ -159,15 +157,10 @@ def _samples_of_ids(poolings: Sequence[PoolingSpec], cores: int) -> Int[Array, "
     samples, first = [], 0
     for pooling in poolings:
         size = -(-pooling.num_samples // cores)
-        of_feature = jnp.arange(pooling.num_samples, dtype=jnp.int32)
-        of_feature = of_feature // size * per_core + first + of_feature % size
-        if pooling.sample_ids is None:
-            of_ids = jnp.tile(of_feature, pooling.valence)
-        else:
-            # Unused ids have the number after the last sample, and no row.
-            last = pooling.num_samples - 1
-            core, place = jnp.divmod(jnp.minimum(pooling.sample_ids, last), size)
-            of_ids = core * per_core + first + place
-        samples.append(of_ids)
+
+        def deal(sample, first=first, size=size):
+            return sample // size * per_core + first + sample % size
+
+        samples.append(pooling.samples_of_ids(deal))
         first += size
     return jnp.concatenate(samples)

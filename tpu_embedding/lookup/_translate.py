@@ -35,7 +35,6 @@ from tpu_embedding.lookup._rounds import (
 )
 from tpu_embedding.plan.capacity import RoundSize, round_size
 from tpu_embedding.plan.dynamic_rows import DynamicTablePlan, dynamic_tables
-from tpu_embedding.plan.plan import EmbeddingPlan
 from tpu_embedding.plan.stack_plan import StackPlan
 from tpu_embedding.rows.id_directory import IdDirectory, NewRows
 from tpu_embedding.rows.id_mixing import NO_ID, mix_ids, multiply_high
@@ -44,7 +43,7 @@ from tpu_embedding.types import PADDING_ROW_ID
 _HEADROOM_STDDEVS: Final = 8
 """Room of a round above the mean number of ids per owner, in standard deviations.
 
-An unused place costs 16 bytes."""
+An unused position costs 16 bytes."""
 
 _MIN_CAPACITY: Final = 256
 
@@ -77,7 +76,7 @@ class SourceIds:
 
     @property
     def is_id(self) -> Bool[Array, " ids"]:
-        """False for places without an id."""
+        """False for positions without an id."""
         return ~((self.high == NO_ID) & (self.low == NO_ID))
 
 
@@ -85,7 +84,6 @@ def find_rows(
     directory: IdDirectory,
     sources: Sequence[SourceIds],
     stack: StackPlan,
-    plan: EmbeddingPlan,
 ) -> tuple[list[Int[Array, " _"]], list[Int[Array, ""]]]:
     """Returns the row of each id within its table, and changes nothing. Per shard.
 
@@ -93,11 +91,10 @@ def find_rows(
       directory: directory of this shard.
       sources: ids of each feature.
       stack: plan of the stack.
-      plan: gives the mesh.
 
     Returns:
       Rows per feature; `PADDING_ROW_ID`, or the default row, for ids without one. Per
-      feature, the number of places whose id has a row.
+      feature, the number of positions whose id has a row.
     """
 
     def answer(state, ids, of_pass):
@@ -105,32 +102,30 @@ def find_rows(
         lanes = find_lanes(directory, ids)
         return state, lanes, lanes >= 0
 
-    _, answers = _ask_owners((), answer, 1, sources, stack, plan)
+    _, answers = _ask_owners((), answer, 1, sources, stack)
     return _by_feature(answers, sources, dynamic_tables(stack))
 
 
 def insert_rows(
     directory: IdDirectory,
-    start_rows: Callable[[Any, NewRows], Any],
+    init_new_rows: Callable[[Any, NewRows], Any],
     rows_state: Any,
     sources: Sequence[SourceIds],
     now: UInt32[Array, ""],
     stack: StackPlan,
-    plan: EmbeddingPlan,
 ) -> tuple[IdDirectory, Any, list[Int[Array, " _"]], list[Int[Array, ""]], Counts]:
     """Returns the row of each id within its table; new ids get one. Per shard.
 
     Args:
       directory: directory of this shard.
-      start_rows: writes the initial values of new rows to `rows_state`.
+      init_new_rows: writes the initial values of new rows to `rows_state`.
       rows_state: rows and slot variables of this shard.
       sources: ids of each feature.
       now: clock of the step.
       stack: plan of the stack.
-      plan: gives the mesh.
 
     Returns:
-      Directory; rows and slots; rows per feature; per feature, the number of places
+      Directory; rows and slots; rows per feature; per feature, the number of positions
       whose id had a row before; counts at this owner.
     """
     tables = dynamic_tables(stack)
@@ -141,10 +136,10 @@ def insert_rows(
             directory, ids, tables, now, of_pass
         )
         counts = jax.tree.map(jnp.add, counts, found)
-        return (directory, start_rows(rows_state, new), counts), lanes, is_known
+        return (directory, init_new_rows(rows_state, new), counts), lanes, is_known
 
     state = (directory, rows_state, no_counts(len(tables)))
-    state, answers = _ask_owners(state, answer, 2, sources, stack, plan)
+    state, answers = _ask_owners(state, answer, 2, sources, stack)
     directory, rows_state, counts = state
     return directory, rows_state, *_by_feature(answers, sources, tables), counts
 
@@ -155,7 +150,6 @@ def _ask_owners(
     num_passes: int,
     sources: Sequence[SourceIds],
     stack: StackPlan,
-    plan: EmbeddingPlan,
 ) -> tuple[Any, UInt32[Array, " ids"]]:
     """Brings the ids of all features to their owners, round by round.
 
@@ -163,10 +157,10 @@ def _ask_owners(
       The state, and the answer for each id; see `_NO_ROW`.
     """
     ids = _mix(sources, stack)
-    if plan.mesh.size == 1:
+    if stack.num_devices == 1:
         only_pass = Pass(notes=True, fills=True)
         return _answer(state, answer, ids, only_pass, stack)
-    sent = _send(ids, stack, plan)
+    sent = _send(ids, stack)
     (is_pending,) = sent.first.is_pending
     answers = jnp.full(ids.buckets.shape, _NO_ROW, jnp.uint32)
     # One round notes and fills at once. Of several, the first one starts the notes.
@@ -176,9 +170,9 @@ def _ask_owners(
         state, answers, notes = carry
         of_pass = Pass(notes=notes, fills=fills)
         state, replies = _reply(state, answer, current, of_pass, stack)
-        places = current.sorted_places
-        found = replies.at[places].get(mode="fill", fill_value=_NO_ROW)
-        is_asked = places < sent.size.buffer_size
+        positions = current.buffer_positions
+        found = replies.at[positions].get(mode="fill", fill_value=_NO_ROW)
+        is_asked = positions < sent.size.buffer_size
         # The pass of the notes ends with its last round.
         return state, jnp.where(is_asked, found, answers), notes & current.is_pending[0]
 
@@ -189,7 +183,6 @@ def _ask_owners(
         carry,
         sent,
         stack,
-        plan,
         num_passes,
     )
     return state, unsort(answers, sent.unique.order)
@@ -211,7 +204,7 @@ def _mix(sources: Sequence[SourceIds], stack: StackPlan) -> MixedIds:
     return jax.tree.map(lambda *x: jnp.concatenate(x), *parts)
 
 
-def _send(ids: MixedIds, stack: StackPlan, plan: EmbeddingPlan) -> SentIds:
+def _send(ids: MixedIds, stack: StackPlan) -> SentIds:
     """Sends each different id to the owner of its bucket."""
     tables = dynamic_tables(stack)
     unique = dedup(
@@ -226,7 +219,7 @@ def _send(ids: MixedIds, stack: StackPlan, plan: EmbeddingPlan) -> SentIds:
         ids.may_insert[unique.order].astype(jnp.uint32), mode="promise_in_bounds"
     )
     size = _round_size(ids.buckets.shape[0], tables)
-    return send_unique(unique, (inserts[unique.ranks],), size, stack, plan)
+    return send_unique(unique, (inserts[unique.ranks],), size, stack)
 
 
 def _round_size(num_ids: int, tables: Sequence[DynamicTablePlan]) -> RoundSize:

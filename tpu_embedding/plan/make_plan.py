@@ -133,7 +133,7 @@ def _plan_stack(
         name=name,
         tables=placed,
         shard_axes=first.shard_axes,
-        replica_axes=tuple(a for a in mesh.axis_names if a not in first.shard_axes),
+        sample_axes=tuple(mesh.axis_names),
         num_shards=first.num_shards,
         num_replicas=mesh.size // first.num_shards,
         layout=_layout_of_stack(placed, first.num_shards, hardware, backend),
@@ -148,6 +148,7 @@ def _plan_stack(
             backend=backend.lookups,
         ),
         backend=backend,
+        hardware=hardware,
         slots=_slots_of(first),
     )
     if first.optimizer is None:

@@ -6,6 +6,7 @@ import jax
 from jax.sharding import PartitionSpec
 
 from tpu_embedding.config import QuantizationConfig, TableConfig
+from tpu_embedding.hardware import HardwareInfo
 from tpu_embedding.initializers import RowInitializer, row_initializer
 from tpu_embedding.optimizers.row_optimizer import RowOptimizer
 from tpu_embedding.plan.capacity import RoundSize, round_size
@@ -53,8 +54,8 @@ class StackPlan:
     Attributes:
       name: key of its array in the tables' dict.
       tables: in the order of their rows.
+      sample_axes: all mesh axes; samples are split over the devices in this order.
       shard_axes: mesh axes that rows are split over; none if every device has all rows.
-      replica_axes: the other mesh axes, along which shards are copied.
       num_shards: devices along the `shard_axes`.
       num_replicas: devices along the `replica_axes`: copies of each row.
       layout: packing of the rows of one shard.
@@ -63,14 +64,15 @@ class StackPlan:
       gathers: form of the gathers that bring rows to samples.
       updates: form in which gradients are summed and applied.
       backend: what looks rows up, and what updates them.
+      hardware: hardware of the devices.
       optimizer: None; `TrainedStackPlan` has one.
       slots: row shape and dtype of each slot variable.
     """
 
     name: str
     tables: tuple[TablePlan, ...]
+    sample_axes: tuple[str, ...]
     shard_axes: tuple[str, ...]
-    replica_axes: tuple[str, ...]
     num_shards: int
     num_replicas: int
     layout: RowLayout
@@ -79,8 +81,19 @@ class StackPlan:
     gathers: Gathers
     updates: Updates
     backend: StackBackend
+    hardware: HardwareInfo
     optimizer: RowOptimizer | None
     slots: tuple[jax.ShapeDtypeStruct, ...]
+
+    @property
+    def replica_axes(self) -> tuple[str, ...]:
+        """The mesh axes along which shards are copied: those that split no rows."""
+        return tuple(axis for axis in self.sample_axes if axis not in self.shard_axes)
+
+    @property
+    def num_devices(self) -> int:
+        """Devices of the mesh."""
+        return self.num_shards * self.num_replicas
 
     @property
     def is_dynamic(self) -> bool:

@@ -8,14 +8,18 @@ speed, never the result.
 import dataclasses
 import math
 from collections.abc import Sequence
-from typing import Final
+from typing import Final, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool
 
 from tpu_embedding.rows.packed_rows import round_up
-from tpu_embedding.sparse_core.partitioned_ids import ALIGNMENT, LargestCounts
+from tpu_embedding.sparse_core.partitioned_ids import (
+    ALIGNMENT,
+    LargestCounts,
+    PartitionedIds,
+)
 
 _HEADROOM_STDDEVS: Final = 6
 """Headroom above the mean count of a partition, in standard deviations.
@@ -55,12 +59,45 @@ class Limits:
       max_ids: ids that one core may send to one partition, a multiple of 8.
       max_unique: distinct rows among them, a multiple of 8. XLA keeps buffers for so
         many rows of each core and partition; for `max_ids`, if it sends every id's.
-      room: places of one core's region of the buffers of ids, a multiple of 8.
+      room: positions of one core's region of the buffers of ids, a multiple of 8.
     """
 
     max_ids: int
     max_unique: int
     room: int
+
+
+class OperationSizes(NamedTuple):
+    """Sizes of an operation that are fixed before a step.
+
+    Attributes:
+      num_samples: samples of this device, a multiple of `8 * cores`.
+      limits: those that the counts of the ids were compared with.
+      cores: SparseCores per device.
+      axes: mesh axes whose devices share the table; on TPUs, all of the program.
+    """
+
+    num_samples: int
+    limits: Limits
+    cores: int
+    axes: tuple[str, ...]
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SparseCoreIds:
+    """The ids of a stack as SparseCores take them, for lookup and update. Per shard.
+
+    Attributes:
+      ids: the ids, by SparseCore.
+      fits: bool `[1]`, whether all SparseCores of all devices keep within the limits,
+        and all gains are finite.
+      sizes: sizes of the operations.
+    """
+
+    ids: PartitionedIds
+    fits: Bool[Array, "_"]
+    sizes: OperationSizes = dataclasses.field(metadata={"static": True})
 
 
 def choose_limits(
@@ -142,7 +179,7 @@ def are_within(
     is_within = (
         (largest.ids <= limits.max_ids)
         & (largest.unique <= limits.max_unique)
-        & (largest.places <= limits.room)
+        & (largest.positions <= limits.room)
         & is_finite
     ).astype(jnp.int32)
     return jax.lax.pmin(is_within, tuple(axes)) > 0

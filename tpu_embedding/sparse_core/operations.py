@@ -21,7 +21,7 @@ from jaxtyping import Array, Float
 
 from tpu_embedding.hardware import HardwareInfo
 from tpu_embedding.sparse_core import reference
-from tpu_embedding.sparse_core.limits import Limits, holds_partitions
+from tpu_embedding.sparse_core.limits import Limits, OperationSizes, holds_partitions
 from tpu_embedding.sparse_core.partitioned_ids import PartitionedIds
 from tpu_embedding.sparse_core.row_rule import RowRule
 from tpu_embedding.types import PADDING_ROW_ID
@@ -57,26 +57,18 @@ def unavailable_reason(hardware: HardwareInfo, num_devices: int) -> str | None:
 def lookup(
     ids: PartitionedIds,
     table: Float[Array, "rows width"],
-    *,
-    num_samples: int,
-    limits: Limits,
-    cores: int,
-    axes: tuple[str, ...],
+    sizes: OperationSizes,
 ) -> Float[Array, "num_samples width"]:
     """Sums the rows of each sample, times their gains. Per shard; exchanges.
 
     Args:
       ids: from `partition_ids`; no count of any device may exceed its limit.
       table: rows of this device, those of each core one after the other.
-      num_samples: samples of this device, a multiple of `8 * cores`.
-      limits: those that the counts were compared with.
-      cores: SparseCores per device.
-      axes: mesh axes whose devices share the table; on TPUs, all of the program.
+      sizes: number of samples, and the limits that the counts were compared with.
 
     Returns:
       The sums; zero for a sample without ids.
     """
-    sizes = reference.Sizes(num_samples, limits, cores, axes)
     return jax.lax.platform_dependent(
         ids,
         table,
@@ -91,11 +83,8 @@ def update(
     gradients: Float[Array, "num_samples width"],
     arrays: Sequence[Float[Array, "rows width"]],
     hyperparameters: Sequence[Float[Array, ""]],
-    *,
     rule: RowRule,
-    limits: Limits,
-    cores: int,
-    axes: tuple[str, ...],
+    sizes: OperationSizes,
 ) -> tuple[Float[Array, "rows width"], ...]:
     """Applies a rule to the rows that were looked up, once per row.
 
@@ -108,14 +97,11 @@ def update(
       arrays: the table and its slot variables, in the order of the optimizer's state.
       hyperparameters: from `rule.values`.
       rule: from `row_rule`.
-      limits: see `lookup`.
-      cores: see `lookup`.
-      axes: see `lookup`.
+      sizes: see `lookup`.
 
     Returns:
       The new table and slot variables.
     """
-    sizes = reference.Sizes(gradients.shape[0], limits, cores, axes)
 
     def on_tpu(*operands: Any) -> tuple[Array, ...]:
         static = dict(num_arrays=len(arrays), rule=rule.stablehlo, sizes=sizes)
@@ -137,7 +123,7 @@ _update_p.multiple_results = True
 
 
 @_lookup_p.def_abstract_eval
-def _lookup_result(*operands: Any, sizes: reference.Sizes) -> ShapedArray:
+def _lookup_result(*operands: Any, sizes: OperationSizes) -> ShapedArray:
     return ShapedArray((sizes.num_samples, operands[-1].shape[1]), np.float32)
 
 
@@ -146,7 +132,7 @@ def _update_results(*operands: Any, num_arrays: int, **_: Any) -> list[ShapedArr
     return [ShapedArray(x.shape, x.dtype) for x in operands[5 : 5 + num_arrays]]
 
 
-def _lower_lookup(context: Any, *operands: Any, sizes: reference.Sizes) -> Any:
+def _lower_lookup(context: Any, *operands: Any, sizes: OperationSizes) -> Any:
     """Emits the operation, which adds to sums that begin at zero."""
     (result,) = context.avals_out
     zero = stablehlo.constant(ir.DenseElementsAttr.get(np.float32(0)))
@@ -157,7 +143,7 @@ def _lower_lookup(context: Any, *operands: Any, sizes: reference.Sizes) -> Any:
 
 
 def _lower_update(
-    context: Any, *operands: Any, num_arrays: int, rule: str, sizes: reference.Sizes
+    context: Any, *operands: Any, num_arrays: int, rule: str, sizes: OperationSizes
 ) -> Any:
     """Emits the operation, and the rule as a function that it calls."""
     module = context.module_context

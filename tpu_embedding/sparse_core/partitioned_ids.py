@@ -3,7 +3,7 @@
 A SparseCore looks up the samples of its own part of the device's batch. It sends each
 partition of the table, which is the rows of one SparseCore of the slice, the ids that
 it needs of it. So the ids of a device are sorted by core, partition, row and sample.
-They lie in one region of places per core, and the ids of each partition begin at a
+They lie in one region of positions per core, and the ids of each partition begin at a
 multiple of 8.
 
 TensorFlow and jax-tpu-embedding make the same buffers on the host. Like them, ids that
@@ -12,7 +12,7 @@ are equal in row and sample are merged into one, whose gain is the sum of theirs
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -21,10 +21,10 @@ from jax.experimental.compute_on import compute_on
 from jaxtyping import Array, Bool, Float, Int, UInt32
 
 from tpu_embedding.types import PADDING_ROW_ID
-from tpu_embedding.xla import computed_apart
+from tpu_embedding.xla import computed_apart, running_sum
 
 ALIGNMENT: Final = 8
-"""The ids of a partition begin at a multiple of this place."""
+"""The ids of a partition begin at a multiple of this position."""
 
 MIN_POINTERS: Final = 8
 """A core has at least as many row pointers, even with fewer partitions."""
@@ -42,10 +42,7 @@ _SORTED_TILE: Final = 4096
 """Ids that are sorted on SparseCores are padded to a multiple of this."""
 
 _RISING: Final[dict[str, Any]] = dict(indices_are_sorted=True, mode="promise_in_bounds")
-"""Options of scatters at places that rise: XLA:TPU need not sort them."""
-
-_BLOCK: Final = 128
-"""Numbers that a running sum adds at once: the lanes of a TPU's vector register."""
+"""Options of scatters at positions that rise: XLA:TPU need not sort them."""
 
 
 @jax.tree_util.register_dataclass
@@ -55,20 +52,20 @@ class PartitionedIds:
 
     Attributes:
       pointers: int32 `[cores * max(8, partitions)]`, for each core and partition the
-        place after the last id, counted from the beginning of the core's region. If
-        there are fewer than 8 partitions, the spare pointers are the end of all places
-        that are taken, a multiple of 8.
-      rows: int32 `[cores * room]`, row of each id within its partition. Unused places
-        hold `PADDING_ROW_ID`.
+        position after the last id, counted from the beginning of the core's region. If
+        there are fewer than 8 partitions, the spare pointers are the end of all
+        positions that are taken, a multiple of 8.
+      rows: int32 `[cores * room]`, row of each id within its partition. Unused
+        positions hold `PADDING_ROW_ID`.
       samples: int32 `[cores * room]`, sample of each id within the samples of its core.
-        Unused places hold `PADDING_ROW_ID`.
-      gains: float32 `[cores * room]`, factor of the row. Unused places hold NaN.
+        Unused positions hold `PADDING_ROW_ID`.
+      gains: float32 `[cores * room]`, factor of the row. Unused positions hold NaN.
     """
 
     pointers: Int[Array, " pointers"]
-    rows: Int[Array, " places"]
-    samples: Int[Array, " places"]
-    gains: Float[Array, " places"]
+    rows: Int[Array, " positions"]
+    samples: Int[Array, " positions"]
+    gains: Float[Array, " positions"]
 
 
 @jax.tree_util.register_dataclass
@@ -79,12 +76,12 @@ class LargestCounts:
     Attributes:
       ids: ids that one core sends to one partition, equal ids of a sample once.
       unique: distinct rows among them.
-      places: places that one core's region needs.
+      positions: positions that one core's region needs.
     """
 
     ids: Int[Array, ""]
     unique: Int[Array, ""]
-    places: Int[Array, ""]
+    positions: Int[Array, ""]
 
 
 @jax.named_scope("partition_ids")
@@ -113,7 +110,7 @@ def partition_ids(
       rows_per_partition: rows of each partition.
       cores: SparseCores per device.
       devices: devices that share the table.
-      room: places of one core's region, a multiple of 8.
+      room: positions of one core's region, a multiple of 8.
 
     Returns:
       The buffers, and the counts to compare with the limits. Where a count exceeds its
@@ -131,13 +128,12 @@ def partition_ids(
     """
     num_partitions = cores * devices
     num_groups = cores * num_partitions
-    samples_per_core = num_samples // cores
     is_used = (partitions >= 0) & (partitions < num_partitions)
-    core, sample = jnp.divmod(samples, jnp.int32(samples_per_core))
+    core, sample = jnp.divmod(samples, jnp.int32(num_samples // cores))
     # A group is what one core of this device asks one partition for.
     group = jnp.where(is_used, core * num_partitions + partitions, num_groups)
     order = _order_by(
-        (jnp.where(is_used, sample, 0), samples_per_core),
+        (jnp.where(is_used, sample, 0), num_samples // cores),
         (jnp.where(is_used, rows, 0), rows_per_partition),
         (group, num_groups + 1),
     )
@@ -145,45 +141,111 @@ def partition_ids(
     unsorted = computed_apart((group, rows, sample, gains))
     group, row, sample, gain = (x[order] for x in unsorted)
 
-    is_new_row = _differs(group) | _differs(row)
-    is_new_id = is_new_row | _differs(sample)
-    bounds = jnp.searchsorted(group, jnp.arange(num_groups + 1, dtype=jnp.int32))
-    sums = _running_sum(is_new_id), _running_sum(is_new_row)
-    num_ids, num_rows = computed_apart(sums)
-    count, unique = jnp.diff(num_ids[bounds]), jnp.diff(num_rows[bounds])
-
-    taken = (-(-count // ALIGNMENT) * ALIGNMENT).reshape(cores, num_partitions)
+    counts = _count_groups(group, row, sample, num_groups)
+    taken = (-(-counts.ids // ALIGNMENT) * ALIGNMENT).reshape(cores, num_partitions)
     end = jnp.cumsum(taken, axis=1)
     start = end - taken
-    moved_by = start.reshape(-1) - num_ids[bounds][:-1]
-    place = num_ids[1:] - 1 + moved_by.at[group].get(mode="clip")
-    # Each region has one place more, for ids that do not fit and for padding. So no id
-    # is placed outside of its region, and the places rise.
-    core = jnp.minimum(group // num_partitions, cores - 1)
-    place = jnp.where(group < num_groups, place, room)
-    place = core * (room + 1) + jnp.minimum(place, room)
+    position = _positions(group, counts, start, room)
 
-    def in_regions(values: Array) -> Array:
-        return values.reshape(cores, room + 1)[:, :room].reshape(-1)
-
-    def put(values: Array, padding: Any) -> Array:
-        places = jnp.full((cores * (room + 1),), padding, values.dtype)
-        return in_regions(places.at[place].set(values, **_RISING))
-
-    rows = put(row, PADDING_ROW_ID)
-    sums = jnp.zeros((cores * (room + 1),), jnp.float32).at[place].add(gain, **_RISING)
-    pointers = start + count.reshape(cores, num_partitions)
+    rows, samples, gains = _in_regions(position, (row, sample, gain), cores, room)
+    pointers = start + counts.ids.reshape(cores, num_partitions)
     spare = jnp.repeat(end[:, -1:], max(0, MIN_POINTERS - num_partitions), axis=1)
     ids = PartitionedIds(
         pointers=jnp.concatenate([pointers, spare], axis=1).reshape(-1),
         rows=rows,
-        samples=put(sample, PADDING_ROW_ID),
-        gains=jnp.where(rows == PADDING_ROW_ID, jnp.nan, in_regions(sums)),
+        samples=samples,
+        gains=gains,
     )
     largest = LargestCounts(
-        ids=jnp.max(count), unique=jnp.max(unique), places=jnp.max(end[:, -1])
+        ids=jnp.max(counts.ids),
+        unique=jnp.max(counts.unique),
+        positions=jnp.max(end[:, -1]),
     )
     return ids, largest
+
+
+class _Counts(NamedTuple):
+    """Counts of sorted ids; equal ids of a sample are one.
+
+    Attributes:
+      before: int32 `[ids + 1]`, ids before each position, and all.
+      before_group: int32 `[groups + 1]`, ids before each group, and all.
+      ids: int32 `[groups]`, ids of each group.
+      unique: int32 `[groups]`, distinct rows among them.
+    """
+
+    before: Array
+    before_group: Array
+    ids: Array
+    unique: Array
+
+
+def _count_groups(
+    group: Int[Array, " ids"],
+    row: Int[Array, " ids"],
+    sample: Int[Array, " ids"],
+    num_groups: int,
+) -> _Counts:
+    """Counts ids and distinct rows of each group; ids are sorted by group and row."""
+    is_new_row = _differs(group) | _differs(row)
+    is_new_id = is_new_row | _differs(sample)
+    bounds = jnp.searchsorted(group, jnp.arange(num_groups + 1, dtype=jnp.int32))
+    sums = [jnp.pad(running_sum(x), (1, 0)) for x in (is_new_id, is_new_row)]
+    num_ids, num_rows = computed_apart(sums)
+    return _Counts(
+        before=num_ids,
+        before_group=num_ids[bounds],
+        ids=jnp.diff(num_ids[bounds]),
+        unique=jnp.diff(num_rows[bounds]),
+    )
+
+
+def _positions(
+    group: Int[Array, " ids"],
+    counts: _Counts,
+    start: Int[Array, "cores partitions"],
+    room: int,
+) -> Int[Array, " ids"]:
+    """Returns the position of each sorted id in regions of `room + 1` per core.
+
+    The last position of a region takes ids that do not fit, and padding. So no id is
+    placed outside of its region, and the positions rise.
+
+    Args:
+      group: group of each id; the number of groups for padding.
+      counts: counts of the groups.
+      start: position within its region where each group begins.
+      room: positions of a region that are used.
+    """
+    cores, num_partitions = start.shape
+    moved_by = start.reshape(-1) - counts.before_group[:-1]
+    position = counts.before[1:] - 1 + moved_by.at[group].get(mode="clip")
+    core = jnp.minimum(group // num_partitions, cores - 1)
+    position = jnp.where(group < start.size, position, room)
+    return core * (room + 1) + jnp.minimum(position, room)
+
+
+def _in_regions(
+    position: Int[Array, " ids"], ids: tuple[Array, Array, Array], cores: int, room: int
+) -> tuple[Array, Array, Array]:
+    """Returns rows, samples and gains in regions of `room` positions per core.
+
+    Args:
+      position: position of each id in regions of `room + 1`, see `_positions`.
+      ids: row, sample and gain of each id. Gains of equal positions are summed.
+      cores: number of regions.
+      room: positions of a region.
+    """
+
+    def cut(values: Array) -> Array:
+        return values.reshape(cores, room + 1)[:, :room].reshape(-1)
+
+    row, sample, gain = ids
+    unused = jnp.full((cores * (room + 1),), PADDING_ROW_ID, jnp.int32)
+    rows = cut(unused.at[position].set(row, **_RISING))
+    samples = cut(unused.at[position].set(sample, **_RISING))
+    sums = jnp.zeros(unused.shape, jnp.float32).at[position].add(gain, **_RISING)
+    return rows, samples, jnp.where(rows == PADDING_ROW_ID, jnp.nan, cut(sums))
 
 
 def _order_by(*digits: tuple[Int[Array, " ids"], int]) -> Int[Array, " ids"]:
@@ -215,11 +277,11 @@ def _order_by(*digits: tuple[Int[Array, " ids"], int]) -> Int[Array, " ids"]:
 
 def _sort(*words: UInt32[Array, " ids"]) -> Int[Array, " ids"]:
     """Returns an order that sorts ids by words, of which the last one counts most."""
-    places = jnp.arange(words[0].shape[0], dtype=jnp.int32)
-    # SparseCores sort stably where an operand is the places themselves.
-    _, order = jax.lax.sort((words[0], places), num_keys=1)
+    positions = jnp.arange(words[0].shape[0], dtype=jnp.int32)
+    # SparseCores sort stably where an operand is the positions themselves.
+    _, order = jax.lax.sort((words[0], positions), num_keys=1)
     for word in words[1:]:
-        _, then = jax.lax.sort((word[order], places), num_keys=1)
+        _, then = jax.lax.sort((word[order], positions), num_keys=1)
         order = order[then]
     return order
 
@@ -242,15 +304,3 @@ def _on_sparse_cores(function: Callable[..., Array]) -> Any:
 def _differs(values: Int[Array, " ids"]) -> Bool[Array, " ids"]:
     """Returns True where a value differs from the one before it, and at the first."""
     return jnp.concatenate([jnp.ones(1, bool), values[1:] != values[:-1]])
-
-
-def _running_sum(terms: Bool[Array, " ids"]) -> Int[Array, " ids_and_one"]:
-    """Returns the sums of the terms before each place, and of all terms.
-
-    XLA:TPU compiles `jnp.cumsum` of many terms for long.
-    """
-    blocks = jnp.pad(terms, (0, -terms.shape[0] % _BLOCK)).reshape(-1, _BLOCK)
-    within = jnp.cumsum(blocks, axis=1, dtype=jnp.int32)
-    before = jnp.cumsum(within[:, -1]) - within[:, -1]
-    sums = (within + before[:, None]).reshape(-1)[: terms.shape[0]]
-    return jnp.pad(sums, (1, 0))

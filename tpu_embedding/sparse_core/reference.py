@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from tpu_embedding.sparse_core.limits import Limits, are_within
+from tpu_embedding.sparse_core.limits import OperationSizes, are_within
 from tpu_embedding.sparse_core.partitioned_ids import (
     ALIGNMENT,
     PartitionedIds,
@@ -23,17 +23,8 @@ from tpu_embedding.types import PADDING_ROW_ID
 from tpu_embedding.xla import read_before_write, run_if
 
 
-class Sizes(NamedTuple):
-    """What is static in an operation; see `operations.lookup`."""
-
-    num_samples: int
-    limits: Limits
-    cores: int
-    axes: tuple[str, ...]
-
-
 def lookup(
-    ids: PartitionedIds, table: Float[Array, "rows width"], sizes: Sizes
+    ids: PartitionedIds, table: Float[Array, "rows width"], sizes: OperationSizes
 ) -> Float[Array, "num_samples width"]:
     """Computes `operations.lookup`: each owner adds its rows to the samples of all."""
     num_rows, width = table.shape
@@ -53,7 +44,7 @@ def update(
     arrays: Sequence[Float[Array, "rows width"]],
     hyperparameters: Sequence[Float[Array, ""]],
     rule: RowRule,
-    sizes: Sizes,
+    sizes: OperationSizes,
 ) -> tuple[Float[Array, "rows width"], ...]:
     """Computes `operations.update`: each owner sums the gradients of its rows."""
     num_rows, width = arrays[0].shape
@@ -86,9 +77,9 @@ class _AskedRows(NamedTuple):
 
     Attributes:
       rows: row of this device; the number of its rows, if another device owns the row
-        or the place is unused.
+        or the position is unused.
       samples: sample among those of all devices.
-      gains: factor of the row; 0 in unused places.
+      gains: factor of the row; 0 in unused positions.
       is_defined: False if a SparseCore's result is undefined on some device.
     """
 
@@ -98,53 +89,75 @@ class _AskedRows(NamedTuple):
     is_defined: Bool[Array, ""]
 
 
-def _asked_rows(ids: PartitionedIds, num_rows: int, sizes: Sizes) -> _AskedRows:
+def _asked_rows(
+    ids: PartitionedIds, num_rows: int, sizes: OperationSizes
+) -> _AskedRows:
     """Gathers the ids of all devices, and finds those of this device's rows."""
-    cores, axes = sizes.cores, sizes.axes
-    num_devices, device = jax.lax.psum(1, axes), jax.lax.axis_index(axes)
-    room, num_partitions = ids.rows.size // cores, cores * num_devices
-    ends = ids.pointers.reshape(cores, -1)[:, :num_partitions]
-    places = jnp.arange(room, dtype=jnp.int32)
-    partitions = jax.vmap(
-        lambda starts: jnp.searchsorted(starts, places, side="right")
-    )(-(-ends // ALIGNMENT) * ALIGNMENT)
-    ends = jnp.take_along_axis(ends, partitions, axis=1, mode="fill", fill_value=0)
-    is_used = (places[None] < ends).reshape(-1)
-    partitions = jnp.where(is_used, partitions.reshape(-1), PADDING_ROW_ID)
-
+    cores, axes, room = sizes.cores, sizes.axes, ids.rows.size // sizes.cores
+    device, rows_per_core = jax.lax.axis_index(axes), num_rows // cores
+    partitions = _partitions_of_positions(ids, sizes)
+    is_used = partitions != PADDING_ROW_ID
     first_samples = jnp.arange(cores, dtype=jnp.int32) * (sizes.num_samples // cores)
     samples = jnp.where(is_used, jnp.repeat(first_samples, room) + ids.samples, 0)
-    # Buffers are as SparseCores read them if their ids would make the same ones.
-    again, largest = partition_ids(
-        partitions,
-        ids.rows,
-        samples,
-        ids.gains,
-        num_samples=sizes.num_samples,
-        rows_per_partition=num_rows // cores,
-        cores=cores,
-        devices=num_devices,
-        room=room,
-    )
-    has_row = (ids.rows >= 0) & (ids.rows < num_rows // cores)
-    has_sample = (ids.samples >= 0) & (ids.samples < sizes.num_samples // cores)
-    is_sound = (has_row & has_sample & ~jnp.isnan(ids.gains)) | ~is_used
-    is_same = [
-        jnp.array_equal(x, y, equal_nan=x.dtype == jnp.float32)
-        for x, y in zip(jax.tree.leaves(ids), jax.tree.leaves(again), strict=True)
-    ]
-    is_defined = jnp.all(is_sound) & jnp.all(jnp.stack(is_same))
-    is_defined = jax.lax.pmin(is_defined.astype(jnp.int32), axes) > 0
-    is_defined &= are_within(largest, sizes.limits, axes)
-
+    is_defined = _is_defined(ids, partitions, samples, rows_per_core, sizes)
     partitions, rows, samples, gains = (
         jax.lax.all_gather(x, axes, tiled=True)
         for x in (
             partitions,
-            partitions % cores * (num_rows // cores) + ids.rows,
+            partitions % cores * rows_per_core + ids.rows,
             samples + device * sizes.num_samples,
             jnp.where(is_used, ids.gains, 0),
         )
     )
     rows = jnp.where(partitions // cores == device, rows, num_rows)
     return _AskedRows(rows, samples, gains, is_defined)
+
+
+def _partitions_of_positions(
+    ids: PartitionedIds, sizes: OperationSizes
+) -> Int[Array, " positions"]:
+    """Returns the partition that each position asks; padding where it is unused."""
+    cores, room = sizes.cores, ids.rows.size // sizes.cores
+    num_partitions = cores * jax.lax.psum(1, sizes.axes)
+    ends = ids.pointers.reshape(cores, -1)[:, :num_partitions]
+    positions = jnp.arange(room, dtype=jnp.int32)
+    partitions = jax.vmap(
+        lambda starts: jnp.searchsorted(starts, positions, side="right")
+    )(-(-ends // ALIGNMENT) * ALIGNMENT)
+    ends = jnp.take_along_axis(ends, partitions, axis=1, mode="fill", fill_value=0)
+    return jnp.where(positions[None] < ends, partitions, PADDING_ROW_ID).reshape(-1)
+
+
+def _is_defined(
+    ids: PartitionedIds,
+    partitions: Int[Array, " positions"],
+    samples: Int[Array, " positions"],
+    rows_per_core: int,
+    sizes: OperationSizes,
+) -> Bool[Array, ""]:
+    """Returns True on all devices if SparseCores have a result for all of them.
+
+    Buffers are as SparseCores read them if their ids would make the same ones.
+    """
+    again, largest = partition_ids(
+        partitions,
+        ids.rows,
+        samples,
+        ids.gains,
+        num_samples=sizes.num_samples,
+        rows_per_partition=rows_per_core,
+        cores=sizes.cores,
+        devices=jax.lax.psum(1, sizes.axes),
+        room=ids.rows.size // sizes.cores,
+    )
+    has_row = (ids.rows >= 0) & (ids.rows < rows_per_core)
+    has_sample = (ids.samples >= 0) & (ids.samples < sizes.num_samples // sizes.cores)
+    is_sound = has_row & has_sample & ~jnp.isnan(ids.gains)
+    is_same = [
+        jnp.array_equal(x, y, equal_nan=x.dtype == jnp.float32)
+        for x, y in zip(jax.tree.leaves(ids), jax.tree.leaves(again), strict=True)
+    ]
+    is_defined = jnp.all(is_sound | (partitions == PADDING_ROW_ID))
+    is_defined &= jnp.all(jnp.stack(is_same))
+    is_defined = jax.lax.pmin(is_defined.astype(jnp.int32), sizes.axes) > 0
+    return is_defined & are_within(largest, sizes.limits, sizes.axes)

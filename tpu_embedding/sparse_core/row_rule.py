@@ -126,25 +126,50 @@ def _check_declared(optimizer: RowOptimizer, dim: int) -> None:
 
 def _split(optimizer: RowOptimizer, dim: int, width: int) -> RowRule:
     """Traces a rule, and splits it."""
-    traced = _trace(optimizer, dim)
     is_slot = [slot is not None for slot in probe_rule(optimizer, dim).leaves]
-    is_by_row, num_slots = [True, True, *is_slot], sum(is_slot)
+    rule = _TracedRule(
+        jaxpr=_trace(optimizer, dim), is_by_row=(True, True, *is_slot), dim=dim
+    )
+    others = zip(rule.jaxpr.in_avals[2:], is_slot, strict=True)
+    leaves = [
+        jax.ShapeDtypeStruct(x.shape, x.dtype) for x, by_row in others if not by_row
+    ]
+    num_hyperparameters = len(jax.eval_shape(rule.values, leaves)[0])
+    row = jax.ShapeDtypeStruct((1, width), jnp.float32)
+    program = jax.jit(rule.rows, keep_unused=True).trace(
+        *[row] * (rule.num_elements + num_hyperparameters)
+    )
+    return RowRule(
+        num_slots=sum(is_slot),
+        num_hyperparameters=num_hyperparameters,
+        values=rule.values,
+        rows=rule.rows,
+        stablehlo=program.lower(lowering_platforms=("tpu",)).as_text(),
+    )
 
-    def run(
-        elements: Sequence[Any], leaves: Sequence[Any], given: Iterator[Array] | None
-    ) -> tuple[list[Any], list[Any], _Run]:
-        """Returns the new elements and leaves."""
-        of_rows, others, a_run = iter(elements), iter(leaves), _Run({}, given)
-        inputs = [
-            _OfRows(next(of_rows)) if by_row else _of_step(variable, next(others))
-            for by_row, variable in zip(is_by_row, traced.jaxpr.invars, strict=True)
-        ]
-        new = list(zip(a_run.walk(traced, inputs), is_by_row[1:], strict=True))
-        new_elements = [a_run.element(x) for x, by_row in new if by_row]
-        return new_elements, [x for x, by_row in new if not by_row], a_run
 
-    def values(leaves: Sequence[Any]) -> tuple[tuple[Array, ...], list[Array]]:
-        _, new, a_run = run([None] * (2 + num_slots), leaves, None)
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class _TracedRule:
+    """The program of a rule, of which each half can be run.
+
+    Attributes:
+      jaxpr: maps gradient, row and leaves of the state to new row and leaves.
+      is_by_row: which of its arguments belong to rows: gradient, row and slots do.
+      dim: columns of the table.
+    """
+
+    jaxpr: Any
+    is_by_row: tuple[bool, ...]
+    dim: int
+
+    @property
+    def num_elements(self) -> int:
+        """Number of arguments that belong to rows."""
+        return sum(self.is_by_row)
+
+    def values(self, leaves: Sequence[Any]) -> tuple[tuple[Array, ...], list[Array]]:
+        """Computes what belongs to no row; see `RowRule.values`."""
+        _, new, a_run = self._run([None] * self.num_elements, leaves, None)
         if any(isinstance(x, _OfRows) for x in new):
             raise _NotElementwiseError(
                 "a value of the state that belongs to no row depends on the rows"
@@ -153,36 +178,41 @@ def _split(optimizer: RowOptimizer, dim: int, width: int) -> RowRule:
         # The operation wants at least one.
         return scalars or (jnp.zeros(()),), [getattr(x, "value", x) for x in new]
 
-    def element(*arguments: Array) -> tuple[Array, ...]:
-        elements, given = arguments[: 2 + num_slots], iter(arguments[2 + num_slots :])
-        unknown = [None] * (len(is_slot) - num_slots)
-        return tuple(jnp.asarray(x) for x in run(elements, unknown, given)[0])
-
-    def rows(*arguments: Array) -> tuple[Array, ...]:
+    def rows(self, *arguments: Array) -> tuple[Array, ...]:
+        """Computes new rows and slots, element by element; see `RowRule.rows`."""
         axes = tuple(0 if x.ndim else None for x in arguments)
-        new = jax.vmap(jax.vmap(element, axes), axes)(*arguments)
-        if width == dim:
+        new = jax.vmap(jax.vmap(self._element, axes), axes)(*arguments)
+        if new[0].shape[1] == self.dim:
             return new
-        is_column = jax.lax.broadcasted_iota(jnp.int32, new[0].shape, 1) < dim
+        is_column = jax.lax.broadcasted_iota(jnp.int32, new[0].shape, 1) < self.dim
         pairs = zip(new, arguments[1:], strict=False)
         return tuple(jax.lax.select(is_column, *pair) for pair in pairs)
 
-    others = zip(traced.in_avals[2:], is_slot, strict=True)
-    leaves = [
-        jax.ShapeDtypeStruct(x.shape, x.dtype) for x, by_row in others if not by_row
-    ]
-    num_hyperparameters = len(jax.eval_shape(values, leaves)[0])
-    row = jax.ShapeDtypeStruct((1, width), jnp.float32)
-    program = jax.jit(rows, keep_unused=True).trace(
-        *[row] * (2 + num_slots + num_hyperparameters)
-    )
-    return RowRule(
-        num_slots=num_slots,
-        num_hyperparameters=num_hyperparameters,
-        values=values,
-        rows=rows,
-        stablehlo=program.lower(lowering_platforms=("tpu",)).as_text(),
-    )
+    def _element(self, *arguments: Array) -> tuple[Array, ...]:
+        """Computes one element of the new row and of each slot."""
+        elements, given = arguments[: self.num_elements], arguments[self.num_elements :]
+        unknown = [None] * (len(self.is_by_row) - self.num_elements)
+        new, _, _ = self._run(elements, unknown, iter(given))
+        return tuple(jnp.asarray(x) for x in new)
+
+    def _run(
+        self,
+        elements: Sequence[Any],
+        leaves: Sequence[Any],
+        given: Iterator[Any] | None,
+    ) -> tuple[list[Any], list[Any], "_Run"]:
+        """Returns the new elements and leaves, and the run that computed them."""
+        of_rows, others, a_run = iter(elements), iter(leaves), _Run({}, given)
+        variables = zip(self.is_by_row, self.jaxpr.jaxpr.invars, strict=True)
+        inputs = [
+            _OfRows(next(of_rows)) if by_row else _of_step(variable, next(others))
+            for by_row, variable in variables
+        ]
+        # The program returns no gradient.
+        outputs = a_run.walk(self.jaxpr, inputs)
+        new = list(zip(outputs, self.is_by_row[1:], strict=True))
+        new_elements = [a_run.element(x) for x, by_row in new if by_row]
+        return new_elements, [x for x, by_row in new if not by_row], a_run
 
 
 def _trace(optimizer: RowOptimizer, dim: int) -> Any:

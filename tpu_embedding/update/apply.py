@@ -1,7 +1,6 @@
 """Updates table and slot variables with the gradient of a step. Per shard."""
 
 import dataclasses
-import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -11,7 +10,6 @@ from jaxtyping import Array, Float, Int
 
 from tpu_embedding.optimizers.finite_rates import rates_are_finite
 from tpu_embedding.optimizers.table_rows import AllReduce, TableRows
-from tpu_embedding.plan.plan import EmbeddingPlan
 from tpu_embedding.plan.stack_plan import TrainedStackPlan
 from tpu_embedding.rows.packed_rows import PackedRows
 from tpu_embedding.rows.row_gradients import GradientRounds, RowGradients
@@ -29,28 +27,10 @@ from tpu_embedding.update.lazy_update import (
     with_slots,
 )
 from tpu_embedding.update.sequence import apply_in_sequence
-from tpu_embedding.update.shard_rows import live_rows, shard_rows
 from tpu_embedding.update.table_writer import RoundedState, TableWriter
+from tpu_embedding.update.tables_of_rows import used_table_sizes
 from tpu_embedding.update.totals import across_shards, find_totals, known_totals
 from tpu_embedding.xla import read_before_write
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class _Step:
-    """A stack in one step. Per shard.
-
-    Attributes:
-      stack: the stack's plan.
-      plan: gives the mesh.
-      writer: writes the rows of the table.
-      table_sizes: float32 `[tables]`, the rows that count; None: all.
-    """
-
-    stack: TrainedStackPlan
-    plan: EmbeddingPlan
-    writer: TableWriter = TableWriter()
-    table_sizes: Float[Array, " tables"] | None = None
-
 
 ApplyRound = Callable[
     [AllReduce, PackedRows, Any, RowGradients, RowRange | None],
@@ -59,13 +39,13 @@ ApplyRound = Callable[
 """Applies the gradients of one round, those of a range of rows, to table and state."""
 
 
-def init_state(table: PackedRows, stack: TrainedStackPlan, plan: EmbeddingPlan) -> Any:
+def init_state(table: PackedRows, stack: TrainedStackPlan) -> Any:
     """Returns the optimizer's state for a stacked table. Per shard."""
     if stack.optimizer.keeps_gradient:
-        state = init_every_row(table, stack, plan)
+        state = init_every_row(table, stack)
     else:
-        step = _Step(stack=stack, plan=plan)
-        state = _lifted(step, across_shards(stack, plan)).init(table)
+        rule = _lifted(TableWriter(stack=stack), across_shards(stack))
+        state = rule.init(table)
     if stack.layout.narrow_dtype is None:
         return state
     return RoundedState(step=jnp.zeros((), jnp.int32), inner=state)
@@ -77,7 +57,6 @@ def apply_gradient(
     state: Any,
     gradient: GradientRounds,
     stack: TrainedStackPlan,
-    plan: EmbeddingPlan,
     used_rows: Int[Array, " tables"] | None = None,
 ) -> tuple[PackedRows, Any]:
     """Updates a stacked table with the gradient of a step. Per shard.
@@ -92,7 +71,6 @@ def apply_gradient(
       state: from `init_state`.
       gradient: gradient of the stack, or `gradient_of_no_row`.
       stack: plan of the stack.
-      plan: gives the mesh.
       used_rows: rows of this shard that ids of dynamic tables have; None for tables
         whose vocabulary is fixed.
 
@@ -101,73 +79,57 @@ def apply_gradient(
     """
     is_rounded = isinstance(state, RoundedState)
     writer = TableWriter(
-        sets_rows=stack.optimizer.sets_rows,
         stack=stack,
         step=state.step if is_rounded else None,
+        table_sizes=None if used_rows is None else used_table_sizes(used_rows, stack),
     )
-    sizes = None if used_rows is None else live_rows(used_rows, stack)
-    step = _Step(stack=stack, plan=plan, writer=writer, table_sizes=sizes)
     if not is_rounded:
-        return _apply(table, state, gradient, step)
-    table, inner = _apply(table, state.inner, gradient, step)
+        return _apply(table, state, gradient, writer)
+    table, inner = _apply(table, state.inner, gradient, writer)
     return table, RoundedState(step=state.step + 1, inner=inner)
 
 
-def step_without_gradient(
-    state: Any, stack: TrainedStackPlan, plan: EmbeddingPlan
-) -> Any:
+def step_without_gradient(state: Any, stack: TrainedStackPlan) -> Any:
     """Returns the state of a stack after a step that touched none of its rows.
 
     Values that belong to no row advance, as they do in any other step. So they count
-    the same steps for all tables, whichever of them share a stack. Per shard; devices
-    communicate nothing, and no row is read or written.
+    the same steps for all tables, whichever of them share a stack. Slot variables take
+    no part: XLA has nothing to copy, and devices communicate nothing.
 
     Args:
-      state: from `init_state`, of a rule for touched rows. Slot variables may be
-        shapes.
+      state: from `init_state`, of a rule for touched rows.
       stack: gives the rule.
-      plan: gives the mesh.
     """
     if isinstance(state, RoundedState):
-        inner = _step_on_no_row(state.inner, stack, plan)
+        inner = step_without_gradient(state.inner, stack)
         return RoundedState(step=state.step + 1, inner=inner)
-    return _step_on_no_row(state, stack, plan)
-
-
-def _step_on_no_row(state: Any, stack: TrainedStackPlan, plan: EmbeddingPlan) -> Any:
-    step = _Step(stack=stack, plan=plan)
-
-    def rows_of(row_ids):
-        # A total over no row is the same on all shards.
-        return _touched_rows(row_ids, lambda totals, _: totals, None, step)
-
-    rule = stack.optimizer
-    return step_on_no_row(
-        rule, state, stack.dim, rows_of if rule.takes_totals else None
-    )
+    sizes = [x.num_rows for x in stack.tables] if stack.optimizer.takes_totals else None
+    return step_on_no_row(stack.optimizer, state, stack.dim, sizes)
 
 
 def _apply(
-    table: PackedRows, state: Any, gradient: GradientRounds, step: _Step
+    table: PackedRows, state: Any, gradient: GradientRounds, writer: TableWriter
 ) -> tuple[PackedRows, Any]:
     """Applies the rule, by whichever way the plan has for it."""
-    stack, plan = step.stack, step.plan
-    if stack.optimizer.keeps_gradient:
-        return apply_to_every_row(table, state, gradient, stack, plan, step.writer)
-    leaves = jax.tree.leaves(state, is_leaf=is_slot)
-    is_finite = rates_are_finite(stack.optimizer, stack.dim, leaves)
+    stack, optimizer = writer.stack, writer.stack.optimizer
+    inner = state.inner if optimizer.keeps_gradient else state
+    leaves = jax.tree.leaves(inner, is_leaf=is_slot)
+    is_finite = rates_are_finite(optimizer, stack.dim, leaves)
+    if optimizer.keeps_gradient:
+        rows = _if_finite(None, is_finite)
+        table, new = apply_to_every_row(table, state, gradient, writer, rows)
+        return table, _with_finite_values(new, state, is_finite)
 
     def apply_round(all_reduce, table, state, gradients, rows):
         if is_finite is not None:
             gradients = gradients.only_if(is_finite)
-            rows = rows or RowRange(jnp.int32(0), jnp.int32(PADDING_ROW_ID))
-            rows = RowRange(rows.first_row, jnp.where(is_finite, rows.end_row, 0))
-        return _apply_round(all_reduce, step, table, state, gradients, rows)
+        rows = _if_finite(rows, is_finite)
+        return _apply_round(all_reduce, writer, table, state, gradients, rows)
 
-    all_reduce = across_shards(stack, plan)
+    all_reduce = across_shards(stack)
     totals: list[Any] = []
     is_one_round = gradient.fold_later is None
-    if stack.optimizer.takes_totals and not is_one_round:
+    if optimizer.takes_totals and not is_one_round:
         totals = _totals_over_rounds(apply_round, table, state, gradient, all_reduce)
         totals, table, state = read_before_write((totals, table, state))
 
@@ -180,6 +142,14 @@ def _apply(
 
     table, new_state = gradient.fold(apply_next, (table, state))
     return table, _with_finite_values(new_state, state, is_finite)
+
+
+def _if_finite(rows: RowRange | None, is_finite: Any) -> RowRange | None:
+    """Returns the rows that move: none if a learning rate is not finite."""
+    if is_finite is None:
+        return rows
+    first_row, end_row = rows or RowRange(jnp.int32(0), jnp.int32(PADDING_ROW_ID))
+    return RowRange(first_row, jnp.where(is_finite, end_row, 0))
 
 
 def _with_finite_values(new: Any, old: Any, is_finite: Any) -> Any:
@@ -223,68 +193,46 @@ def _totals_over_rounds(
 
 def _apply_round(
     all_reduce: AllReduce,
-    step: _Step,
+    writer: TableWriter,
     table: PackedRows,
     state: Any,
     gradients: RowGradients,
     rows: RowRange | None,
 ) -> tuple[PackedRows, Any]:
     """Applies the gradients of one round, whose rows are those of a range."""
-    stack, writer = step.stack, step.writer
-    optimizer = stack.optimizer
+    optimizer = writer.stack.optimizer
     if optimizer.duplicates != "sequence":
         table = writer.before_rule(table, gradients.row_ids)
     updates = gradients.as_row_updates()
     if optimizer.rows == "every":
-        return apply_round_to_every_row(
-            table, state, updates, rows, stack, step.plan, writer
-        )
+        return apply_round_to_every_row(table, state, updates, rows, writer)
     if optimizer.duplicates == "sequence":
-        rule: Any = _lifted(step, all_reduce)
+        rule: Any = _lifted(writer, all_reduce)
         table, state = apply_in_sequence(rule, table, state, updates, writer)
-        return table, _step_on_no_row(state, stack, step.plan)
+        return table, step_without_gradient(state, writer.stack)
     occurrence_total = None
     occurrences = gradients.occurrences
     if occurrences is not None:
         squares = jnp.sum(jnp.square(occurrences.values), axis=1)
-        known = _touched_rows(occurrences.row_ids, all_reduce, None, step)
+        is_touched = occurrences.row_ids != PADDING_ROW_ID
+        known = writer.known_rows(occurrences.row_ids, is_touched, all_reduce)
         occurrence_total = known.total(squares)
-    rule = _lifted(step, all_reduce, occurrence_total)
+    rule = _lifted(writer, all_reduce, occurrence_total)
     updates, state = rule.update(updates, state, table)
     return writer.add(table, updates.row_ids, updates.values), state
 
 
 def _lifted(
-    step: _Step,
+    writer: TableWriter,
     all_reduce: AllReduce,
     occurrence_squares: Float[Array, " tables"] | None = None,
 ) -> Any:
     """Lifts the stack's rule to touched rows, and answers what it asks about them."""
+    optimizer = writer.stack.optimizer
 
-    def rows_of(row_ids):
-        return _touched_rows(row_ids, all_reduce, occurrence_squares, step)
+    def rows_of(row_ids: Int[Array, " rows"]) -> TableRows:
+        known = writer.known_rows(row_ids, row_ids != PADDING_ROW_ID, all_reduce)
+        return dataclasses.replace(known, occurrence_squares=occurrence_squares)
 
-    optimizer = step.stack.optimizer
-    return lift_to_rows(
-        optimizer,
-        rows_of if optimizer.takes_totals else None,
-        step.stack.updates,
-    )
-
-
-def _touched_rows(
-    row_ids: Int[Array, " rows"],
-    all_reduce: AllReduce,
-    occurrence_squares: Float[Array, " tables"] | None,
-    step: _Step,
-) -> TableRows:
-    stack, writer = step.stack, step.writer
-    is_touched = row_ids != PADDING_ROW_ID
-    known = shard_rows(row_ids, is_touched, all_reduce, stack)
-    sizes = known.table_sizes if step.table_sizes is None else step.table_sizes
-    return dataclasses.replace(
-        known,
-        table_sizes=sizes,
-        occurrence_squares=occurrence_squares,
-        stored=functools.partial(writer.values_after, row_ids, layout=stack.layout),
-    )
+    asks = optimizer.takes_totals
+    return lift_to_rows(optimizer, rows_of if asks else None, writer.stack.updates)

@@ -9,17 +9,16 @@ from jaxtyping import Array, Float
 from tpu_embedding.optimizers.rules._adafactor_state import AdafactorState
 from tpu_embedding.optimizers.rules._averages import catch_up
 from tpu_embedding.optimizers.rules._sums import compensated_sum
-from tpu_embedding.plan.plan import EmbeddingPlan
 from tpu_embedding.plan.stack_plan import TrainedStackPlan
 from tpu_embedding.rows.consecutive_rows import blocks_of, read_block, write_block
 from tpu_embedding.rows.packed_rows import PackedRows, load_rows, store_rows
 from tpu_embedding.update.every_row import KeptGradientState
-from tpu_embedding.update.shard_rows import shard_rows
+from tpu_embedding.update.tables_of_rows import tables_of_rows
 from tpu_embedding.update.totals import across_shards
 
 
 def swap_in_averages(
-    table: PackedRows, state: Any, stack: TrainedStackPlan, plan: EmbeddingPlan
+    table: PackedRows, state: Any, stack: TrainedStackPlan
 ) -> tuple[PackedRows, Any]:
     """Sets all rows of a stack to their averages. Per shard; in place where donated.
 
@@ -27,7 +26,6 @@ def swap_in_averages(
       table: rows of this shard.
       state: the optimizer's, with the averages of `adafactor`.
       stack: the stack's plan.
-      plan: gives the mesh.
 
     Returns:
       The new table, and the state with which training may continue.
@@ -66,7 +64,7 @@ def swap_in_averages(
     new_node = node._replace(
         averages=averages,
         average_counts=counts,
-        squares=compensated_sum(across_shards(stack, plan)(squares, "sum")),
+        squares=compensated_sum(across_shards(stack)(squares, "sum")),
     )
     return new_table, jax.tree.map(
         lambda x: new_node if x is node else x, state, is_leaf=lambda x: x is node
@@ -80,7 +78,7 @@ def _squares_by_table(
     (size, _) = values.shape
     row_ids = start + jnp.arange(size, dtype=jnp.int32)
     # Of this shard: the caller adds up the shards once, after the last block.
-    rows = shard_rows(row_ids, jnp.ones(size, bool), lambda x, _: x, stack)
+    rows = tables_of_rows(row_ids, jnp.ones(size, bool), lambda x, _: x, stack)
     return rows.total(jnp.sum(jnp.square(values), axis=1))
 
 

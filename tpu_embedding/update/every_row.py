@@ -16,9 +16,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array
 
-from tpu_embedding.optimizers.finite_rates import rates_are_finite
 from tpu_embedding.optimizers.table_rows import AllReduce, table_rows_context
-from tpu_embedding.plan.plan import EmbeddingPlan
 from tpu_embedding.plan.stack_plan import TrainedStackPlan
 from tpu_embedding.rows.access import add_to_rows, gather_lines
 from tpu_embedding.rows.consecutive_rows import blocks_of, read_block, write_block
@@ -31,8 +29,8 @@ from tpu_embedding.update.lazy_update import (
     slots_of,
     with_slots,
 )
-from tpu_embedding.update.shard_rows import shard_rows
 from tpu_embedding.update.table_writer import TableWriter
+from tpu_embedding.update.tables_of_rows import tables_of_rows
 from tpu_embedding.update.totals import across_shards, find_totals, known_totals
 from tpu_embedding.xla import read_before_write, run_if
 
@@ -56,14 +54,12 @@ class KeptGradientState(NamedTuple):
     inner: Any
 
 
-def init_every_row(
-    table: PackedRows, stack: TrainedStackPlan, plan: EmbeddingPlan
-) -> Any:
+def init_every_row(table: PackedRows, stack: TrainedStackPlan) -> Any:
     """Returns the state for a stacked table. Per shard."""
 
     def rows_of(row_ids):
         is_touched = jnp.zeros(row_ids.shape, bool)
-        return shard_rows(row_ids, is_touched, across_shards(stack, plan), stack)
+        return tables_of_rows(row_ids, is_touched, across_shards(stack), stack)
 
     takes_totals = stack.optimizer.takes_totals
     rule: Any = lift_to_rows(stack.optimizer, rows_of if takes_totals else None)
@@ -86,21 +82,27 @@ def apply_to_every_row(
     table: PackedRows,
     state: KeptGradientState,
     gradient: GradientRounds,
-    stack: TrainedStackPlan,
-    plan: EmbeddingPlan,
     writer: TableWriter,
+    rows: RowRange | None = None,
 ) -> tuple[PackedRows, KeptGradientState]:
     """Adds to the kept gradient, and runs the rule on every row when it is due.
 
     Per shard; in place where donated.
+
+    Args:
+      table: rows of this shard.
+      state: from `init_every_row`.
+      gradient: gradient of the step.
+      writer: writes the rows of the table.
+      rows: rows that move; None: all.
     """
     collected, touches = gradient.fold(_collect, (state.gradient, state.touches))
     leaves, tree = jax.tree.flatten(
         (table, state.inner, collected, touches), is_leaf=is_slot
     )
-    sweep = _Sweep(tree=tree, stack=stack, plan=plan, writer=writer)
+    sweep = _Sweep(tree=tree, writer=writer, rows=rows)
     step = state.step + 1
-    num_steps = stack.optimizer.gradient_steps
+    num_steps = writer.stack.optimizer.gradient_steps
     if num_steps == 1:
         leaves = _run_on_all_rows(leaves, sweep)
     else:
@@ -131,8 +133,6 @@ def apply_round_to_every_row(
     state: Any,
     gradients: RowUpdates,
     rows: RowRange | None,
-    stack: TrainedStackPlan,
-    plan: EmbeddingPlan,
     writer: TableWriter,
 ) -> tuple[PackedRows, Any]:
     """Runs a rule that keeps no gradient on every row that a round covers.
@@ -144,16 +144,12 @@ def apply_round_to_every_row(
       state: from `lift_to_rows(stack.optimizer).init`.
       gradients: gradients of rows of the round.
       rows: rows that the round covers; None: all.
-      stack: plan of the stack.
-      plan: gives the mesh.
       writer: writes the rows of the table.
     """
     leaves, tree = jax.tree.flatten((table, state), is_leaf=is_slot)
     of_round = _sorted_gradients(gradients)
     leaves, of_round = read_before_write((leaves, of_round))
-    sweep = _Sweep(
-        tree=tree, stack=stack, plan=plan, writer=writer, of_round=of_round, rows=rows
-    )
+    sweep = _Sweep(tree=tree, writer=writer, of_round=of_round, rows=rows)
     return tree.unflatten(_run_on_all_rows(leaves, sweep))
 
 
@@ -176,14 +172,14 @@ class _SortedGradients(NamedTuple):
         first, end = jnp.searchsorted(self.row_ids, ends).astype(jnp.int32)
 
         def add(carry):
-            place, gradient, touches = carry
+            position, gradient, touches = carry
             ids, values = (
-                jax.lax.dynamic_slice_in_dim(x, place, chunk)
+                jax.lax.dynamic_slice_in_dim(x, position, chunk)
                 for x in (self.row_ids, self.values)
             )
             at = jnp.where(ids < end_row, ids - start, size)
             return (
-                place + chunk,
+                position + chunk,
                 gradient.at[at].set(values, mode="drop", wrap_negative_indices=False),
                 touches.at[at].set(1, mode="drop", wrap_negative_indices=False),
             )
@@ -195,8 +191,8 @@ class _SortedGradients(NamedTuple):
 
 def _sorted_gradients(gradients: RowUpdates) -> _SortedGradients:
     (num_rows,) = gradients.row_ids.shape
-    places = jnp.arange(num_rows, dtype=jnp.int32)
-    row_ids, order = jax.lax.sort((gradients.row_ids, places), num_keys=1)
+    positions = jnp.arange(num_rows, dtype=jnp.int32)
+    row_ids, order = jax.lax.sort((gradients.row_ids, positions), num_keys=1)
     room = min(_CHUNK, num_rows)
     return _SortedGradients(
         jnp.pad(row_ids, (0, room), constant_values=PADDING_ROW_ID),
@@ -211,16 +207,12 @@ class _Sweep:
     Attributes:
       tree: structure of the table, the rule's state, and the kept gradient and touches,
         if there are any.
-      stack: plan of the stack.
-      plan: gives the mesh.
       writer: writes the rows of the table.
       of_round: gradients of a round; None: the kept gradient counts.
       rows: rows that move; None: all.
     """
 
     tree: Any
-    stack: TrainedStackPlan
-    plan: EmbeddingPlan
     writer: TableWriter
     of_round: _SortedGradients | None = None
     rows: RowRange | None = None
@@ -238,11 +230,11 @@ def _run_on_all_rows(leaves: list[Any], sweep: _Sweep) -> list[Any]:
         return blocks.loop(fold_next, carry)
 
     totals: list[Array] = []
-    if sweep.stack.optimizer.takes_totals:
+    if sweep.writer.stack.optimizer.takes_totals:
         totals = find_totals(
             functools.partial(run, leaves, blocks.first),
             fold_rest,
-            across_shards(sweep.stack, sweep.plan),
+            across_shards(sweep.writer.stack),
         )
     leaves, totals = read_before_write((leaves, totals))
     # Values that belong to no row advance once; every block must see the old ones.
@@ -266,44 +258,42 @@ def _run_on_block(
     Returns:
       The leaves, with the new rows of this block.
     """
-    (start, size), stack, writer = block, sweep.stack, sweep.writer
+    (start, size), writer = block, sweep.writer
+    optimizer = writer.stack.optimizer
     old = [read_block(leaf, start, size) if is_slot(leaf) else leaf for leaf in leaves]
     rows, inner, *kept = sweep.tree.unflatten(old)
-    if writer.sets_rows:
+    if optimizer.sets_rows:
         rows = jnp.zeros_like(rows)
-    if sweep.of_round is None:
-        gradient, touches = kept
-    else:
+    if sweep.of_round is not None:
         gradient, touches = sweep.of_round.of_block(start, size)
+    else:
+        gradient, touches = kept
     row_ids = start + jnp.arange(size, dtype=jnp.int32)
-    known = dataclasses.replace(
-        shard_rows(row_ids, touches > 0, all_reduce, stack),
-        stored=functools.partial(writer.values_after, row_ids, layout=stack.layout),
-    )
+    known = writer.known_rows(row_ids, touches > 0, all_reduce)
     is_moved = known.is_used
     if sweep.rows is not None:
         is_moved &= (row_ids >= sweep.rows.first_row) & (row_ids < sweep.rows.end_row)
-    is_finite = rates_are_finite(stack.optimizer, stack.dim, jax.tree.leaves(inner))
-    if is_finite is not None:
-        is_moved &= is_finite
     with table_rows_context(known):
-        updates, new_inner = stack.optimizer.update(
-            gradient / stack.optimizer.gradient_steps, inner, rows
+        updates, new_inner = optimizer.update(
+            gradient / optimizer.gradient_steps, inner, rows
         )
     updates = jnp.where(is_moved[:, None], updates, 0)
     new_rows = writer.stored_rows(row_ids, rows, updates)
+    # The leaves of the rule's state follow the table.
+    slots = map(is_slot, leaves[1:])
+    new_inner = jax.tree.map(
+        lambda old, new: _where(is_moved, new, old) if next(slots) else new,
+        inner,
+        new_inner,
+    )
     cleared = [jnp.zeros_like(x) for x in kept]
-    new = sweep.tree.flatten_up_to((new_rows, new_inner, *cleared))
-    for i in range(1, len(new) - len(cleared)):
-        if is_slot(leaves[i]):
-            is_kept = ~is_moved.reshape(-1, *[1] * (new[i].ndim - 1))
-        elif is_finite is not None:
-            is_kept = ~is_finite & ~jnp.isfinite(new[i])
-        else:
-            continue
-        new[i] = jnp.where(is_kept, old[i], new[i])
-    new = read_before_write(new)
+    new = read_before_write(sweep.tree.flatten_up_to((new_rows, new_inner, *cleared)))
     return [
         write_block(leaf, start, part) if is_slot(leaf) else part
         for leaf, part in zip(leaves, new, strict=True)
     ]
+
+
+def _where(condition: Array, new: Array, old: Array) -> Array:
+    """Returns the new values of rows where a condition holds, and else the old ones."""
+    return jnp.where(condition.reshape(-1, *[1] * (new.ndim - 1)), new, old)

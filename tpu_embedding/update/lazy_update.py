@@ -7,18 +7,20 @@ shards, packing or rounds.
 """
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Final
 
 import jax
 import jax.numpy as jnp
 import optax
+from jax.sharding import PartitionSpec
 from jaxtyping import Array, Int
 
 from tpu_embedding.optimizers.probe import ProbedSlot, probe_rule
 from tpu_embedding.optimizers.row_optimizer import RowOptimizer
 from tpu_embedding.optimizers.table_rows import TableRows, table_rows_context
 from tpu_embedding.plan.forms import Updates
+from tpu_embedding.plan.stack_plan import StackPlan
 from tpu_embedding.rows.access import (
     add_to_rows,
     gather_rows,
@@ -26,7 +28,6 @@ from tpu_embedding.rows.access import (
     row_differences,
 )
 from tpu_embedding.rows.packed_rows import PackedRows, full_rows, pack_rows, unpack_rows
-from tpu_embedding.types import PADDING_ROW_ID
 from tpu_embedding.xla import read_before_write
 
 RowsOf = Callable[[Int[Array, " rows"]], TableRows]
@@ -115,20 +116,20 @@ def step_on_no_row(
     optimizer: optax.GradientTransformation | RowOptimizer,
     state: Any,
     dim: int,
-    rows_of: RowsOf | None = None,
+    table_sizes: Sequence[int] | None = None,
 ) -> Any:
     """Returns the state after a step that touched no row: counts and such advance.
 
     The rule runs on a few rows of padding, whose results are dropped. So no row of a
-    table or slot variable is read or written.
+    table or slot variable is read or written, and devices communicate nothing.
 
     Args:
       optimizer: see `lift_to_rows`.
       state: from `lift_to_rows(optimizer).init`. Slot variables may be shapes.
       dim: columns of the table.
-      rows_of: see `lift_to_rows`.
+      table_sizes: rows of each table, of which the rule asks for totals; None: it
+        asks for none.
     """
-    row_ids = jnp.full(_PADDING_ROWS, PADDING_ROW_ID, jnp.int32)
     zeros = jnp.zeros((_PADDING_ROWS, dim), jnp.float32)
     leaves, tree = jax.tree.flatten(state, is_leaf=is_slot)
 
@@ -139,7 +140,8 @@ def step_on_no_row(
         return jnp.zeros((_PADDING_ROWS, *leaf.layout.row_shape), dtype)
 
     old = tree.unflatten(map(rows_of_padding, leaves))
-    with table_rows_context(rows_of and rows_of(row_ids)):
+    known = None if table_sizes is None else _padding_rows(table_sizes)
+    with table_rows_context(known):
         _, new_state = optimizer.update(zeros, old, zeros)
     new = tree.flatten_up_to(new_state)
     return tree.unflatten(
@@ -147,6 +149,18 @@ def step_on_no_row(
             before if is_slot(before) else after
             for before, after in zip(leaves, new, strict=True)
         ]
+    )
+
+
+def _padding_rows(table_sizes: Sequence[int]) -> TableRows:
+    """Returns rows of which none belongs to a table; totals over them are zero."""
+    no_row = jnp.zeros(_PADDING_ROWS, bool)
+    return TableRows(
+        table_sizes=jnp.asarray(table_sizes, jnp.float32),
+        tables=no_row.astype(jnp.int32) if len(table_sizes) > 1 else None,
+        is_used=no_row,
+        is_touched=no_row,
+        all_reduce=lambda totals, _: totals,
     )
 
 
@@ -163,8 +177,34 @@ def slots_of(state: Any) -> list[PackedRows]:
 def with_slots(state: Any, slots: list[PackedRows]) -> Any:
     """Returns the state with its slot variables replaced; counts and such stay."""
     remaining = iter(slots)
+    return map_slots(lambda _: next(remaining), state)
+
+
+def map_slots(function: Callable[..., Any], state: Any, *others: Any) -> Any:
+    """Returns the state with `function(slot, *others)` as its slot variables.
+
+    Args:
+      function: takes a slot variable, and the part of each other state in its place.
+      state: state of a lifted optimizer.
+      *others: states of the same structure, whose slots may be of any type.
+    """
     return jax.tree.map(
-        lambda x: next(remaining) if is_slot(x) else x, state, is_leaf=is_slot
+        lambda x, *parts: function(x, *parts) if is_slot(x) else x,
+        state,
+        *others,
+        is_leaf=is_slot,
+    )
+
+
+def state_specs(state: Any, stack: StackPlan) -> Any:
+    """Returns the partition of each part of a stack's state.
+
+    Slot variables lie like the rows of their table; other values are replicated.
+    """
+    return jax.tree.map(
+        lambda leaf: stack.rows_spec if is_slot(leaf) else PartitionSpec(),
+        state,
+        is_leaf=is_slot,
     )
 
 

@@ -51,8 +51,8 @@ def apply_in_sequence(
 
 
 def _occurrences(row_ids: Int[Array, " n"]) -> Int[Array, " n"]:
-    """Counts the equal ids before each place."""
-    places = jnp.arange(row_ids.shape[0], dtype=jnp.int32)
-    sorted_ids, order = jax.lax.sort((row_ids, places), num_keys=1, is_stable=True)
+    """Counts the equal ids before each position."""
+    positions = jnp.arange(row_ids.shape[0], dtype=jnp.int32)
+    sorted_ids, order = jax.lax.sort((row_ids, positions), num_keys=1, is_stable=True)
     firsts = jnp.searchsorted(sorted_ids, sorted_ids, side="left").astype(jnp.int32)
-    return jnp.zeros_like(places).at[order].set(places - firsts)
+    return jnp.zeros_like(positions).at[order].set(positions - firsts)

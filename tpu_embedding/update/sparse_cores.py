@@ -17,7 +17,7 @@ from tpu_embedding.plan.stack_backend import rule_on_sparse_cores
 from tpu_embedding.plan.stack_plan import TrainedStackPlan
 from tpu_embedding.rows.packed_rows import PackedRows, rows_of_lines
 from tpu_embedding.sparse_core import operations
-from tpu_embedding.sparse_core.partition import Partition
+from tpu_embedding.sparse_core.limits import SparseCoreIds
 from tpu_embedding.update.lazy_update import (
     is_slot,
     slots_of,
@@ -34,7 +34,7 @@ UpdateRows = Callable[[PackedRows, Any], tuple[PackedRows, Any]]
 def apply_on_sparse_cores(
     table: PackedRows,
     state: Any,
-    ids: Partition,
+    ids: SparseCoreIds,
     gradients: Float[Array, "samples width"],
     otherwise: UpdateRows,
     stack: TrainedStackPlan,
@@ -63,10 +63,8 @@ def apply_on_sparse_cores(
             gradients,
             tuple(rows_of_lines(x.lines, x.layout) for x in arrays),
             hyperparameters,
-            rule=rule,
-            limits=ids.limits,
-            cores=stack.backend.cores,
-            axes=stack.shard_axes,
+            rule,
+            ids.sizes,
         )
         table, *slots = (
             dataclasses.replace(x, lines=rows.reshape(x.lines.shape))

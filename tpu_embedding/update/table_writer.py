@@ -12,16 +12,17 @@ bits in the next step, and stay there for good.
 """
 
 import dataclasses
+import functools
 import hashlib
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
-import numpy as np
-from jaxtyping import Array, Float, Int, Shaped, UInt32
+from jaxtyping import Array, Bool, Float, Int, Shaped, UInt32
 
 from tpu_embedding.dynamic import SLOTS_PER_BUCKET
+from tpu_embedding.optimizers.table_rows import AllReduce, TableRows
 from tpu_embedding.plan.dynamic_rows import dynamic_tables
-from tpu_embedding.plan.stack_plan import StackPlan, TablePlan
+from tpu_embedding.plan.stack_plan import StackPlan, TablePlan, TrainedStackPlan
 from tpu_embedding.rows.access import (
     add_to_rows,
     gather_rows,
@@ -29,8 +30,9 @@ from tpu_embedding.rows.access import (
     set_rows,
 )
 from tpu_embedding.rows.narrow_rows import encode_rows, mix_bits, random_bits
-from tpu_embedding.rows.packed_rows import PackedRows, RowLayout, load_rows
-from tpu_embedding.update.shard_rows import rows_of_stack
+from tpu_embedding.rows.packed_rows import PackedRows, load_rows
+from tpu_embedding.update.tables_of_rows import rows_of_stack, tables_of_rows
+from tpu_embedding.xla import value_of_range
 
 
 class RoundedState(NamedTuple):
@@ -47,18 +49,35 @@ class RoundedState(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TableWriter:
-    """Writes rows of a table in one step. Per shard.
+    """Writes rows of a table in one step, and knows them for the rule. Per shard.
 
     Attributes:
-      sets_rows: True if the rule sets rows without reading them.
-      stack: plan of the stack; only a narrow table needs it.
+      stack: plan of the stack.
       step: step count of the `RoundedState` of a narrow table, whose rows are rounded
         stochastically; None: the table is float32.
+      table_sizes: float32 `[tables]`, the rows of dynamic tables that count; None: all
+        rows count.
     """
 
-    sets_rows: bool = False
-    stack: StackPlan | None = None
+    stack: TrainedStackPlan
     step: Int[Array, ""] | None = None
+    table_sizes: Float[Array, " tables"] | None = None
+
+    def known_rows(
+        self,
+        row_ids: Int[Array, " ids"],
+        is_touched: Bool[Array, " ids"],
+        all_reduce: AllReduce,
+    ) -> TableRows:
+        """Returns the facts that the rule may ask about rows; see `tables_of_rows`."""
+        known = tables_of_rows(row_ids, is_touched, all_reduce, self.stack)
+        return dataclasses.replace(
+            known,
+            table_sizes=known.table_sizes
+            if self.table_sizes is None
+            else self.table_sizes,
+            stored=functools.partial(self.values_after, row_ids),
+        )
 
     def before_rule(self, table: PackedRows, row_ids: Int[Array, " ids"]) -> PackedRows:
         """Sets rows to zero, in place, if the rule sets them without reading them.
@@ -70,7 +89,7 @@ class TableWriter:
           table: the rows.
           row_ids: rows that the rule is to update, each at most once.
         """
-        if not self.sets_rows:
+        if not self.stack.optimizer.sets_rows:
             return table
         zeros = jnp.zeros((*row_ids.shape, table.layout.dim), jnp.float32)
         return set_rows(table, row_ids, zeros)
@@ -109,7 +128,6 @@ class TableWriter:
         new = jnp.where(updates == 0, old, old + updates)
         if self.step is None:
             return new
-        assert self.stack is not None
         dtype = self.stack.layout.narrow_dtype
         assert dtype is not None
         bits = bits_of_rows(row_ids, self.step, occurrence, self.stack)
@@ -120,10 +138,10 @@ class TableWriter:
         row_ids: Int[Array, " ids"],
         old: Float[Array, "ids dim"],
         updates: Float[Array, "ids dim"],
-        layout: RowLayout,
     ) -> Float[Array, "ids dim"]:
         """Returns the values that rows of the table have after `add`."""
-        return load_rows(self.stored_rows(row_ids, old, updates), layout)
+        stored = self.stored_rows(row_ids, old, updates)
+        return load_rows(stored, self.stack.layout)
 
 
 def bits_of_rows(
@@ -140,7 +158,7 @@ def bits_of_rows(
 
 def _logical_rows(
     row_ids: Int[Array, " ids"], stack: StackPlan
-) -> tuple[UInt32[Array, " ids"], UInt32[Array, "#ids"]]:
+) -> tuple[UInt32[Array, " ids"], UInt32[Array, " ids"]]:
     """Returns the row within its table, and the table's key, for rows of a shard."""
     _, of_stack = rows_of_stack(row_ids, stack)
     if stack.is_dynamic:
@@ -148,17 +166,8 @@ def _logical_rows(
     offsets = [table.row_offset for table in stack.tables]
     keys = [_key_of(table) for table in stack.tables]
     of_stack = of_stack.astype(jnp.uint32)
-    if len(offsets) == 1:
-        return of_stack, jnp.asarray(keys, jnp.uint32)
-    # Sums of the steps from table to table: a TPU gathers single numbers slowly.
-    is_reached = of_stack[:, None] >= np.asarray([offsets], np.uint32)
-
-    def of_table(values: list[int]) -> UInt32[Array, " ids"]:
-        steps = np.diff(np.asarray(values, np.uint32), prepend=np.uint32(0))
-        reached = jnp.where(is_reached, steps[None, :], jnp.uint32(0))
-        return jnp.sum(reached, axis=1, dtype=jnp.uint32)
-
-    return of_stack - of_table(offsets), of_table(keys)
+    row_ids = of_stack - value_of_range(of_stack, offsets, offsets)
+    return row_ids, value_of_range(of_stack, offsets, keys)
 
 
 def _as_on_one_shard(

@@ -15,7 +15,6 @@ import jax.numpy as jnp
 from jaxtyping import Array
 
 from tpu_embedding.optimizers.table_rows import AllReduce, Reduction
-from tpu_embedding.plan.plan import EmbeddingPlan
 from tpu_embedding.plan.stack_plan import StackPlan
 
 _ACROSS_SHARDS: Final = {"sum": jax.lax.psum, "min": jax.lax.pmin}
@@ -36,7 +35,7 @@ class _Request(NamedTuple):
     reduction: Reduction
 
 
-def across_shards(stack: StackPlan, plan: EmbeddingPlan) -> AllReduce:
+def across_shards(stack: StackPlan) -> AllReduce:
     """Returns the all-reduce over the shards of a stack.
 
     Each row counts once, on the first replica of its shard. All devices take part, so
@@ -47,7 +46,7 @@ def across_shards(stack: StackPlan, plan: EmbeddingPlan) -> AllReduce:
         if reduction == "sum" and stack.num_replicas > 1:
             is_first = jax.lax.axis_index(stack.replica_axes) == 0
             totals = jnp.where(is_first, totals, jnp.zeros_like(totals))
-        return _ACROSS_SHARDS[reduction](totals, plan.sample_axes)
+        return _ACROSS_SHARDS[reduction](totals, stack.sample_axes)
 
     return all_reduce
 

@@ -10,7 +10,7 @@ from tpu_embedding.plan.dynamic_rows import dynamic_tables
 from tpu_embedding.plan.stack_plan import StackPlan
 
 
-def shard_rows(
+def tables_of_rows(
     row_ids: Int[Array, " rows"],
     is_touched: Bool[Array, " rows"],
     all_reduce: AllReduce,
@@ -40,7 +40,7 @@ def shard_rows(
     )
 
 
-def live_rows(
+def used_table_sizes(
     used_rows: Int[Array, " tables"], stack: StackPlan
 ) -> Float[Array, " tables"]:
     """Returns the rows of each dynamic table over all shards that count. Per shard.

@@ -14,17 +14,22 @@ from tpu_embedding.plan.stack_plan import StackPlan, TrainedStackPlan
 from tpu_embedding.row_random_bits import threefry
 from tpu_embedding.rows.access import gather_rows, set_rows
 from tpu_embedding.rows.id_directory import NewRows
-from tpu_embedding.rows.packed_rows import PackedRows, load_rows, store_rows
+from tpu_embedding.rows.packed_rows import (
+    PackedRows,
+    RowLayout,
+    load_rows,
+    store_rows,
+)
 from tpu_embedding.types import PADDING_ROW_ID
-from tpu_embedding.update.lazy_update import is_slot, slots_of, with_slots
-from tpu_embedding.update.shard_rows import shard_rows
+from tpu_embedding.update.lazy_update import is_slot, map_slots, slots_of, with_slots
 from tpu_embedding.update.table_writer import RoundedState
+from tpu_embedding.update.tables_of_rows import tables_of_rows
 from tpu_embedding.xla import as_variables, read_before_write
 
 _ROWS_PER_TURN: Final = 256
 
 
-def start_rows(
+def init_new_rows(
     table: PackedRows,
     state: Any,
     new_rows: NewRows,
@@ -48,65 +53,77 @@ def start_rows(
     Returns:
       New table and state.
     """
-    (num_ids,) = new_rows.rows.shape
-    per_turn = min(_ROWS_PER_TURN, num_ids)
-    inner = state.inner if isinstance(state, RoundedState) else state
-    leaves, tree = jax.tree.flatten(inner, is_leaf=is_slot)
-
-    def write(carry):
-        turn, table, slots, changes = carry
-        place = turn * per_turn + jnp.arange(per_turn, dtype=jnp.int32)
-        is_used = place < new_rows.count
-        place = jnp.minimum(place, num_ids - 1)
-        row_ids = table.layout.dealt(new_rows.rows[place])
-        row_ids = jnp.where(is_used, row_ids, PADDING_ROW_ID)
-        values = initial_rows(
-            new_rows.first[place],
-            new_rows.second[place],
-            new_rows.tables[place],
-            init_keys,
-            stack,
+    if isinstance(state, RoundedState):
+        table, inner = init_new_rows(
+            table, state.inner, new_rows, init_keys, stack, all_reduce
         )
-        stored = load_rows(store_rows(values, table.layout), table.layout)
-        new = _initial_state(stored, row_ids, inner, stack)
-        if changes:
-            old = gather_rows(table, row_ids)
-            lost = _sums_of(_initial_state(old, row_ids, inner, stack))
-            table, lost = read_before_write((table, lost))
-            lost = jax.tree.map(jnp.negative, lost)
-            for sums in (_sums_of(new), lost):
-                pairs = zip(changes, sums, strict=True)
-                changes = [x.plus(y.value).plus(y.rest) for x, y in pairs]
-        table = set_rows(table, row_ids, values)
-        slots = [
-            set_rows(slot, row_ids, value)
-            for slot, value in zip(slots, slots_in(new), strict=True)
-        ]
+        return table, RoundedState(step=state.step, inner=inner)
+    per_turn = min(_ROWS_PER_TURN, new_rows.rows.shape[0])
+
+    def init_turn(carry):
+        turn, table, slots, changes = carry
+        row_ids, first, second, tables = _rows_of_turn(
+            turn, per_turn, new_rows, table.layout
+        )
+        values = initial_values_of_ids(first, second, tables, init_keys, stack)
+        table, slots, changes = _init_rows(
+            row_ids, values, table, with_slots(state, slots), changes, stack
+        )
         return turn + 1, table, slots, changes
 
-    def slots_in(new):
-        parts = zip(leaves, tree.flatten_up_to(new), strict=True)
-        return [part for leaf, part in parts if is_slot(leaf)]
-
     num_turns = (new_rows.count + per_turn - 1) // per_turn
-    no_change = [jax.tree.map(jnp.zeros_like, x) for x in _sums_of(inner)]
+    no_change = [jax.tree.map(jnp.zeros_like, x) for x in _sums_of(state)]
     _, table, slots, changes = jax.lax.while_loop(
         lambda carry: carry[0] < num_turns,
-        write,
-        (jnp.int32(0), table, slots_of(inner), no_change),
+        init_turn,
+        (jnp.int32(0), table, slots_of(state), no_change),
     )
     remaining = iter(changes)
-    inner = jax.tree.map(
+    return table, jax.tree.map(
         lambda x: _plus(x, next(remaining), all_reduce) if is_sum(x) else x,
-        with_slots(inner, slots),
+        with_slots(state, slots),
         is_leaf=lambda x: is_slot(x) or is_sum(x),
     )
-    if isinstance(state, RoundedState):
-        return table, RoundedState(step=state.step, inner=inner)
-    return table, inner
 
 
-def initial_rows(
+def _init_rows(
+    row_ids: Int[Array, " ids"],
+    values: Float[Array, "ids dim"],
+    table: PackedRows,
+    state: Any,
+    changes: list[CompensatedSum],
+    stack: StackPlan,
+) -> tuple[PackedRows, list[PackedRows], list[CompensatedSum]]:
+    """Sets some rows and their slots; returns how they change each total, too."""
+    stored = load_rows(store_rows(values, table.layout), table.layout)
+    new = _initial_state(stored, row_ids, state, stack)
+    if changes:
+        old = gather_rows(table, row_ids)
+        lost = _sums_of(_initial_state(old, row_ids, state, stack))
+        table, lost = read_before_write((table, lost))
+        changes = list(map(_changed, changes, _sums_of(new), lost))
+    state = map_slots(lambda slot, new: set_rows(slot, row_ids, new), state, new)
+    return set_rows(table, row_ids, values), slots_of(state), changes
+
+
+def _rows_of_turn(
+    turn: Int[Array, ""], size: int, new_rows: NewRows, layout: RowLayout
+) -> tuple[Array, Array, Array, Array]:
+    """Returns the rows of a turn, the words of their ids, and their tables.
+
+    Positions behind the last new row hold padding.
+    """
+    positions = turn * size + jnp.arange(size, dtype=jnp.int32)
+    in_bounds = jnp.minimum(positions, new_rows.rows.shape[0] - 1)
+    rows, first, second, tables = (
+        x[in_bounds]
+        for x in (new_rows.rows, new_rows.first, new_rows.second, new_rows.tables)
+    )
+    rows = jnp.where(positions < new_rows.count, layout.dealt(rows), PADDING_ROW_ID)
+    return rows, first, second, tables
+
+
+def initial_values_of_ids(
     first: UInt32[Array, " ids"],
     second: UInt32[Array, " ids"],
     tables: Int[Array, " ids"],
@@ -175,7 +192,7 @@ def _initial_state(
     known = None
     if stack.optimizer.takes_totals:
         is_touched = jnp.zeros(row_ids.shape, bool)
-        known = shard_rows(row_ids, is_touched, lambda totals, _: totals, stack)
+        known = tables_of_rows(row_ids, is_touched, lambda totals, _: totals, stack)
     with table_rows_context(known):
         return stack.optimizer.init(values)
 
@@ -187,6 +204,14 @@ def _plus(
     coarse = coarse_part(change.value, total.value)
     fine = change.value - coarse + change.rest
     return total.plus(all_reduce(coarse, "sum")).plus(all_reduce(fine, "sum"))
+
+
+def _changed(
+    change: CompensatedSum, gained: CompensatedSum, lost: CompensatedSum
+) -> CompensatedSum:
+    """Adds what new rows add to a total, and takes off what the rows before added."""
+    change = change.plus(gained.value).plus(gained.rest)
+    return change.plus(-lost.value).plus(-lost.rest)
 
 
 def _sums_of(state: Any) -> list[CompensatedSum]:

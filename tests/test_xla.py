@@ -4,7 +4,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from tpu_embedding.lookup._running_sums import forward_fill, running_sum
+from tpu_embedding.xla import forward_fill, running_sum
 
 
 def _hold(values):
