@@ -155,8 +155,7 @@ def shard_batch(batch: Any, plan: EmbeddingPlan, *, samples: Samples = "global")
         array = _check_fits_int32(np.asarray(array))
         if num_parts > 1 and array.ndim:
             return _put_part(array, plan, num_parts)
-        divides = array.ndim and array.shape[0] % plan.num_shards == 0
-        sharding = plan.batch_sharding if divides else plan.replicated
+        sharding = plan.sharding_of_samples(array.shape)
         if sharding.is_fully_addressable:
             return jax.device_put(array, sharding)
         return jax.make_array_from_callback(array.shape, sharding, array.__getitem__)
