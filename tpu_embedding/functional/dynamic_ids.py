@@ -331,9 +331,7 @@ class _DynamicBatch:
             return arrays, rows, stats
 
         leaves = [self.leaves[i] for i in positions]
-        row_specs = [
-            plan.sharding_of_samples(ids_of(leaf).shape).spec for leaf in leaves
-        ]
+        row_specs = [_spec_of(leaf, plan) for leaf in leaves]
         new_arrays, rows, stats = in_auto_axes(
             run, plan, (out_specs, row_specs, PartitionSpec())
         )(arrays, leaves)
@@ -461,6 +459,14 @@ def _positions(leaf: Any, plan: EmbeddingPlan) -> Array:
     spec = plan.sample_spec
     on_all = on_shards(of_shard, plan, in_specs=spec, out_specs=spec)
     return on_all(jnp.asarray(leaf.row_splits))
+
+
+def _spec_of(leaf: Any, plan: EmbeddingPlan) -> PartitionSpec:
+    """Returns the partition of the rows of a feature, on explicit axes."""
+    if isinstance(leaf, ShardedRaggedIds):
+        return plan.sample_spec
+    divides = ids_of(leaf).shape[0] % plan.num_shards == 0
+    return plan.batch_sharding.spec if divides else PartitionSpec()
 
 
 def _stats(

@@ -19,7 +19,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec
 
 from tpu_embedding.argument_checks import describe_value
 from tpu_embedding.functional.dynamic_ids import (
@@ -127,7 +127,7 @@ def activation_shapes(features: Any, plan: EmbeddingPlan) -> Any:
         jax.ShapeDtypeStruct(
             shape.output_shape,
             jnp.float32,
-            sharding=plan.sharding_of_samples(shape.output_shape),
+            sharding=NamedSharding(plan.mesh, _activation_spec(shape, plan)),
         )
         for shape in _feature_shapes(leaves, plan)
     ]
@@ -245,7 +245,7 @@ def _read_routed(tables: dict[str, PackedRows], routed: Routing) -> LookupResult
         activations = _collect_activations(results, routed.shapes, plan)
         return activations, routings, _collect_stats(results, plan)
 
-    specs = [plan.sharding_of_samples(x.output_shape).spec for x in routed.shapes]
+    specs = [_activation_spec(shape, plan) for shape in routed.shapes]
     out_specs = (plan.unflatten(specs), plan.sample_spec, PartitionSpec())
     activations, routings, stats = in_auto_axes(read, plan, out_specs)(
         tables, routed.stacks
@@ -608,6 +608,12 @@ def _collect_activations(
             used = of_feature[: shapes[i].batch_size * per_sample]
             activations[i] = used.reshape(shapes[i].output_shape)
     return plan.unflatten(activations)
+
+
+def _activation_spec(shape: FeatureShape, plan: EmbeddingPlan) -> PartitionSpec:
+    """Returns the partition of activations; whole if the devices do not divide."""
+    divides = shape.output_shape[0] % plan.num_shards == 0
+    return plan.batch_sharding.spec if divides else PartitionSpec()
 
 
 def _to_shardable(ids: Any, shape: FeatureShape, plan: EmbeddingPlan) -> ShardableInput:
