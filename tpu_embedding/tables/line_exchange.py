@@ -6,7 +6,7 @@ Both move whole lines, and leave the order of the rows to the host.
 
 import dataclasses
 import functools
-from typing import Any, Final, Literal
+from typing import Any, Final
 
 import jax
 import jax.numpy as jnp
@@ -22,9 +22,6 @@ from tpu_embedding.tables.row_windows import Window, rows_per_window
 _TILE_ELEMENTS: Final = 1024
 """Elements of a tile of a TPU. Parts of whole tiles are sent without a copy."""
 
-Receivers = Literal["one", "all"]
-"""Processes that get a block: the one whose device it is read by, or all of them."""
-
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LineExchange:
@@ -36,7 +33,6 @@ class LineExchange:
       sharding: devices of the rows.
       layout: packing of the rows, without the tables that they belong to.
       window_rows: maximum rows of a range.
-      receivers: devices that get the ranges that are read.
       plan: gives the mesh.
       stack: any stack with these facts; gives the axes of shards and copies.
     """
@@ -44,7 +40,6 @@ class LineExchange:
     sharding: NamedSharding
     layout: RowLayout
     window_rows: int
-    receivers: Receivers
     plan: EmbeddingPlan = dataclasses.field(compare=False, repr=False)
     stack: StackPlan = dataclasses.field(compare=False, repr=False)
 
@@ -52,13 +47,6 @@ class LineExchange:
     def num_shards(self) -> int:
         """Owners of rows."""
         return self.stack.num_shards
-
-    @property
-    def num_windows(self) -> int:
-        """Ranges that are read in a turn: one per device, or the same one by all."""
-        if self.receivers == "all":
-            return 1
-        return self.num_shards * self.stack.num_replicas
 
     @property
     def num_parts(self) -> int:
@@ -69,11 +57,10 @@ class LineExchange:
         return self.num_shards * self.layout.cores
 
     @property
-    def received_spec(self) -> PartitionSpec:
-        """Partition of the lines that devices receive of these ranges."""
-        if self.receivers == "all":
-            return PartitionSpec()
-        return PartitionSpec((*self.stack.replica_axes, *self.stack.shard_axes))
+    def received_sharding(self) -> NamedSharding:
+        """Sharding of the lines that devices receive: each those of its own range."""
+        axes = (*self.stack.replica_axes, *self.stack.shard_axes)
+        return NamedSharding(self.plan.mesh, PartitionSpec(axes))
 
     @property
     def parts_shape(self) -> tuple[int, ...]:
@@ -122,14 +109,13 @@ class LineExchange:
 
 
 def line_exchange(
-    packed: PackedRows, stack: StackPlan, plan: EmbeddingPlan, receivers: Receivers
+    packed: PackedRows, stack: StackPlan, plan: EmbeddingPlan
 ) -> LineExchange:
     """Returns the facts of the exchange for a stacked table or slot variable."""
     return LineExchange(
         sharding=plan.rows_sharding(stack),
         layout=dataclasses.replace(packed.layout, contents=None),
         window_rows=min(rows_per_window(packed), stack.num_rows),
-        receivers=receivers,
         plan=plan,
         stack=stack,
     )
@@ -165,7 +151,7 @@ def read_lines(
         ]
         return jnp.concatenate(parts)
 
-    def read_one(lines: Array, starts: Array) -> Array:
+    def read(lines: Array, starts: Array) -> Array:
         # All copies of the rows serve windows of their own.
         group = _index(exchange.stack.replica_axes) * exchange.num_shards
 
@@ -178,17 +164,11 @@ def read_lines(
         parts = jax.lax.fori_loop(0, exchange.num_shards, add_part, parts)
         return _exchanged(parts, exchange)
 
-    def read_all(lines: Array, starts: Array) -> Array:
-        part = parts_of(lines, starts[0])
-        if exchange.num_shards == 1:
-            return part
-        return jax.lax.all_gather(part, exchange.stack.shard_axes, tiled=True)
-
     return on_shards(
-        read_one if exchange.receivers == "one" else read_all,
+        read,
         exchange.plan,
         in_specs=(exchange.stack.rows_spec, PartitionSpec()),
-        out_specs=exchange.received_spec,
+        out_specs=exchange.received_sharding.spec,
     )(lines, starts)
 
 
