@@ -228,21 +228,21 @@ FeatureIds = (
 
 
 def ids_of(feature: Any) -> Any:
-    """Returns the array of ids of a feature with a static shape."""
+    """Returns the array of ids of a feature: all of dense ids, the values of others."""
     match feature:
         case DenseIds():
             return feature.ids
-        case ShardedRaggedIds():
+        case RaggedIds() | SparseIds() | ShardedRaggedIds():
             return feature.values
     return feature
 
 
 def with_ids(feature: Any, ids: Any) -> Any:
-    """Returns a feature with a static shape, with other ids in place of its own."""
+    """Returns a feature with other ids in the same positions."""
     match feature:
         case DenseIds():
             return dataclasses.replace(feature, ids=ids)
-        case ShardedRaggedIds():
+        case RaggedIds() | SparseIds() | ShardedRaggedIds():
             return dataclasses.replace(feature, values=ids)
     return ids
 

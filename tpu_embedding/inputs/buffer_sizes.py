@@ -217,5 +217,5 @@ def _warn_of_growth(
         f"{'; '.join(changes)}. The step compiles once more. Set "
         "FeatureConfig.expected_valence, the ids per sample with headroom, to "
         f"{', '.join(ways_out)}.",
-        stacklevel=4,
+        stacklevel=5,
     )

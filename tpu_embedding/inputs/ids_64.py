@@ -3,7 +3,6 @@
 Ids of other tables are int32, so the dtype of checked ids tells the two apart.
 """
 
-import dataclasses
 from collections.abc import Iterator
 from typing import Any, Final
 
@@ -17,7 +16,8 @@ from tpu_embedding.types import (
     DenseIds,
     Ids64,
     RowIds,
-    ShardedRaggedIds,
+    ids_of,
+    with_ids,
 )
 
 NO_ID_64: Final = np.uint64(2**64 - 1)
@@ -42,11 +42,8 @@ def join_words(ids: Any, feature: FeaturePlan) -> Any:
             f"Feature {feature.name!r} holds RowIds, whose rows are known already; "
             "prepare takes ids."
         )
-    if isinstance(ids, Ids64):
-        return ids.to_numpy()
-    if isinstance(ids, DenseIds) and isinstance(ids.ids, Ids64):
-        return dataclasses.replace(ids, ids=ids.ids.to_numpy())
-    return ids
+    words = ids.ids if isinstance(ids, DenseIds) else ids
+    return with_ids(ids, words.to_numpy()) if isinstance(words, Ids64) else ids
 
 
 def refuse_unreadable(ids: Any, feature: FeaturePlan) -> None:
@@ -124,8 +121,4 @@ def check_ids_64(
 
 def with_words(ids: Any) -> Any:
     """Returns a prepared feature with `Ids64` in place of its uint64 array."""
-    if isinstance(ids, DenseIds):
-        return dataclasses.replace(ids, ids=Ids64.of_array(ids.ids))
-    if isinstance(ids, ShardedRaggedIds):
-        return dataclasses.replace(ids, values=Ids64.of_array(ids.values))
-    return Ids64.of_array(ids)
+    return with_ids(ids, Ids64.of_array(ids_of(ids)))

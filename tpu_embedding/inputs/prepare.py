@@ -12,15 +12,13 @@ from typing import Any, Literal, get_args
 import jax
 import numpy as np
 
-from tpu_embedding.inputs.agreed_sizes import agree_on_demands
-from tpu_embedding.inputs.buffer_sizes import BufferSizes, size_of_batch
+from tpu_embedding.inputs.agreed_sizes import choose_sizes
+from tpu_embedding.inputs.buffer_sizes import BufferSizes
 from tpu_embedding.inputs.containers import (
     HostIds,
     batch_shape_of,
     is_real,
     read_ids,
-    values_of,
-    with_values,
 )
 from tpu_embedding.inputs.ids_64 import (
     check_ids_64,
@@ -44,6 +42,8 @@ from tpu_embedding.types import (
     RaggedIds,
     ShardedRaggedIds,
     SparseIds,
+    ids_of,
+    with_ids,
 )
 
 Samples = Literal["global", "process"]
@@ -263,7 +263,7 @@ def _check_feature(
 ) -> DenseIds | RaggedIds:
     """Returns int32 or uint64 ids and float32 weights, checked; none stays sparse."""
     weights = _read_weights(weights, host_ids, feature)
-    is_dense, values = isinstance(host_ids, DenseIds), values_of(host_ids)
+    is_dense, values = isinstance(host_ids, DenseIds), np.asarray(ids_of(host_ids))
     if not values.size and not is_dense:
         values = values.astype(np.int32)  # NumPy takes empty lists for floats.
     check_dtypes(values, weights, feature)
@@ -272,7 +272,7 @@ def _check_feature(
     holds_padding = is_dense or values.dtype == np.int32
     check = check_ids_64 if feature.table.dynamic else _check_range
     where = "position" if is_dense else "value"
-    ids = with_values(host_ids, check(values, holds_padding, feature, where))
+    ids = with_ids(host_ids, check(values, holds_padding, feature, where))
     if isinstance(ids, SparseIds):
         return from_sparse(ids, weights, feature)
     return dataclasses.replace(ids, weights=weights)
@@ -295,7 +295,7 @@ def _read_weights(
         )
     if not isinstance(read, DenseIds):
         _check_same_places(read, host_ids, owner)
-    array = values_of(read)
+    array = np.asarray(ids_of(read))
     if not is_real(array.dtype):
         raise TypeError(
             f"Weights of {owner} must be real numbers, got dtype {array.dtype}."
@@ -380,13 +380,7 @@ def _pad_ragged(
         for i, (ids, feature) in enumerate(zip(checked, part.features, strict=True))
         if isinstance(ids, RaggedIds)
     }
-    if num_parts > 1 and demands:
-        agreed = agree_on_demands(list(demands.values()), sizes)
-        demands = dict(zip(demands, agreed, strict=True))
-    if sizes is None:
-        chosen = [size_of_batch(demand) for demand in demands.values()]
-    else:
-        chosen = sizes.choose(list(demands.values()))
+    chosen = choose_sizes(list(demands.values()), sizes, num_parts)
     padded: list[Any] = list(checked)
     for i, size in zip(demands, chosen, strict=True):
         padded[i] = pad_to_shards(padded[i], part.num_shards, size, num_parts)

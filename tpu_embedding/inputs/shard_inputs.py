@@ -7,7 +7,7 @@ shards, samples without ids fill up the last shards. Their activations are cut o
 import dataclasses
 import math
 from collections.abc import Iterable
-from typing import Any, cast
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -29,6 +29,7 @@ from tpu_embedding.types import (
     RaggedIds,
     ShardedRaggedIds,
     SparseIds,
+    ids_of,
 )
 
 
@@ -91,8 +92,7 @@ def attach_weights(features: Any, weights: Any, plan: EmbeddingPlan) -> Any:
                 f"Weights of the ragged feature {feature.name!r} must be given to "
                 "prepare, together with its ids."
             )
-        values = ids.ids if isinstance(ids, DenseIds) else ids
-        joined.append(DenseIds(ids=values, weights=weight))
+        joined.append(DenseIds(ids=ids_of(ids), weights=weight))
     return jax.tree.unflatten(plan.feature_tree, joined)
 
 
@@ -109,10 +109,11 @@ def feature_shape(ids: FeatureIds, feature: FeaturePlan, plan: AnyPlan) -> Featu
             "from batch to batch; pass the batch through "
             "tpu_embedding.inputs.prepare_features on the host first."
         )
-    ids = _in_container(_with_one_word(ids))
     is_ragged = isinstance(ids, ShardedRaggedIds)
-    values = ids.values if is_ragged else ids.ids
-    check_dtypes(values, ids.weights, feature)
+    values, weights = ids_of(ids), _weights_of(ids)
+    if isinstance(values, Ids64):
+        values = values.high  # It has the shape of the ids.
+    check_dtypes(values, weights, feature)
     if is_ragged:
         if values.shape[0] != plan.num_shards:
             raise ValueError(
@@ -128,7 +129,7 @@ def feature_shape(ids: FeatureIds, feature: FeaturePlan, plan: AnyPlan) -> Featu
             f"Feature {feature.name!r} must have at least one sample, got ids of shape "
             f"{values.shape}."
         )
-    refuse_weighted_sequence(ids.weights, feature)
+    refuse_weighted_sequence(weights, feature)
     length = _sequence_length(values, batch_size, is_ragged, feature)
     config = feature.config
     if length and config.default_id is not None:
@@ -182,20 +183,9 @@ def refuse_weighted_sequence(weights: Any, feature: FeaturePlan) -> None:
         )
 
 
-def _in_container(ids: FeatureIds) -> DenseIds | ShardedRaggedIds:
-    """Wraps a plain array of ids in `DenseIds`."""
-    if isinstance(ids, DenseIds | ShardedRaggedIds):
-        return ids
-    return DenseIds(ids=cast(IdArray, ids))
-
-
-def _with_one_word(ids: FeatureIds) -> FeatureIds:
-    """Returns the ids with one word for each, which has their shape."""
-    return jax.tree.map(
-        lambda x: x.high if isinstance(x, Ids64) else x,
-        ids,
-        is_leaf=lambda x: isinstance(x, Ids64),
-    )
+def _weights_of(ids: FeatureIds) -> IdArray | None:
+    """Returns the weights of a feature with a static shape."""
+    return ids.weights if isinstance(ids, DenseIds | ShardedRaggedIds) else None
 
 
 def _matrix_shape(ids: Any) -> tuple[AxisSize, AxisSize]:
@@ -269,13 +259,12 @@ def _way_to_integers(ids: Any, feature: FeaturePlan) -> str:
 
 def to_shardable(ids: FeatureIds, shape: FeatureShape, plan: AnyPlan) -> ShardableInput:
     """Fills up the batch to a multiple of the number of shards. Global."""
-    ids = _in_container(ids)
     is_ragged = isinstance(ids, ShardedRaggedIds)
-    matrix = _to_int32(ids.values if is_ragged else ids.ids)
+    matrix = _to_int32(ids_of(ids))
     matrix = matrix.reshape(_matrix_shape(matrix))
-    weights = None
-    if ids.weights is not None:
-        weights = jnp.asarray(ids.weights, jnp.float32).reshape(matrix.shape)
+    weights = _weights_of(ids)
+    if weights is not None:
+        weights = jnp.asarray(weights, jnp.float32).reshape(matrix.shape)
     if matrix.shape[1] == 0:
         # No place for an id in any row; the stages want at least one.
         matrix = jnp.full((matrix.shape[0], 1), PADDING_ROW_ID, jnp.int32)
@@ -284,18 +273,14 @@ def to_shardable(ids: FeatureIds, shape: FeatureShape, plan: AnyPlan) -> Shardab
     is_sample = None
     if missing and shape.default_id is not None:
         is_sample = jnp.arange(shape.batch_size + missing) < shape.batch_size
-    if is_ragged:
-        return ShardableInput(
-            ids=matrix,
-            weights=weights,
-            row_splits=jnp.asarray(ids.row_splits),
-            is_sample=is_sample,
-        )
-    room = ((0, missing), (0, 0))
+    if not is_ragged:
+        room = ((0, missing), (0, 0))
+        matrix = jnp.pad(matrix, room, constant_values=PADDING_ROW_ID)
+        weights = None if weights is None else jnp.pad(weights, room)
     return ShardableInput(
-        ids=jnp.pad(matrix, room, constant_values=PADDING_ROW_ID),
-        weights=None if weights is None else jnp.pad(weights, room),
-        row_splits=None,
+        ids=matrix,
+        weights=weights,
+        row_splits=jnp.asarray(ids.row_splits) if is_ragged else None,
         is_sample=is_sample,
     )
 

@@ -11,12 +11,8 @@ from typing import Any, Final, NamedTuple
 import jax
 import numpy as np
 
-from tpu_embedding.inputs.agreed_sizes import agree_on_demands
-from tpu_embedding.inputs.buffer_sizes import (
-    BufferSizes,
-    RaggedDemand,
-    size_of_batch,
-)
+from tpu_embedding.inputs.agreed_sizes import choose_sizes
+from tpu_embedding.inputs.buffer_sizes import BufferSizes, RaggedDemand
 from tpu_embedding.inputs.ids_64 import padding_of
 from tpu_embedding.inputs.prepare import Samples, num_parts_of
 from tpu_embedding.plan.plan import AnyPlan
@@ -161,9 +157,7 @@ def unique_ids(
         expected_valence=expected_valence,
         **_counts(unique, len(leaves[0])),
     )
-    if num_processes > 1:
-        (demand,) = agree_on_demands([demand], sizes)
-    size = size_of_batch(demand) if sizes is None else sizes.choose([demand])[0]
+    (size,) = choose_sizes([demand], sizes, num_processes)
     size = max(1, min(size, len(parts[0])))
     padded = np.full((num_devices, size), padding_of(leaves[0].dtype))
     for of_device, found in zip(padded, unique, strict=True):

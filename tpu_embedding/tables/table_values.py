@@ -251,15 +251,11 @@ def _with_values(
     plan: EmbeddingPlan,
 ) -> PackedRows:
     """Returns packed rows with the values of some tables replaced."""
-    layout, dtype = packed.layout, packed.lines.dtype
     packed = _where_planned(packed, stack, plan)
     copy = dataclasses.replace(packed, lines=jnp.copy(packed.lines))  # to be donated
 
     def read(table: str, start: int, num_rows: int) -> np.ndarray:
-        rows = values[table][start : start + num_rows]
-        if layout.narrow_dtype is None:
-            return rows.astype(dtype, copy=False)
-        return file_rows_of_values(rows, layout)
+        return file_rows_of_values(values[table][start : start + num_rows], copy)
 
     ranges = {table: (0, len(rows)) for table, rows in values.items()}
     return write_blocks(copy, stack, plan, read, ranges)
