@@ -107,5 +107,5 @@ def test_attributes_in_other_places_are_refused():
     for wrong in (np.array([3, 4]), {"a": np.ones((2, 2), int)}):
         if isinstance(wrong, dict):
             wrong = {**wrong, "b": wrong["a"]}
-        with pytest.raises(ValueError, match="an attribute in each place"):
+        with pytest.raises(ValueError, match="an attribute in each position"):
             unique.attribute_ids(wrong)

@@ -1,6 +1,6 @@
 """Chooses the static sizes of ragged features.
 
-A compiled step needs a fixed number of places per ragged feature and shard. Each new
+A compiled step needs buffers of a fixed size per ragged feature and shard. Each new
 combination of sizes is one more compilation. `BufferSizes` therefore remembers sizes
 from batch to batch, and changes those of all features at once.
 """

@@ -67,7 +67,7 @@ def prepare_features(
 
     Args:
       features: nest like the plan's `feature_config`, whose dicts may lack keys;
-        leaves are integer arrays `[batch]` or `[batch, valence]` (unused places hold
+        leaves are integer arrays `[batch]` or `[batch, valence]` (unused positions hold
         `PADDING_ROW_ID`), nested lists, `DenseIds`, `RaggedIds`, `SparseIds`, or
         objects with the fields of `tf.RaggedTensor` or `tf.SparseTensor`. Global; any
         integer dtype. Those of dynamic tables may also be `Ids64`.
@@ -98,37 +98,28 @@ def prepare_features(
     """
     plan = plan.for_batch(features)
     num_parts = num_parts_of(samples, plan)
-    leaves = plan.flatten(features)
-    weight_leaves: list[Any] = [None] * len(leaves)
+    read = list(map(_read_feature, plan.flatten(features), plan.features))
+    _refuse_batches(read, num_parts, plan)
+    weight_leaves: list[Any] = [None] * len(read)
     if weights is not None:
         weight_leaves = plan.flatten(weights, "weights")
-    read = [
-        _read_feature(ids, feature)
-        for ids, feature in zip(leaves, plan.features, strict=True)
-    ]
-    refuse_unequal_batches(
-        (feature, math.prod(batch_shape_of(ids)))
-        for ids, feature in zip(read, plan.features, strict=True)
-        if batch_shape_of(ids)
-    )
-    _refuse_uneven_parts(read, num_parts, plan)
-    checked = [
-        _check_feature(ids, weight, feature)
-        for ids, weight, feature in zip(read, weight_leaves, plan.features, strict=True)
-    ]
+    checked = list(map(_check_feature, read, weight_leaves, plan.features))
     part = InputPlan(
         features=plan.features,
         feature_tree=plan.feature_tree,
         num_shards=plan.num_shards // num_parts,
     )
-    prepared = _pad_ragged(checked, part, sizes, num_parts)
-    for i, (ids, feature) in enumerate(zip(prepared, plan.features, strict=True)):
-        feature_shape(ids, feature, part)
-        if isinstance(ids, DenseIds) and ids.weights is None:
-            prepared[i] = ids.ids
-        if feature.table.dynamic:
-            prepared[i] = with_words(prepared[i])
-    return plan.unflatten(prepared)
+    padded = _pad_ragged(checked, part, sizes, num_parts)
+    for ids, feature in zip(padded, plan.features, strict=True):
+        feature_shape(ids, feature, part)  # refuses shapes that do not fit
+    return plan.unflatten(list(map(_for_step, padded, plan.features)))
+
+
+def _for_step(ids: DenseIds | ShardedRaggedIds, feature: FeaturePlan) -> Any:
+    """Returns the ids of a feature in the container that the step takes."""
+    if isinstance(ids, DenseIds) and ids.weights is None:
+        ids = ids.ids
+    return with_words(ids) if feature.table.dynamic else ids
 
 
 def shard_batch(batch: Any, plan: EmbeddingPlan, *, samples: Samples = "global") -> Any:
@@ -238,8 +229,13 @@ def _read_feature(ids: Any, feature: FeaturePlan) -> HostIds:
     return host_ids
 
 
-def _refuse_uneven_parts(read: list[HostIds], num_parts: int, plan: AnyPlan) -> None:
-    """Refuses parts of processes that their devices cannot share equally."""
+def _refuse_batches(read: list[HostIds], num_parts: int, plan: AnyPlan) -> None:
+    """Refuses unequal batches, and parts that a process cannot deal to its devices."""
+    refuse_unequal_batches(
+        (feature, math.prod(batch_shape_of(ids)))
+        for ids, feature in zip(read, plan.features, strict=True)
+        if batch_shape_of(ids)
+    )
     if num_parts == 1:
         return
     num_shards = plan.num_shards // num_parts
@@ -267,7 +263,7 @@ def _check_feature(
     if not values.size and not is_dense:
         values = values.astype(np.int32)  # NumPy takes empty lists for floats.
     check_dtypes(values, weights, feature)
-    # Dense ids need marks of places without an id. Ragged and sparse ids have them
+    # Dense ids need marks of positions without an id. Ragged and sparse ids have them
     # where `hash_ids` or a `Vocabulary`, which return int32, was given padding.
     holds_padding = is_dense or values.dtype == np.int32
     check = check_ids_64 if feature.table.dynamic else _check_range
@@ -304,9 +300,9 @@ def _read_weights(
         array = array.astype(np.float32)
     is_finite = np.isfinite(array)
     if not is_finite.all():
-        place = tuple(int(i) for i in np.argwhere(~is_finite)[0])
+        position = tuple(int(i) for i in np.argwhere(~is_finite)[0])
         raise ValueError(
-            f"Weights of {owner} must be finite, got {array[place]} at {place}."
+            f"Weights of {owner} must be finite, got {array[position]} at {position}."
         )
     return array
 
@@ -352,11 +348,11 @@ def _check_range(
     is_padding = (ids == PADDING_ROW_ID) & holds_padding
     is_outside = ((ids < 0) | (ids >= vocabulary_size)) & ~is_padding
     if policy == "error" and is_outside.any():
-        place = tuple(int(i) for i in np.argwhere(is_outside)[0])
+        position = tuple(int(i) for i in np.argwhere(is_outside)[0])
         raise ValueError(
             f"Ids of feature {feature.name!r} must lie in [0, {vocabulary_size}), the "
-            f"rows of its table, got {ids[place]} at {where} {place}, and "
-            f"{int(is_outside.sum())} such ids in all. Correct the data, number "
+            f"rows of its table, got {ids[position]} at {where} {position}, "
+            f"and {int(is_outside.sum())} such ids in all. Correct the data, number "
             "ids with gaps by te.inputs.Vocabulary or te.inputs.hash_ids, or set "
             "FeatureConfig.out_of_range_ids to 'drop' or 'clip'."
         )

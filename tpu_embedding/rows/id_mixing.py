@@ -15,7 +15,7 @@ _ROUND_KEYS: Final = (0x9E3779B9, 0x7F4A7C15, 0xF39CC060, 0x5CEDC834)
 """Words of the fraction of the golden ratio."""
 
 NO_ID: Final = np.uint32(0xFFFFFFFF)
-"""Both words of a place without an id, before and after mixing."""
+"""Both words of a lane without an id, before and after mixing."""
 
 
 def mix_ids(high: Any, low: Any) -> tuple[Any, Any]:

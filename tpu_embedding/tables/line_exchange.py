@@ -241,11 +241,11 @@ def _merged(old: Array, new: Array, begin: Any, end: Any, layout: RowLayout) -> 
     line = jax.lax.broadcasted_iota(jnp.int32, old.shape, 0)
     first_row = layout.row_of(line)
     lane = 0 if layout.is_flat else jax.lax.broadcasted_iota(jnp.int32, old.shape, 1)
-    place = lane // layout.row_lanes
-    is_used = place < layout.places_per_line
+    group = lane // layout.row_lanes
+    is_used = group < layout.groups_per_line
 
     def is_new(part_of_lane: int) -> Any:
-        row = first_row + part_of_lane * layout.places_per_line + place
+        row = first_row + part_of_lane * layout.groups_per_line + group
         return is_used & (row >= begin) & (row < end)
 
     if layout.rows_per_lane == 1:

@@ -219,10 +219,10 @@ def check_range(rows: np.ndarray, start: int, dtype: str, owner: str) -> None:
     is_bad = np.isfinite(rows) & (np.abs(rows) > largest)
     if is_bad.any():
         row, *column = map(int, np.argwhere(is_bad)[0])
-        place = f", column {column[0]}" if column else ""
+        of_column = f", column {column[0]}" if column else ""
         raise ValueError(
             f"{owner} must lie within {largest:g} of zero for dtype {dtype}, got "
-            f"{rows[row, *column]} in row {start + row}{place}."
+            f"{rows[row, *column]} in row {start + row}{of_column}."
         )
 
 
