@@ -24,7 +24,9 @@ from tpu_embedding.strings.fingerprints import (
     farmhash64,
     siphash64,
 )
-from tpu_embedding.types import PADDING_ROW_ID, DenseIds, ids_of, with_ids
+from tpu_embedding.types import PADDING_ROW_ID, DenseIds
+from tpu_embedding.types import ids_of as values_of
+from tpu_embedding.types import with_ids as with_values
 
 MAX_IDS: Final = PADDING_ROW_ID - 1
 """Largest number of ids: the limit of `TableConfig.vocabulary_size`."""
@@ -88,7 +90,7 @@ def hash_ids(
         )
     key = _check_salt(salt)
     read = read_ids(strings, "hash_ids", "Strings")
-    values = ids_of(read).reshape(-1)
+    values = values_of(read).reshape(-1)
     if is_integer(values.dtype):
         values = values.astype(np.bytes_)
     encoded = encode(_check_strings(values, "hash_ids"))
@@ -119,7 +121,7 @@ def fingerprint_ids(strings: Any) -> Any:
       (dtype('uint64'), True)
     """
     read = read_ids(strings, "fingerprint_ids", "Strings")
-    values = _check_strings(ids_of(read).reshape(-1), "fingerprint_ids")
+    values = _check_strings(values_of(read).reshape(-1), "fingerprint_ids")
     words = farmhash64(encode(values))
     words = np.minimum(words, np.uint64(2**64 - 2))
     return _in_container_of(strings, read, words)
@@ -257,7 +259,7 @@ class Vocabulary:
           ValueError: if a string is unknown and there are no buckets for it.
         """
         read = read_ids(strings, "Vocabulary.ids", "Strings")
-        flat = _check_strings(ids_of(read).reshape(-1), "Vocabulary.ids").tolist()
+        flat = _check_strings(values_of(read).reshape(-1), "Vocabulary.ids").tolist()
         if not are_strings(flat):
             encode(flat)  # It raises an error that shows the value.
         ids = np.fromiter(
@@ -347,7 +349,7 @@ def _is_padding(encoded: ByteStrings, padding: str | bytes | int) -> np.ndarray:
 
 
 def _in_container_of(strings: Any, read: HostIds, ids: np.ndarray) -> Any:
-    container = with_ids(read, ids.reshape(ids_of(read).shape))
+    container = with_values(read, ids.reshape(values_of(read).shape))
     if isinstance(container, DenseIds) and not isinstance(strings, DenseIds):
         return container.ids
     return container
