@@ -19,9 +19,10 @@ stack, and all stacks whose rows lie alike.
 
 import dataclasses
 import functools
+import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Final, Literal, NamedTuple, TypeVar
 
 import jax
@@ -119,15 +120,14 @@ def read_blocks(
         yield from _read_on_host(packed, exchange, windows)
         return
     served = _windows_of_devices(exchange.received_sharding, receivers)
-    pending = None
-    for turn in _batched(windows, max(served) + 1):
+
+    def read(turn: Sequence[Window]) -> tuple[Sequence[Window], jax.Array]:
         starts, _ = _bounds([turn[i] if i < len(turn) else NO_WINDOW for i in served])
-        received = read_lines(packed.lines, starts, exchange=exchange)
-        if pending is not None:
-            yield list(_blocks_of_turn(*pending, served, exchange, packed))
-        pending = turn, received
-    if pending is not None:
-        yield list(_blocks_of_turn(*pending, served, exchange, packed))
+        return turn, read_lines(packed.lines, starts, exchange=exchange)
+
+    turns = _batched(windows, max(served) + 1)
+    for turn, received in _one_ahead(map(read, turns)):
+        yield list(_blocks_of_turn(turn, received, served, exchange, packed))
 
 
 def write_blocks(
@@ -188,18 +188,19 @@ def write_blocks(
     return dataclasses.replace(packed, lines=lines)
 
 
+def _one_ahead(items: Iterator[_Item]) -> Iterator[_Item]:
+    """Yields each item once the next one is made, such as a transfer that goes on."""
+    for item, _ in itertools.pairwise(itertools.chain(items, [None])):
+        yield item
+
+
 def _read_ahead(
     function: Callable[[_Item], _Result], items: Sequence[_Item]
 ) -> Iterator[_Result]:
     """Yields the result for each item, while a thread makes that for the next one."""
     with ThreadPoolExecutor(1) as reader:
-        pending: list[Future[_Result]] = []
-        for item in items:
-            pending.append(reader.submit(function, item))
-            if len(pending) > 1:
-                yield pending.pop(0).result()
-        if pending:
-            yield pending.pop().result()
+        for future in _one_ahead(reader.submit(function, item) for item in items):
+            yield future.result()
 
 
 def _batched(windows: Sequence[Window], size: int) -> list[Sequence[Window]]:
