@@ -117,9 +117,9 @@ def prepare_features(
 
 def _for_step(ids: DenseIds | ShardedRaggedIds, feature: FeaturePlan) -> Any:
     """Returns the ids of a feature in the container that the step takes."""
-    if isinstance(ids, DenseIds) and ids.weights is None:
-        ids = ids.ids
-    return with_words(ids) if feature.table.dynamic else ids
+    is_array = isinstance(ids, DenseIds) and ids.weights is None
+    found = ids.ids if is_array else ids
+    return with_words(found) if feature.table.dynamic else found
 
 
 def shard_batch(batch: Any, plan: EmbeddingPlan, *, samples: Samples = "global") -> Any:

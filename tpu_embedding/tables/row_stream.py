@@ -190,7 +190,8 @@ def write_blocks(
 
 def _one_ahead(items: Iterator[_Item]) -> Iterator[_Item]:
     """Yields each item once the next one is made, such as a transfer that goes on."""
-    for item, _ in itertools.pairwise(itertools.chain(items, [None])):
+    end: list[Any] = [None]
+    for item, _ in itertools.pairwise(itertools.chain(items, end)):
         yield item
 
 
