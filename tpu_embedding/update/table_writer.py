@@ -28,8 +28,7 @@ from tpu_embedding.rows.access import (
     replace_stored_rows,
     set_rows,
 )
-from tpu_embedding.rows.id_mixing import mix_bits
-from tpu_embedding.rows.narrow_rows import encode_rows, random_bits
+from tpu_embedding.rows.narrow_rows import encode_rows, mix_bits, random_bits
 from tpu_embedding.rows.packed_rows import PackedRows, RowLayout, load_rows
 from tpu_embedding.update.shard_rows import rows_of_stack
 
