@@ -117,8 +117,9 @@ def prepare_features(
 
 def _for_step(ids: DenseIds | ShardedRaggedIds, feature: FeaturePlan) -> Any:
     """Returns the ids of a feature in the container that the step takes."""
-    is_array = isinstance(ids, DenseIds) and ids.weights is None
-    found = ids.ids if is_array else ids
+    found: Any = ids
+    if isinstance(ids, DenseIds) and ids.weights is None:
+        found = ids.ids
     return with_words(found) if feature.table.dynamic else found
 
 
