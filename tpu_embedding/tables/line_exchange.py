@@ -16,6 +16,7 @@ from jaxtyping import Array, Int, Shaped
 from tpu_embedding.plan.plan import EmbeddingPlan
 from tpu_embedding.plan.shard_map import on_shards
 from tpu_embedding.plan.stack_plan import StackPlan
+from tpu_embedding.rows.file_rows import file_row
 from tpu_embedding.rows.packed_rows import PackedRows, RowLayout, round_up
 from tpu_embedding.tables.row_windows import Window, rows_per_window
 
@@ -32,6 +33,7 @@ class LineExchange:
     Attributes:
       sharding: devices of the rows.
       layout: packing of the rows, without the tables that they belong to.
+      row: shape and dtype of a row in a file.
       window_rows: maximum rows of a range.
       plan: gives the mesh.
       stack: any stack with these facts; gives the axes of shards and copies.
@@ -39,6 +41,7 @@ class LineExchange:
 
     sharding: NamedSharding
     layout: RowLayout
+    row: jax.ShapeDtypeStruct
     window_rows: int
     plan: EmbeddingPlan = dataclasses.field(compare=False, repr=False)
     stack: StackPlan = dataclasses.field(compare=False, repr=False)
@@ -87,6 +90,12 @@ class LineExchange:
         last = self.layout.num_lines - self.part_lines
         return min(line, last) if isinstance(line, int) else jnp.minimum(line, last)
 
+    @property
+    def dealt_shape(self) -> tuple[int, ...]:
+        """Shape of the rows of a window, in the whole lines of each part."""
+        part_rows = self.layout.row_of(self.part_lines)
+        return (self.num_parts, part_rows, *self.row.shape)
+
     def rows_of_part(self, part: int, window: Window) -> tuple[slice, slice]:
         """Returns the rows of a part: their range in its lines, and in the window."""
         begin = self.first_row(part, window.start)
@@ -115,6 +124,7 @@ def line_exchange(
     return LineExchange(
         sharding=plan.rows_sharding(stack),
         layout=dataclasses.replace(packed.layout, contents=None),
+        row=file_row(packed),
         window_rows=min(rows_per_window(packed), stack.num_rows),
         plan=plan,
         stack=stack,

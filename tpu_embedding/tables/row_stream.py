@@ -17,6 +17,7 @@ The programs get their ranges as arguments. One compilation serves all tables of
 stack, and all stacks whose rows lie alike.
 """
 
+import collections
 import dataclasses
 import functools
 import itertools
@@ -31,7 +32,7 @@ import numpy as np
 from tpu_embedding.plan.check_rows import check_stack
 from tpu_embedding.plan.plan import EmbeddingPlan
 from tpu_embedding.plan.stack_plan import StackPlan
-from tpu_embedding.rows.file_rows import file_row, of_file_rows, to_file_rows
+from tpu_embedding.rows.file_rows import of_file_rows, to_file_rows
 from tpu_embedding.rows.packed_rows import PackedRows
 from tpu_embedding.tables.line_exchange import (
     LineExchange,
@@ -84,7 +85,7 @@ def read_blocks(
     ranges: RowRanges | None = None,
     receivers: Receivers = "one",
 ) -> Iterator[list[RowBlock]]:
-    """Yields the rows of a stacked table or slot variable, block by block.
+    """Returns the rows of a stacked table or slot variable, block by block.
 
     A table's blocks start at multiples of `rows_per_block`. All processes must run the
     same turns.
@@ -97,8 +98,8 @@ def read_blocks(
       receivers: `"one"` gives each block to one process only. `"all"` gives it to all
         of them, and takes more turns.
 
-    Yields:
-      The blocks of this process in a turn, possibly none.
+    Returns:
+      An iterator of turns, each with the blocks of this process, possibly none.
 
     Raises:
       ValueError: if the rows were made for another plan, or `ranges` names others.
@@ -117,17 +118,9 @@ def read_blocks(
     exchange = line_exchange(packed, stack, plan)
     windows = windows_of(packed, stack, ranges)
     if _lies_on_host(packed):
-        yield from _read_on_host(packed, exchange, windows)
-        return
+        return _read_on_host(packed, exchange, windows)
     served = _windows_of_devices(exchange.received_sharding, receivers)
-
-    def read(turn: Sequence[Window]) -> tuple[Sequence[Window], jax.Array]:
-        starts, _ = _bounds([turn[i] if i < len(turn) else NO_WINDOW for i in served])
-        return turn, read_lines(packed.lines, starts, exchange=exchange)
-
-    turns = _batched(windows, max(served) + 1)
-    for turn, received in _one_ahead(map(read, turns)):
-        yield list(_blocks_of_turn(turn, received, served, exchange, packed))
+    return _read_by_exchange(packed, exchange, windows, served)
 
 
 def write_blocks(
@@ -159,6 +152,40 @@ def write_blocks(
     windows = windows_of(packed, stack, ranges)
     if _lies_on_host(packed):
         return _write_on_host(packed, exchange, windows, read)
+    return _write_by_exchange(packed, exchange, windows, read)
+
+
+def _read_by_exchange(
+    packed: PackedRows,
+    exchange: LineExchange,
+    windows: Sequence[Window],
+    served: Sequence[int],
+) -> Iterator[list[RowBlock]]:
+    """Yields the blocks of this process, turn by turn.
+
+    Args:
+      packed: global rows.
+      exchange: facts of the lines.
+      windows: ranges to read.
+      served: number of the window that each device reads in a turn.
+    """
+
+    def read(turn: Sequence[Window]) -> tuple[Sequence[Window], jax.Array]:
+        starts, _ = _bounds([turn[i] if i < len(turn) else NO_WINDOW for i in served])
+        return turn, read_lines(packed.lines, starts, exchange=exchange)
+
+    turns = _batched(windows, max(served) + 1)
+    for turn, received in _one_ahead(map(read, turns)):
+        yield list(_blocks_of_turn(turn, received, served, exchange))
+
+
+def _write_by_exchange(
+    packed: PackedRows,
+    exchange: LineExchange,
+    windows: Sequence[Window],
+    read: ReadTableRows,
+) -> PackedRows:
+    """Replaces the rows of windows, one window per shard in a turn."""
     num_shards, shape = exchange.num_shards, exchange.parts_shape
     sharding = exchange.sharding
     number_of = functools.partial(_number_of_part, size=shape[0] // num_shards)
@@ -166,10 +193,10 @@ def write_blocks(
     own_shards = set(map(number_of, indices.values()))
 
     def parts_of(turn: Sequence[Window]) -> dict[int, np.ndarray]:
-        parts, row = {}, file_row(packed)
+        parts = {}
         for shard in own_shards:
-            rows = _rows_of_pieces(turn[shard], packed, read)
-            memory = np.zeros(_parts_shape(row, exchange), row.dtype)
+            rows = _rows_of_pieces(turn[shard], exchange, read)
+            memory = np.zeros(exchange.dealt_shape, exchange.row.dtype)
             parts[shard] = _dealt(rows, turn[shard], exchange, memory)
         return parts
 
@@ -236,11 +263,9 @@ def windows_for_all(processes: Sequence[int]) -> list[int]:
       >>> windows_for_all([0, 0, 1, 1])
       [0, 1, 0, 1]
     """
-    num_windows = min(map(processes.count, processes))
-    return [
-        processes[:i].count(process) % num_windows
-        for i, process in enumerate(processes)
-    ]
+    num_windows = min(collections.Counter(processes).values())
+    numbers = collections.defaultdict(itertools.count)
+    return [next(numbers[process]) % num_windows for process in processes]
 
 
 def _blocks_of_turn(
@@ -248,7 +273,6 @@ def _blocks_of_turn(
     received: jax.Array,
     served: Sequence[int],
     exchange: LineExchange,
-    packed: PackedRows,
 ) -> Iterator[RowBlock]:
     """Yields the blocks that this process's devices received, each once."""
     by_device = _parts_by_index(received, received.shape[0] // len(served))
@@ -256,7 +280,7 @@ def _blocks_of_turn(
     for i, window in enumerate(turn):
         if i in by_window:
             parts = np.split(np.asarray(by_window[i]), exchange.num_parts)
-            yield from _blocks_of_window(parts, window, exchange, file_row(packed))
+            yield from _blocks_of_window(parts, window, exchange)
 
 
 def _parts_by_index(array: jax.Array, size: int) -> dict[int, jax.Array]:
@@ -273,13 +297,10 @@ def _number_of_part(index: Any, size: int) -> int:
 
 
 def _blocks_of_window(
-    parts: Sequence[np.ndarray],
-    window: Window,
-    exchange: LineExchange,
-    row: jax.ShapeDtypeStruct,
+    parts: Sequence[np.ndarray], window: Window, exchange: LineExchange
 ) -> Iterator[RowBlock]:
     """Yields the blocks of a window, from the lines of its parts."""
-    rows = _rows_of_window(parts, window, exchange, row)
+    rows = _rows_of_window(parts, window, exchange)
     begin = 0
     for table, start, num_rows in window.pieces:
         yield RowBlock(table, start, rows[begin : begin + num_rows])
@@ -287,15 +308,13 @@ def _blocks_of_window(
 
 
 def _rows_of_window(
-    parts: Sequence[np.ndarray],
-    window: Window,
-    exchange: LineExchange,
-    row: jax.ShapeDtypeStruct,
+    parts: Sequence[np.ndarray], window: Window, exchange: LineExchange
 ) -> np.ndarray:
     """Returns the rows of a window in their order, from the lines of its parts."""
     if exchange.num_parts == 1:
         of_part, _ = exchange.rows_of_part(0, window)
         return to_file_rows(parts[0], exchange.layout)[of_part]
+    row = exchange.row
     result = np.empty((window.num_rows, *row.shape), row.dtype)
     for part, lines in enumerate(parts):
         of_part, of_window = exchange.rows_of_part(part, window)
@@ -304,20 +323,14 @@ def _rows_of_window(
 
 
 def _rows_of_pieces(
-    window: Window, packed: PackedRows, read: ReadTableRows
+    window: Window, exchange: LineExchange, read: ReadTableRows
 ) -> np.ndarray:
     """Returns the new rows of a window."""
-    row = file_row(packed)
+    row = exchange.row
     blocks = [_checked(read(*piece), piece, row) for piece in window.pieces]
     if len(blocks) == 1:
         return blocks[0]
     return np.concatenate([np.empty((0, *row.shape), row.dtype), *blocks])
-
-
-def _parts_shape(row: jax.ShapeDtypeStruct, exchange: LineExchange) -> tuple[int, ...]:
-    """Returns the shape of the rows of a window in the lines of each owner."""
-    part_rows = exchange.layout.row_of(exchange.part_lines)
-    return (exchange.num_parts, part_rows, *row.shape)
 
 
 def _dealt(
@@ -374,7 +387,7 @@ def _read_on_host(
             line = exchange.first_line(part, window.start)
             lines = by_shard[part // exchange.layout.cores]
             parts.append(taken(lines[line : line + exchange.part_lines]))
-        yield list(_blocks_of_window(parts, window, exchange, file_row(packed)))
+        yield list(_blocks_of_window(parts, window, exchange))
 
 
 def _write_on_host(
@@ -384,11 +397,10 @@ def _write_on_host(
     read: ReadTableRows,
 ) -> PackedRows:
     """Replaces the rows of windows in the memory of this process."""
-    lines, row = packed.lines, file_row(packed)
-    sharding = lines.sharding
+    lines, sharding = packed.lines, packed.lines.sharding
     # All windows share it: new memory costs as much as a copy.
-    memory = _aligned(_parts_shape(row, exchange), row.dtype)
-    read_rows = functools.partial(_rows_of_pieces, packed=packed, read=read)
+    memory = _aligned(exchange.dealt_shape, exchange.row.dtype)
+    read_rows = functools.partial(_rows_of_pieces, exchange=exchange, read=read)
     for window, rows in zip(windows, _read_ahead(read_rows, windows), strict=True):
         dealt = _dealt(rows, window, exchange, memory)
         dealt = jax.device_put(dealt, sharding)
