@@ -103,9 +103,9 @@ def check_ids_64(
     Raises:
       ValueError: if an id is the reserved one and the feature's policy is `"error"`.
     """
-    # Narrow types such as int4 are none of NumPy's, so they pass through int64.
-    wide = ids if ids.dtype == np.uint64 else ids.astype(np.int64).view(np.uint64)
-    is_reserved = wide == NO_ID_64
+    # Types such as int4 are none of NumPy's, so they pass through int64.
+    as_uint64 = ids if ids.dtype == np.uint64 else ids.astype(np.int64).view(np.uint64)
+    is_reserved = as_uint64 == NO_ID_64
     if feature.config.out_of_range_ids == "error" and is_reserved.any():
         position = tuple(int(i) for i in np.argwhere(is_reserved)[0])
         raise ValueError(
@@ -115,8 +115,8 @@ def check_ids_64(
             "it another id, or set FeatureConfig.out_of_range_ids to 'drop'."
         )
     if holds_padding and ids.dtype == np.int32:
-        return np.where(ids == PADDING_ROW_ID, NO_ID_64, wide)
-    return wide.copy()
+        return np.where(ids == PADDING_ROW_ID, NO_ID_64, as_uint64)
+    return as_uint64.copy()
 
 
 def with_words(ids: Any) -> Any:

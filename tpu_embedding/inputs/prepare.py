@@ -192,8 +192,8 @@ def num_parts_of(samples: Samples, plan: AnyPlan) -> int:
 
 def _check_fits_int32(array: np.ndarray) -> np.ndarray:
     """Refuses integers of which JAX would keep the lower half only."""
-    is_wide = np.issubdtype(array.dtype, np.integer) and array.dtype.itemsize > 4
-    if is_wide and array.size and not jax.config.read("jax_enable_x64"):
+    has_64_bits = np.issubdtype(array.dtype, np.integer) and array.dtype.itemsize > 4
+    if has_64_bits and array.size and not jax.config.read("jax_enable_x64"):
         low, high = array.min(), array.max()
         if low < np.iinfo(np.int32).min or high > np.iinfo(np.int32).max:
             raise ValueError(

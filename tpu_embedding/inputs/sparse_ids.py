@@ -64,12 +64,12 @@ def _coordinates(ids: SparseIds, feature: FeaturePlan) -> tuple[np.ndarray, np.n
     for axis, size in enumerate(shape):
         if len(indices) and largest[:, axis].max() >= size:
             _raise_outside(ids, shape, feature)
-    # Narrow copies of the columns are faster to compare than the columns.
+    # Copies of the columns, in fewer bits, are faster to compare than the columns.
     samples = indices[:, 0].astype(np.int32)
     for axis in range(1, len(shape) - 1):
         samples = samples * np.int32(shape[axis]) + indices[:, axis].astype(np.int32)
-    is_narrow = shape[-1] <= np.iinfo(np.int32).max
-    positions = indices[:, -1].astype(np.int32 if is_narrow else np.int64)
+    fits_int32 = shape[-1] <= np.iinfo(np.int32).max
+    positions = indices[:, -1].astype(np.int32 if fits_int32 else np.int64)
     return samples, positions
 
 

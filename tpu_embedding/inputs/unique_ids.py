@@ -187,7 +187,7 @@ def _as_array(ids: Any, length: int | None) -> np.ndarray:
         )
     values, row_splits = np.asarray(ids.values), np.asarray(ids.row_splits)
     if values.dtype != np.uint64:
-        values = values.astype(np.int64)  # A narrow type cannot mark padding.
+        values = values.astype(np.int64)  # Fewer bits cannot mark padding.
     row_splits = row_splits.astype(np.int64, copy=False)
     is_used = np.arange(length) < np.diff(row_splits)[:, None]
     positions = row_splits[:-1, None] + np.arange(length)
