@@ -3,8 +3,8 @@
 A TPU stores a float32 `[rows, dim]` array with `dim` below 128 column by column, and
 then copies the whole table before each gather or scatter. Packing prevents the copy:
 `128 // dim` rows share one *line* of 128 lanes, and a longer row takes a multiple of
-128 lanes. On CPU and GPU a line is one row. Rows of a single value lie in a flat array on
-every device, because a SparseCore reads and adds to single elements of one.
+128 lanes. On CPU and GPU a line is one row. Rows of a single value lie in a flat array
+on every device, because a SparseCore reads and adds to single elements of one.
 
 Code above this folder names logical rows. Only rules that treat each element on its own
 handle lines as they are. `access.py` reads and changes rows.
