@@ -30,6 +30,8 @@ DENSE_SCOPE: Final = "dense_part"
 
 def auto_mesh(plan: EmbeddingPlan) -> Mesh:
     """Returns the mesh of a plan with axes of type `Auto`: itself if it has these."""
+    if not _is_explicit(plan):
+        return plan.mesh
     return Mesh(plan.mesh.devices, plan.mesh.axis_names)
 
 
