@@ -87,7 +87,7 @@ def is_finite(*values: Any) -> bool:
 def convert_ints(config: Any, *fields: str) -> None:
     """Replaces NumPy's integers by ints, also in tuples, before the fields are checked.
 
-    The arithmetic of NumPy's narrow integers would wrap.
+    The arithmetic of NumPy's integers of few bits would wrap.
     """
     for field in fields:
         value = getattr(config, field)

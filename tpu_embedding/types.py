@@ -14,7 +14,7 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 PADDING_ROW_ID: Final = 2**31 - 1
-"""Row id of unused places, in padded user input and in internal buffers.
+"""Row id of unused positions, in padded user input and in internal buffers.
 
 It is positive because JAX wraps -1 to the last row even under `mode="drop"`.
 """
@@ -28,12 +28,12 @@ AxisSize = Any
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DenseIds:
-    """Ids of a feature with a fixed number of places per sample, and their weights.
+    """Ids of a feature with a fixed number of positions per sample, and their weights.
 
     A plain array of ids means the same as `DenseIds(ids=array)`.
 
     Attributes:
-      ids: integers `[batch]` or `[batch, valence]`, global. Unused places of a
+      ids: integers `[batch]` or `[batch, valence]`, global. Unused positions of a
         `[batch, valence]` array hold `PADDING_ROW_ID`.
       weights: float32, shaped like `ids`. None means weight 1 for every id.
     """
@@ -228,21 +228,21 @@ FeatureIds = (
 
 
 def ids_of(feature: Any) -> Any:
-    """Returns the array of ids of a feature with a static shape."""
+    """Returns the array of ids of a feature: all of dense ids, the values of others."""
     match feature:
         case DenseIds():
             return feature.ids
-        case ShardedRaggedIds():
+        case RaggedIds() | SparseIds() | ShardedRaggedIds():
             return feature.values
     return feature
 
 
 def with_ids(feature: Any, ids: Any) -> Any:
-    """Returns a feature with a static shape, with other ids in place of its own."""
+    """Returns a feature with other ids in the same positions."""
     match feature:
         case DenseIds():
             return dataclasses.replace(feature, ids=ids)
-        case ShardedRaggedIds():
+        case RaggedIds() | SparseIds() | ShardedRaggedIds():
             return dataclasses.replace(feature, values=ids)
     return ids
 
@@ -255,9 +255,9 @@ class RowUpdates:
     Per shard inside `shard_map`. The global view concatenates all shards.
 
     Attributes:
-      values: float32 `[num_rows, dim]`; zero in unused places. It is the first pytree
-        leaf, so code that reads the dtype of the first leaf sees a float.
-      row_ids: int32 `[num_rows]`, row ids within the shard. Unused places hold
+      values: float32 `[num_rows, dim]`; zero in unused positions. It is the first
+        pytree leaf, so code that reads the dtype of the first leaf sees a float.
+      row_ids: int32 `[num_rows]`, row ids within the shard. Unused positions hold
         `PADDING_ROW_ID`.
     """
 

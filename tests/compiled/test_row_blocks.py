@@ -19,14 +19,12 @@ SHARD_BYTES = 2 * 10**9
 
 
 def lower_programs(packed, stack, plan):
-    """Returns the programs of a turn: two that read, and one that writes."""
+    """Returns the programs of a turn: one that reads, and one that writes."""
     lines = packed.lines
     lowered = {}
-    for receivers in ("one", "all"):
-        exchange = line_exchange(packed, stack, plan, receivers)
-        starts = np.zeros(exchange.num_windows, np.int32)
-        lowered[receivers] = read_lines.lower(lines, starts, exchange=exchange)
-    exchange = line_exchange(packed, stack, plan, "one")
+    exchange = line_exchange(packed, stack, plan)
+    starts = np.zeros(plan.mesh.size, np.int32)
+    lowered["read"] = read_lines.lower(lines, starts, exchange=exchange)
     parts = jax.ShapeDtypeStruct(
         exchange.parts_shape, lines.dtype, sharding=plan.rows_sharding(stack)
     )

@@ -82,7 +82,7 @@ def test_ids_outside_the_table_are_the_features_to_drop():
         ({"a": np.ones(2, int), "b": np.ones(3, int)}, r"of one batch.*\(2,\), \(3,\)"),
         (np.array([0.5]), "needs integers"),
         ([[1, 2], [3]], "from_lists"),
-        (np.zeros((2, 3, 4), int), r"\[batch, places\]"),
+        (np.zeros((2, 3, 4), int), r"\[batch, valence\]"),
         (HISTORY, "length=None"),
     ],
 )
@@ -107,5 +107,5 @@ def test_attributes_in_other_places_are_refused():
     for wrong in (np.array([3, 4]), {"a": np.ones((2, 2), int)}):
         if isinstance(wrong, dict):
             wrong = {**wrong, "b": wrong["a"]}
-        with pytest.raises(ValueError, match="an attribute in each place"):
+        with pytest.raises(ValueError, match="an attribute in each position"):
             unique.attribute_ids(wrong)

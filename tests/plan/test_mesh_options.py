@@ -7,6 +7,7 @@ from jax.sharding import AbstractMesh, AxisType, Mesh
 
 import tpu_embedding as te
 from tests.conftest import mesh_of
+from tpu_embedding.plan.shard_map import auto_mesh
 
 FEATURE = te.FeatureConfig(table=te.TableConfig(vocabulary_size=10, dim=2))
 
@@ -45,7 +46,7 @@ def test_wrong_options_are_refused(options, kind, message):
 def test_no_mesh_means_all_devices():
     plan = te.make_plan(FEATURE)
     assert plan.mesh == Mesh(np.asarray(jax.devices()), ("shard",))
-    assert plan.auto_mesh is plan.mesh
+    assert auto_mesh(plan) is plan.mesh
 
 
 def test_no_mesh_means_that_of_the_context():
@@ -56,5 +57,5 @@ def test_no_mesh_means_that_of_the_context():
         with pytest.raises(ValueError, match="mesh must be given .* inside jax.jit"):
             jax.eval_shape(lambda: te.make_plan(FEATURE) and 0)
     assert plan.mesh == mesh
-    assert set(plan.auto_mesh.axis_types) == {AxisType.Auto}
-    np.testing.assert_array_equal(plan.auto_mesh.devices, mesh.devices)
+    assert set(auto_mesh(plan).axis_types) == {AxisType.Auto}
+    np.testing.assert_array_equal(auto_mesh(plan).devices, mesh.devices)

@@ -124,7 +124,7 @@ def test_replace_narrow_rows(layout):
 
     def by_row(packed):
         lines = np.asarray(packed.lines).reshape(layout.num_lines, layout.lanes)
-        used = layout.places_per_line * layout.row_lanes
+        used = layout.groups_per_line * layout.row_lanes
         return rows_of_lines(lines, layout), lines[:, used:]
 
     (rows, unused), (found, found_unused) = by_row(packed), by_row(after)

@@ -226,6 +226,19 @@ def test_blocks_stay_when_the_lines_are_donated(small_blocks):
         np.testing.assert_array_equal(bits_of(block.rows), bits_of(rows))
 
 
+PROCESSES = {
+    "one": ([0, 0, 0], [0, 1, 2]),
+    "two": ([0, 1, 0, 1], [0, 0, 1, 1]),
+    "with unequal numbers of devices": ([0, 0, 0, 1, 1], [0, 1, 0, 0, 1]),
+}
+
+
+@pytest.mark.parametrize("case", PROCESSES)
+def test_all_processes_get_each_window_of_a_turn(case):
+    processes, windows = PROCESSES[case]
+    assert row_stream.windows_for_all(processes) == windows
+
+
 REFUSED = {
     "unknown table": ({"x": (0, 1)}, "ranges must name tables of stack 'stack_0'"),
     "beyond the end": ({"b": (0, 2)}, "between 0 and 1 for table 'b', got 0 to 2"),

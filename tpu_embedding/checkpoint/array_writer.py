@@ -1,7 +1,7 @@
 """Writes the leaves of a state for orbax: tables in natural row order, other arrays.
 
 Orbax names the arrays of a tree, and an `ArrayWriter` writes them. Tables and slot
-variables lie in the tree as `TableRows`. The rows of a stack stream block by block
+variables lie in the tree as `TableToSave`. The rows of a stack stream block by block
 (`tables/row_stream.py`), so neither the devices nor the host hold a second copy of a
 table. Every process writes the blocks of its own devices.
 """
@@ -30,7 +30,7 @@ from tpu_embedding.tables.table_values import unstack_tables
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class StackRows:
+class StackToSave:
     """The rows of a stacked table or slot variable.
 
     Attributes:
@@ -63,7 +63,7 @@ class StackRows:
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class TableRows:
+class TableToSave:
     """The rows of one table: a leaf of the tree that orbax saves.
 
     Attributes:
@@ -74,7 +74,7 @@ class TableRows:
 
     table: str
     record: ArrayRecord
-    rows: StackRows
+    rows: StackToSave
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -112,14 +112,14 @@ class ArrayWriter(ocp.type_handlers.NumpyHandler):
         del args
         created: list[ts.Future] = []
         writes = PendingWrites()
-        streams: dict[StackRows, dict[str, ts.TensorStore]] = {}
+        streams: dict[StackToSave, dict[str, ts.TensorStore]] = {}
         for value, info in zip(values, infos, strict=True):
             spec = array_spec(info.path, value.dtype, value.shape, _chunk_shape(value))
             if jax.process_index() == 0:
                 created.append(ts.open(spec, create=True))
             # Without a request to the file system.
             store = ts.open(spec | {"assume_metadata": True}).result()
-            if isinstance(value, TableRows):
+            if isinstance(value, TableToSave):
                 streams.setdefault(value.rows, {})[value.table] = store
                 continue
             for index, part in _parts_of_process(value):
@@ -132,7 +132,7 @@ class ArrayWriter(ocp.type_handlers.NumpyHandler):
 
 def _chunk_shape(value: Any) -> tuple[int, ...]:
     """Returns the shape of a chunk, which no two processes write."""
-    if isinstance(value, TableRows):
+    if isinstance(value, TableToSave):
         num_rows, *row_shape = value.shape
         return (rows_per_chunk(num_rows, row_shape, value.dtype), *row_shape)
     if isinstance(value, jax.Array):
@@ -152,9 +152,9 @@ def _parts_of_process(value: Any) -> Iterator[tuple[Any, np.ndarray]]:
 
 
 def pytree_handler() -> ocp.PyTreeCheckpointHandler:
-    """Returns an orbax handler that saves trees of arrays and `TableRows`."""
+    """Returns an orbax handler that saves trees of arrays and `TableToSave`."""
     writer = ArrayWriter()
-    types = (TableRows, np.ndarray, jax.Array)
+    types = (TableToSave, np.ndarray, jax.Array)
     return ocp.PyTreeCheckpointHandler(
         use_ocdbt=False,
         use_zarr3=True,

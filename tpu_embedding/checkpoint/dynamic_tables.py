@@ -150,6 +150,13 @@ def _values(
     return counts, last_used
 
 
+def rows_of_sources(rows: np.ndarray, sources: np.ndarray) -> np.ndarray:
+    """Returns `rows[sources]`, with zeros where the source is -1: no id."""
+    found = np.zeros((len(sources), *rows.shape[1:]), rows.dtype)
+    found[sources >= 0] = rows[sources[sources >= 0]]
+    return found
+
+
 def restored_directory(
     layer: LayerState,
     stack: StackPlan,

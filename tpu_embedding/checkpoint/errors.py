@@ -49,6 +49,6 @@ def errors_of_reading(owner: str) -> Iterator[None]:
 
 
 def _first_words(error: Exception) -> str:
-    """Returns the type and first line of an error, without its place in a source."""
+    """Returns the type and first line of an error, without its line in a source."""
     text = str(error).partition(" [")[0].partition("\n")[0].rstrip(". ")
     return f"{type(error).__name__}: {text}"

@@ -6,7 +6,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from tpu_embedding.checkpoint.array_writer import StackRows, TableRows
+from tpu_embedding.checkpoint.array_writer import StackToSave, TableToSave
 from tpu_embedding.checkpoint.dynamic_tables import (
     SavedIds,
     directory_records,
@@ -49,11 +49,11 @@ def tables_to_save(layer: LayerState) -> tuple[dict[str, TableRecord], Leaves]:
                 of_table = values[i] if slot.kind == "tables" else values
                 leaves[layer.name_of(table.name), slot.name] = np.asarray(of_table)
         for slot, array in packed.items():
-            rows = StackRows(array, stack, layer.plan, chosen)
+            rows = StackToSave(array, stack, layer.plan, chosen)
             for table in stack.tables:
                 name = layer.name_of(table.name)
                 record = records[name].arrays[slot]
-                leaves[name, slot] = TableRows(table.name, record, rows)
+                leaves[name, slot] = TableToSave(table.name, record, rows)
     return records, leaves
 
 

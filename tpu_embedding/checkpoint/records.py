@@ -40,7 +40,7 @@ STORES: Final = {"gs://": "gcs", "s3://": "s3"}
 """Beginning of a path in a bucket, and the driver of tensorstore for it."""
 
 STATE_ITEMS: Final = (".", "default", "state")
-"""Places of a state in a checkpoint: alone, or as an item of a CheckpointManager."""
+"""Directories of a state in a checkpoint: alone, or an item of a CheckpointManager."""
 
 Json = dict[str, Any]
 

@@ -6,7 +6,6 @@ tables, the host of each process holds one whole array at a time.
 """
 
 import dataclasses
-import functools
 import warnings
 from collections.abc import Mapping
 from typing import Any
@@ -21,6 +20,7 @@ from tpu_embedding.checkpoint.dynamic_tables import (
     ID_ARRAYS,
     place_saved_ids,
     restored_directory,
+    rows_of_sources,
 )
 from tpu_embedding.checkpoint.layer_tables import slots_of
 from tpu_embedding.checkpoint.records import TableRecord
@@ -186,9 +186,11 @@ class _StackReader:
             ranges = {table: (0, size) for table, size in sizes.items()}
             return write_blocks(packed, self.stack, self.plan, read, ranges)
         for table, size in sizes.items():
-            rows = read(table, 0, size)
-            sources = self.placed[table].sources
-            gather = functools.partial(_rows_of_places, rows, sources)
+            rows, sources = read(table, 0, size), self.placed[table].sources
+
+            def gather(_: str, start: int, n: int, rows=rows, sources=sources):
+                return rows_of_sources(rows, sources[start : start + n])
+
             ranges = {table: (0, len(sources))}
             packed = write_blocks(packed, self.stack, self.plan, gather, ranges)
         return packed
@@ -214,17 +216,6 @@ class _StackReader:
                 new[i] = found.get(table.name, new[i])
         sharding = getattr(leaf, "sharding", None) or self.plan.replicated
         return jax.device_put(new, sharding)
-
-
-def _rows_of_places(
-    rows: np.ndarray, sources: np.ndarray, table: str, start: int, num_rows: int
-) -> np.ndarray:
-    """Returns the rows of a range of places; those without an id are zeros."""
-    del table
-    sources = sources[start : start + num_rows]
-    result = np.zeros((num_rows, *rows.shape[1:]), rows.dtype)
-    result[sources >= 0] = rows[sources[sources >= 0]]
-    return result
 
 
 def _is_rows(leaf: Any) -> bool:

@@ -49,7 +49,7 @@ class LayerState:
     """Tables and slot variables of one embedding layer.
 
     Attributes:
-      path: place of the layer in its model, and the prefix of its tables' names. Empty
+      path: path of the layer in its model, and the prefix of its tables' names. Empty
         if the state has one layer only.
       plan: the layer's plan.
       tables: stack name to packed rows; directories of ids, too.
@@ -83,7 +83,7 @@ class _StackedLeaves:
     """Tables or slot variables by stack, as they lie in the state.
 
     Attributes:
-      index: place among the leaves of the state.
+      index: position among the leaves of the state.
       keys: around them.
       value: stack name to packed rows or optimizer state.
     """

@@ -14,6 +14,7 @@ import jax.export
 import jax.numpy as jnp
 import numpy as np
 
+from tpu_embedding import types
 from tpu_embedding.export.signature import (
     WIDE_DTYPE,
     ExportError,
@@ -118,7 +119,7 @@ class Example:
                     shape = (batch, *shape[1:])
             if getattr(leaf, "weights", None) is not None:
                 structs[each.weights_name] = jax.ShapeDtypeStruct(shape, jnp.float32)
-            if each.name in wide or isinstance(_all_ids_of(leaf), Ids64):
+            if each.name in wide or isinstance(types.ids_of(leaf), Ids64):
                 shape, dtype = (*shape, 2), jnp.dtype(WIDE_DTYPE)
             structs[each.ids_name] = jax.ShapeDtypeStruct(shape, dtype)
         return structs
@@ -176,14 +177,8 @@ def ids_of(leaf: Any) -> Any:
 
     Of ids of 64 bits, it returns the lower words.
     """
-    ids = _all_ids_of(leaf)
+    ids = types.ids_of(leaf)
     return ids.low if isinstance(ids, Ids64) else ids
-
-
-def _all_ids_of(leaf: Any) -> Any:
-    if isinstance(leaf, ShardedRaggedIds):
-        return leaf.values
-    return leaf.ids if isinstance(leaf, DenseIds) else leaf
 
 
 def _is_container(leaf: Any) -> bool:

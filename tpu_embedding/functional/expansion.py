@@ -9,7 +9,6 @@ from typing import Any, Final
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float
 
 from tpu_embedding.plan.plan import EmbeddingPlan
@@ -80,8 +79,8 @@ def _expand_on_mesh(values: Array, index: Array, plan: EmbeddingPlan) -> Array:
         on_mesh = on_shards(_expand, plan, in_specs=(spec, spec), out_specs=spec)
         return on_mesh(values, index)[:batch_size]
 
-    divides = batch_size % num_parts == 0
-    return in_auto_axes(run, plan, spec if divides else PartitionSpec())(values, index)
+    out_spec = plan.sharding_of_samples(index.shape).spec
+    return in_auto_axes(run, plan, out_spec)(values, index)
 
 
 @jax.named_scope("expand")

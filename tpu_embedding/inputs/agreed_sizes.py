@@ -13,13 +13,30 @@ from collections.abc import Sequence
 from typing import Any
 
 from tpu_embedding import distributed
-from tpu_embedding.inputs.buffer_sizes import BufferSizes, RaggedDemand
+from tpu_embedding.inputs.buffer_sizes import BufferSizes, RaggedDemand, size_of_batch
 
 _numbers: weakref.WeakKeyDictionary[BufferSizes, int] = weakref.WeakKeyDictionary()
 _new_numbers = itertools.count(1)
 
 
-def agree_on_demands(
+def choose_sizes(
+    demands: Sequence[RaggedDemand], sizes: BufferSizes | None, num_parts: int
+) -> list[int]:
+    """Returns the ids per shard of the buffer of each ragged feature of a batch.
+
+    Args:
+      demands: demands of all ragged features of this process's part of the batch.
+      sizes: remembers the sizes of earlier batches; None: each batch has its own.
+      num_parts: parts of the batch that different processes pass; 1: all pass it whole.
+    """
+    if num_parts > 1 and demands:
+        demands = _agreed(demands, sizes)
+    if sizes is None:
+        return [size_of_batch(demand) for demand in demands]
+    return sizes.choose(demands)
+
+
+def _agreed(
     demands: Sequence[RaggedDemand], sizes: BufferSizes | None
 ) -> list[RaggedDemand]:
     """Returns the demands of all processes together, for the same batch.

@@ -1,6 +1,6 @@
 """Chooses the static sizes of ragged features.
 
-A compiled step needs a fixed number of places per ragged feature and shard. Each new
+A compiled step needs buffers of a fixed size per ragged feature and shard. Each new
 combination of sizes is one more compilation. `BufferSizes` therefore remembers sizes
 from batch to batch, and changes those of all features at once.
 """
@@ -217,5 +217,5 @@ def _warn_of_growth(
         f"{'; '.join(changes)}. The step compiles once more. Set "
         "FeatureConfig.expected_valence, the ids per sample with headroom, to "
         f"{', '.join(ways_out)}.",
-        stacklevel=4,
+        stacklevel=5,
     )

@@ -81,18 +81,6 @@ def read_ids(ids: Any, owner: str, what: What = "Ids") -> HostIds:
     )
 
 
-def values_of(ids: HostIds) -> np.ndarray:
-    """Returns the ids alone: all places of dense ids, the values of others."""
-    return np.asarray(ids.ids if isinstance(ids, DenseIds) else ids.values)
-
-
-def with_values(ids: HostIds, values: np.ndarray) -> HostIds:
-    """Returns the container with other values in the same places."""
-    if isinstance(ids, DenseIds):
-        return dataclasses.replace(ids, ids=values)
-    return dataclasses.replace(ids, values=values)
-
-
 def batch_shape_of(ids: HostIds) -> tuple[int, ...]:
     """Returns the sizes of all axes but the last, which holds the ids of a sample.
 

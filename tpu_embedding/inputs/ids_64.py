@@ -3,7 +3,6 @@
 Ids of other tables are int32, so the dtype of checked ids tells the two apart.
 """
 
-import dataclasses
 from collections.abc import Iterator
 from typing import Any, Final
 
@@ -17,17 +16,18 @@ from tpu_embedding.types import (
     DenseIds,
     Ids64,
     RowIds,
-    ShardedRaggedIds,
+    ids_of,
+    with_ids,
 )
 
 NO_ID_64: Final = np.uint64(2**64 - 1)
-"""Marks a place without an id among uint64 ids."""
+"""Marks a position without an id among uint64 ids."""
 
 _PARTS: Final = (list, tuple, np.ndarray, jax.Array)
 
 
 def padding_of(dtype: np.dtype) -> np.generic:
-    """Returns what marks a place without an id among checked ids of this dtype."""
+    """Returns what marks a position without an id among checked ids of this dtype."""
     return NO_ID_64 if dtype == np.uint64 else np.int32(PADDING_ROW_ID)
 
 
@@ -42,11 +42,8 @@ def join_words(ids: Any, feature: FeaturePlan) -> Any:
             f"Feature {feature.name!r} holds RowIds, whose rows are known already; "
             "prepare takes ids."
         )
-    if isinstance(ids, Ids64):
-        return ids.to_numpy()
-    if isinstance(ids, DenseIds) and isinstance(ids.ids, Ids64):
-        return dataclasses.replace(ids, ids=ids.ids.to_numpy())
-    return ids
+    words = ids.ids if isinstance(ids, DenseIds) else ids
+    return with_ids(ids, words.to_numpy()) if isinstance(words, Ids64) else ids
 
 
 def refuse_unreadable(ids: Any, feature: FeaturePlan) -> None:
@@ -95,37 +92,33 @@ def _arrays_in(ids: Any) -> Iterator[Any]:
 def check_ids_64(
     ids: np.ndarray, holds_padding: bool, feature: FeaturePlan, where: str
 ) -> np.ndarray:
-    """Returns the ids as uint64; places without an id hold `NO_ID_64`.
+    """Returns the ids as uint64; positions without an id hold `NO_ID_64`.
 
     Args:
       ids: integers of any dtype. Negative ones are extended to 64 bits.
-      holds_padding: True if `PADDING_ROW_ID` marks places among int32 ids.
+      holds_padding: True if `PADDING_ROW_ID` marks positions among int32 ids.
       feature: says what becomes of the id with all bits set, which is reserved.
-      where: name of a place, for errors.
+      where: name of a position, for errors.
 
     Raises:
       ValueError: if an id is the reserved one and the feature's policy is `"error"`.
     """
-    # Narrow types such as int4 are none of NumPy's, so they pass through int64.
-    wide = ids if ids.dtype == np.uint64 else ids.astype(np.int64).view(np.uint64)
-    is_reserved = wide == NO_ID_64
+    # Types such as int4 are none of NumPy's, so they pass through int64.
+    as_uint64 = ids if ids.dtype == np.uint64 else ids.astype(np.int64).view(np.uint64)
+    is_reserved = as_uint64 == NO_ID_64
     if feature.config.out_of_range_ids == "error" and is_reserved.any():
-        place = tuple(int(i) for i in np.argwhere(is_reserved)[0])
+        position = tuple(int(i) for i in np.argwhere(is_reserved)[0])
         raise ValueError(
             f"Ids of feature {feature.name!r} must not be 2**64 - 1 (-1 if signed), "
-            f"which means 'no id' in a dynamic table, got {ids[place]} at {where} "
-            f"{place}, and {int(is_reserved.sum())} such ids in all. Give it another "
-            "id, or set FeatureConfig.out_of_range_ids to 'drop'."
+            f"which means 'no id' in a dynamic table, got {ids[position]} at "
+            f"{where} {position}, and {int(is_reserved.sum())} such ids in all. Give "
+            "it another id, or set FeatureConfig.out_of_range_ids to 'drop'."
         )
     if holds_padding and ids.dtype == np.int32:
-        return np.where(ids == PADDING_ROW_ID, NO_ID_64, wide)
-    return wide.copy()
+        return np.where(ids == PADDING_ROW_ID, NO_ID_64, as_uint64)
+    return as_uint64.copy()
 
 
 def with_words(ids: Any) -> Any:
     """Returns a prepared feature with `Ids64` in place of its uint64 array."""
-    if isinstance(ids, DenseIds):
-        return dataclasses.replace(ids, ids=Ids64.of_array(ids.ids))
-    if isinstance(ids, ShardedRaggedIds):
-        return dataclasses.replace(ids, values=Ids64.of_array(ids.values))
-    return Ids64.of_array(ids)
+    return with_ids(ids, Ids64.of_array(ids_of(ids)))

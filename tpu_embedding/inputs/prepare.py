@@ -12,15 +12,13 @@ from typing import Any, Literal, get_args
 import jax
 import numpy as np
 
-from tpu_embedding.inputs.agreed_sizes import agree_on_demands
-from tpu_embedding.inputs.buffer_sizes import BufferSizes, size_of_batch
+from tpu_embedding.inputs.agreed_sizes import choose_sizes
+from tpu_embedding.inputs.buffer_sizes import BufferSizes
 from tpu_embedding.inputs.containers import (
     HostIds,
     batch_shape_of,
     is_real,
     read_ids,
-    values_of,
-    with_values,
 )
 from tpu_embedding.inputs.ids_64 import (
     check_ids_64,
@@ -44,6 +42,8 @@ from tpu_embedding.types import (
     RaggedIds,
     ShardedRaggedIds,
     SparseIds,
+    ids_of,
+    with_ids,
 )
 
 Samples = Literal["global", "process"]
@@ -67,7 +67,7 @@ def prepare_features(
 
     Args:
       features: nest like the plan's `feature_config`, whose dicts may lack keys;
-        leaves are integer arrays `[batch]` or `[batch, valence]` (unused places hold
+        leaves are integer arrays `[batch]` or `[batch, valence]` (unused positions hold
         `PADDING_ROW_ID`), nested lists, `DenseIds`, `RaggedIds`, `SparseIds`, or
         objects with the fields of `tf.RaggedTensor` or `tf.SparseTensor`. Global; any
         integer dtype. Those of dynamic tables may also be `Ids64`.
@@ -98,37 +98,29 @@ def prepare_features(
     """
     plan = plan.for_batch(features)
     num_parts = num_parts_of(samples, plan)
-    leaves = plan.flatten(features)
-    weight_leaves: list[Any] = [None] * len(leaves)
+    read = list(map(_read_feature, plan.flatten(features), plan.features))
+    _refuse_batches(read, num_parts, plan)
+    weight_leaves: list[Any] = [None] * len(read)
     if weights is not None:
         weight_leaves = plan.flatten(weights, "weights")
-    read = [
-        _read_feature(ids, feature)
-        for ids, feature in zip(leaves, plan.features, strict=True)
-    ]
-    refuse_unequal_batches(
-        (feature, math.prod(batch_shape_of(ids)))
-        for ids, feature in zip(read, plan.features, strict=True)
-        if batch_shape_of(ids)
-    )
-    _refuse_uneven_parts(read, num_parts, plan)
-    checked = [
-        _check_feature(ids, weight, feature)
-        for ids, weight, feature in zip(read, weight_leaves, plan.features, strict=True)
-    ]
+    checked = list(map(_check_feature, read, weight_leaves, plan.features))
     part = InputPlan(
         features=plan.features,
         feature_tree=plan.feature_tree,
         num_shards=plan.num_shards // num_parts,
     )
-    prepared = _pad_ragged(checked, part, sizes, num_parts)
-    for i, (ids, feature) in enumerate(zip(prepared, plan.features, strict=True)):
-        feature_shape(ids, feature, part)
-        if isinstance(ids, DenseIds) and ids.weights is None:
-            prepared[i] = ids.ids
-        if feature.table.dynamic:
-            prepared[i] = with_words(prepared[i])
-    return plan.unflatten(prepared)
+    padded = _pad_ragged(checked, part, sizes, num_parts)
+    for ids, feature in zip(padded, plan.features, strict=True):
+        feature_shape(ids, feature, part)  # refuses shapes that do not fit
+    return plan.unflatten(list(map(_for_step, padded, plan.features)))
+
+
+def _for_step(ids: DenseIds | ShardedRaggedIds, feature: FeaturePlan) -> Any:
+    """Returns the ids of a feature in the container that the step takes."""
+    found: Any = ids
+    if isinstance(ids, DenseIds) and ids.weights is None:
+        found = ids.ids
+    return with_words(found) if feature.table.dynamic else found
 
 
 def shard_batch(batch: Any, plan: EmbeddingPlan, *, samples: Samples = "global") -> Any:
@@ -155,8 +147,7 @@ def shard_batch(batch: Any, plan: EmbeddingPlan, *, samples: Samples = "global")
         array = _check_fits_int32(np.asarray(array))
         if num_parts > 1 and array.ndim:
             return _put_part(array, plan, num_parts)
-        divides = array.ndim and array.shape[0] % plan.num_shards == 0
-        sharding = plan.batch_sharding if divides else plan.replicated
+        sharding = plan.sharding_of_samples(array.shape)
         if sharding.is_fully_addressable:
             return jax.device_put(array, sharding)
         return jax.make_array_from_callback(array.shape, sharding, array.__getitem__)
@@ -201,8 +192,8 @@ def num_parts_of(samples: Samples, plan: AnyPlan) -> int:
 
 def _check_fits_int32(array: np.ndarray) -> np.ndarray:
     """Refuses integers of which JAX would keep the lower half only."""
-    is_wide = np.issubdtype(array.dtype, np.integer) and array.dtype.itemsize > 4
-    if is_wide and array.size and not jax.config.read("jax_enable_x64"):
+    has_64_bits = np.issubdtype(array.dtype, np.integer) and array.dtype.itemsize > 4
+    if has_64_bits and array.size and not jax.config.read("jax_enable_x64"):
         low, high = array.min(), array.max()
         if low < np.iinfo(np.int32).min or high > np.iinfo(np.int32).max:
             raise ValueError(
@@ -239,8 +230,13 @@ def _read_feature(ids: Any, feature: FeaturePlan) -> HostIds:
     return host_ids
 
 
-def _refuse_uneven_parts(read: list[HostIds], num_parts: int, plan: AnyPlan) -> None:
-    """Refuses parts of processes that their devices cannot share equally."""
+def _refuse_batches(read: list[HostIds], num_parts: int, plan: AnyPlan) -> None:
+    """Refuses unequal batches, and parts that a process cannot deal to its devices."""
+    refuse_unequal_batches(
+        (feature, math.prod(batch_shape_of(ids)))
+        for ids, feature in zip(read, plan.features, strict=True)
+        if batch_shape_of(ids)
+    )
     if num_parts == 1:
         return
     num_shards = plan.num_shards // num_parts
@@ -264,16 +260,16 @@ def _check_feature(
 ) -> DenseIds | RaggedIds:
     """Returns int32 or uint64 ids and float32 weights, checked; none stays sparse."""
     weights = _read_weights(weights, host_ids, feature)
-    is_dense, values = isinstance(host_ids, DenseIds), values_of(host_ids)
+    is_dense, values = isinstance(host_ids, DenseIds), np.asarray(ids_of(host_ids))
     if not values.size and not is_dense:
         values = values.astype(np.int32)  # NumPy takes empty lists for floats.
     check_dtypes(values, weights, feature)
-    # Dense ids need marks of places without an id. Ragged and sparse ids have them
+    # Dense ids need marks of positions without an id. Ragged and sparse ids have them
     # where `hash_ids` or a `Vocabulary`, which return int32, was given padding.
     holds_padding = is_dense or values.dtype == np.int32
     check = check_ids_64 if feature.table.dynamic else _check_range
     where = "position" if is_dense else "value"
-    ids = with_values(host_ids, check(values, holds_padding, feature, where))
+    ids = with_ids(host_ids, check(values, holds_padding, feature, where))
     if isinstance(ids, SparseIds):
         return from_sparse(ids, weights, feature)
     return dataclasses.replace(ids, weights=weights)
@@ -296,7 +292,7 @@ def _read_weights(
         )
     if not isinstance(read, DenseIds):
         _check_same_places(read, host_ids, owner)
-    array = values_of(read)
+    array = np.asarray(ids_of(read))
     if not is_real(array.dtype):
         raise TypeError(
             f"Weights of {owner} must be real numbers, got dtype {array.dtype}."
@@ -305,9 +301,9 @@ def _read_weights(
         array = array.astype(np.float32)
     is_finite = np.isfinite(array)
     if not is_finite.all():
-        place = tuple(int(i) for i in np.argwhere(~is_finite)[0])
+        position = tuple(int(i) for i in np.argwhere(~is_finite)[0])
         raise ValueError(
-            f"Weights of {owner} must be finite, got {array[place]} at {place}."
+            f"Weights of {owner} must be finite, got {array[position]} at {position}."
         )
     return array
 
@@ -353,11 +349,11 @@ def _check_range(
     is_padding = (ids == PADDING_ROW_ID) & holds_padding
     is_outside = ((ids < 0) | (ids >= vocabulary_size)) & ~is_padding
     if policy == "error" and is_outside.any():
-        place = tuple(int(i) for i in np.argwhere(is_outside)[0])
+        position = tuple(int(i) for i in np.argwhere(is_outside)[0])
         raise ValueError(
             f"Ids of feature {feature.name!r} must lie in [0, {vocabulary_size}), the "
-            f"rows of its table, got {ids[place]} at {where} {place}, and "
-            f"{int(is_outside.sum())} such ids in all. Correct the data, number "
+            f"rows of its table, got {ids[position]} at {where} {position}, "
+            f"and {int(is_outside.sum())} such ids in all. Correct the data, number "
             "ids with gaps by te.inputs.Vocabulary or te.inputs.hash_ids, or set "
             "FeatureConfig.out_of_range_ids to 'drop' or 'clip'."
         )
@@ -381,13 +377,7 @@ def _pad_ragged(
         for i, (ids, feature) in enumerate(zip(checked, part.features, strict=True))
         if isinstance(ids, RaggedIds)
     }
-    if num_parts > 1 and demands:
-        agreed = agree_on_demands(list(demands.values()), sizes)
-        demands = dict(zip(demands, agreed, strict=True))
-    if sizes is None:
-        chosen = [size_of_batch(demand) for demand in demands.values()]
-    else:
-        chosen = sizes.choose(list(demands.values()))
+    chosen = choose_sizes(list(demands.values()), sizes, num_parts)
     padded: list[Any] = list(checked)
     for i, size in zip(demands, chosen, strict=True):
         padded[i] = pad_to_shards(padded[i], part.num_shards, size, num_parts)

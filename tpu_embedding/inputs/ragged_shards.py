@@ -43,7 +43,7 @@ def pad_to_shards(
     Args:
       ids: int32 or uint64 ids, checked.
       num_shards: shards of the samples.
-      size: places of each buffer, at least the `num_ids` of the demand.
+      size: entries of each buffer, at least the `num_ids` of the demand.
       num_parts: parts of the global batch, of which this is one.
     """
     splits = _splits_of_shards(ids, num_shards)

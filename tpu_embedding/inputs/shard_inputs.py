@@ -7,7 +7,7 @@ shards, samples without ids fill up the last shards. Their activations are cut o
 import dataclasses
 import math
 from collections.abc import Iterable
-from typing import Any, cast
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -28,6 +28,7 @@ from tpu_embedding.types import (
     RaggedIds,
     ShardedRaggedIds,
     SparseIds,
+    ids_of,
 )
 from tpu_embedding.xla import running_sum
 
@@ -91,8 +92,7 @@ def attach_weights(features: Any, weights: Any, plan: EmbeddingPlan) -> Any:
                 f"Weights of the ragged feature {feature.name!r} must be given to "
                 "prepare, together with its ids."
             )
-        values = ids.ids if isinstance(ids, DenseIds) else ids
-        joined.append(DenseIds(ids=values, weights=weight))
+        joined.append(DenseIds(ids=ids_of(ids), weights=weight))
     return jax.tree.unflatten(plan.feature_tree, joined)
 
 
@@ -109,34 +109,15 @@ def feature_shape(ids: FeatureIds, feature: FeaturePlan, plan: AnyPlan) -> Featu
             "from batch to batch; pass the batch through "
             "tpu_embedding.inputs.prepare_features on the host first."
         )
-    ids = _in_container(_with_one_word(ids))
+    values, weights = ids_of(ids), _weights_of(ids)
+    if isinstance(values, Ids64):
+        values = values.high  # It has the shape of the ids.
+    check_dtypes(values, weights, feature)
+    refuse_weighted_sequence(weights, feature)
+    batch_size = _batch_size(ids, values, feature, plan)
     is_ragged = isinstance(ids, ShardedRaggedIds)
-    values = ids.values if is_ragged else ids.ids
-    check_dtypes(values, ids.weights, feature)
-    if is_ragged:
-        if values.shape[0] != plan.num_shards:
-            raise ValueError(
-                f"Feature {feature.name!r} was prepared for {values.shape[0]} shards, "
-                f"but its layer has {plan.num_shards}; prepare it with that layer's "
-                "plan."
-            )
-        batch_size = ids.batch_size
-    else:
-        batch_size, _ = _matrix_shape(values)
-    if batch_size == 0:
-        raise ValueError(
-            f"Feature {feature.name!r} must have at least one sample, got ids of shape "
-            f"{values.shape}."
-        )
-    refuse_weighted_sequence(ids.weights, feature)
     length = _sequence_length(values, batch_size, is_ragged, feature)
     config = feature.config
-    if length and config.default_id is not None:
-        raise ValueError(
-            f"FeatureConfig.default_id of feature {feature.name!r} is for samples that "
-            f"are combined, got {config.default_id} with output_shape="
-            f"{config.output_shape}, which makes sequences."
-        )
     leading = config.output_shape
     if leading is None or config.has_own_batch:
         leading = (batch_size, length) if length else (batch_size,)
@@ -182,20 +163,9 @@ def refuse_weighted_sequence(weights: Any, feature: FeaturePlan) -> None:
         )
 
 
-def _in_container(ids: FeatureIds) -> DenseIds | ShardedRaggedIds:
-    """Wraps a plain array of ids in `DenseIds`."""
-    if isinstance(ids, DenseIds | ShardedRaggedIds):
-        return ids
-    return DenseIds(ids=cast(IdArray, ids))
-
-
-def _with_one_word(ids: FeatureIds) -> FeatureIds:
-    """Returns the ids with one word for each, which has their shape."""
-    return jax.tree.map(
-        lambda x: x.high if isinstance(x, Ids64) else x,
-        ids,
-        is_leaf=lambda x: isinstance(x, Ids64),
-    )
+def _weights_of(ids: FeatureIds) -> IdArray | None:
+    """Returns the weights of a feature with a static shape."""
+    return ids.weights if isinstance(ids, DenseIds | ShardedRaggedIds) else None
 
 
 def _matrix_shape(ids: Any) -> tuple[AxisSize, AxisSize]:
@@ -269,33 +239,28 @@ def _way_to_integers(ids: Any, feature: FeaturePlan) -> str:
 
 def to_shardable(ids: FeatureIds, shape: FeatureShape, plan: AnyPlan) -> ShardableInput:
     """Fills up the batch to a multiple of the number of shards. Global."""
-    ids = _in_container(ids)
     is_ragged = isinstance(ids, ShardedRaggedIds)
-    matrix = _to_int32(ids.values if is_ragged else ids.ids)
+    matrix = _to_int32(ids_of(ids))
     matrix = matrix.reshape(_matrix_shape(matrix))
-    weights = None
-    if ids.weights is not None:
-        weights = jnp.asarray(ids.weights, jnp.float32).reshape(matrix.shape)
+    weights = _weights_of(ids)
+    if weights is not None:
+        weights = jnp.asarray(weights, jnp.float32).reshape(matrix.shape)
     if matrix.shape[1] == 0:
-        # No place for an id in any row; the stages want at least one.
+        # No position for an id; the stages want at least one.
         matrix = jnp.full((matrix.shape[0], 1), PADDING_ROW_ID, jnp.int32)
         weights = None
     missing = plan.num_shards * shape.samples_per_shard - shape.batch_size
     is_sample = None
     if missing and shape.default_id is not None:
         is_sample = jnp.arange(shape.batch_size + missing) < shape.batch_size
-    if is_ragged:
-        return ShardableInput(
-            ids=matrix,
-            weights=weights,
-            row_splits=jnp.asarray(ids.row_splits),
-            is_sample=is_sample,
-        )
-    room = ((0, missing), (0, 0))
+    if not is_ragged:
+        room = ((0, missing), (0, 0))
+        matrix = jnp.pad(matrix, room, constant_values=PADDING_ROW_ID)
+        weights = None if weights is None else jnp.pad(weights, room)
     return ShardableInput(
-        ids=jnp.pad(matrix, room, constant_values=PADDING_ROW_ID),
-        weights=None if weights is None else jnp.pad(weights, room),
-        row_splits=None,
+        ids=matrix,
+        weights=weights,
+        row_splits=jnp.asarray(ids.row_splits) if is_ragged else None,
         is_sample=is_sample,
     )
 
@@ -314,12 +279,12 @@ def to_feature_input(shardable: ShardableInput, shape: FeatureShape) -> FeatureI
         sample_ids = sample_ids_of(row_splits, ids.shape[0])
         ids = jnp.where(sample_ids < shape.samples_per_shard, ids, PADDING_ROW_ID)
         if shape.default_id is not None:
-            # Each sample gets one more place, which the default id may take.
+            # Each sample gets one more position, which the default id may take.
             size = ids.shape[0] + shape.samples_per_shard
-            places = jnp.arange(ids.shape[0]) + sample_ids
-            ids = _spread(ids, places, size, PADDING_ROW_ID)
+            positions = jnp.arange(ids.shape[0]) + sample_ids
+            ids = _spread(ids, positions, size, PADDING_ROW_ID)
             if weights is not None:
-                weights = _spread(weights.reshape(-1), places, size, 0)
+                weights = _spread(weights.reshape(-1), positions, size, 0)
             row_splits = row_splits + jnp.arange(row_splits.shape[0], dtype=jnp.int32)
             sample_ids = sample_ids_of(row_splits, size)
     return FeatureInput(
@@ -332,17 +297,17 @@ def to_feature_input(shardable: ShardableInput, shape: FeatureShape) -> FeatureI
     )
 
 
-def _spread(array: Array, places: Array, size: AxisSize, padding: int) -> Array:
-    """Puts elements into places of a longer array; the places rise."""
+def _spread(array: Array, positions: Array, size: AxisSize, padding: int) -> Array:
+    """Puts elements into positions of a longer array; the positions rise."""
     return (
         jnp.full((size,), padding, array.dtype)
-        .at[places]
+        .at[positions]
         .set(array, indices_are_sorted=True, unique_indices=True)
     )
 
 
 def _to_sequences(shardable: ShardableInput, shape: FeatureShape) -> FeatureInput:
-    """Cuts or fills up each sample to the length; each place becomes a sample."""
+    """Cuts or fills up each sample to the length; each position becomes a sample."""
     num_samples, length = shape.samples_per_shard, shape.sequence_length
     ids = shardable.ids
     if shardable.row_splits is None:
@@ -354,9 +319,9 @@ def _to_sequences(shardable: ShardableInput, shape: FeatureShape) -> FeatureInpu
         sample_ids = sample_ids_of(row_splits, ids.shape[0])
         positions = positions_of(row_splits, ids.shape[0])
         # Positions beyond the length would fall into the next sample.
-        places = jnp.where(positions < length, sample_ids, num_samples) * length
+        starts = jnp.where(positions < length, sample_ids, num_samples) * length
         sequences = jnp.full((num_samples * length,), PADDING_ROW_ID, jnp.int32)
-        ids = sequences.at[places + positions].set(ids, mode="drop")
+        ids = sequences.at[starts + positions].set(ids, mode="drop")
     return FeatureInput(
         ids=ids.reshape(-1),
         weights=None,
@@ -364,6 +329,31 @@ def _to_sequences(shardable: ShardableInput, shape: FeatureShape) -> FeatureInpu
         num_samples=num_samples * length,
         valence=1,
     )
+
+
+def _batch_size(
+    ids: FeatureIds, values: Any, feature: FeaturePlan, plan: AnyPlan
+) -> AxisSize:
+    """Returns the samples of a batch.
+
+    Raises:
+      ValueError: if there is none, or the ids were prepared for other shards.
+    """
+    batch_size, _ = _matrix_shape(values)
+    if isinstance(ids, ShardedRaggedIds):
+        batch_size = ids.batch_size
+        if values.shape[0] != plan.num_shards:
+            raise ValueError(
+                f"Feature {feature.name!r} was prepared for {values.shape[0]} shards, "
+                f"but its layer has {plan.num_shards}; prepare it with that layer's "
+                "plan."
+            )
+    if batch_size == 0:
+        raise ValueError(
+            f"Feature {feature.name!r} must have at least one sample, got ids of shape "
+            f"{values.shape}."
+        )
+    return batch_size
 
 
 def _sequence_length(
@@ -400,6 +390,12 @@ def _sequence_length(
             f"{batch_size} samples of its ids, or a multiple of them, got "
             f"{config.output_shape} for ids of shape {ids.shape}."
         )
+    if config.default_id is not None:
+        raise ValueError(
+            f"FeatureConfig.default_id of feature {feature.name!r} is for samples that "
+            f"are combined, got {config.default_id} with output_shape="
+            f"{config.output_shape}, which makes sequences."
+        )
     return num_outputs // batch_size
 
 
@@ -422,7 +418,7 @@ def _to_int32(ids: IdArray) -> Array:
 def sample_ids_of(row_splits: Array, num_values: AxisSize) -> Array:
     """Returns the sample of each value.
 
-    Places behind the last value get the number of samples.
+    Positions behind the last value get the number of samples.
     """
     ends = jnp.zeros((num_values,), jnp.int32).at[row_splits[1:]].add(1, mode="drop")
     return running_sum(ends)

@@ -20,7 +20,7 @@ def from_sparse(
 ) -> RaggedIds | DenseIds:
     """Turns sparse ids into ragged ones, or into dense ones for sequences.
 
-    In a sequence, the last coordinate is a position, so places between ids stay empty.
+    In a sequence, the last coordinate is a position, so those between ids stay empty.
     Otherwise it only orders the ids of a sample.
 
     Args:
@@ -30,8 +30,8 @@ def from_sparse(
       feature: feature of the ids.
 
     Raises:
-      ValueError: if a coordinate lies outside `dense_shape`, or two ids have one place
-        of a sequence.
+      ValueError: if a coordinate lies outside `dense_shape`, or two ids have one
+        position of a sequence.
     """
     samples, positions = _coordinates(ids, feature)
     batch_size = math.prod(int(size) for size in ids.dense_shape[:-1])
@@ -41,10 +41,10 @@ def from_sparse(
         refuse_weighted_sequence(weights, feature)
         _refuse_many_samples(batch_size, length, feature)
         is_kept = positions < length
-        places = samples[is_kept] * np.int64(length) + positions[is_kept]
-        _refuse_equal_places(places, length, feature)
+        flat = samples[is_kept] * np.int64(length) + positions[is_kept]
+        _refuse_equal_positions(flat, length, feature)
         matrix = np.full(batch_size * length, padding_of(values.dtype))
-        matrix[places] = values[is_kept]
+        matrix[flat] = values[is_kept]
         return DenseIds(ids=matrix.reshape(batch_size, length))
     if not _is_row_major(samples, positions):
         order = np.lexsort((positions, samples))
@@ -64,12 +64,12 @@ def _coordinates(ids: SparseIds, feature: FeaturePlan) -> tuple[np.ndarray, np.n
     for axis, size in enumerate(shape):
         if len(indices) and largest[:, axis].max() >= size:
             _raise_outside(ids, shape, feature)
-    # Narrow copies of the columns are faster to compare than the columns.
+    # Copies of the columns, in fewer bits, are faster to compare than the columns.
     samples = indices[:, 0].astype(np.int32)
     for axis in range(1, len(shape) - 1):
         samples = samples * np.int32(shape[axis]) + indices[:, axis].astype(np.int32)
-    is_narrow = shape[-1] <= np.iinfo(np.int32).max
-    positions = indices[:, -1].astype(np.int32 if is_narrow else np.int64)
+    fits_int32 = shape[-1] <= np.iinfo(np.int32).max
+    positions = indices[:, -1].astype(np.int32 if fits_int32 else np.int64)
     return samples, positions
 
 
@@ -97,14 +97,16 @@ def _refuse_many_samples(batch_size: int, length: int, feature: FeaturePlan) -> 
         )
 
 
-def _refuse_equal_places(places: np.ndarray, length: int, feature: FeaturePlan) -> None:
-    if not (places[1:] > places[:-1]).all():
-        places = np.sort(places)
-    is_equal = places[1:] == places[:-1]
+def _refuse_equal_positions(
+    flat: np.ndarray, length: int, feature: FeaturePlan
+) -> None:
+    if not (flat[1:] > flat[:-1]).all():
+        flat = np.sort(flat)
+    is_equal = flat[1:] == flat[:-1]
     if is_equal.any():
-        place = int(places[is_equal.argmax()])
+        first = int(flat[is_equal.argmax()])
         raise ValueError(
             f"indices of feature {feature.name!r}, a sequence, must be unique, got "
-            f"sample {place // length} and position {place % length} "
-            f"{(places == place).sum()} times."
+            f"sample {first // length} and position {first % length} "
+            f"{(flat == first).sum()} times."
         )

@@ -2,7 +2,7 @@
 
 The batches of a sequence model repeat most of their ids. Such a model looks up the
 unique ids of each device as a plain feature, transforms each row once, and then gathers
-the results into the places of the samples, by `tpu_embedding.functional.expand`.
+the results into the positions of the samples, by `tpu_embedding.functional.expand`.
 """
 
 from collections.abc import Iterator, Sequence
@@ -11,12 +11,8 @@ from typing import Any, Final, NamedTuple
 import jax
 import numpy as np
 
-from tpu_embedding.inputs.agreed_sizes import agree_on_demands
-from tpu_embedding.inputs.buffer_sizes import (
-    BufferSizes,
-    RaggedDemand,
-    size_of_batch,
-)
+from tpu_embedding.inputs.agreed_sizes import choose_sizes
+from tpu_embedding.inputs.buffer_sizes import BufferSizes, RaggedDemand
 from tpu_embedding.inputs.ids_64 import padding_of
 from tpu_embedding.inputs.prepare import Samples, num_parts_of
 from tpu_embedding.plan.plan import AnyPlan
@@ -27,13 +23,13 @@ _MAX_RANGE_PER_ID: Final = 16
 
 
 class UniqueIds(NamedTuple):
-    """The different ids of each device's samples, and where each place finds its own.
+    """The different ids of each device's samples, and the position of each use of one.
 
     Attributes:
       ids: `[num_devices * size]`; the different ids of each device, rising, then
         padding. Look them up as a feature with `output_shape=(-1,)`.
-      index: nest of the ids, each int32 `[batch]` or `[batch, places]`: the position of
-        each id among those of its device; `size` where there is no id.
+      index: nest of the ids, each int32 `[batch]` or `[batch, valence]`: the position
+        of each id among those of its device; `size` where there is no id.
       size: ids per device, padding included.
     """
 
@@ -49,14 +45,14 @@ class UniqueIds(NamedTuple):
         `unique_ids` first, and expand the rows of the attributes to those of the ids.
 
         Args:
-          attributes: nest like the ids, with the attribute of the id in each place. All
-            places of an id must hold the same one, which is not checked.
+          attributes: nest like the ids, with the attribute of the id in each position.
+            All positions of an id must hold the same one, which is not checked.
 
         Returns:
           `[num_devices * size]`, padded like the ids.
 
         Raises:
-          ValueError: if an attribute has more or fewer places than the ids.
+          ValueError: if an attribute has more or fewer positions than the ids.
 
         Example:
           >>> import tpu_embedding as te
@@ -70,19 +66,20 @@ class UniqueIds(NamedTuple):
         leaves = jax.tree.leaves(attributes, is_leaf=is_ragged)
         indices = jax.tree.leaves(self.index)
         shapes = [index.shape for index in indices]
-        places = [
-            _in_places(x, shape[1] if len(shape) > 1 else None)
+        arrays = [
+            _as_array(x, shape[1] if len(shape) > 1 else None)
             for x, shape in zip(leaves, shapes, strict=False)
         ]
-        if [x.shape for x in places] != shapes or len(leaves) != len(shapes):
+        if [x.shape for x in arrays] != shapes or len(leaves) != len(shapes):
             raise ValueError(
-                "UniqueIds.attribute_ids needs an attribute in each place of the ids, "
-                f"{shapes}, got {[x.shape for x in places]}; give both of one batch."
+                "UniqueIds.attribute_ids needs an attribute in each position of the "
+                f"ids, {shapes}, got {[x.shape for x in arrays]}; give both of one "
+                "batch."
             )
-        places = _as_one_dtype(places)
+        arrays = _as_one_dtype(arrays)
         num_devices = len(self.ids) // self.size
-        found = np.full((num_devices, self.size), padding_of(places[0].dtype))
-        parts = (_parts(x, num_devices) for x in (indices, places))
+        found = np.full((num_devices, self.size), padding_of(arrays[0].dtype))
+        parts = (_parts(x, num_devices) for x in (indices, arrays))
         for of_device, index, attribute in zip(found, *parts, strict=True):
             is_id = index < self.size
             of_device[index[is_id]] = attribute[is_id]
@@ -102,13 +99,13 @@ def unique_ids(
 
     Each device then reads and exchanges a row once, however many of its samples need
     it, and the model transforms it once. The gradient of `te.functional.expand` sums
-    over the places of a row before anything is sent. So an optimizer that asks for each
-    occurrence of an id sees one per device and row.
+    over the positions of a row before anything is sent. So an optimizer that asks for
+    each occurrence of an id sees one per device and row.
 
     Args:
-      ids: integers `[batch]` or `[batch, places]`, with `PADDING_ROW_ID` in unused
-        places (or `2**64 - 1` among uint64), or `RaggedIds`. Or a nest of these, such
-        as a history and a candidate, which share the rows.
+      ids: integers `[batch]` or `[batch, valence]`, with `PADDING_ROW_ID` in unused
+        positions (or `2**64 - 1` among uint64), or `RaggedIds`. Or a nest of these,
+        such as a history and a candidate, which share the rows.
       plan: plan of the layer, or its part `EmbeddingPlan.for_loaders()`; None: one
         device has all samples, as in a served model.
       feature: name of the feature that looks the unique ids up. Its `expected_valence`
@@ -116,7 +113,7 @@ def unique_ids(
         sets the first size.
       sizes: remembers the sizes of earlier batches, as in `prepare_features`; None:
         each batch has a size of its own. No id is left out.
-      length: places of a sample of `RaggedIds`; longer samples are cut.
+      length: positions of a sample of `RaggedIds`; longer samples are cut.
       samples: the samples that this process passes, as in `prepare_features`.
 
     Returns:
@@ -144,7 +141,7 @@ def unique_ids(
     """
     num_processes = num_parts_of(samples, plan) if plan else 1
     is_ragged = lambda x: isinstance(x, RaggedIds)  # noqa: E731
-    nest = jax.tree.map(lambda x: _in_places(x, length), ids, is_leaf=is_ragged)
+    nest = jax.tree.map(lambda x: _as_array(x, length), ids, is_leaf=is_ragged)
     leaves, tree = jax.tree.flatten(nest)
     if len({len(x) for x in leaves}) != 1:
         raise ValueError(
@@ -161,9 +158,7 @@ def unique_ids(
         expected_valence=expected_valence,
         **_counts(unique, len(leaves[0])),
     )
-    if num_processes > 1:
-        (demand,) = agree_on_demands([demand], sizes)
-    size = size_of_batch(demand) if sizes is None else sizes.choose([demand])[0]
+    (size,) = choose_sizes([demand], sizes, num_processes)
     size = max(1, min(size, len(parts[0])))
     padded = np.full((num_devices, size), padding_of(leaves[0].dtype))
     for of_device, found in zip(padded, unique, strict=True):
@@ -174,30 +169,30 @@ def unique_ids(
     )
 
 
-def _in_places(ids: Any, length: int | None) -> np.ndarray:
+def _as_array(ids: Any, length: int | None) -> np.ndarray:
     """Returns integers `[batch, ...]`. Ragged ids are cut or padded to `length`."""
     if not isinstance(ids, RaggedIds):
         array = np.asarray(ids)
         if array.dtype.kind not in "iu" or array.ndim not in (1, 2):
             raise ValueError(
-                "unique_ids needs integers [batch] or [batch, places], or RaggedIds, "
+                "unique_ids needs integers [batch] or [batch, valence], or RaggedIds, "
                 f"got {array.dtype} of shape {array.shape}; make RaggedIds of lists by "
                 "te.RaggedIds.from_lists."
             )
         return array
     if length is None:
         raise ValueError(
-            "unique_ids needs the places of a sample for RaggedIds, got length=None; "
+            "unique_ids needs the length of a sample for RaggedIds, got length=None; "
             "give the length of the longest sequence."
         )
     values, row_splits = np.asarray(ids.values), np.asarray(ids.row_splits)
     if values.dtype != np.uint64:
-        values = values.astype(np.int64)  # A narrow type cannot mark padding.
+        values = values.astype(np.int64)  # Fewer bits cannot mark padding.
     row_splits = row_splits.astype(np.int64, copy=False)
     is_used = np.arange(length) < np.diff(row_splits)[:, None]
-    places = row_splits[:-1, None] + np.arange(length)
+    positions = row_splits[:-1, None] + np.arange(length)
     padded = np.full(is_used.shape, padding_of(values.dtype), values.dtype)
-    padded[is_used] = values[places[is_used]]
+    padded[is_used] = values[positions[is_used]]
     return padded
 
 

@@ -22,7 +22,7 @@ from tpu_embedding.gradients import Gradients
 from tpu_embedding.nn.optimizer import Optimizer
 from tpu_embedding.nn.training import embedding_layers, put_on_mesh, value_and_grad
 from tpu_embedding.plan.plan import EmbeddingPlan
-from tpu_embedding.plan.shard_map import constrain_first_axis
+from tpu_embedding.plan.shard_map import constrain_samples
 from tpu_embedding.xla import read_before_write
 
 PipelineMode = Literal["exact", "stale"]
@@ -354,9 +354,7 @@ def _read(model: nnx.Module, routed: InFlight) -> InFlight:
 
 def _by_sample(tree: Any, plan: EmbeddingPlan) -> Any:
     """Keeps arrays of samples on the devices of these, between two programs."""
-    return jax.tree.map(
-        lambda leaf: constrain_first_axis(leaf, plan, plan.sample_axes), tree
-    )
+    return jax.tree.map(lambda leaf: constrain_samples(leaf, plan), tree)
 
 
 def _read_before_update(model: nnx.Module, routed: InFlight) -> InFlight:

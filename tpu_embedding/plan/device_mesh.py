@@ -34,7 +34,7 @@ def device_mesh(
       >>> device_mesh(num_slices=2).axis_names
       ('slice', 'shard')
     """
-    chosen = sorted(jax.devices() if devices is None else devices, key=_place_of)
+    chosen = sorted(jax.devices() if devices is None else devices, key=_order_of)
     found = len({_slice_of(device) for device in chosen})
     if num_slices is not None and found not in (1, num_slices):
         raise ValueError(
@@ -57,5 +57,5 @@ def _slice_of(device: Any) -> int:
     return getattr(device, "slice_index", 0) if device.platform == "tpu" else 0
 
 
-def _place_of(device: Any) -> tuple[int, int, int]:
+def _order_of(device: Any) -> tuple[int, int, int]:
     return _slice_of(device), device.process_index, device.id

@@ -1,8 +1,8 @@
-"""Places the rows of dynamic tables on shards, whole buckets at a time.
+"""Deals the rows of dynamic tables to shards, whole buckets at a time.
 
 A bucket and its 64 rows lie on one shard, so that it finds and inserts ids without
 asking the others. Buckets are dealt in blocks: shard `s` holds the buckets
-`s * buckets_per_shard` and on. The row in place `lane` of bucket `b` of a shard is its
+`s * buckets_per_shard` and on. The row in lane `lane` of bucket `b` of a shard is its
 row `64 * b + lane` of the table, and the table's row `that * num_shards + s`.
 """
 

@@ -1,7 +1,7 @@
-"""Features of a plan: their tables' places, and the part of a nest that a batch holds.
+"""Features of a plan: their rows, and the part of a nest that a batch holds.
 
-A plan has one `FeaturePlan` per feature. `make_plan` places features in new stacks, and
-`EmbeddingPlan.with_features` in the stacks of an existing plan.
+A plan has one `FeaturePlan` per feature. `make_plan` finds their tables in new stacks,
+and `EmbeddingPlan.with_features` in the stacks of an existing plan.
 """
 
 import dataclasses
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class FeaturePlan:
-    """A feature, and the place of its table.
+    """A feature, and the rows of its table.
 
     Attributes:
       name: name of the feature, in errors and statistics.

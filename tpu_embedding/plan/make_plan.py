@@ -157,7 +157,7 @@ def _plan_stack(
 
 
 def _tables_of_stack(tables: list[stacking.NamedTable]) -> tuple[TablePlan, ...]:
-    """Places tables one after the other."""
+    """Returns plans of tables that lie one after the other."""
     ends = itertools.accumulate(table.num_rows for table in tables)
     return tuple(
         TablePlan(

@@ -56,12 +56,12 @@ def place_tables(
     mesh: Mesh,
     row_bytes_of: RowBytesOf,
 ) -> list[NamedTable]:
-    """Returns each table once, with its place on the mesh.
+    """Returns each table once, with the mesh axes that its rows are split over.
 
     Args:
       tables: the table of each lookup.
       features: the feature of each lookup.
-      policy: places tables without a placement of their own.
+      policy: chooses for tables without a placement of their own.
       mesh: devices of the layer.
       row_bytes_of: memory of a row.
 

@@ -6,10 +6,11 @@ table. `make_plan.py` makes it.
 """
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Any, Final
 
 import jax
-from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from tpu_embedding.argument_checks import ArgumentType
 from tpu_embedding.hardware import HardwareInfo
@@ -26,6 +27,7 @@ from tpu_embedding.plan.input_plan import InputPlan, without_functions
 from tpu_embedding.plan.process_samples import process_shards
 from tpu_embedding.plan.stack_plan import StackPlan, TrainedStackPlan
 from tpu_embedding.rows.packed_rows import LANE_BYTES
+from tpu_embedding.types import AxisSize
 
 
 @jax.tree_util.register_static
@@ -60,13 +62,6 @@ class EmbeddingPlan(FeatureNest):
         return self.mesh.size
 
     @property
-    def auto_mesh(self) -> Mesh:
-        """The mesh, with axes of type `Auto`; the mesh itself if it has no others."""
-        if all(kind == AxisType.Auto for kind in self.mesh.axis_types):
-            return self.mesh
-        return Mesh(self.mesh.devices, self.mesh.axis_names)
-
-    @property
     def sample_axes(self) -> tuple[str, ...]:
         """All mesh axes: samples are split over the devices in this order."""
         return tuple(self.mesh.axis_names)
@@ -84,6 +79,17 @@ class EmbeddingPlan(FeatureNest):
     def batch_sharding(self) -> NamedSharding:
         """Sharding of batches, activations and cotangents, along their first axis."""
         return NamedSharding(self.mesh, self.sample_spec)
+
+    def sharding_of_samples(self, shape: Sequence[AxisSize]) -> NamedSharding:
+        """Returns the sharding of an array of samples, such as an activation.
+
+        It is split along its first axis if the devices divide it, and else whole.
+
+        Args:
+          shape: shape of the global array.
+        """
+        divides = len(shape) > 0 and shape[0] % self.num_shards == 0
+        return self.batch_sharding if divides else self.replicated
 
     def process_samples(
         self, batch_size: int, process_index: int | None = None

@@ -4,17 +4,18 @@ The layer's programs are written for `Auto` axes, whose shardings XLA propagates
 mesh with `Explicit` axes, as `jax.make_mesh` makes it, the type of an array spells its
 sharding. Each public function then enters a context of `Auto` axes, and its results
 leave with types of the user's mesh. On a mesh of `Auto` axes, nothing changes.
+
+No other module tells the two types apart.
 """
 
 import contextlib
-import math
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Final
 
 import jax
 import jax.numpy as jnp
 from jax.core import Tracer
-from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from tpu_embedding.plan.plan import EmbeddingPlan
 
@@ -27,8 +28,20 @@ DENSE_SCOPE: Final = "dense_part"
 """Scope around a model's own `shard_map`, whose operations are not the layer's."""
 
 
+def auto_mesh(plan: EmbeddingPlan) -> Mesh:
+    """Returns the mesh of a plan with axes of type `Auto`: itself if it has these."""
+    if not _is_explicit(plan):
+        return plan.mesh
+    return Mesh(plan.mesh.devices, plan.mesh.axis_names)
+
+
 def on_shards(
-    function: Callable[..., Any], plan: EmbeddingPlan, *, in_specs: Any, out_specs: Any
+    function: Callable[..., Any],
+    plan: EmbeddingPlan,
+    *,
+    in_specs: Any,
+    out_specs: Any,
+    scope: str = EMBEDDING_SCOPE,
 ) -> Callable[..., Any]:
     """Returns a function of global arrays whose parts each device computes.
 
@@ -37,10 +50,11 @@ def on_shards(
       plan: gives the mesh.
       in_specs: partitions of the arguments; pytrees may be prefixes of theirs.
       out_specs: partitions of the results. Devices must agree where one lacks an axis.
+      scope: name of its operations in a compiled program.
     """
     mapped = jax.shard_map(
-        jax.named_scope(EMBEDDING_SCOPE)(function),
-        mesh=plan.auto_mesh,
+        jax.named_scope(scope)(function),
+        mesh=auto_mesh(plan),
         in_specs=in_specs,
         out_specs=out_specs,
         check_vma=False,
@@ -60,8 +74,8 @@ def in_auto_axes(
         be prefixes of the results. XLA chooses the partitions on other meshes.
     """
     context = jax.sharding.get_abstract_mesh().axis_types
-    is_in_auto_axes = context and all(kind == AxisType.Auto for kind in context)
-    if plan.mesh is plan.auto_mesh or is_in_auto_axes:
+    is_in_auto_axes = context and AxisType.Explicit not in context
+    if is_in_auto_axes or not _is_explicit(plan):
         return function
     out_sharding = jax.tree.map(
         lambda spec: NamedSharding(plan.mesh, spec),
@@ -87,7 +101,7 @@ def user_mesh(plans: Iterable[EmbeddingPlan]) -> Iterator[None]:
 
     JAX differentiates on such a mesh only within its context, also outside of `jit`.
     """
-    meshes = {plan.mesh for plan in plans if plan.mesh is not plan.auto_mesh}
+    meshes = {plan.mesh for plan in plans if _is_explicit(plan)}
     is_outside = jax.sharding.get_abstract_mesh().empty and not isinstance(
         jnp.zeros(()), Tracer
     )
@@ -118,7 +132,7 @@ def zeros_like(shapes: Any) -> Any:
 def replicate(array: jax.Array, plan: EmbeddingPlan) -> jax.Array:
     """Copies an array to all devices, under the sharding that a step would return."""
     sharding = plan.replicated
-    if plan.mesh is not plan.auto_mesh:
+    if _is_explicit(plan):
         # XLA names the partition of each axis there; another name compiles anew.
         sharding = NamedSharding(plan.mesh, PartitionSpec(*[None] * array.ndim))
     return jax.device_put(array, sharding)
@@ -126,25 +140,24 @@ def replicate(array: jax.Array, plan: EmbeddingPlan) -> jax.Array:
 
 def constrain(array: jax.Array, plan: EmbeddingPlan, spec: PartitionSpec) -> jax.Array:
     """Partitions an array, in a context of `Auto` axes."""
-    return jax.lax.with_sharding_constraint(array, NamedSharding(plan.auto_mesh, spec))
+    return jax.lax.with_sharding_constraint(array, NamedSharding(auto_mesh(plan), spec))
 
 
-def constrain_first_axis(
-    array: jax.Array, plan: EmbeddingPlan, axes: tuple[str, ...]
-) -> jax.Array:
-    """Constrains the sharding of an array, so that several programs agree on it.
+def constrain_samples(array: jax.Array, plan: EmbeddingPlan) -> jax.Array:
+    """Constrains the sharding of samples, so that several programs agree on it.
 
     A mesh with `Explicit` axes needs no constraint: there the array's type has the
     sharding.
 
     Args:
-      array: global array, in a context of the user's mesh.
+      array: global array, in a context of the user's mesh. It is replicated if it has
+        no axis, or if the devices do not divide the first one.
       plan: gives the mesh.
-      axes: mesh axes that split the first axis of the array. The array is replicated if
-        its size is no multiple of theirs.
     """
-    if plan.mesh is not plan.auto_mesh:
+    if _is_explicit(plan):
         return array
-    num_parts = math.prod(plan.mesh.shape[axis] for axis in axes)
-    divides = bool(array.ndim) and array.shape[0] % num_parts == 0
-    return constrain(array, plan, PartitionSpec(axes) if divides else PartitionSpec())
+    return constrain(array, plan, plan.sharding_of_samples(array.shape).spec)
+
+
+def _is_explicit(plan: EmbeddingPlan) -> bool:
+    return AxisType.Explicit in plan.mesh.axis_types

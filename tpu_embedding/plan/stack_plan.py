@@ -17,7 +17,7 @@ from tpu_embedding.rows.packed_rows import RowLayout
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TablePlan:
-    """A table's place in its stack: rows `row_offset` and on.
+    """A table in its stack: rows `row_offset` and on.
 
     Attributes:
       name: name of the table.

@@ -27,7 +27,7 @@ margin leaves space for one more row on each of 2**20 shards."""
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class NamedTable:
-    """A table with its name, its optimizer and its place on the mesh.
+    """A table with its name, its optimizer and its placement.
 
     Attributes:
       name: the user's name for the table, or a generated one.

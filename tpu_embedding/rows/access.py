@@ -11,9 +11,9 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Shaped
 
-from tpu_embedding.rows.lane_places import (
+from tpu_embedding.rows.lane_groups import (
+    lane_groups_of,
     lines_to_add,
-    places_of,
     select_lanes,
     shifts_of,
 )
@@ -52,15 +52,15 @@ def gather_rows(packed: PackedRows, row_ids: Int[Array, " ids"]) -> Array:
 
 
 def gather_lines(
-    lines: Shaped[Array, "lines *lane"], places: Int[Array, " n"]
+    lines: Shaped[Array, "lines *lane"], positions: Int[Array, " n"]
 ) -> Shaped[Array, "n *lane"]:
-    """Returns `lines[places]`, the rows of a buffer or the lines of a table.
+    """Returns `lines[positions]`, the rows of a buffer or the lines of a table.
 
     Args:
       lines: the lines; for a buffer, one row per line.
-      places: numbers of lines; all must be in bounds.
+      positions: numbers of lines; all must be in bounds.
     """
-    gathered = gather_in_bounds(lines, places)
+    gathered = gather_in_bounds(lines, positions)
     is_short = gathered.ndim == 2 and gathered.shape[1] in _VECTOR_STEPS
     if not is_short or gathered.dtype != jnp.float32:
         return gathered
@@ -172,8 +172,8 @@ def _clear_stuck_values(
     """Sets values to zero that adding a difference cannot replace, in place.
 
     These are NaN and infinite values, and those whose difference overflows. No line may
-    be set twice at once. So the rows at one place of all lines are cleared together,
-    one place after the other. If nothing is stuck, no line is read.
+    be set twice at once. So the first rows of all lines are cleared together, then the
+    second ones, and so on. If nothing is stuck, no line is read.
 
     Args:
       packed: the rows of this shard.
@@ -189,8 +189,8 @@ def _clear_stuck_values(
     old = jnp.where(is_stuck, jnp.zeros((), old.dtype), old)
     stuck = _if_used(is_stuck, row_ids, layout)
 
-    def clear(place: Array, packed: PackedRows) -> PackedRows:
-        is_due = (row_ids < layout.num_rows) & (row_ids % layout.rows_per_line == place)
+    def clear(i: Array, packed: PackedRows) -> PackedRows:
+        is_due = (row_ids < layout.num_rows) & (row_ids % layout.rows_per_line == i)
         line_ids = _line_ids(row_ids, is_due, layout)
         in_bounds = jnp.minimum(line_ids, layout.num_lines - 1)
         lines = gather_in_bounds(packed.lines, in_bounds)
@@ -214,8 +214,8 @@ def _gather_stored(
     if layout.is_flat:
         rows = lines[:, None]
     else:
-        places = places_of(row_ids, layout)
-        rows = select_lanes(lines, places, layout.places_per_line, layout.row_lanes)
+        groups = lane_groups_of(row_ids, layout)
+        rows = select_lanes(lines, groups, layout.groups_per_line, layout.row_lanes)
     if layout.rows_per_lane == 1:
         return rows
     return (rows >> shifts_of(row_ids, layout)[:, None]) & 0xFFFF

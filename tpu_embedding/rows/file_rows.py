@@ -92,24 +92,28 @@ def of_file_rows(rows: np.ndarray, layout: RowLayout) -> np.ndarray:
     return lines.reshape(-1) if layout.is_flat else lines
 
 
-def file_rows_of_values(values: np.ndarray, layout: RowLayout) -> np.ndarray:
-    """Returns numbers as rows of a file, rounded to the nearest of a narrow type.
+def file_rows_of_values(values: np.ndarray, packed: PackedRows) -> np.ndarray:
+    """Returns numbers as rows of a file, rounded to the nearest of its type.
 
     Args:
-      values: `[rows, *row_shape]`, floating numbers.
-      layout: packing of the narrow table.
+      values: `[rows, *row_shape]`, real numbers.
+      packed: rows of the table or slot variable, or their shapes.
 
     Returns:
-      `[rows, *shape]` of `file_row`.
+      `[rows, *shape]` of `file_row`; the values themselves if they have its type.
 
     Example:
       >>> layout = RowLayout(num_rows=4, row_shape=(6,), narrow_dtype="int8")
-      >>> file_rows_of_values(np.zeros((2, 6), np.float32), layout).shape
+      >>> packed = PackedRows(lines=jnp.zeros((4, 4), jnp.int32), layout=layout)
+      >>> file_rows_of_values(np.zeros((2, 6), np.float32), packed).shape
       (2, 14)
     """
+    layout = packed.layout
+    if layout.narrow_dtype is None:
+        return np.asarray(values, packed.lines.dtype)
     if layout.narrow_dtype == "int8":
         words = store_rows(np.asarray(values, np.float32), layout)
-        return _int8_bytes(np.asarray(words), layout.dim)
+        return _int8_bytes(words, layout.dim)
     return np.asarray(values, jnp.bfloat16)
 
 

@@ -29,9 +29,9 @@ class IdDirectory:
 
     Attributes:
       keys: uint32 `[buckets, 128]`, the mixed words of 64 ids; see `id_mixing`. Empty
-        places have all bits set.
+        lanes have all bits set.
       scores: uint32 `[buckets, 128]`: the clock at the last use of each id, then the
-        steps that used it. 0 in empty places.
+        steps that used it. 0 in empty lanes.
       sketch: uint32 `[buckets, 128]`, counters of unknown ids; None without
         `AdmitAfter`.
       clock: uint32 `[1]`, the step, from 1 on; equal on all shards.

@@ -15,7 +15,7 @@ _ROUND_KEYS: Final = (0x9E3779B9, 0x7F4A7C15, 0xF39CC060, 0x5CEDC834)
 """Words of the fraction of the golden ratio."""
 
 NO_ID: Final = np.uint32(0xFFFFFFFF)
-"""Both words of a place without an id, before and after mixing."""
+"""Both words of a lane without an id, before and after mixing."""
 
 
 def mix_ids(high: Any, low: Any) -> tuple[Any, Any]:
@@ -33,13 +33,13 @@ def unmix_ids(first: Any, second: Any) -> tuple[Any, Any]:
     """Returns the words `(high, low)` of mixed ids; the inverse of `mix_ids`."""
     high, low = _exchange(first, second)
     for key in reversed(_ROUND_KEYS):
-        high, low = low ^ _scramble(high ^ np.uint32(key)), high
+        high, low = low ^ mix_bits(high ^ np.uint32(key)), high
     return high, low
 
 
 def _forward(high: Any, low: Any) -> tuple[Any, Any]:
     for key in _ROUND_KEYS:
-        high, low = low, high ^ _scramble(low ^ np.uint32(key))
+        high, low = low, high ^ mix_bits(low ^ np.uint32(key))
     return high, low
 
 
@@ -54,8 +54,16 @@ def _exchange(first: Any, second: Any) -> tuple[Any, Any]:
     )
 
 
-def _scramble(words: Any) -> Any:
-    """Returns a pseudo-random word for each word. Source: Wellons' "lowbias32"."""
+def mix_bits(words: Any) -> Any:
+    """Returns a pseudo-random word for each word; unequal ones for unequal words.
+
+    Each bit of the input changes each bit of the result with probability near 1/2. A
+    hash of counters, in place of a random stream, makes the result independent of the
+    order and number of the devices. Source: Wellons' "lowbias32".
+
+    Args:
+      words: uint32, NumPy or JAX.
+    """
     words = (words ^ (words >> np.uint32(16))) * np.uint32(0x7FEB352D)
     words = (words ^ (words >> np.uint32(15))) * np.uint32(0x846CA68B)
     return words ^ (words >> np.uint32(16))

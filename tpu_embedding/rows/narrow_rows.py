@@ -25,6 +25,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, UInt32
 
+from tpu_embedding.rows.id_mixing import mix_bits
+
 NarrowDtype = Literal["bfloat16", "int8"]
 """Storage type of narrow rows. An int8 row `q` means `scale * q + bias`, q in 0...255.
 
@@ -125,18 +127,6 @@ def random_bits(keys: UInt32[Array, " rows"], dim: int) -> UInt32[Array, "rows d
     """
     elements = jnp.arange(dim, dtype=jnp.uint32) * jnp.uint32(0x9E3779B9)
     return mix_bits(keys[:, None] + elements[None, :])
-
-
-def mix_bits(numbers: UInt32[Array, "*shape"]) -> UInt32[Array, "*shape"]:
-    """Returns a pseudo-random number for each number; unequal ones for unequal numbers.
-
-    Each bit of the input changes each bit of the result with probability near 1/2. A
-    hash of counters, in place of a random stream, makes the result independent of the
-    order and number of the devices. Source: Wellons' "lowbias32".
-    """
-    numbers = (numbers ^ (numbers >> 16)) * jnp.uint32(0x7FEB352D)
-    numbers = (numbers ^ (numbers >> 15)) * jnp.uint32(0x846CA68B)
-    return numbers ^ (numbers >> 16)
 
 
 def _to_bfloat16(patterns: Any, bits: Any, xp: ModuleType) -> Any:

@@ -2,9 +2,9 @@
 
 A TPU stores a float32 `[rows, dim]` array with `dim` below 128 column by column, and
 then copies the whole table before each gather or scatter. Packing prevents the copy:
-`128 // dim` rows share one *line* of 128 lanes, and a wide row takes a multiple of 128
-lanes. On CPU and GPU a line is one row. Rows of a single value lie in a flat array on
-every device, because a SparseCore reads and adds to single elements of one.
+`128 // dim` rows share one *line* of 128 lanes, and a longer row takes a multiple of
+128 lanes. On CPU and GPU a line is one row. Rows of a single value lie in a flat array
+on every device, because a SparseCore reads and adds to single elements of one.
 
 Code above this folder names logical rows. Only rules that treat each element on its own
 handle lines as they are. `access.py` reads and changes rows.
@@ -54,9 +54,11 @@ def sparse_core_lanes(dim: int) -> int:
     return max(8, 1 << (dim - 1).bit_length())
 
 
-def gather_in_bounds(values: Array, places: Int[Array, " n"]) -> Array:
-    """Returns `values[places]` along the first axis; every place must be in bounds."""
-    return values.at[places].get(mode="promise_in_bounds", wrap_negative_indices=False)
+def gather_in_bounds(values: Array, positions: Int[Array, " n"]) -> Array:
+    """Returns `values[positions]` along the first axis; all must be in bounds."""
+    return values.at[positions].get(
+        mode="promise_in_bounds", wrap_negative_indices=False
+    )
 
 
 class TableRange(NamedTuple):
@@ -146,16 +148,16 @@ class RowLayout:
         return self.row_lanes == 1
 
     @property
-    def places_per_line(self) -> int:
-        """Places for rows in a line, side by side; rows in the same lanes share one."""
+    def groups_per_line(self) -> int:
+        """Lane groups of a line: each holds a row, or rows that share their lanes."""
         if self.line_lanes is None or self.is_flat:
             return 1
         return max(1, self.line_lanes // self.row_lanes)
 
     @property
     def rows_per_line(self) -> int:
-        """Logical rows that share a line: `rows_per_lane` in each of its places."""
-        return self.places_per_line * self.rows_per_lane
+        """Logical rows that share a line: `rows_per_lane` in each lane group."""
+        return self.groups_per_line * self.rows_per_lane
 
     @property
     def lines_per_row(self) -> int:
@@ -234,7 +236,7 @@ class RowLayout:
     def facts(self) -> tuple[str, ...]:
         """All that decides where a row lies, as one text per fact.
 
-        Rows of two layouts lie in the same places if all facts are equal.
+        Rows of two layouts lie in the same lanes if all facts are equal.
         """
         contents = self.contents or StackContents((), 1)
         return (
@@ -326,11 +328,11 @@ def full_rows(value: Any, layout: RowLayout, dtype: Any) -> PackedRows:
         lane = jax.lax.broadcasted_iota(jnp.int32, shape, 1)
         if layout.lines_per_row > 1:
             lane = line % layout.lines_per_row * layout.lanes + lane
-        place = lane // layout.row_lanes
-        is_used = place < layout.places_per_line
+        group = lane // layout.row_lanes
+        is_used = group < layout.groups_per_line
         if layout.row_lanes > layout.dim:
             is_used &= lane % layout.row_lanes < layout.dim
-        row = jnp.where(is_used, row + place, layout.num_rows)
+        row = jnp.where(is_used, row + group, layout.num_rows)
     lines = jnp.where(row < layout.num_rows, value, jnp.zeros((), dtype))
     return PackedRows(lines=lines, layout=layout)
 
@@ -395,7 +397,7 @@ def lines_of_rows(stored: Any, layout: RowLayout) -> Any:
     """
     if layout.lines_per_row > 1:
         return stored.reshape(-1, layout.lanes)
-    used_lanes = layout.places_per_line * layout.row_lanes
+    used_lanes = layout.groups_per_line * layout.row_lanes
     if layout.narrow_dtype is None:
         lines = stored.reshape(-1, used_lanes)
     else:
@@ -417,7 +419,7 @@ def rows_of_lines(lines: Any, layout: RowLayout) -> Any:
     """Returns the stored rows of whole lines; the inverse of `lines_of_rows`."""
     if layout.lines_per_row > 1:
         return lines.reshape(-1, layout.row_lanes)
-    lines = lines[:, : layout.places_per_line * layout.row_lanes]
+    lines = lines[:, : layout.groups_per_line * layout.row_lanes]
     if layout.narrow_dtype is not None:
         lines = split_rows(lines, layout.narrow_dtype)
     return lines.reshape(-1, layout.row_lanes)

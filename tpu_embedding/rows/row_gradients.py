@@ -25,8 +25,8 @@ class RowGradients:
 
     Attributes:
       row_ids: int32 `[rows]`, local rows, each at most once (or once per occurrence,
-        for optimizers that see occurrences); `PADDING_ROW_ID` in unused places.
-      values: `[rows, dim]`, their gradients; unused places hold anything.
+        for optimizers that see occurrences); `PADDING_ROW_ID` where unused.
+      values: `[rows, dim]`, their gradients; unused ones hold anything.
       occurrences: the gradient of each occurrence of an id, for optimizers that ask for
         the norm of all occurrences; else None.
     """
@@ -36,7 +36,7 @@ class RowGradients:
     occurrences: RowUpdates | None = None
 
     def as_row_updates(self) -> RowUpdates:
-        """Returns the gradients with zeros in unused places."""
+        """Returns the gradients with zeros where no row is."""
         is_used = self.row_ids != PADDING_ROW_ID
         values = jnp.where(is_used[:, None], self.values, 0)
         return RowUpdates(row_ids=self.row_ids, values=values)

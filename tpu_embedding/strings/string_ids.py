@@ -16,8 +16,6 @@ from tpu_embedding.inputs.containers import (
     are_strings,
     is_integer,
     read_ids,
-    values_of,
-    with_values,
 )
 from tpu_embedding.paths import local_path
 from tpu_embedding.strings.fingerprints import (
@@ -27,6 +25,8 @@ from tpu_embedding.strings.fingerprints import (
     siphash64,
 )
 from tpu_embedding.types import PADDING_ROW_ID, DenseIds
+from tpu_embedding.types import ids_of as values_of
+from tpu_embedding.types import with_ids as with_values
 
 MAX_IDS: Final = PADDING_ROW_ID - 1
 """Largest number of ids: the limit of `TableConfig.vocabulary_size`."""

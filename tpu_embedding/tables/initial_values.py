@@ -219,32 +219,23 @@ def _fill_slabs(
     layout = stack.layout
     slab, rows_per_line = rows_per_slab(layout), layout.rows_per_line
     shard = jax.lax.axis_index(stack.shard_axes)
-    # The rows of a table on this shard are one range for each SparseCore.
-    cores = layout.cores
-    num_parts = cores * stack.num_shards
-    core = jnp.arange(offsets.size * cores, dtype=jnp.int32) % cores
-    first_of_core, residues = (
-        core * layout.rows_per_core,
-        core * stack.num_shards + shard,
+    begins, ends = (
+        _first_rows(bounds, shard, stack) for bounds in (offsets, offsets + sizes)
     )
-    first_rows, end_rows = (
-        (jnp.repeat(bounds, cores) + (num_parts - 1 - residues)) // num_parts
-        + first_of_core
-        for bounds in (offsets, offsets + sizes)
-    )
-    first_lines, end_lines = first_rows // rows_per_line, -(-end_rows // rows_per_line)
-    num_slabs = -(-(end_lines - first_lines) // (slab // rows_per_line))
+    # In whole lines.
+    begins = begins // rows_per_line * rows_per_line
+    ends = -(-ends // rows_per_line) * rows_per_line
+    num_slabs = -(-(ends - begins) // slab)
     end_slabs = jnp.cumsum(num_slabs)
     last_start = layout.row_of(layout.num_lines) - slab
 
     def fill_slab(slab_id: Any, rows: PackedRows) -> PackedRows:
         part = jnp.sum(end_slabs <= slab_id)
-        i = part // cores
+        i = part // layout.cores
         offset, size = offsets[i], sizes[i]
         slab_of_part = slab_id - (end_slabs[part] - num_slabs[part])
         # The last slab of the shard overlaps the one before, with equal values.
-        start = first_lines[part] * rows_per_line + slab_of_part * slab
-        start = jnp.minimum(start, last_start)
+        start = jnp.minimum(begins[part] + slab_of_part * slab, last_start)
         local_ids = start + jnp.arange(slab, dtype=jnp.int32)
         row_ids = layout.undealt(local_ids) * stack.num_shards + shard - offset
         is_own = (row_ids >= 0) & (row_ids < size)
@@ -253,6 +244,29 @@ def _fill_slabs(
         return merge_block(rows, start, stored, is_own)
 
     return jax.lax.fori_loop(0, end_slabs[-1], fill_slab, rows)
+
+
+def _first_rows(
+    bounds: Int[Array, " tables"], shard: Any, stack: StackPlan
+) -> Int[Array, " parts"]:
+    """Returns the first rows of a shard at or behind some rows of its stack.
+
+    The rows of a table on a shard are one range for each SparseCore.
+
+    Args:
+      bounds: rows of the stack.
+      shard: number of the shard.
+      stack: plan of the stack.
+
+    Returns:
+      Rows of the shard, `cores` for each bound.
+    """
+    cores = stack.layout.cores
+    num_parts = cores * stack.num_shards
+    core = jnp.arange(bounds.size * cores, dtype=jnp.int32) % cores
+    residues = core * stack.num_shards + shard
+    in_part = (jnp.repeat(bounds, cores) + (num_parts - 1 - residues)) // num_parts
+    return in_part + core * stack.layout.rows_per_core
 
 
 def _logical_values(
@@ -334,8 +348,8 @@ def _deal_rows(
 
     def values_of(i: Any, row_ids: Int[Array, " rows"]) -> Float[Array, "rows dim"]:
         del i
-        places = jnp.maximum(row_ids - first_row, 0) // num_shards
-        return gather_in_bounds(received, places)
+        positions = jnp.maximum(row_ids - first_row, 0) // num_shards
+        return gather_in_bounds(received, positions)
 
     offset = jnp.asarray([table.row_offset], jnp.int32)
     size = jnp.asarray([table.num_rows], jnp.int32)

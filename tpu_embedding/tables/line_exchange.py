@@ -6,7 +6,7 @@ Both move whole lines, and leave the order of the rows to the host.
 
 import dataclasses
 import functools
-from typing import Any, Final, Literal
+from typing import Any, Final
 
 import jax
 import jax.numpy as jnp
@@ -16,14 +16,12 @@ from jaxtyping import Array, Int, Shaped
 from tpu_embedding.plan.plan import EmbeddingPlan
 from tpu_embedding.plan.shard_map import on_shards
 from tpu_embedding.plan.stack_plan import StackPlan
+from tpu_embedding.rows.file_rows import file_row
 from tpu_embedding.rows.packed_rows import PackedRows, RowLayout, round_up
 from tpu_embedding.tables.row_windows import Window, rows_per_window
 
 _TILE_ELEMENTS: Final = 1024
 """Elements of a tile of a TPU. Parts of whole tiles are sent without a copy."""
-
-Receivers = Literal["one", "all"]
-"""Processes that get a block: the one whose device it is read by, or all of them."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -35,16 +33,16 @@ class LineExchange:
     Attributes:
       sharding: devices of the rows.
       layout: packing of the rows, without the tables that they belong to.
+      row: shape and dtype of a row in a file.
       window_rows: maximum rows of a range.
-      receivers: devices that get the ranges that are read.
       plan: gives the mesh.
       stack: any stack with these facts; gives the axes of shards and copies.
     """
 
     sharding: NamedSharding
     layout: RowLayout
+    row: jax.ShapeDtypeStruct
     window_rows: int
-    receivers: Receivers
     plan: EmbeddingPlan = dataclasses.field(compare=False, repr=False)
     stack: StackPlan = dataclasses.field(compare=False, repr=False)
 
@@ -52,13 +50,6 @@ class LineExchange:
     def num_shards(self) -> int:
         """Owners of rows."""
         return self.stack.num_shards
-
-    @property
-    def num_windows(self) -> int:
-        """Ranges that are read in a turn: one per device, or the same one by all."""
-        if self.receivers == "all":
-            return 1
-        return self.num_shards * self.stack.num_replicas
 
     @property
     def num_parts(self) -> int:
@@ -69,11 +60,10 @@ class LineExchange:
         return self.num_shards * self.layout.cores
 
     @property
-    def received_spec(self) -> PartitionSpec:
-        """Partition of the lines that devices receive of these ranges."""
-        if self.receivers == "all":
-            return PartitionSpec()
-        return PartitionSpec((*self.stack.replica_axes, *self.stack.shard_axes))
+    def received_sharding(self) -> NamedSharding:
+        """Sharding of the lines that devices receive: each those of its own range."""
+        axes = (*self.stack.replica_axes, *self.stack.shard_axes)
+        return NamedSharding(self.plan.mesh, PartitionSpec(axes))
 
     @property
     def parts_shape(self) -> tuple[int, ...]:
@@ -100,6 +90,12 @@ class LineExchange:
         last = self.layout.num_lines - self.part_lines
         return min(line, last) if isinstance(line, int) else jnp.minimum(line, last)
 
+    @property
+    def dealt_shape(self) -> tuple[int, ...]:
+        """Shape of the rows of a window, in the whole lines of each part."""
+        part_rows = self.layout.row_of(self.part_lines)
+        return (self.num_parts, part_rows, *self.row.shape)
+
     def rows_of_part(self, part: int, window: Window) -> tuple[slice, slice]:
         """Returns the rows of a part: their range in its lines, and in the window."""
         begin = self.first_row(part, window.start)
@@ -122,14 +118,14 @@ class LineExchange:
 
 
 def line_exchange(
-    packed: PackedRows, stack: StackPlan, plan: EmbeddingPlan, receivers: Receivers
+    packed: PackedRows, stack: StackPlan, plan: EmbeddingPlan
 ) -> LineExchange:
     """Returns the facts of the exchange for a stacked table or slot variable."""
     return LineExchange(
         sharding=plan.rows_sharding(stack),
         layout=dataclasses.replace(packed.layout, contents=None),
+        row=file_row(packed),
         window_rows=min(rows_per_window(packed), stack.num_rows),
-        receivers=receivers,
         plan=plan,
         stack=stack,
     )
@@ -165,7 +161,7 @@ def read_lines(
         ]
         return jnp.concatenate(parts)
 
-    def read_one(lines: Array, starts: Array) -> Array:
+    def read(lines: Array, starts: Array) -> Array:
         # All copies of the rows serve windows of their own.
         group = _index(exchange.stack.replica_axes) * exchange.num_shards
 
@@ -178,17 +174,11 @@ def read_lines(
         parts = jax.lax.fori_loop(0, exchange.num_shards, add_part, parts)
         return _exchanged(parts, exchange)
 
-    def read_all(lines: Array, starts: Array) -> Array:
-        part = parts_of(lines, starts[0])
-        if exchange.num_shards == 1:
-            return part
-        return jax.lax.all_gather(part, exchange.stack.shard_axes, tiled=True)
-
     return on_shards(
-        read_one if exchange.receivers == "one" else read_all,
+        read,
         exchange.plan,
         in_specs=(exchange.stack.rows_spec, PartitionSpec()),
-        out_specs=exchange.received_spec,
+        out_specs=exchange.received_sharding.spec,
     )(lines, starts)
 
 
@@ -261,11 +251,11 @@ def _merged(old: Array, new: Array, begin: Any, end: Any, layout: RowLayout) -> 
     line = jax.lax.broadcasted_iota(jnp.int32, old.shape, 0)
     first_row = layout.row_of(line)
     lane = 0 if layout.is_flat else jax.lax.broadcasted_iota(jnp.int32, old.shape, 1)
-    place = lane // layout.row_lanes
-    is_used = place < layout.places_per_line
+    group = lane // layout.row_lanes
+    is_used = group < layout.groups_per_line
 
     def is_new(part_of_lane: int) -> Any:
-        row = first_row + part_of_lane * layout.places_per_line + place
+        row = first_row + part_of_lane * layout.groups_per_line + group
         return is_used & (row >= begin) & (row < end)
 
     if layout.rows_per_lane == 1:

@@ -17,12 +17,14 @@ The programs get their ranges as arguments. One compilation serves all tables of
 stack, and all stacks whose rows lie alike.
 """
 
+import collections
 import dataclasses
 import functools
+import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any, Final, NamedTuple, TypeVar
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, Final, Literal, NamedTuple, TypeVar
 
 import jax
 import numpy as np
@@ -30,11 +32,10 @@ import numpy as np
 from tpu_embedding.plan.check_rows import check_stack
 from tpu_embedding.plan.plan import EmbeddingPlan
 from tpu_embedding.plan.stack_plan import StackPlan
-from tpu_embedding.rows.file_rows import file_row, of_file_rows, to_file_rows
+from tpu_embedding.rows.file_rows import of_file_rows, to_file_rows
 from tpu_embedding.rows.packed_rows import PackedRows
 from tpu_embedding.tables.line_exchange import (
     LineExchange,
-    Receivers,
     line_exchange,
     read_lines,
     write_lines,
@@ -56,6 +57,8 @@ _ALIGNMENT: Final = 64
 ReadTableRows = Callable[[str, int, int], np.ndarray]
 """Returns rows of a table: `(table, start, num_rows) -> [num_rows, *shape]`."""
 
+Receivers = Literal["one", "all"]
+"""Processes that get a block: the one whose device it is read by, or all of them."""
 
 _Item = TypeVar("_Item")
 _Result = TypeVar("_Result")
@@ -82,7 +85,7 @@ def read_blocks(
     ranges: RowRanges | None = None,
     receivers: Receivers = "one",
 ) -> Iterator[list[RowBlock]]:
-    """Yields the rows of a stacked table or slot variable, block by block.
+    """Returns the rows of a stacked table or slot variable, block by block.
 
     A table's blocks start at multiples of `rows_per_block`. All processes must run the
     same turns.
@@ -95,8 +98,8 @@ def read_blocks(
       receivers: `"one"` gives each block to one process only. `"all"` gives it to all
         of them, and takes more turns.
 
-    Yields:
-      The blocks of this process in a turn, possibly none.
+    Returns:
+      An iterator of turns, each with the blocks of this process, possibly none.
 
     Raises:
       ValueError: if the rows were made for another plan, or `ranges` names others.
@@ -112,20 +115,12 @@ def read_blocks(
       [('movie', 0, (10, 4))]
     """
     check_stack(packed, stack)
-    exchange = line_exchange(packed, stack, plan, receivers)
+    exchange = line_exchange(packed, stack, plan)
     windows = windows_of(packed, stack, ranges)
     if _lies_on_host(packed):
-        yield from _read_on_host(packed, exchange, windows)
-        return
-    pending = None
-    for turn in _batched(windows, exchange.num_windows):
-        starts, _ = _bounds(turn, exchange.num_windows)
-        received = read_lines(packed.lines, starts, exchange=exchange)
-        if pending is not None:
-            yield list(_blocks_of_turn(*pending, exchange, packed))
-        pending = turn, received
-    if pending is not None:
-        yield list(_blocks_of_turn(*pending, exchange, packed))
+        return _read_on_host(packed, exchange, windows)
+    served = _windows_of_devices(exchange.received_sharding, receivers)
+    return _read_by_exchange(packed, exchange, windows, served)
 
 
 def write_blocks(
@@ -153,39 +148,78 @@ def write_blocks(
         if `read` returns rows of another shape or dtype. The rows are lost then.
     """
     check_stack(packed, stack)
-    exchange = line_exchange(packed, stack, plan, "one")
+    exchange = line_exchange(packed, stack, plan)
     windows = windows_of(packed, stack, ranges)
     if _lies_on_host(packed):
         return _write_on_host(packed, exchange, windows, read)
-    turns = _batched(windows, exchange.num_shards)
-    shape = exchange.parts_shape
-    sharding = plan.rows_sharding(stack)
+    return _write_by_exchange(packed, exchange, windows, read)
+
+
+def _read_by_exchange(
+    packed: PackedRows,
+    exchange: LineExchange,
+    windows: Sequence[Window],
+    served: Sequence[int],
+) -> Iterator[list[RowBlock]]:
+    """Yields the blocks of this process, turn by turn.
+
+    Args:
+      packed: global rows.
+      exchange: facts of the lines.
+      windows: ranges to read.
+      served: number of the window that each device reads in a turn.
+    """
+
+    def read(turn: Sequence[Window]) -> tuple[Sequence[Window], jax.Array]:
+        starts, _ = _bounds([turn[i] if i < len(turn) else NO_WINDOW for i in served])
+        return turn, read_lines(packed.lines, starts, exchange=exchange)
+
+    turns = _batched(windows, max(served) + 1)
+    for turn, received in _one_ahead(map(read, turns)):
+        yield list(_blocks_of_turn(turn, received, served, exchange))
+
+
+def _write_by_exchange(
+    packed: PackedRows,
+    exchange: LineExchange,
+    windows: Sequence[Window],
+    read: ReadTableRows,
+) -> PackedRows:
+    """Replaces the rows of windows, one window per shard in a turn."""
+    num_shards, shape = exchange.num_shards, exchange.parts_shape
+    sharding = exchange.sharding
+    number_of = functools.partial(_number_of_part, size=shape[0] // num_shards)
     indices = sharding.addressable_devices_indices_map(shape)
-    size = shape[0] // exchange.num_shards
-    shard_of = {
-        device: (index[0].start or 0) // size
-        for device, index in indices.items()
-        if index is not None
-    }
+    own_shards = set(map(number_of, indices.values()))
 
     def parts_of(turn: Sequence[Window]) -> dict[int, np.ndarray]:
-        return {
-            shard: _parts_of_window(
-                turn[shard] if shard < len(turn) else NO_WINDOW,
-                *(exchange, packed, read),
-            )
-            for shard in sorted(set(shard_of.values()))
-        }
+        parts = {}
+        for shard in own_shards:
+            rows = _rows_of_pieces(turn[shard], exchange, read)
+            memory = np.zeros(exchange.dealt_shape, exchange.row.dtype)
+            parts[shard] = _dealt(rows, turn[shard], exchange, memory)
+        return parts
 
+    turns = [
+        [*turn, *[NO_WINDOW] * (num_shards - len(turn))]
+        for turn in _batched(windows, num_shards)
+    ]
     lines = packed.lines
     for turn, parts in zip(turns, _read_ahead(parts_of, turns), strict=True):
-        bounds = _bounds(turn, exchange.num_shards)
-        arrays = [jax.device_put(parts[s], d) for d, s in shard_of.items()]
-        sent = jax.make_array_from_single_device_arrays(shape, sharding, arrays)
-        lines = write_lines(lines, sent, *bounds, exchange=exchange)
+        sent = jax.make_array_from_callback(
+            shape, sharding, lambda index, parts=parts: parts[number_of(index)]
+        )
+        lines = write_lines(lines, sent, *_bounds(turn), exchange=exchange)
         # At most one turn waits in the queue of a device.
         jax.block_until_ready(lines)
     return dataclasses.replace(packed, lines=lines)
+
+
+def _one_ahead(items: Iterator[_Item]) -> Iterator[_Item]:
+    """Yields each item once the next one is made, such as a transfer that goes on."""
+    end: list[Any] = [None]
+    for item, _ in itertools.pairwise(itertools.chain(items, end)):
+        yield item
 
 
 def _read_ahead(
@@ -193,58 +227,80 @@ def _read_ahead(
 ) -> Iterator[_Result]:
     """Yields the result for each item, while a thread makes that for the next one."""
     with ThreadPoolExecutor(1) as reader:
-        pending: list[Future[_Result]] = []
-        for item in items:
-            pending.append(reader.submit(function, item))
-            if len(pending) > 1:
-                yield pending.pop(0).result()
-        if pending:
-            yield pending.pop().result()
+        for future in _one_ahead(reader.submit(function, item) for item in items):
+            yield future.result()
 
 
 def _batched(windows: Sequence[Window], size: int) -> list[Sequence[Window]]:
     return [windows[i : i + size] for i in range(0, len(windows), size)]
 
 
-def _bounds(turn: Sequence[Window], size: int) -> tuple[np.ndarray, np.ndarray]:
-    """Returns start and number of rows of the window of each device."""
-    filled = [*turn, *[NO_WINDOW] * (size - len(turn))]
-    starts = np.asarray([window.start for window in filled], np.int32)
-    return starts, np.asarray([window.num_rows for window in filled], np.int32)
+def _bounds(windows: Sequence[Window]) -> tuple[np.ndarray, np.ndarray]:
+    """Returns start and number of rows of each window."""
+    starts = np.asarray([window.start for window in windows], np.int32)
+    return starts, np.asarray([window.num_rows for window in windows], np.int32)
+
+
+def _windows_of_devices(
+    sharding: jax.sharding.Sharding, receivers: Receivers
+) -> list[int]:
+    """Returns the number of the window that each device reads in a turn."""
+    num_devices = len(sharding.device_set)
+    if receivers == "one":
+        return list(range(num_devices))
+    indices = sharding.devices_indices_map((num_devices,))
+    in_order = sorted(indices, key=lambda device: _number_of_part(indices[device], 1))
+    return windows_for_all([device.process_index for device in in_order])
+
+
+def windows_for_all(processes: Sequence[int]) -> list[int]:
+    """Returns the window of each device, if each process shall get all of a turn.
+
+    Args:
+      processes: process of each device.
+
+    Example:
+      >>> windows_for_all([0, 0, 1, 1])
+      [0, 1, 0, 1]
+    """
+    num_windows = min(collections.Counter(processes).values())
+    numbers = collections.defaultdict(itertools.count)
+    return [next(numbers[process]) % num_windows for process in processes]
 
 
 def _blocks_of_turn(
     turn: Sequence[Window],
     received: jax.Array,
+    served: Sequence[int],
     exchange: LineExchange,
-    packed: PackedRows,
 ) -> Iterator[RowBlock]:
-    """Yields the blocks that this process's devices received."""
-    size = received.shape[0] // exchange.num_windows
-    for i, lines in _parts_by_index(received, size).items():
-        if i >= len(turn):
-            continue
-        window = turn[i]
-        parts = np.split(np.asarray(lines), exchange.num_parts)
-        yield from _blocks_of_window(parts, window, exchange, file_row(packed))
+    """Yields the blocks that this process's devices received, each once."""
+    by_device = _parts_by_index(received, received.shape[0] // len(served))
+    by_window = {served[i]: lines for i, lines in by_device.items()}
+    for i, window in enumerate(turn):
+        if i in by_window:
+            parts = np.split(np.asarray(by_window[i]), exchange.num_parts)
+            yield from _blocks_of_window(parts, window, exchange)
 
 
 def _parts_by_index(array: jax.Array, size: int) -> dict[int, jax.Array]:
-    """Returns parts of `size` lines by their place in an array; equal ones once."""
+    """Returns parts of `size` lines by their number in an array; equal ones once."""
     return {
-        (shard.index[0].start or 0) // size: shard.data
+        _number_of_part(shard.index, size): shard.data
         for shard in array.addressable_shards
     }
 
 
+def _number_of_part(index: Any, size: int) -> int:
+    """Returns the number of a part of `size` lines, by its index in an array."""
+    return (index[0].start or 0) // size
+
+
 def _blocks_of_window(
-    parts: Sequence[np.ndarray],
-    window: Window,
-    exchange: LineExchange,
-    row: jax.ShapeDtypeStruct,
+    parts: Sequence[np.ndarray], window: Window, exchange: LineExchange
 ) -> Iterator[RowBlock]:
     """Yields the blocks of a window, from the lines of its parts."""
-    rows = _rows_of_window(parts, window, exchange, row)
+    rows = _rows_of_window(parts, window, exchange)
     begin = 0
     for table, start, num_rows in window.pieces:
         yield RowBlock(table, start, rows[begin : begin + num_rows])
@@ -252,15 +308,13 @@ def _blocks_of_window(
 
 
 def _rows_of_window(
-    parts: Sequence[np.ndarray],
-    window: Window,
-    exchange: LineExchange,
-    row: jax.ShapeDtypeStruct,
+    parts: Sequence[np.ndarray], window: Window, exchange: LineExchange
 ) -> np.ndarray:
     """Returns the rows of a window in their order, from the lines of its parts."""
     if exchange.num_parts == 1:
         of_part, _ = exchange.rows_of_part(0, window)
         return to_file_rows(parts[0], exchange.layout)[of_part]
+    row = exchange.row
     result = np.empty((window.num_rows, *row.shape), row.dtype)
     for part, lines in enumerate(parts):
         of_part, of_window = exchange.rows_of_part(part, window)
@@ -269,29 +323,14 @@ def _rows_of_window(
 
 
 def _rows_of_pieces(
-    window: Window, packed: PackedRows, read: ReadTableRows
+    window: Window, exchange: LineExchange, read: ReadTableRows
 ) -> np.ndarray:
     """Returns the new rows of a window."""
-    row = file_row(packed)
+    row = exchange.row
     blocks = [_checked(read(*piece), piece, row) for piece in window.pieces]
-    return np.concatenate(blocks) if len(blocks) > 1 else blocks[0]
-
-
-def _parts_of_window(
-    window: Window, exchange: LineExchange, packed: PackedRows, read: ReadTableRows
-) -> np.ndarray:
-    """Returns the lines that each owner gets of the rows of a window."""
-    row = file_row(packed)
-    parts = np.zeros((*_parts_rows(exchange), *row.shape), row.dtype)
-    if not window.pieces:
-        return of_file_rows(parts.reshape(-1, *row.shape), exchange.layout)
-    rows = _rows_of_pieces(window, packed, read)
-    return _dealt(rows, window, exchange, parts)
-
-
-def _parts_rows(exchange: LineExchange) -> tuple[int, int]:
-    """Returns the number of parts of a window, and of the rows in their lines."""
-    return exchange.num_parts, exchange.layout.row_of(exchange.part_lines)
+    if len(blocks) == 1:
+        return blocks[0]
+    return np.concatenate([np.empty((0, *row.shape), row.dtype), *blocks])
 
 
 def _dealt(
@@ -348,7 +387,7 @@ def _read_on_host(
             line = exchange.first_line(part, window.start)
             lines = by_shard[part // exchange.layout.cores]
             parts.append(taken(lines[line : line + exchange.part_lines]))
-        yield list(_blocks_of_window(parts, window, exchange, file_row(packed)))
+        yield list(_blocks_of_window(parts, window, exchange))
 
 
 def _write_on_host(
@@ -358,16 +397,14 @@ def _write_on_host(
     read: ReadTableRows,
 ) -> PackedRows:
     """Replaces the rows of windows in the memory of this process."""
-    lines, row = packed.lines, file_row(packed)
-    sharding = lines.sharding
-    # All windows share them: new memory costs as much as a copy.
-    parts = _aligned((*_parts_rows(exchange), *row.shape), row.dtype)
-    read_rows = functools.partial(_rows_of_pieces, packed=packed, read=read)
+    lines, sharding = packed.lines, packed.lines.sharding
+    # All windows share it: new memory costs as much as a copy.
+    memory = _aligned(exchange.dealt_shape, exchange.row.dtype)
+    read_rows = functools.partial(_rows_of_pieces, exchange=exchange, read=read)
     for window, rows in zip(windows, _read_ahead(read_rows, windows), strict=True):
-        dealt = _dealt(rows, window, exchange, parts)
-        bounds = _bounds([window], 1)
+        dealt = _dealt(rows, window, exchange, memory)
         dealt = jax.device_put(dealt, sharding)
-        lines = write_lines(lines, dealt, *bounds, exchange=exchange)
+        lines = write_lines(lines, dealt, *_bounds([window]), exchange=exchange)
         jax.block_until_ready(lines)
     return dataclasses.replace(packed, lines=lines)
 

@@ -219,10 +219,10 @@ def check_range(rows: np.ndarray, start: int, dtype: str, owner: str) -> None:
     is_bad = np.isfinite(rows) & (np.abs(rows) > largest)
     if is_bad.any():
         row, *column = map(int, np.argwhere(is_bad)[0])
-        place = f", column {column[0]}" if column else ""
+        of_column = f", column {column[0]}" if column else ""
         raise ValueError(
             f"{owner} must lie within {largest:g} of zero for dtype {dtype}, got "
-            f"{rows[row, *column]} in row {start + row}{place}."
+            f"{rows[row, *column]} in row {start + row}{of_column}."
         )
 
 
@@ -251,15 +251,11 @@ def _with_values(
     plan: EmbeddingPlan,
 ) -> PackedRows:
     """Returns packed rows with the values of some tables replaced."""
-    layout, dtype = packed.layout, packed.lines.dtype
     packed = _where_planned(packed, stack, plan)
     copy = dataclasses.replace(packed, lines=jnp.copy(packed.lines))  # to be donated
 
     def read(table: str, start: int, num_rows: int) -> np.ndarray:
-        rows = values[table][start : start + num_rows]
-        if layout.narrow_dtype is None:
-            return rows.astype(dtype, copy=False)
-        return file_rows_of_values(rows, layout)
+        return file_rows_of_values(values[table][start : start + num_rows], copy)
 
     ranges = {table: (0, len(rows)) for table, rows in values.items()}
     return write_blocks(copy, stack, plan, read, ranges)

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 from flax import nnx
 
+from tpu_embedding.checkpoint.dynamic_tables import rows_of_sources
 from tpu_embedding.checkpoint.errors import CheckpointError
 from tpu_embedding.checkpoint.imports.match import (
     ImportedSlots,
@@ -320,10 +321,7 @@ def _gathered(array: RowArray, sources: np.ndarray) -> RowArray:
     whole = functools.cache(lambda: array.read(0, array.shape[0]))
 
     def read(start: int, num_rows: int) -> np.ndarray:
-        chosen = sources[start : start + num_rows]
-        rows = np.zeros((num_rows, *array.shape[1:]), array.dtype)
-        rows[chosen >= 0] = whole()[chosen[chosen >= 0]]
-        return rows
+        return rows_of_sources(whole(), sources[start : start + num_rows])
 
     return RowArray((len(sources), *array.shape[1:]), array.dtype, read)
 
@@ -336,20 +334,21 @@ def _write(
     not_finite: NotFinite,
 ) -> PackedRows:
     """Returns packed rows with the rows of some tables replaced, in place."""
-    layout, dtype = packed.layout, packed.lines.dtype
+    layout = packed.layout
+    is_int8 = layout.narrow_dtype == "int8"
 
     def read(table: str, start: int, num_rows: int) -> np.ndarray:
         array = rows[table]
         block = array.read(start, num_rows)
         if array.holds_int8_rows(layout.dim):
-            if layout.narrow_dtype == "int8":
+            if is_int8:
                 return block
             block = decode_int8(block)
-        is_narrow = layout.narrow_dtype is not None
         with np.errstate(over="ignore"):
-            block = np.asarray(block, np.float32 if is_narrow else dtype)
-            stored = file_rows_of_values(block, layout) if is_narrow else block
-        seen = block if layout.narrow_dtype == "int8" else stored
+            if is_int8:
+                block = np.asarray(block, np.float32)
+            stored = file_rows_of_values(block, packed)
+        seen = block if is_int8 else stored
         not_finite.look_at(seen, start, f"rows of table {table!r}")
         return stored
 

@@ -71,30 +71,40 @@ def open_stacked_tables(
                 f"Stack {stack_name!r} of {list(names)} must be one of {sorted(found)} "
                 f"of {path}, and tables must have its tables, got {sorted(configs)}."
             )
-        stack, row_offset = found[stack_name], 0
-        for i, name in enumerate(names):
+        stack, members = found[stack_name], [configs[name] for name in names]
+        owner = f"Stack {stack_name!r} of {path}"
+        _check_shape(stack, members, num_sparse_cores, owner)
+        row_offset = 0
+        for i, config in enumerate(members):
             of_stack = functools.partial(
                 _of_stack,
-                config=configs[name],
+                config=config,
                 num_shards=num_sparse_cores,
                 row_offset=row_offset,
                 rotation=i * rotation,
             )
-            result[name] = SourceTable(
+            result[str(config.name)] = SourceTable(
                 values=of_stack(stack.values),
                 slots={k: of_stack(slot) for k, slot in stack.slots.items()},
             )
-            row_offset += rows_in_shard(configs[name].max_rows, num_sparse_cores)
-        num_rows, dim = stack.values.shape
-        widest = max(configs[name].dim for name in names)
-        if num_rows != row_offset * num_sparse_cores or dim < widest:
-            raise CheckpointError(
-                f"Stack {stack_name!r} of {path} has {num_rows} rows of {dim}, but its "
-                f"tables {list(names)} take {row_offset * num_sparse_cores} of {widest}"
-                f" on {num_sparse_cores} SparseCores. Check num_sparse_cores, and the "
-                "vocabulary sizes of the tables."
-            )
+            row_offset += rows_in_shard(config.max_rows, num_sparse_cores)
     return TableSource(origin=f"stacked checkpoint {path}", tables=result)
+
+
+def _check_shape(
+    stack: SourceTable, tables: Sequence[TableConfig], num_shards: int, owner: str
+) -> None:
+    """Raises a CheckpointError if a stack is not as large as its tables."""
+    rows = num_shards * sum(rows_in_shard(x.max_rows, num_shards) for x in tables)
+    found_rows, found_dim = stack.values.shape
+    widest = max(table.dim for table in tables)
+    if found_rows != rows or found_dim < widest:
+        raise CheckpointError(
+            f"{owner} has {found_rows} rows of {found_dim}, but its tables "
+            f"{[table.name for table in tables]} take {rows} of {widest} on "
+            f"{num_shards} SparseCores. Check num_sparse_cores, and the vocabulary "
+            "sizes of the tables."
+        )
 
 
 def _stacks_of(source: TableSource) -> dict[str, SourceTable]:

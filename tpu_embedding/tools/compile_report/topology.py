@@ -174,12 +174,9 @@ def _are_rows(leaf: Any) -> bool:
 
 def abstract_batch(batch: Tree, plan: EmbeddingPlan) -> Tree:
     """Returns the shapes of a batch with the shardings that `shard_batch` gives."""
-
-    def place(leaf: Any) -> Any:
-        divides = bool(leaf.ndim) and leaf.shape[0] % plan.num_shards == 0
-        return _struct(leaf, plan.batch_sharding if divides else plan.replicated)
-
-    return jax.tree.map(place, batch)
+    return jax.tree.map(
+        lambda leaf: _struct(leaf, plan.sharding_of_samples(leaf.shape)), batch
+    )
 
 
 def _struct(leaf: Any, sharding: jax.sharding.Sharding) -> jax.ShapeDtypeStruct:

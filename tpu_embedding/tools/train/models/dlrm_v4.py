@@ -21,7 +21,7 @@ from tpu_embedding.inputs.prepare import Samples as PassedSamples
 from tpu_embedding.inputs.unique_ids import unique_ids
 from tpu_embedding.nn.embedding import TPUEmbedding
 from tpu_embedding.plan.plan import AnyPlan, EmbeddingPlan
-from tpu_embedding.plan.shard_map import DENSE_SCOPE, in_auto_axes
+from tpu_embedding.plan.shard_map import DENSE_SCOPE, in_auto_axes, on_shards
 from tpu_embedding.tools.data.batch import Batch
 from tpu_embedding.tools.train.models.hstu import (
     HSTU,
@@ -216,22 +216,20 @@ class DLRMv4(nnx.Module):
         plan = self.embedding.plan
         split, whole = plan.batch_sharding.spec, PartitionSpec()
 
-        @jax.named_scope(DENSE_SCOPE)
         def of_devices(inputs: HSTUInputs, *rest: Any) -> Float[Array, " batch"]:
             samples = jax.tree.map(
                 lambda x: _fill_up(x, plan.num_shards), inputs.samples
             )
-            logits = jax.shard_map(
+            logits = on_shards(
                 of_device,
-                mesh=plan.auto_mesh,
+                plan,
                 in_specs=(split, whole, whole, whole),
                 out_specs=split,
-                check_vma=False,
+                scope=DENSE_SCOPE,
             )(dataclasses.replace(inputs, samples=samples), *rest)
             return logits[:batch]
 
-        divides = batch % plan.num_shards == 0
-        out_spec = plan.batch_sharding.spec if divides else whole
+        out_spec = plan.sharding_of_samples((batch,)).spec
         return in_auto_axes(of_devices, plan, out_spec)(*arguments)
 
 
