@@ -15,6 +15,7 @@ from typing import Any, Literal
 
 import numpy as np
 
+from tpu_embedding.extras import require_extra
 from tpu_embedding.tools.data.batch import Batch, DataError
 from tpu_embedding.tools.data.block_dataset import by_part
 from tpu_embedding.tools.data.source import check_counts
@@ -162,7 +163,7 @@ class ParquetRows:
 
         return Batch(
             features={
-                feature.name: _ids_of_rows(
+                feature.name: ids_of_rows(
                     [(group.features[feature.name], rows) for group, rows in parts]
                 )
                 for feature in self._columns.features
@@ -228,14 +229,8 @@ def load_pyarrow(module: str) -> Any:
     Raises:
       DataError: if pyarrow is not installed.
     """
-    try:
-        return importlib.import_module(module)
-    except ImportError as error:
-        raise DataError(
-            "This data set is read by pyarrow, which is not installed. Install "
-            "tpu-embedding with its extra `parquet`: pip install "
-            "'tpu-embedding[parquet]'"
-        ) from error
+    require_extra("parquet", "pyarrow", purpose="This data set", error=DataError)
+    return importlib.import_module(module)
 
 
 @contextlib.contextmanager
@@ -307,8 +302,12 @@ def _check_ids(
     )
 
 
-def _ids_of_rows(parts: Sequence[tuple[Any, np.ndarray]]) -> np.ndarray | RaggedIds:
-    """Returns the ids of rows of several row groups."""
+def ids_of_rows(parts: Sequence[tuple[Any, np.ndarray]]) -> np.ndarray | RaggedIds:
+    """Returns the ids of rows of several parts, such as row groups.
+
+    Args:
+      parts: ids of all rows of a part, and the numbers of the wanted rows in it.
+    """
     if not isinstance(parts[0][0], RaggedIds):
         return np.concatenate([ids[rows] for ids, rows in parts])
     values, lengths = [], []
