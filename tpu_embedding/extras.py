@@ -3,8 +3,15 @@
 import importlib.util
 
 
+class MissingExtraError(ImportError):
+    """Raised if a library of an extra is not installed."""
+
+
 def require_extra(
-    extra: str, *modules: str, purpose: str, error: type[Exception] = ImportError
+    extra: str,
+    *modules: str,
+    purpose: str,
+    error: type[Exception] = MissingExtraError,
 ) -> None:
     """Raises an error that names the extra if one of its libraries is missing.
 
@@ -15,7 +22,7 @@ def require_extra(
       error: type of the error.
 
     Raises:
-      ImportError: or an `error`, if a module is not installed.
+      MissingExtraError: or an `error`, if a module is not installed.
 
     Example:
       >>> require_extra("train", "numpy", purpose="This function")

@@ -11,10 +11,13 @@ import time
 from collections.abc import Iterator, Mapping
 from typing import Any, Final
 
-from tensorboardX import event_file_writer, summary
-from tensorboardX.proto import event_pb2
+import jax
 
 from tpu_embedding import distributed
+from tpu_embedding.optimizers.slots import slot_row_shapes
+from tpu_embedding.plan.memory import array_sizes, format_bytes, format_table
+from tpu_embedding.plan.plan import EmbeddingPlan
+from tpu_embedding.plan.stack_plan import StackPlan
 from tpu_embedding.tools.train.config import RunConfig
 
 RECORDS_FILE: Final = "metrics.jsonl"
@@ -88,6 +91,8 @@ class RunReport:
         self.line(f"{group} {step:>{len(str(num_steps))}}/{num_steps}  {text}")
         self.record({"step": step, group: values})
         if self._board is not None:
+            from tensorboardX import summary  # of the extra `train`, as below
+
             for name, value in values.items():
                 scalar = summary.scalar(f"{group}/{name}", value)
                 _write_event(self._board, step, summary=scalar)
@@ -124,6 +129,53 @@ class RunReport:
             self._board.close()
 
 
+def format_tables(plan: EmbeddingPlan) -> str:
+    """Returns the tables of a plan: size, optimizer, and memory on each device.
+
+    A table's memory includes slot variables and its share of the padding.
+    """
+    rows = [("table", "optimizer", "rows", "dim", "memory per device", "devices")]
+    for stack in plan.stacks:
+        sizes = array_sizes(stack.layout, stack.slots, plan.hardware)
+        for table in stack.tables:
+            rows.append(
+                (
+                    table.name,
+                    _name_of_rule(stack),
+                    f"{table.config.max_rows:,}",
+                    f"{stack.dim}",
+                    format_bytes(sum(sizes) * table.num_rows / stack.num_rows),
+                    f"{stack.num_shards}",
+                )
+            )
+    total = plan.table_bytes_per_device + plan.slot_bytes_per_device
+    return (
+        f"{format_table(rows, num_left_aligned=2)}\n"
+        f"{plan.num_shards} devices, {plan.hardware.name}; tables and slot variables "
+        f"take {format_bytes(total)} on each"
+    )
+
+
+def _name_of_rule(stack: StackPlan) -> str:
+    """Returns the name of the state that an optimizer keeps, as `Adagrad`."""
+    if stack.optimizer is None:
+        return "none"
+    state = slot_row_shapes(stack.optimizer, (stack.dim,))
+    names = [
+        type(part).__name__.removesuffix("State").removeprefix("ScaleBy")
+        for part in jax.tree.leaves(state, is_leaf=_has_slots)
+        if _has_slots(part)
+    ]
+    return ", ".join(names) or "no slot variables"
+
+
+def _has_slots(part: Any) -> bool:
+    """Returns True for a named state that holds a slot variable itself."""
+    return hasattr(part, "_fields") and any(
+        isinstance(field, jax.ShapeDtypeStruct) for field in part
+    )
+
+
 def read_records(path: pathlib.Path) -> Iterator[dict[str, Any]]:
     """Yields the records of a run, except incomplete lines of a killed one.
 
@@ -146,14 +198,15 @@ def _curve(
     return steps, [values[step] for step in steps]
 
 
-def _event_file(
-    directory: pathlib.Path, first_step: int
-) -> event_file_writer.EventsWriter:
+def _event_file(directory: pathlib.Path, first_step: int) -> Any:
     """Opens TensorBoard's file of scalars, which is written at once.
 
     So a kill loses nothing. tensorboardX' `SummaryWriter` writes in a thread, where a
     full disk ends no run.
     """
+    from tensorboardX import event_file_writer
+    from tensorboardX.proto import event_pb2
+
     directory.mkdir(parents=True, exist_ok=True)
     # Runs that start within a second would share a name otherwise.
     suffix = f".{time.time_ns()}"
@@ -164,8 +217,8 @@ def _event_file(
     return file
 
 
-def _write_event(
-    file: event_file_writer.EventsWriter, step: int, **content: Any
-) -> None:
+def _write_event(file: Any, step: int, **content: Any) -> None:
+    from tensorboardX.proto import event_pb2
+
     event = event_pb2.Event(step=step, wall_time=time.time(), **content)
     file.write_event(event)
