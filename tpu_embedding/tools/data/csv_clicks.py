@@ -129,7 +129,7 @@ class CsvSource:
         numbers: dict[str, np.ndarray] = {}
         shown = [("column", "kind", "distinct values", "table rows")]
         for name, kind in kinds.items():
-            distinct, size = len(set(table.cells[name])), "-"
+            distinct, size = len(set(table.cells[name]) - {""}), "-"
             if kind == "number":
                 numbers[name] = table.numbers(name)
             elif kind in ("category", "list"):
@@ -320,7 +320,7 @@ class _Table:
                     "config with the loss squared_error",
                 )
             labels[i] = label
-        if labels.min(initial=1) == labels.max(initial=0):
+        if len(np.unique(labels)) < 2:
             raise DataError(
                 f"{self.path}, column {name!r}: the labels of the {len(cells)} rows "
                 "must hold both 0 and 1; give rows of both kinds."
@@ -353,7 +353,7 @@ class _Strings:
             [numbers.setdefault(cell, len(numbers)) for cell in cells], np.int32
         )
         self._strings = np.array(list(numbers), object)
-        self.num_strings = len(numbers)
+        self.num_strings = len(numbers.keys() - {""})
 
     def vocabulary(self, is_trained: np.ndarray, min_count: int) -> Vocabulary | None:
         """Returns the strings that are frequent enough, the most frequent ones first.

@@ -117,9 +117,9 @@ def csv_run(path: pathlib.Path) -> RunConfig:
         name=path.name.partition(".")[0],
         batch_size=batch_size,
         num_steps=num_steps,
-        log_every=max(1, num_steps // 20),
-        evaluate_every=max(1, num_steps // 5),
-        checkpoint_every=max(1, num_steps // 5),
+        log_every=-(-num_steps // 20),
+        evaluate_every=-(-num_steps // 5),
+        checkpoint_every=-(-num_steps // 5),
     )
 
 

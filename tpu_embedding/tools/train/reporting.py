@@ -151,8 +151,9 @@ def format_tables(plan: EmbeddingPlan) -> str:
     total = plan.table_bytes_per_device + plan.slot_bytes_per_device
     return (
         f"{format_table(rows, num_left_aligned=2)}\n"
-        f"{plan.num_shards} devices, {plan.hardware.name}; tables and slot variables "
-        f"take {format_bytes(total)} on each"
+        f"{plan.num_shards} {'devices' if plan.num_shards > 1 else 'device'}, "
+        f"{plan.hardware.name}; tables and slot variables take {format_bytes(total)} "
+        "on each"
     )
 
 
