@@ -14,7 +14,7 @@ import optax
 
 from tpu_embedding import optimizers
 from tpu_embedding.tools.train import CsvSource, RunConfig, Target
-from tpu_embedding.tools.train.models import ColumnsModelConfig
+from tpu_embedding.tools.train.models import ClickModelConfig
 
 config = RunConfig(
     name="csv",
@@ -22,18 +22,20 @@ config = RunConfig(
     data=CsvSource(label="label"),
     batch_size=512,
     # Model
-    model=ColumnsModelConfig(dim=16, hidden_sizes=(64, 32)),
+    model=ClickModelConfig(
+        dim=16, hidden_sizes=(64, 32), interactions="products", initial_deviation=0.01
+    ),
     loss="log_loss",
     target=Target(metric="auc", at_least=0.5),
     # Optimizers: both learning rates fall linearly to 2 % of their initial value.
     num_steps=1000,
     table_learning_rate=0.05,
-    dense_learning_rate=0.002,
+    dense_learning_rate=0.004,
     make_table_optimizer=lambda run: optimizers.adagrad(
         optax.linear_schedule(
             run.table_learning_rate, 0.02 * run.table_learning_rate, run.num_steps
         ),
-        initial_accumulator_value=1e-4,
+        initial_accumulator_value=1e-3,
     ),
     make_dense_optimizer=lambda run: optax.adam(
         optax.linear_schedule(

@@ -60,7 +60,7 @@ def test_strings_are_served(layer, directory):
 
 def test_vocabularies_are_files_that_users_read(directory):
     path = directory / "vocabularies" / "genres.json"
-    assert te.inputs.Vocabulary.load(path) == GENRES
+    assert te.inputs.Vocabulary.load(path).tokens == GENRES.tokens
     text = path.read_text()
     path.write_text(text.replace("comedy", "comedies"))
     with pytest.raises(ExportError, match="genres.json.*must have the SHA-256"):
@@ -69,6 +69,6 @@ def test_vocabularies_are_files_that_users_read(directory):
 
 
 def test_names_that_are_none_of_an_input(layer, tmp_path):
-    with pytest.raises(ExportError, match="'film' is the name of none; the inputs"):
+    with pytest.raises(ExportError, match="got \\['film'\\]; the inputs"):
         te.export.save(layer, tmp_path / "x", BATCH, vocabularies={"film": GENRES})
     assert not list(tmp_path.iterdir())

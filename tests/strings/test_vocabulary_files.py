@@ -11,7 +11,10 @@ def test_names_of_features(tmp_path):
     names = ["user", "left/user", "../é %2F", "..", "a.json"]
     vocabularies = {name: te.inputs.Vocabulary(["x", name]) for name in names}
     save_vocabularies(tmp_path, vocabularies)
-    assert load_vocabularies(tmp_path) == vocabularies
+    loaded = load_vocabularies(tmp_path)
+    assert {name: v.tokens for name, v in loaded.items()} == {
+        name: ("x", name) for name in names
+    }
     assert {path.parent.name for path in tmp_path.rglob("*.json")} == {"vocabularies"}
 
 

@@ -103,19 +103,15 @@ def by_input(
     """Returns vocabularies by the names of inputs, given those of features.
 
     Raises:
-      ExportError: if a name is that of no input, or of several.
+      ExportError: if a name is that of no input.
     """
-    result = {}
-    for name, vocabulary in vocabularies.items():
-        inputs = [x.name for x in signature.inputs if name in (x.name, *x.path[-1:])]
-        if len(inputs) != 1:
-            raise ExportError(
-                f"vocabularies must name one input each, but {name!r} is the name of "
-                f"{inputs or 'none'}; the inputs are "
-                f"{[each.name for each in signature.inputs]}."
-            )
-        result[inputs[0]] = vocabulary
-    return result
+    inputs = {key: x.name for x in signature.inputs for key in (x.name, *x.path[-1:])}
+    if unknown := sorted(vocabularies.keys() - inputs.keys()):
+        raise ExportError(
+            f"vocabularies must be named like an input each, got {unknown}; the inputs "
+            f"are {[each.name for each in signature.inputs]}."
+        )
+    return {inputs[name]: vocabulary for name, vocabulary in vocabularies.items()}
 
 
 def _value_at(nest: Any, each: Input) -> Any:

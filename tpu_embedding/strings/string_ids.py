@@ -378,17 +378,6 @@ class Vocabulary:
     def __len__(self) -> int:
         return len(self.tokens)
 
-    def __eq__(self, other: object) -> bool:
-        """Returns True for a vocabulary that gives each string the same id."""
-        return isinstance(other, Vocabulary) and self._parts == other._parts
-
-    def __hash__(self) -> int:
-        return hash(self._parts)
-
-    @property
-    def _parts(self) -> tuple[Any, ...]:
-        return self.num_oov_buckets, self.mask_token, self.tokens
-
     def __repr__(self) -> str:
         return (
             f"Vocabulary({len(self.tokens)} tokens, num_oov_buckets="

@@ -102,7 +102,7 @@ def test_a_csv_file_is_trained_exported_and_served_strings(tmp_path, capsys):
 
 
 def test_a_run_without_a_record_of_its_config(run_dir, tmp_path):
-    with pytest.raises(ConfigError, match="origin.json cannot be read.*--config"):
+    with pytest.raises(ConfigError, match="a script started.*--config"):
         export(run_dir, tmp_path / "new")
 
 

@@ -1,11 +1,14 @@
 """Origins: what a run keeps of its config, and the config for a CSV file."""
 
 import gzip
+import json
+import os
 
 import pytest
 
 from tpu_embedding.tools.train import ConfigError, DataError
-from tpu_embedding.tools.train.origin import CODE_FILE, RunOrigin, csv_run
+from tpu_embedding.tools.train.origin import RunOrigin, csv_run
+from tpu_embedding.tools.train.reporting import RECORDS_FILE
 
 CONFIG = """
 import dataclasses, pathlib
@@ -16,41 +19,41 @@ config = dataclasses.replace(
 """
 
 
+def record(directory, *origins):
+    """Writes the records of starts of a run."""
+    lines = [json.dumps({"run": {}, "origin": origin}) for origin in origins]
+    (directory / RECORDS_FILE).write_text("\n".join(lines) + "\n")
+
+
 def test_a_run_keeps_the_code_of_its_config(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "helper.py").write_text("STEPS = 7")
     (tmp_path / "mine.py").write_text(CONFIG)
-    (tmp_path / "run").mkdir()
     origin = RunOrigin(config="mine.py", settings=("model.dim=3",), data_dir="data")
-    origin.save(tmp_path / "run")
+    record(tmp_path, RunOrigin(config="dlrm").record(), origin.record(), None)
     monkeypatch.chdir("/")
-    for text in ("config = 3", None):  # The file is changed, and then gone.
-        if text is None:
-            (tmp_path / "mine.py").unlink()
-        else:
-            (tmp_path / "mine.py").write_text(text)
-        kept = RunOrigin.of_run(tmp_path / "run")
+    for change in (lambda path: path.write_text("config = 3"), os.remove):
+        change(tmp_path / "mine.py")
+        kept = RunOrigin.of_run(tmp_path)
         assert kept.data_dir == str(tmp_path / "data")
         config = kept.load()
         assert (config.name, config.num_steps, config.model.dim) == ("mine", 7, 3)
 
 
 def test_a_config_of_the_package(tmp_path):
-    RunOrigin(config="dlrm").save(tmp_path)
+    record(tmp_path, RunOrigin(config="dlrm").record())
     assert RunOrigin.of_run(tmp_path) == RunOrigin(config="dlrm")
-    assert not (tmp_path / CODE_FILE).exists()
 
 
-@pytest.mark.parametrize("text", ["", "{}", "[1]"])
-def test_damaged_records(tmp_path, text):
-    (tmp_path / "origin.json").write_text(text)
-    with pytest.raises(ConfigError, match="origin.json cannot be read"):
+def test_a_run_of_a_script(tmp_path):
+    record(tmp_path, None)
+    with pytest.raises(ConfigError, match="a script started.*--config"):
         RunOrigin.of_run(tmp_path)
 
 
 @pytest.mark.parametrize(
     ("num_rows", "batch_size", "num_steps"),
-    [(10, 32, 20), (20_000, 64, 937), (10_000_000, 4096, 7324)],
+    [(10, 32, 20), (20_000, 64, 625), (10_000_000, 4096, 4882)],
 )
 def test_the_config_of_a_csv_file_follows_its_rows(
     tmp_path, num_rows, batch_size, num_steps

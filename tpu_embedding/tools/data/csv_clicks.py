@@ -15,9 +15,8 @@ import numpy as np
 from tpu_embedding.field_checks import raise_all
 from tpu_embedding.plan.memory import format_table
 from tpu_embedding.strings.string_ids import Vocabulary
-from tpu_embedding.tools.data.batch import Batch, DataError
+from tpu_embedding.tools.data.batch import Batch, DataError, rows_of_batches
 from tpu_embedding.tools.data.block_dataset import BlockDataset
-from tpu_embedding.tools.data.parquet_rows import ids_of_rows
 from tpu_embedding.tools.data.random_streams import splitmix64
 from tpu_embedding.tools.data.source import check_counts, required_files
 from tpu_embedding.types import FeatureIds, RaggedIds
@@ -27,10 +26,10 @@ Kind = Literal["label", "category", "number", "list", "ignored"]
 FIRST_ROWS: Final = 10_000
 """Rows from which the kinds of the columns are recognised."""
 
-_MISSING: Final = frozenset({"", "na", "n/a", "nan", "null", "none", "\\n"})
-"""Texts of a missing number, in lower case."""
-
-_TRUTH: Final = {"false": 0.0, "true": 1.0}
+_WORDS: Final = {"true": 1.0, "false": 0.0} | dict.fromkeys(
+    ("", "na", "n/a", "nan", "null", "none", "\\n"), math.nan
+)
+"""Words that are numbers, in lower case; NaN stands for a missing one."""
 
 
 class CsvClicks(BlockDataset):
@@ -134,27 +133,29 @@ class CsvSource:
                 numbers[name] = table.numbers(name)
             elif kind in ("category", "list"):
                 separator = self.separator if kind == "list" else None
-                ids = _Strings(table.cells.pop(name), separator)
-                vocabulary = ids.vocabulary(~is_held_out, self.min_count)
-                distinct, size = ids.num_strings, "none: no value repeats"
+                cells, size = table.cells.pop(name), "none: no value repeats"
+                distinct, vocabulary, ids = _encode(
+                    cells, separator, ~is_held_out, self.min_count
+                )
                 if vocabulary is not None:
-                    vocabularies[name] = vocabulary
-                    features[name] = ids.numbered_by(vocabulary)
+                    vocabularies[name], features[name] = vocabulary, ids
                     size = f"{vocabulary.vocabulary_size:,}"
             shown.append((name, kind, f"{distinct:,}", size))
         if not features:
             raise DataError(
-                f"{table.path} must have a column of categories or lists in which a "
-                f"value occurs {self.min_count} times; lower data.min_count, or name "
-                "a column by --set data.categories=NAME."
+                f"{table.path} must have a category that occurs {self.min_count} times;"
+                " lower data.min_count, or name its column by data.categories."
             )
-        rows = _Rows(features, numbers, labels, np.flatnonzero(~is_held_out))
+        columns = Batch(
+            features=features,
+            dense=numbers or None,
+            labels=labels,
+            weights=np.ones(len(labels), np.float32),
+        )
         data = CsvClicks(
-            rows,
+            _Rows(columns, np.flatnonzero(~is_held_out)),
             batch_size=batch_size,
-            evaluation_reader=dataclasses.replace(
-                rows, rows=np.flatnonzero(is_held_out)
-            ),
+            evaluation_reader=_Rows(columns, np.flatnonzero(is_held_out)),
             seed=seed,
         )
         data.vocabularies = vocabularies
@@ -195,7 +196,8 @@ class CsvSource:
         for kind, names in self._names_of_kinds().items():
             if name in names:
                 return kind
-        present = [cell for cell in cells[:FIRST_ROWS] if cell.lower() not in _MISSING]
+        first = cells[:FIRST_ROWS]
+        present = [c for c in first if not math.isnan(_WORDS.get(c.lower(), 0))]
         if any(self.separator in cell for cell in present):
             return "list"
         is_integer = [cell.removeprefix("-").isdecimal() for cell in present]
@@ -217,11 +219,10 @@ class CsvSource:
             raise DataError(f"The columns of {path} must have different names: {names}")
         for kind, wanted in self._names_of_kinds().items():
             if missing := [name for name in wanted if name not in names]:
-                option = "--label NAME" if kind == "label" else "--set data.KEY=NAME"
                 raise DataError(
-                    f"{path} has no column {missing[0]!r}, which should be the {kind}; "
-                    f"it has {names}. Name one of them by {option}, or, if these are "
-                    'values, all columns by --set data.column_names="NAME NAME".'
+                    f"{path} has no column {missing[0]!r} for a {kind}, but {names}; "
+                    "name one of them by --label or --set, or, if these are values, "
+                    'all columns by --set data.column_names="NAME NAME".'
                 )
 
     def _is_held_out(self, num_rows: int, seed: int) -> np.ndarray:
@@ -234,8 +235,8 @@ class CsvSource:
         is_held_out = places <= self.held_out
         if is_held_out.all() or not is_held_out.any():
             raise DataError(
-                f"{num_rows} rows are too few to hold out data.held_out="
-                f"{self.held_out} of them; give more rows, or change it."
+                f"data.held_out={self.held_out} must leave rows to train and to "
+                f"evaluate, got {num_rows} rows; give more, or change it."
             )
         return is_held_out
 
@@ -267,19 +268,15 @@ class _Table:
                 rows = csv.reader(file, delimiter=delimiter, skipinitialspace=True)
                 names = list(source.column_names) or [x.strip() for x in next(rows, [])]
                 if not names:
-                    raise DataError(
-                        f"{path} must have a line of column names and rows below it, "
-                        "got an empty file."
-                    )
+                    raise DataError(f"{path} must have rows, got an empty file.")
                 source.check_columns(path, names)
                 columns: list[list[str]] = [[] for _ in names]
                 for row in filter(None, rows):
                     if len(row) != len(names):
                         raise DataError(
                             f"{path}, line {rows.line_num}: a row must have the "
-                            f"{len(names)} fields of the first line, got {len(row)}: "
-                            f"{row}; put quotes around a field that holds a "
-                            f"{delimiter!r}, or set data.delimiter."
+                            f"{len(names)} fields of the first line, got {row}; quote "
+                            f"fields that hold {delimiter!r}, or set data.delimiter."
                         )
                     lines.append(rows.line_num)
                     for column, cell in zip(columns, row, strict=True):
@@ -291,41 +288,35 @@ class _Table:
     def numbers(self, name: str) -> np.ndarray:
         """Returns a column of numbers, float64 `[rows]`, NaN where one is missing."""
         cells = self.cells[name]
-        wrong = next((i for i, cell in enumerate(cells) if not _is_number(cell)), None)
-        if wrong is not None:
-            way_out = f"correct it, or read the column by --set data.categories={name}"
+        if not all(map(_is_number, cells)):
+            wrong = [_is_number(cell) for cell in cells].index(False)
+            way_out = f"correct it, or set data.categories={name}"
             raise self._error(name, wrong, "must be a number or empty", way_out)
-        return np.array(
-            [np.nan if cell.lower() in _MISSING else float(cell) for cell in cells]
-        )
+        words = (_WORDS.get(cell.lower()) for cell in cells)
+        pairs = zip(cells, words, strict=True)
+        return np.array([float(x) if word is None else word for x, word in pairs])
 
     def labels(self, source: CsvSource) -> np.ndarray:
         """Returns the labels, float32 `[rows]`."""
-        name, least = source.label, source.positive_from
-        cells = self.cells[name]
-        rule = "must be 0 or 1" if least is None else "must be a number"
-        labels = np.zeros(len(cells), np.float32)
-        for i, cell in enumerate(cells):
-            label = _TRUTH.get(cell.lower())
-            if label is None and cell.lower() not in _MISSING and _is_number(cell):
-                label = float(cell)
-                label = label if least is None else float(label >= least)
-            if label not in (0, 1):
-                raise self._error(
-                    name,
-                    i,
-                    rule,
-                    "drop rows without one; for ratings, say which ones count as 1, by "
-                    "--set data.positive_from=4; to predict the number itself, write a "
-                    "config with the loss squared_error",
-                )
-            labels[i] = label
+        name, minimum = source.label, source.positive_from
+        labels = self.numbers(name)
+        if minimum is not None:
+            labels = np.where(np.isnan(labels), np.nan, labels >= minimum)
+        is_label = np.isin(labels, (0, 1))
+        if not is_label.all():
+            way_out = (
+                "drop the row; for ratings, set data.positive_from=4, which makes 4 "
+                "and more a 1; to predict numbers, write a config with the loss "
+                "squared_error"
+            )
+            wrong = int(np.argmin(is_label))
+            raise self._error(name, wrong, "must be 0 or 1", way_out)
         if len(np.unique(labels)) < 2:
             raise DataError(
-                f"{self.path}, column {name!r}: the labels of the {len(cells)} rows "
-                "must hold both 0 and 1; give rows of both kinds."
+                f"{self.path}, column {name!r}: the labels of {len(labels)} rows must "
+                "hold both 0 and 1; give rows of both kinds."
             )
-        return labels
+        return labels.astype(np.float32)
 
     def _error(self, name: str, row: int, rule: str, way_out: str) -> DataError:
         return DataError(
@@ -334,58 +325,51 @@ class _Table:
         )
 
 
-class _Strings:
-    """The strings of a column, each of which has a number.
+def _encode(
+    cells: Sequence[str],
+    separator: str | None,
+    is_trained: np.ndarray,
+    min_count: int,
+) -> tuple[int, Vocabulary | None, FeatureIds]:
+    """Numbers the strings of a column, the most frequent ones first.
 
     Args:
       cells: cells of the column.
       separator: text between the elements of a list; None: one string per cell.
+      is_trained: bool `[rows]`, rows whose strings count.
+      min_count: minimum number of occurrences of a string of the vocabulary.
+
+    Returns:
+      Number of different strings; their vocabulary, or None if none is frequent
+      enough; and the ids of the rows.
     """
-
-    def __init__(self, cells: Sequence[str], separator: str | None):
-        self._row_splits = None
-        if separator is not None:
-            lists = [cell.split(separator) if cell else [] for cell in cells]
-            self._row_splits = np.cumsum([0, *map(len, lists)])
-            cells = [part.strip() for part in chain.from_iterable(lists)]
-        numbers: dict[str, int] = {}
-        self._values = np.array(
-            [numbers.setdefault(cell, len(numbers)) for cell in cells], np.int32
-        )
-        self._strings = np.array(list(numbers), object)
-        self.num_strings = len(numbers.keys() - {""})
-
-    def vocabulary(self, is_trained: np.ndarray, min_count: int) -> Vocabulary | None:
-        """Returns the strings that are frequent enough, the most frequent ones first.
-
-        Args:
-          is_trained: bool `[rows]`, rows whose strings count.
-          min_count: least number of occurrences.
-        """
-        if self._row_splits is not None:
-            is_trained = np.repeat(is_trained, np.diff(self._row_splits))
-        counts = np.bincount(self._values[is_trained], minlength=len(self._strings))
-        order = np.argsort(-counts, kind="stable")
-        order = order[(counts[order] >= min_count) & (self._strings[order] != "")]
-        if not order.size:
-            return None
-        return Vocabulary(self._strings[order], num_oov_buckets=1, mask_token="")
-
-    def numbered_by(self, vocabulary: Vocabulary) -> FeatureIds:
-        """Returns the ids of the strings, in lists if the cells are lists."""
-        ids = vocabulary.ids(self._strings)[self._values]
-        if self._row_splits is None:
-            return ids
-        return RaggedIds(values=ids, row_splits=self._row_splits)
+    row_splits = None
+    if separator is not None:
+        lists = [cell.split(separator) if cell else [] for cell in cells]
+        row_splits = np.cumsum([0, *map(len, lists)])
+        cells = [part.strip() for part in chain.from_iterable(lists)]
+        is_trained = np.repeat(is_trained, np.diff(row_splits))
+    numbers: dict[str, int] = {}
+    found = [numbers.setdefault(cell, len(numbers)) for cell in cells]
+    ids, strings = np.array(found, np.int32), np.array(list(numbers), object)
+    counts = np.bincount(ids[is_trained], minlength=len(strings))
+    order = np.argsort(-counts, kind="stable")
+    order = order[(counts[order] >= min_count) & (strings[order] != "")]
+    num_strings = len(numbers.keys() - {""})
+    if not order.size:
+        return num_strings, None, ids
+    vocabulary = Vocabulary(strings[order], num_oov_buckets=1, mask_token="")
+    ids = vocabulary.ids(strings)[ids]
+    if row_splits is not None:
+        return num_strings, vocabulary, RaggedIds(values=ids, row_splits=row_splits)
+    return num_strings, vocabulary, ids
 
 
 @dataclasses.dataclass(frozen=True)
 class _Rows:
     """A `SampleReader` of some rows of the columns; each row is a block."""
 
-    features: dict[str, FeatureIds]
-    numbers: dict[str, np.ndarray]
-    labels: np.ndarray
+    columns: Batch
     rows: np.ndarray
 
     @property
@@ -393,14 +377,7 @@ class _Rows:
         return np.arange(len(self.rows) + 1)
 
     def read(self, samples: np.ndarray) -> Batch:
-        rows = self.rows[samples]
-        features = self.features.items()
-        return Batch(
-            features={name: ids_of_rows([(ids, rows)]) for name, ids in features},
-            dense={k: numbers[rows] for k, numbers in self.numbers.items()} or None,
-            labels=self.labels[rows],
-            weights=np.ones(len(rows), np.float32),
-        )
+        return rows_of_batches([(self.columns, self.rows[samples])])
 
 
 def signed_log(values: Any, xp: Any = np) -> Any:
@@ -426,8 +403,8 @@ def _scale(values: np.ndarray) -> tuple[float, float]:
 
 
 def _is_number(cell: str) -> bool:
-    """Returns True for a finite number, and for a text that marks a missing one."""
+    """Returns True for a finite number, and for the words of one or of none."""
     try:
-        return cell.lower() in _MISSING or math.isfinite(float(cell))
+        return cell.lower() in _WORDS or math.isfinite(float(cell))
     except ValueError:
         return False

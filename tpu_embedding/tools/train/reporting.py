@@ -28,13 +28,20 @@ TENSORBOARD_DIR: Final = "tensorboard"
 class RunReport:
     """Writes the lines, records and plot of one run, on the first process of a job."""
 
-    def __init__(self, directory: pathlib.Path, config: RunConfig, first_step: int):
+    def __init__(
+        self,
+        directory: pathlib.Path,
+        config: RunConfig,
+        first_step: int,
+        origin: Mapping[str, Any] | None = None,
+    ):
         """Opens the files; prints what changed in the config since the last start.
 
         Args:
           directory: directory of the run.
           config: config of the run.
           first_step: steps done before.
+          origin: record of what the config was loaded from, or None.
         """
         self._path = directory / RECORDS_FILE
         self._config = config
@@ -47,12 +54,13 @@ class RunReport:
         if self._file.tell():
             self._file.write("\n")  # A killed run may have left half a line.
         self._board = _event_file(directory / TENSORBOARD_DIR, first_step)
-        start = f"resumed after step {first_step}" if first_step else "a new run"
+        begin = f"resumed after step {first_step}" if first_step else "a new run"
         self.line(
             f"{config.name}: {config.num_steps} steps of {config.batch_size} samples, "
-            f"seed {config.seed}, {start}; files in {directory}"
+            f"seed {config.seed}, {begin}; files in {directory}"
         )
-        self.record({"run": description, "first_step": first_step})
+        start = {"run": description, "first_step": first_step, "origin": origin}
+        self.record(start)
 
     def _show_changes(self, description: dict[str, Any]) -> None:
         if not self._path.exists():

@@ -128,8 +128,8 @@ def train(
         to the end.
       profile: steps done before and after those whose profile is recorded for xprof, in
         `profile/` of the output directory; None: none.
-      origin: what the config was loaded from; the run's directory keeps it for
-        `tpu-embedding export`.
+      origin: what the config was loaded from; the run records it for `tpu-embedding
+        export`.
       verbose: True prints the whole plan, False its tables.
 
     Raises:
@@ -146,9 +146,7 @@ def train(
         stack.enter_context(_claimed(directory))
         run = _Run(config, directory, data_dir, mesh, verbose)
         stack.enter_context(run.checkpoints)
-        run.start(existing_run)
-        if origin is not None and distributed.is_first():
-            origin.save(directory)
+        run.start(existing_run, origin)
         stack.callback(run.report.close)
         stack.callback(faulthandler.cancel_dump_traceback_later)
         if run.train(stop, stop_at or config.num_steps, profile) == "stopped":
@@ -202,9 +200,9 @@ def check_vocabularies(data: Dataset, directory: pathlib.Path) -> None:
     Raises:
       DataError: names the feature.
     """
-    before = load_vocabularies(directory)
-    for name, vocabulary in getattr(data, "vocabularies", {}).items():
-        if before.get(name, vocabulary) != vocabulary:
+    now = getattr(data, "vocabularies", {})
+    for name, vocabulary in load_vocabularies(directory).items():
+        if name not in now or now[name].tokens != vocabulary.tokens:
             raise DataError(
                 f"The strings of {name!r} must be those that the run in {directory} "
                 "began with, but its data have changed since; restore them, or start "
@@ -278,7 +276,7 @@ class _Run:
         self.checkpoints = ocp.CheckpointManager(path, options=options)
         self._evaluation_sizes = BufferSizes()
 
-    def start(self, existing_run: ExistingRun) -> None:
+    def start(self, existing_run: ExistingRun, origin: RunOrigin | None = None) -> None:
         """Makes the state, or restores it, and reports the start."""
         config, data, plan = self.config, self.data, self.plan
         graph, abstract = abstract_train_state(config, data, plan)
@@ -296,7 +294,8 @@ class _Run:
         if self.step:
             restored = RestoreState(abstract, plan=plan)
             self.state = self.checkpoints.restore(self.step, args=restored)
-        self.report = RunReport(self.directory, config, self.step)
+        record = origin and origin.record()
+        self.report = RunReport(self.directory, config, self.step, record)
         check_vocabularies(data, self.directory)
         if self.step == 0 and distributed.is_first():
             save_vocabularies(self.directory, getattr(data, "vocabularies", {}))
