@@ -84,7 +84,7 @@ def test_a_csv_file_is_trained_exported_and_served_strings(tmp_path, capsys):
     assert cli.main(["train", str(path), *run]) == 0
     shown = capsys.readouterr().out
     assert re.search(r"^age +number +9 +-$", shown, re.MULTILINE)
-    assert re.search(r"^user +Adagrad +9 +4 +[\d.]+ KiB +1$", shown, re.MULTILINE)
+    assert re.search(r"^user +Adagrad +9 +4 +288 B +1$", shown, re.MULTILINE)
     assert re.search(r"^result: auc 0\.\d+$", shown, re.MULTILINE)
     assert "packing" not in shown
     command = re.search(r"export   tpu-embedding (export .*)", shown)[1].split()
