@@ -42,27 +42,18 @@ class RunCommand(ConfigCommand):
     """File or directory of the data."""
 
     label: str | None = None
-    """Column of the labels, if the config is a CSV file."""
+    """Column of the labels of a CSV file: short for --set data.label=NAME."""
 
     devices: int | None = None
     """Emulates so many CPU devices, over all processes, in place of the machine's."""
 
     def origin(self) -> RunOrigin:
-        """Returns what the run is started with.
-
-        Raises:
-          UsageError: if there is a label, and no CSV file.
-        """
+        """Returns what the run is started with."""
         settings, data_dir = self.set, self.data_dir
-        if is_csv := self.config.endswith(CSV_SUFFIXES):
-            data_dir = data_dir or self.config
         if self.label is not None:
-            if not is_csv:
-                raise UsageError(
-                    f"--label {self.label}: {self.config} is no CSV file; its data "
-                    "source names the labels."
-                )
             settings = (f"data.label={shlex.quote(self.label)}", *settings)
+        if data_dir is None and self.config.endswith(CSV_SUFFIXES):
+            data_dir = self.config
         return RunOrigin(config=self.config, settings=settings, data_dir=data_dir)
 
 
