@@ -49,7 +49,10 @@ class Dataset(Protocol):
     same batches as the interrupted run, and no reader state needs saving.
 
     `ModelConfig.feature_config` and `ModelConfig.build` get the data set. It may have
-    further attributes for them, such as the sizes of its vocabularies.
+    further attributes for them, such as the sizes of its vocabularies. The loop knows
+    two: `vocabularies`, a dict of the `Vocabulary` of each feature that has one, which
+    a run checks when it resumes, and an export carries; and `description`, a text that
+    is printed when a run starts.
 
     In a job of several processes, each process feeds its own devices. It calls an
     optional further method, if the data set has it:
