@@ -202,7 +202,7 @@ def check_vocabularies(data: Dataset, directory: pathlib.Path) -> None:
     """
     now = getattr(data, "vocabularies", {})
     for name, vocabulary in load_vocabularies(directory).items():
-        if name not in now or now[name].tokens != vocabulary.tokens:
+        if name in now and now[name].tokens != vocabulary.tokens:
             raise DataError(
                 f"The strings of {name!r} must be those that the run in {directory} "
                 "began with, but its data have changed since; restore them, or start "
@@ -296,8 +296,9 @@ class _Run:
             self.state = self.checkpoints.restore(self.step, args=restored)
         record = origin and origin.record()
         self.report = RunReport(self.directory, config, self.step, record)
-        check_vocabularies(data, self.directory)
-        if self.step == 0 and distributed.is_first():
+        if self.step:
+            check_vocabularies(data, self.directory)
+        elif distributed.is_first():
             save_vocabularies(self.directory, getattr(data, "vocabularies", {}))
         if description := getattr(data, "description", None):
             self.report.line(description)
