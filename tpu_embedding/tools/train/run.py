@@ -139,6 +139,7 @@ def train(
       RunDirectoryError: if another process uses `output_dir`, or if `existing_run`
         forbids the checkpoint there.
       TrainingDivergedError: if a loss, a gradient or a metric is not finite.
+      MissingExtraError: if a library of the extra `train` is not installed.
     """
     directory = local_path(output_dir).resolve()
     with contextlib.ExitStack() as stack:
@@ -292,13 +293,12 @@ class _Run:
             )
         self.state = None
         if self.step:
+            check_vocabularies(data, self.directory)
             restored = RestoreState(abstract, plan=plan)
             self.state = self.checkpoints.restore(self.step, args=restored)
         record = origin and origin.record()
         self.report = RunReport(self.directory, config, self.step, record)
-        if self.step:
-            check_vocabularies(data, self.directory)
-        elif distributed.is_first():
+        if not self.step and distributed.is_first():
             save_vocabularies(self.directory, getattr(data, "vocabularies", {}))
         if description := getattr(data, "description", None):
             self.report.line(description)
