@@ -55,7 +55,9 @@ def check_cli(words):
     if "--help" in words or "--version" in words:
         return
     parsed = parse(words)
-    if words[0] in ("doctor", "inspect"):
+    if words[0] in ("doctor", "export", "inspect"):
         return
-    is_path = parsed.config.endswith(".py") or parsed.config.startswith("runs/")
+    is_path = parsed.config.endswith((".py", ".csv")) or parsed.config.startswith(
+        "runs/"
+    )
     assert is_path or parsed.config in list_configs(), parsed.config

@@ -1,5 +1,6 @@
 """Ids of strings, by hashing and by vocabulary, in every container."""
 
+import json
 import pickle
 import re
 import types
@@ -212,3 +213,60 @@ def test_wrong_calls(call, kind, field, value):
         call()
     assert field in str(error.value)
     assert value in str(error.value)
+
+
+VOCABULARIES = {
+    "plain": te.inputs.Vocabulary(["a", "é\n", '"']),
+    "mask and buckets": te.inputs.Vocabulary(
+        ["a", "[UNK]", "b"], num_oov_buckets=2, mask_token=""
+    ),
+    "nothing unknown": te.inputs.Vocabulary(["3", "-4"], num_oov_buckets=0),
+    "own token": te.inputs.Vocabulary(["[UNK]", "b"], oov_token="<unknown>"),
+}
+
+
+@pytest.mark.parametrize("vocabulary", VOCABULARIES.values(), ids=VOCABULARIES)
+def test_a_saved_vocabulary_gives_the_same_ids(vocabulary, tmp_path):
+    vocabulary.save(tmp_path / "tokens.json")
+    loaded = te.inputs.Vocabulary.load(tmp_path / "tokens.json")
+    assert repr(loaded) == repr(vocabulary)
+    assert loaded.tokens == vocabulary.tokens
+    strings = list(vocabulary.tokens)
+    if vocabulary.num_oov_buckets:
+        strings += ["x", "y", "", "[UNK]"]
+    assert loaded.ids(strings).tolist() == vocabulary.ids(strings).tolist()
+    assert loaded.vocabulary_size == vocabulary.vocabulary_size
+    listed = json.loads((tmp_path / "tokens.json").read_text())["tokens"]
+    assert listed[vocabulary.ids([strings[0]])[0]] == strings[0]
+
+
+@pytest.mark.parametrize(
+    ("content", "text"),
+    [
+        ("a\nb\n", "must be a file of Vocabulary.save"),
+        ('{"format": "other"}', "format must be"),
+        ('{"format": "tpu_embedding.vocabulary 1"}', "'tokens'"),
+        ('["a"]', "must be a file of Vocabulary.save"),
+        ("[" * 100_000, "must be a file of Vocabulary.save"),
+    ],
+    ids=["text", "format", "fields", "list", "nested"],
+)
+def test_damaged_files_of_vocabularies(content, text, tmp_path):
+    (tmp_path / "tokens.json").write_text(content)
+    with pytest.raises(ValueError, match=re.escape(text)) as error:
+        te.inputs.Vocabulary.load(tmp_path / "tokens.json")
+    assert "tokens.json" in str(error.value)
+
+
+def test_unknown_strings_are_refused_by_choice():
+    vocabulary = te.inputs.Vocabulary(["a", "b"])
+    assert vocabulary.ids(["a", "x"], unknown="bucket").tolist() == [1, 0]
+    with pytest.raises(ValueError, match="'x' is not one of the 2 tokens"):
+        vocabulary.ids(["a", "x"], unknown="error")
+
+
+def test_integers_stand_for_their_digits_if_tokens_are_numbers():
+    vocabulary = te.inputs.Vocabulary(["b", "17", "-3"])
+    assert vocabulary.ids([[17, -3], [4, 17]]).tolist() == [[2, 3], [0, 2]]
+    with pytest.raises(TypeError, match="must be strings, got dtype int64"):
+        te.inputs.Vocabulary(["b"]).ids(np.array([17]))

@@ -17,6 +17,7 @@ import jax
 
 import tpu_embedding
 from tpu_embedding.export.signature import ExportError, Signature
+from tpu_embedding.strings.vocabulary_files import VOCABULARIES_DIR
 
 DOCUMENT_FILE: Final = "export.json"
 PROGRAM_FILE: Final = "program.stablehlo"
@@ -100,11 +101,12 @@ def file_digest(path: pathlib.Path) -> str:
 
 
 def files_of(directory: pathlib.Path) -> dict[str, pathlib.Path]:
-    """Returns the program and the files of tensors of an export or delta, by path."""
+    """Returns the files of an export or delta beside its documents, by path."""
     return {
         path.relative_to(directory).as_posix(): path
         for path in sorted(directory.rglob("*"))
-        if path.suffix in _SUFFIXES and path.is_file()
+        if path.is_file()
+        and (path.suffix in _SUFFIXES or path.parent.name == VOCABULARIES_DIR)
     }
 
 

@@ -20,6 +20,7 @@ from tpu_embedding.inputs.containers import is_integer
 from tpu_embedding.inputs.prepare import prepare_features
 from tpu_embedding.plan.features import FeaturePlan
 from tpu_embedding.plan.input_plan import InputPlan
+from tpu_embedding.strings.string_ids import Unknown, Vocabulary
 from tpu_embedding.types import (
     PADDING_ROW_ID,
     DenseIds,
@@ -32,14 +33,23 @@ from tpu_embedding.types import (
 class Feeder:
     """Checks the arguments of calls, and remembers the sizes of ragged buffers."""
 
-    def __init__(self, signature: Signature, arrays: Mapping[str, Any]):
+    def __init__(
+        self,
+        signature: Signature,
+        arrays: Mapping[str, Any],
+        vocabularies: Mapping[str, Vocabulary],
+        unknown: Unknown,
+    ):
         """Prepares to feed a program.
 
         Args:
           signature: the inputs of the program.
           arrays: shape and dtype of each array that the program takes, by name.
+          vocabularies: vocabulary of each input that is given strings, by its name.
+          unknown: what becomes of strings that are in none.
         """
         self._signature, self._arrays = signature, arrays
+        self._vocabularies, self._unknown = vocabularies, unknown
         self._sizes = BufferSizes()
         # One plan each: inputs may differ in their numbers of samples.
         self._plans = {
@@ -68,6 +78,8 @@ class Feeder:
         arrays: dict[str, np.ndarray] = {}
         for each in self._signature.inputs:
             value = _value_at(nest, each)
+            if (vocabulary := self._vocabularies.get(each.name)) is not None:
+                value = vocabulary.ids(value, unknown=self._unknown)
             if each.kind == "array":
                 dtype = self._arrays[each.ids_name].dtype
                 arrays[each.ids_name] = _as_dtype(value, dtype, each.name)
@@ -83,6 +95,23 @@ class Feeder:
                 f"{sorted(self._arrays)}, got {sorted(arrays)}."
             )
         return arrays
+
+
+def by_input(
+    vocabularies: Mapping[str, Vocabulary], signature: Signature
+) -> dict[str, Vocabulary]:
+    """Returns vocabularies by the names of inputs, given those of features.
+
+    Raises:
+      ExportError: if a name is that of no input.
+    """
+    inputs = {key: x.name for x in signature.inputs for key in (x.name, *x.path[-1:])}
+    if unknown := sorted(vocabularies.keys() - inputs.keys()):
+        raise ExportError(
+            f"vocabularies must be named like an input each, got {unknown}; the inputs "
+            f"are {[each.name for each in signature.inputs]}."
+        )
+    return {inputs[name]: vocabulary for name, vocabulary in vocabularies.items()}
 
 
 def _value_at(nest: Any, each: Input) -> Any:

@@ -7,7 +7,6 @@ which jax2tf does not do.
 """
 
 import importlib
-import importlib.util
 import pathlib
 import re
 import tempfile
@@ -28,6 +27,7 @@ from tpu_embedding.export.stablehlo import (
     read_export,
     save,
 )
+from tpu_embedding.extras import require_extra
 from tpu_embedding.rows.id_mixing import NO_ID
 from tpu_embedding.types import PADDING_ROW_ID
 
@@ -77,11 +77,8 @@ def _tensorflow() -> Any:
     Raises:
       ExportError: if it is not installed.
     """
-    if importlib.util.find_spec("tensorflow") is None:
-        raise ExportError(
-            "te.export.save_saved_model needs tensorflow 2.18 or later; install it by "
-            "pip install 'tpu-embedding[tf]'."
-        )
+    purpose = "te.export.save_saved_model"
+    require_extra("tf", "tensorflow", purpose=purpose, error=ExportError)
     return importlib.import_module("tensorflow")
 
 

@@ -14,7 +14,7 @@ from flax import nnx
 from jax.experimental.layout import Format, Layout
 from jax.sharding import SingleDeviceSharding
 
-from tpu_embedding.export.directories import new_directory
+from tpu_embedding.export.directories import check_new_directory, new_directory
 from tpu_embedding.export.documents import (
     DENSE_FILE,
     DOCUMENT_FILE,
@@ -24,7 +24,7 @@ from tpu_embedding.export.documents import (
     read_document,
     write_document,
 )
-from tpu_embedding.export.feeding import Feeder
+from tpu_embedding.export.feeding import Feeder, by_input
 from tpu_embedding.export.layer_tables import (
     TABLES_DIR,
     tables_of_model,
@@ -34,7 +34,13 @@ from tpu_embedding.export.row_formats import RowFormat, check_row_format
 from tpu_embedding.export.serving_program import make_program
 from tpu_embedding.export.signature import ExportError, Signature
 from tpu_embedding.export.tensor_files import read_tensors
+from tpu_embedding.extras import require_extra
 from tpu_embedding.paths import local_path
+from tpu_embedding.strings.string_ids import Unknown, Vocabulary
+from tpu_embedding.strings.vocabulary_files import (
+    load_vocabularies,
+    save_vocabularies,
+)
 
 
 def save(
@@ -44,6 +50,7 @@ def save(
     method: str = "__call__",
     dtype: RowFormat = "float32",
     batch_size: int | None = None,
+    vocabularies: Mapping[str, Vocabulary] | None = None,
 ) -> None:
     """Exports a model for serving: a StableHLO program, and its weights beside it.
 
@@ -62,10 +69,13 @@ def save(
         in FBGEMM's layout.
       batch_size: None: any. A number: only this one, for models whose code computes
         with the batch size or whose features have an `output_shape`.
+      vocabularies: vocabulary of each feature that is served strings, by its name: the
+        last key of the input's path, or its name in the signature.
 
     Raises:
       ExportError: a ValueError, if the directory holds files, the example does not fit,
-        or the model cannot run on one device or with any batch size.
+        or the model cannot run on one device or with any batch size; if a vocabulary
+        belongs to no input; or if the extra `serving` is not installed.
 
     Example:
       >>> import pathlib, tempfile
@@ -82,15 +92,19 @@ def save(
       (3, 4)
     """
     check_row_format(dtype)
+    check_serving_extra()
+    check_new_directory(local_path(directory))
     program = make_program(
         model, example, method=method, row_format=dtype, batch_size=batch_size
     )
+    of_inputs = by_input(vocabularies or {}, program.signature)
     serialized = program.exported.serialize()
     with new_directory(directory) as path:
         assert path is not None, "make_program refuses jobs of several processes"
         write_table_files(path, program.tables, dtype)
         safetensors.numpy.save_file(program.dense, path / DENSE_FILE)
         (path / PROGRAM_FILE).write_bytes(serialized)
+        save_vocabularies(path, of_inputs)
         write_document(path, program.signature)
 
 
@@ -159,6 +173,7 @@ class ServedModel:
         Args:
           *arguments: a batch like the example of `save`. Ragged features may be
             `RaggedIds`, `SparseIds`, nested lists or objects like `tf.RaggedTensor`.
+            Features with a vocabulary take strings in place of ids.
 
         Returns:
           The outputs by name, or the array if the model returns an array.
@@ -170,13 +185,28 @@ class ServedModel:
         return self._call(self.tables, self.dense, arrays)
 
 
-def load(directory: str | pathlib.Path, *, verify: bool = True) -> ServedModel:
+def check_serving_extra() -> None:
+    """Raises an ExportError if a library that writes programs is missing."""
+    require_extra(
+        "serving", "flatbuffers", purpose="The export of a program", error=ExportError
+    )
+
+
+def load(
+    directory: str | pathlib.Path,
+    *,
+    verify: bool = True,
+    unknown_strings: Unknown = "bucket",
+) -> ServedModel:
     """Reads a directory of `save`, without the code of the model; see there.
 
     Args:
       directory: written by `save`.
       verify: False to serve the files as they are. True compares each file with its
         digest in `export.json`, about a second per GB.
+      unknown_strings: what becomes of strings that a vocabulary of the export lacks:
+        `"bucket"` gives them an id of its buckets for unknown strings, `"error"`
+        refuses them, as a vocabulary without buckets does.
 
     Raises:
       ExportError: a ValueError, if the directory holds no program, or a damaged file.
@@ -189,7 +219,12 @@ def load(directory: str | pathlib.Path, *, verify: bool = True) -> ServedModel:
         tables=tables,
         dense={name: jnp.asarray(x) for name, x in saved.dense.items()},
         _call=jit_program(saved.exported, tables, device),
-        _feeder=Feeder(saved.signature, arrays_of_program(saved.exported)),
+        _feeder=Feeder(
+            saved.signature,
+            arrays_of_program(saved.exported),
+            load_vocabularies(local_path(directory)),
+            unknown_strings,
+        ),
     )
 
 

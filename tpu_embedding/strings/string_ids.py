@@ -4,10 +4,12 @@ All work on any container of strings, and leave weights and structure as they ar
 number strings as TensorFlow and Keras do, so tables that were trained there fit.
 """
 
+import functools
+import json
 import os
 from collections.abc import Iterable
 from itertools import repeat
-from typing import Any, Final
+from typing import Any, Final, Literal
 
 import numpy as np
 
@@ -32,6 +34,11 @@ MAX_IDS: Final = PADDING_ROW_ID - 1
 """Largest number of ids: the limit of `TableConfig.vocabulary_size`."""
 
 _UNKNOWN: Final = -1
+
+_FILE_FORMAT: Final = "tpu_embedding.vocabulary 1"
+
+Unknown = Literal["bucket", "error"]
+"""What becomes of unknown strings: an id of the buckets for them, or an error."""
 
 
 def hash_ids(
@@ -187,6 +194,7 @@ class Vocabulary:
         self.tokens = tuple(listed)
         self.num_oov_buckets = num_oov_buckets
         self.mask_token = mask_token
+        self._special = tuple(special)
         self._first_oov_id = 0 if mask_token is None else 1
         self._check_tokens()
         # Strings may come as str or as bytes.
@@ -243,12 +251,65 @@ class Vocabulary:
         """Number of ids, for `TableConfig`: tokens, unknown buckets, mask."""
         return self._first_oov_id + self.num_oov_buckets + len(self.tokens)
 
-    def ids(self, strings: Any) -> Any:
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Writes a JSON file, which `load` reads.
+
+        Its list `tokens` has the string of each id, as Keras' `get_vocabulary` has:
+        first the mask token and `oov_token` for each bucket, then the tokens.
+
+        Args:
+          path: path of the file; an existing one is replaced.
+
+        Example:
+          >>> import pathlib, tempfile
+          >>> path = pathlib.Path(tempfile.mkdtemp(), "genres.json")
+          >>> Vocabulary(["comedy", "drama"]).save(path)
+          >>> Vocabulary.load(path).ids(["drama", "opera"]).tolist()
+          [2, 0]
+        """
+        document = {
+            "format": _FILE_FORMAT,
+            "num_oov_buckets": self.num_oov_buckets,
+            "mask_token": self.mask_token,
+            "tokens": self._special + self.tokens,
+        }
+        text = json.dumps(document, ensure_ascii=False)
+        local_path(path).write_text(text, encoding="utf-8")
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> "Vocabulary":
+        """Reads a file of `save`.
+
+        Raises:
+          ValueError: if the file is none of `save`; the message names it.
+        """
+        try:
+            document = json.loads(local_path(path).read_text(encoding="utf-8"))
+            if document["format"] != _FILE_FORMAT:
+                raise ValueError(f"format must be {_FILE_FORMAT!r}")
+            tokens, mask_token = document["tokens"], document["mask_token"]
+            oov_token = tokens[mask_token is not None]
+            return cls(
+                tokens,
+                num_oov_buckets=document["num_oov_buckets"],
+                mask_token=mask_token,
+                oov_token=oov_token,
+            )
+        except (LookupError, TypeError, ValueError, RecursionError) as error:
+            raise ValueError(
+                f"{os.fspath(path)} must be a file of Vocabulary.save: {error}; write "
+                "it again, or read a text of one token per line by from_file."
+            ) from None
+
+    def ids(self, strings: Any, *, unknown: Unknown = "bucket") -> Any:
         """Returns the id of each string.
 
         Args:
           strings: array of strings, nested lists, `DenseIds`, `RaggedIds`, `SparseIds`,
-            or an object with the fields of a ragged or sparse tensor.
+            or an object with the fields of a ragged or sparse tensor. Integers stand
+            for their decimal digits, if some token is a number.
+          unknown: `"bucket"` gives unknown strings an id of the buckets; `"error"`
+            refuses them.
 
         Returns:
           int32 ids in the container of the strings. Lists become an array, or
@@ -256,26 +317,34 @@ class Vocabulary:
 
         Raises:
           TypeError: if an element is no string.
-          ValueError: if a string is unknown and there are no buckets for it.
+          ValueError: if a string is unknown, and there are no buckets for it or
+            `unknown="error"`.
         """
         read = read_ids(strings, "Vocabulary.ids", "Strings")
-        flat = _check_strings(values_of(read).reshape(-1), "Vocabulary.ids").tolist()
+        values = values_of(read).reshape(-1)
+        if is_integer(values.dtype) and self._has_numbers:
+            values = values.astype(np.bytes_)
+        flat = _check_strings(values, "Vocabulary.ids").tolist()
         if not are_strings(flat):
             encode(flat)  # It raises an error that shows the value.
         ids = np.fromiter(
             map(self._ids.get, flat, repeat(_UNKNOWN)), np.int32, len(flat)
         )
-        unknown = np.flatnonzero(ids == _UNKNOWN)
-        if unknown.size:
-            ids[unknown] = self._oov_ids([flat[i] for i in unknown])
+        places = np.flatnonzero(ids == _UNKNOWN)
+        if places.size:
+            ids[places] = self._oov_ids([flat[i] for i in places], unknown)
         return _in_container_of(strings, read, ids)
 
-    def _oov_ids(self, strings: list[Any]) -> np.ndarray:
-        if not self.num_oov_buckets:
+    @functools.cached_property
+    def _has_numbers(self) -> bool:
+        return any(token.removeprefix("-").isdecimal() for token in self.tokens)
+
+    def _oov_ids(self, strings: list[Any], unknown: Unknown) -> np.ndarray:
+        if not self.num_oov_buckets or unknown == "error":
             raise ValueError(
                 f"Vocabulary.ids: {strings[0]!r} is not one of the {len(self.tokens)} "
-                f"tokens, and {len(strings)} such strings in all; set num_oov_buckets "
-                "to give unknown strings ids."
+                f"tokens, and {len(strings)} such strings in all; set num_oov_buckets, "
+                "and unknown='bucket', to give unknown strings ids."
             )
         buckets = farmhash64(encode(strings)) % np.uint64(self.num_oov_buckets)
         return buckets.astype(np.int32) + self._first_oov_id

@@ -52,6 +52,9 @@ def test_version(capsys):
         (["train", "synthetic", "--devices", "9"], "JAX has 8 CPU devices"),
         (["train", "synthetic", "--devices", "1", "--data-dir", "."], "reads no file"),
         (["train", "dlrm_v4", "--devices", "1"], "--data-dir"),
+        (["train", "synthetic", "--label", "y"], "--data.label"),
+        (["train", "clicks.csv", "--label", "y"], "clicks.csv is missing"),
+        (["compile", "csv", "--topology", "v5e:2x2"], "ParquetSource"),
         (["evaluate", "synthetic", "--devices", "1"], "no checkpoint to evaluate"),
     ],
 )

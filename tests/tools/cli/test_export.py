@@ -1,15 +1,26 @@
 """Tests `tpu-embedding export`: a run of a few steps, exported in two formats."""
 
+import re
+
 import jax
+import numpy as np
 import pytest
 import safetensors.numpy
 import tyro
 
 import tpu_embedding as te
+from tests.own_config import write_config
 from tpu_embedding.checkpoint.errors import CheckpointError
+from tpu_embedding.tools import cli
 from tpu_embedding.tools.cli.arguments import emulated_mesh
 from tpu_embedding.tools.cli.export import Export
-from tpu_embedding.tools.train import apply_overrides, load_config, train
+from tpu_embedding.tools.train import (
+    ConfigError,
+    DataError,
+    apply_overrides,
+    load_config,
+    train,
+)
 
 SETTINGS = (
     *("batch_size=50", "model.dim=4", "model.hidden_sizes=8", "num_steps=2"),
@@ -33,13 +44,13 @@ def export(*arguments):
 
 @pytest.mark.full
 def test_formats(run_dir, tmp_path, capsys):
-    options = ["--run-dir", run_dir, "--devices", 2]
+    options = ["--config", "synthetic", "--devices", 2]
     options += [word for setting in SETTINGS for word in ("--set", setting)]
-    assert export("synthetic", tmp_path / "served", *options) == 0
+    assert export(run_dir, tmp_path / "served", *options) == 0
     assert f"exported step 2 to {tmp_path / 'served'}" in capsys.readouterr().out
     served = te.export.load(tmp_path / "served")
     options += ["--format", "safetensors", "--dtype", "bfloat16"]
-    assert export("synthetic", tmp_path / "tables", *options) == 0
+    assert export(run_dir, tmp_path / "tables", *options) == 0
     for name, rows in served.tables.items():
         file = tmp_path / "tables" / "tables" / f"{name}.safetensors"
         with safetensors.safe_open(file, framework="numpy") as tensors:
@@ -47,11 +58,59 @@ def test_formats(run_dir, tmp_path, capsys):
             assert tensors.get_slice(name).get_dtype() == "BF16"
 
 
+@pytest.mark.full
+def test_runs_of_own_configs_by_their_directories_alone(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    path = write_config(tmp_path)
+    settings = ["--set", "num_steps=2", "--set", "model.dim=4", "--devices", "1"]
+    options = [*settings, "--data-dir", "clicks.csv"]
+    assert cli.main(["train", "clicks.py", *options]) == 0
+    path.write_text("the next experiment, which is no Python yet")
+    monkeypatch.chdir("/")
+    assert export(tmp_path / "runs" / "clicks", tmp_path / "served") == 0
+    served = te.export.load(tmp_path / "served")
+    features = {"user": np.array([3]), "item": np.array([4])}
+    assert served.tables["user"].shape == (7, 4)
+    assert served(features, None)["predictions"].shape == (1,)
+
+
+@pytest.mark.full
+def test_a_csv_file_is_trained_exported_and_served_strings(tmp_path, capsys):
+    path = tmp_path / "clicks.csv"
+    rows = [f"u{i % 7},{i % 5}|{i % 3},{i % 9}.5,{i % 2}" for i in range(300)]
+    path.write_text("\n".join(["user,tags,age,click", *rows]) + "\n")
+    run = ["--output-dir", str(tmp_path / "run"), "--devices", "1"]
+    run += ["--label", "click", "--set", "num_steps=2", "--set", "model.dim=4"]
+    assert cli.main(["train", str(path), *run]) == 0
+    shown = capsys.readouterr().out
+    assert re.search(r"^age +number +9 +-$", shown, re.MULTILINE)
+    assert re.search(r"^user +Adagrad +9 +4 +288 B +1$", shown, re.MULTILINE)
+    assert re.search(r"^result: auc 0\.\d+$", shown, re.MULTILINE)
+    assert "packing" not in shown
+    command = re.search(r"export   tpu-embedding (export .*)", shown)[1].split()
+    assert cli.main(command) == 0
+    assert cli.main(["inspect", str(tmp_path / "run")]) == 0
+    served = te.export.load(tmp_path / "run" / "served", unknown_strings="error")
+    batch = {"user": ["u3", ""], "tags": [["4", "0"], []]}
+    outputs = served(batch, {"age": [3.5, float("nan")]})
+    assert ((outputs["predictions"] > 0) & (outputs["predictions"] < 1)).all()
+    with pytest.raises(ValueError, match="'u9' is not one of the 7 tokens"):
+        served(batch | {"user": ["u9", "u3"]}, {"age": [3.5, 3.5]})
+    path.write_text(path.read_text().replace("u3", "u8"))
+    with pytest.raises(DataError, match="The strings of 'user' must be those"):
+        export(tmp_path / "run", tmp_path / "other")
+
+
+def test_a_run_without_a_record_of_its_config(run_dir, tmp_path):
+    with pytest.raises(ConfigError, match="a script started.*--config"):
+        export(run_dir, tmp_path / "new")
+
+
 def test_outputs_and_directories_are_checked_first(tmp_path):
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "file").touch()
     with pytest.raises(te.export.ExportError, match="must be a new directory"):
-        export("synthetic", tmp_path / "full")
+        export(tmp_path, tmp_path / "full")
     with pytest.raises(CheckpointError, match="no complete checkpoint"):
-        export("synthetic", tmp_path / "new", "--run-dir", tmp_path)
+        export(tmp_path, tmp_path / "new")
     assert [path.name for path in tmp_path.iterdir()] == ["full"]

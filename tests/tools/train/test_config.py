@@ -107,7 +107,8 @@ TINY = {
 
 
 # Other tests train the others, or a model of the same kind.
-TRACED = quick_cases(sorted(list_configs()), "dlrm_dcnv2", every_case=True)
+OUTLINED = sorted(list_configs().keys() - {"csv"})  # A file tells what it has.
+TRACED = quick_cases(OUTLINED, "dlrm_dcnv2", every_case=True)
 
 
 @pytest.mark.parametrize("name", TRACED)

@@ -6,4 +6,23 @@
 * `arguments`: what several commands share.
 """
 
-from tpu_embedding.tools.cli.command import main as main
+import sys as _sys
+from collections.abc import Sequence as _Sequence
+
+from tpu_embedding.extras import MissingExtraError as _MissingExtraError
+from tpu_embedding.extras import require_extra as _require_extra
+
+
+def main(arguments: _Sequence[str] | None = None) -> int:
+    """Runs the command and returns its exit status; see `command.main`.
+
+    The extra `train` is checked first, as all commands parse their options by it.
+    """
+    try:
+        _require_extra("train", "tyro", purpose="The command tpu-embedding")
+    except _MissingExtraError as error:
+        print(f"error: {error}", file=_sys.stderr)
+        return 2
+    from tpu_embedding.tools.cli import command  # which imports tyro
+
+    return command.main(arguments)

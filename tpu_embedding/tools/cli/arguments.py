@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import shlex
 from typing import Annotated
 
 import jax
@@ -9,7 +10,7 @@ import tyro
 from jax.sharding import Mesh
 
 from tpu_embedding.plan.device_mesh import device_mesh
-from tpu_embedding.tools.train.config import RunConfig, apply_overrides, load_config
+from tpu_embedding.tools.train.origin import CSV_SUFFIXES, RunOrigin
 
 
 class UsageError(ValueError):
@@ -21,15 +22,16 @@ class ConfigCommand:
     """Options of a command that takes a config."""
 
     config: Annotated[str, tyro.conf.Positional]
-    """Name of a config, or path of a Python file that defines `config`."""
+    """Name of a config, or path of a Python file that defines `config`, or of a CSV
+    file."""
 
     set: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
     """Change of the config as KEY=VALUE, such as num_steps=100 or model.dim=8; may be
     repeated. `--set help` lists the keys of the config."""
 
-    def load(self) -> RunConfig:
-        """Returns the config with its changes."""
-        return apply_overrides(load_config(self.config), self.set)
+    def origin(self) -> RunOrigin:
+        """Returns what the run is started with."""
+        return RunOrigin(config=self.config, settings=self.set)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -39,8 +41,20 @@ class RunCommand(ConfigCommand):
     data_dir: str | None = None
     """File or directory of the data."""
 
+    label: str | None = None
+    """Column of the labels of a CSV file: short for --set data.label=NAME."""
+
     devices: int | None = None
     """Emulates so many CPU devices, over all processes, in place of the machine's."""
+
+    def origin(self) -> RunOrigin:
+        """Returns what the run is started with."""
+        settings, data_dir = self.set, self.data_dir
+        if self.label is not None:
+            settings = (f"data.label={shlex.quote(self.label)}", *settings)
+        if data_dir is None and self.config.endswith(CSV_SUFFIXES):
+            data_dir = self.config
+        return RunOrigin(config=self.config, settings=settings, data_dir=data_dir)
 
 
 def emulated_mesh(count: int, num_processes: int = 1) -> Mesh:

@@ -17,6 +17,7 @@ import tyro
 import tpu_embedding
 from tpu_embedding.checkpoint.errors import CheckpointError
 from tpu_embedding.export.signature import ExportError
+from tpu_embedding.extras import MissingExtraError
 from tpu_embedding.tools.cli.arguments import UsageError
 from tpu_embedding.tools.cli.compile import Compile
 from tpu_embedding.tools.cli.doctor import Doctor
@@ -46,6 +47,7 @@ _WRONG_ERRORS: Final = (
     ExportError,
     RunDirectoryError,
     CheckpointError,
+    MissingExtraError,
 )
 _FAILURES: Final = (
     TrainingDivergedError,

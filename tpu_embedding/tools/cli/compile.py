@@ -35,7 +35,7 @@ class Compile(ConfigCommand):
 
     def run(self) -> int:
         """Prints the report; returns the exit status."""
-        config = self.load()
+        config = self.origin().load()
         jax.config.update("jax_platforms", "cpu")
         try:
             mesh = topology_mesh(self.topology, num_slices=self.slices)

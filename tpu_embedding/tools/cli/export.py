@@ -13,26 +13,32 @@ from tpu_embedding.checkpoint.saving import restore
 from tpu_embedding.export.directories import check_new_directory
 from tpu_embedding.export.row_formats import RowFormat
 from tpu_embedding.export.saved_model import save_saved_model
-from tpu_embedding.export.stablehlo import save, save_tables
+from tpu_embedding.export.stablehlo import check_serving_extra, save, save_tables
 from tpu_embedding.paths import local_path
-from tpu_embedding.tools.cli.arguments import RunCommand, emulated_mesh
-from tpu_embedding.tools.train.run import CHECKPOINTS_DIR, open_data
+from tpu_embedding.tools.cli.arguments import emulated_mesh
+from tpu_embedding.tools.train.origin import RunOrigin
+from tpu_embedding.tools.train.run import (
+    CHECKPOINTS_DIR,
+    check_vocabularies,
+    open_data,
+)
 from tpu_embedding.tools.train.steps import abstract_model_state, make_run_plan
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Export(RunCommand):
+class Export:
     """Exports the model of a run from its newest checkpoint, for serving.
 
-    The tables are restored on the devices of this process, sharded as in training, and
-    streamed from there to the files. Slot variables are not restored.
+    The run's directory tells its config, settings and data. The tables are restored on
+    the devices of this process, sharded as in training, and streamed from there to the
+    files. Slot variables are not restored.
     """
+
+    run_dir: Annotated[pathlib.Path, tyro.conf.Positional]
+    """Output directory of the run."""
 
     output: Annotated[pathlib.Path, tyro.conf.Positional]
     """New directory to write."""
-
-    run_dir: pathlib.Path | None = None
-    """Output directory of the run; runs/NAME by default."""
 
     format: Literal["stablehlo", "savedmodel", "safetensors"] = "stablehlo"
     """A StableHLO program, a TensorFlow SavedModel, or the tables alone."""
@@ -43,27 +49,46 @@ class Export(RunCommand):
     batch_size: int | None = None
     """Samples of a batch; any number by default."""
 
+    config: str | None = None
+    """Config of a run that a script started: a name, or path of a Python file."""
+
+    set: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
+    """Further change of the config as KEY=VALUE; may be repeated."""
+
+    data_dir: str | None = None
+    """File or directory of the data, if they moved."""
+
+    devices: int | None = None
+    """Emulates so many CPU devices, in place of the machine's."""
+
     def run(self) -> int:
         """Writes the export; returns the exit status.
 
         Raises:
           ConfigError, DataError: if the config or the data are wrong.
           CheckpointError: if there is no checkpoint, or it is of another config.
-          ExportError: if the model cannot be exported, or the output holds files.
+          ExportError: if the model cannot be exported, an extra is not installed, or
+            the output holds files.
         """
-        output = local_path(self.output)
+        output, run_dir = local_path(self.output), local_path(self.run_dir)
         check_new_directory(output)
-        config = self.load()
-        run_dir = local_path(self.run_dir or pathlib.Path("runs") / config.name)
+        if self.format != "safetensors":
+            check_serving_extra()
         checkpoints = run_dir / CHECKPOINTS_DIR
         step = max(ocp.utils.checkpoint_steps(checkpoints), default=None)
         if step is None:
             raise CheckpointError(
                 f"There is no complete checkpoint in {checkpoints} to export; give the "
-                "output directory of a run that saved one by --run-dir."
+                "output directory of a run that saved one."
             )
+        origin = RunOrigin(config=self.config or "")
+        if self.config is None:
+            origin = RunOrigin.of_run(run_dir)
+        origin = dataclasses.replace(origin, settings=(*origin.settings, *self.set))
+        config = origin.load()
         mesh = None if self.devices is None else emulated_mesh(self.devices)
-        data = open_data(config, self.data_dir)
+        data = open_data(config, self.data_dir or origin.data_dir)
+        check_vocabularies(data, run_dir)
         plan = make_run_plan(config, data, mesh)
         graph, state = abstract_model_state(config, data, plan)
         state = restore(checkpoints / str(step), state, plan=plan)
@@ -75,9 +100,12 @@ class Export(RunCommand):
             with_inputs = getattr(config.model, "with_inputs", None)
             if with_inputs is not None:
                 batch = with_inputs(batch, None, samples="global")
-            write = save if self.format == "stablehlo" else save_saved_model
             example = (batch.features, batch.dense)
             options = {"dtype": self.dtype, "batch_size": self.batch_size}
-            write(model, output, *example, **options)
+            if self.format == "stablehlo":
+                vocabularies = getattr(data, "vocabularies", None)
+                save(model, output, *example, vocabularies=vocabularies, **options)
+            else:
+                save_saved_model(model, output, *example, **options)
         print(f"exported step {step} to {output}, {self.format}")
         return 0

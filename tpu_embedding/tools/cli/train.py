@@ -13,6 +13,7 @@ from tpu_embedding.tools.cli.arguments import (
     emulate_devices,
     emulated_mesh,
 )
+from tpu_embedding.tools.train.reporting import PLOT_FILE
 from tpu_embedding.tools.train.run import evaluate, train
 
 STOPPED = 75
@@ -54,7 +55,7 @@ class _Run(RunCommand):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Train(_Run):
-    """Trains the model of a config: prints progress, evaluates, and saves checkpoints.
+    """Trains a config's model, or one for a CSV file: prints, evaluates, and saves.
 
     SIGTERM and Ctrl-C save the state first. Exit status: 0 if the run is done, 1 if it
     failed, 2 if the command, the config or the data are wrong, 75 if it was stopped.
@@ -69,20 +70,35 @@ class Train(_Run):
     profile: tuple[int, int] | None = None
     """Records a profile for xprof from the first number of steps to the second."""
 
+    verbose: bool = False
+    """Prints the whole plan: packing, placement and backend of each stack of tables."""
+
     def run(self) -> int:
         """Trains; returns the exit status."""
-        config = self.load()
+        origin = self.origin()
+        config = origin.load()
         mesh = self.start_devices()
+        directory = self.output_dir or pathlib.Path("runs") / config.name
         result = train(
             config,
-            self.output_dir or pathlib.Path("runs") / config.name,
-            data_dir=self.data_dir,
+            directory,
+            data_dir=origin.data_dir,
             mesh=mesh,
             existing_run="resume" if self.resume else "refuse",
             stop_at=self.stop_at,
             profile=self.profile,
+            origin=origin,
+            verbose=self.verbose,
         )
-        return STOPPED if result.metrics is None else 0
+        if result.metrics is None:
+            return STOPPED
+        if distributed.is_first():
+            print(
+                f"next: plot     {directory / PLOT_FILE}\n"
+                f"      export   tpu-embedding export {directory} {directory}/served\n"
+                f"      inspect  tpu-embedding inspect {directory}"
+            )
+        return 0
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -91,8 +107,9 @@ class Evaluate(_Run):
 
     def run(self) -> int:
         """Evaluates; returns the exit status."""
-        config = self.load()
+        origin = self.origin()
+        config = origin.load()
         mesh = self.start_devices()
         output_dir = self.output_dir or pathlib.Path("runs") / config.name
-        evaluate(config, output_dir, data_dir=self.data_dir, mesh=mesh)
+        evaluate(config, output_dir, data_dir=origin.data_dir, mesh=mesh)
         return 0

@@ -1,13 +1,13 @@
 """The batch, the data set interface and the data error of the training loop."""
 
 import dataclasses
-from collections.abc import Iterator, Mapping
-from typing import Protocol
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, Protocol
 
 import jax
 import numpy as np
 
-from tpu_embedding.types import FeatureIds
+from tpu_embedding.types import FeatureIds, RaggedIds
 
 
 @jax.tree_util.register_dataclass
@@ -49,7 +49,10 @@ class Dataset(Protocol):
     same batches as the interrupted run, and no reader state needs saving.
 
     `ModelConfig.feature_config` and `ModelConfig.build` get the data set. It may have
-    further attributes for them, such as the sizes of its vocabularies.
+    further attributes for them, such as the sizes of its vocabularies. The loop knows
+    two: `vocabularies`, a dict of the `Vocabulary` of each feature that has one, which
+    a run checks when it resumes, and an export carries; and `description`, a text that
+    is printed when a run starts.
 
     In a job of several processes, each process feeds its own devices. It calls an
     optional further method, if the data set has it:
@@ -80,3 +83,61 @@ class DataError(ValueError):
 
     Data sets of your own raise it, too. The training command prints it as one line.
     """
+
+
+def rows_of_batches(parts: Sequence[tuple[Batch, np.ndarray]]) -> Batch:
+    """Returns some samples of several batches, in the order of the parts.
+
+    Args:
+      parts: batch, and the numbers of its samples. All batches have the same inputs.
+
+    Example:
+      >>> batch = Batch(features={}, labels=np.array([0, 1, 2]), weights=np.ones(3))
+      >>> rows_of_batches([(batch, np.array([2, 0])), (batch, np.array([1]))]).labels
+      array([2, 0, 1])
+    """
+    batches, rows_of_each = zip(*parts, strict=True)
+    return jax.tree.map(
+        lambda *arrays: _join(arrays, rows_of_each),
+        *batches,
+        is_leaf=lambda leaf: isinstance(leaf, RaggedIds),
+    )
+
+
+def _join(arrays: Sequence[Any], rows_of_each: Sequence[np.ndarray]) -> Any:
+    """Returns some rows of each array, one after the other."""
+    parts = zip(arrays, rows_of_each, strict=True)
+    if not isinstance(arrays[0], RaggedIds):
+        return np.concatenate([array[rows] for array, rows in parts])
+    values, lengths = [], []
+    for ids, rows in parts:
+        splits = np.asarray(ids.row_splits)
+        sizes = splits[rows + 1] - splits[rows]
+        # Places of the values: those of each row follow its first one.
+        ends = np.cumsum(sizes)
+        places = np.arange(ends[-1]) + np.repeat(splits[rows] - ends + sizes, sizes)
+        values.append(np.asarray(ids.values)[places])
+        lengths.append(sizes)
+    return RaggedIds(
+        values=np.concatenate(values),
+        row_splits=np.concatenate([[0], np.cumsum(np.concatenate(lengths))]),
+    )
+
+
+def padded_batches(
+    read: Callable[[np.ndarray], Batch], samples: np.ndarray, batch_size: int
+) -> Iterator[Batch]:
+    """Yields samples in batches of one size, as an evaluation needs them.
+
+    Copies of the last sample, with weight 0, pad the last batch.
+
+    Args:
+      read: returns the batch of the given samples.
+      samples: numbers of the samples.
+      batch_size: samples of a batch.
+    """
+    for start in range(0, len(samples), batch_size):
+        places = start + np.arange(batch_size)
+        batch = read(samples[np.minimum(places, len(samples) - 1)])
+        weights = np.where(places < len(samples), batch.weights, 0)
+        yield dataclasses.replace(batch, weights=weights.astype(np.float32))

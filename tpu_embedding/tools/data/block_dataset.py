@@ -5,14 +5,13 @@ The reader knows the file format, and nothing of batches, epochs, seeds or proce
 are used through it, and so can be a reader of your own.
 """
 
-import dataclasses
 import functools
 from collections.abc import Iterator
 from typing import Protocol
 
 import numpy as np
 
-from tpu_embedding.tools.data.batch import Batch, DataError
+from tpu_embedding.tools.data.batch import Batch, DataError, padded_batches
 from tpu_embedding.tools.data.random_streams import TRAIN_STREAM, random_generator
 
 
@@ -134,13 +133,11 @@ class BlockDataset:
 
         Copies of the last sample, with weight 0, pad the last batch.
         """
-        reader = self._evaluation_reader
-        end = int(reader.block_bounds[-1])
-        for start in range(end - self.num_evaluation_samples, end, self.batch_size):
-            places = start + np.arange(self.batch_size)
-            batch = reader.read(np.minimum(places, end - 1))
-            weights = np.where(places < end, batch.weights, 0)
-            yield dataclasses.replace(batch, weights=weights.astype(np.float32))
+        end = int(self._evaluation_reader.block_bounds[-1])
+        samples = np.arange(end - self.num_evaluation_samples, end)
+        yield from padded_batches(
+            self._evaluation_reader.read, samples, self.batch_size
+        )
 
 
 class BlockOrder:

@@ -15,7 +15,8 @@ from typing import Any, Literal
 
 import numpy as np
 
-from tpu_embedding.tools.data.batch import Batch, DataError
+from tpu_embedding.extras import require_extra
+from tpu_embedding.tools.data.batch import Batch, DataError, rows_of_batches
 from tpu_embedding.tools.data.block_dataset import by_part
 from tpu_embedding.tools.data.source import check_counts
 from tpu_embedding.types import RaggedIds
@@ -152,24 +153,11 @@ class ParquetRows:
           DataError: if a row group is damaged, or has a wrong value; the message names
             file, row and column.
         """
-        parts = [
-            (self._decoded(number), rows)
-            for number, rows in by_part(samples, self.block_bounds[:-1])
-        ]
-
-        def numbers(name: str) -> np.ndarray:
-            return np.concatenate([getattr(group, name)[rows] for group, rows in parts])
-
-        return Batch(
-            features={
-                feature.name: _ids_of_rows(
-                    [(group.features[feature.name], rows) for group, rows in parts]
-                )
-                for feature in self._columns.features
-            },
-            dense=numbers("dense") if self._columns.dense else None,
-            labels=numbers("labels"),
-            weights=numbers("weights"),
+        return rows_of_batches(
+            [
+                (self._decoded(number), rows)
+                for number, rows in by_part(samples, self.block_bounds[:-1])
+            ]
         )
 
     def _decode(self, number: int) -> Batch:
@@ -228,14 +216,8 @@ def load_pyarrow(module: str) -> Any:
     Raises:
       DataError: if pyarrow is not installed.
     """
-    try:
-        return importlib.import_module(module)
-    except ImportError as error:
-        raise DataError(
-            "This data set is read by pyarrow, which is not installed. Install "
-            "tpu-embedding with its extra `parquet`: pip install "
-            "'tpu-embedding[parquet]'"
-        ) from error
+    require_extra("parquet", "pyarrow", purpose="This data set", error=DataError)
+    return importlib.import_module(module)
 
 
 @contextlib.contextmanager
@@ -304,23 +286,4 @@ def _check_ids(
         f"an id of the feature {feature.name!r} must lie in [0, {size}), got "
         f"{ids[np.argmax(is_outside)]}; correct the data, or set "
         "ParquetFeature.out_of_range",
-    )
-
-
-def _ids_of_rows(parts: Sequence[tuple[Any, np.ndarray]]) -> np.ndarray | RaggedIds:
-    """Returns the ids of rows of several row groups."""
-    if not isinstance(parts[0][0], RaggedIds):
-        return np.concatenate([ids[rows] for ids, rows in parts])
-    values, lengths = [], []
-    for ids, rows in parts:
-        splits = np.asarray(ids.row_splits)
-        sizes = splits[rows + 1] - splits[rows]
-        # Places of the values: those of each row follow its first one.
-        ends = np.cumsum(sizes)
-        places = np.arange(ends[-1]) + np.repeat(splits[rows] - ends + sizes, sizes)
-        values.append(np.asarray(ids.values)[places])
-        lengths.append(sizes)
-    return RaggedIds(
-        values=np.concatenate(values),
-        row_splits=np.concatenate([[0], np.cumsum(np.concatenate(lengths))]),
     )

@@ -15,7 +15,7 @@ from typing import Final
 
 import numpy as np
 
-from tpu_embedding.tools.data.batch import Batch
+from tpu_embedding.tools.data.batch import Batch, padded_batches, rows_of_batches
 from tpu_embedding.tools.data.random_streams import (
     EVALUATION_STREAM,
     TEACHER_STREAM,
@@ -77,20 +77,12 @@ class TeacherDataset(abc.ABC):
 
         Copies of the last sample, with weight 0, pad the last batch.
         """
-        samples, _ = self._held_out
-        for start in range(0, self.num_evaluation_samples, self.batch_size):
-            places = np.arange(start, start + self.batch_size)
-            rows = np.minimum(places, self.num_evaluation_samples - 1)
-            dense = samples.dense
-            yield Batch(
-                features={
-                    name: np.asarray(ids)[rows]
-                    for name, ids in samples.features.items()
-                },
-                dense=dense[rows] if isinstance(dense, np.ndarray) else None,
-                labels=samples.labels[rows],
-                weights=(places < self.num_evaluation_samples).astype(np.float32),
-            )
+        held_out, _ = self._held_out
+        yield from padded_batches(
+            lambda samples: rows_of_batches([(held_out, samples)]),
+            np.arange(self.num_evaluation_samples),
+            self.batch_size,
+        )
 
     def teacher_log_loss(self) -> float:
         """Returns the log loss of the true probabilities on the evaluation labels.

@@ -15,6 +15,7 @@ from tpu_embedding.tools.data.batch import Dataset as Dataset
 from tpu_embedding.tools.data.block_dataset import BlockDataset as BlockDataset
 from tpu_embedding.tools.data.block_dataset import SampleReader as SampleReader
 from tpu_embedding.tools.data.criteo import CriteoSource as CriteoSource
+from tpu_embedding.tools.data.csv_clicks import CsvSource as CsvSource
 from tpu_embedding.tools.data.interactions import (
     InteractionsSource as InteractionsSource,
 )

@@ -6,18 +6,19 @@ line can change.
 """
 
 import dataclasses
-import importlib.util
 import pathlib
 import shlex
 import sys
 import typing
 from collections.abc import Callable, Iterable
+from types import ModuleType
 from typing import Any, Final, Literal
 
 import optax
 
 import tpu_embedding
 from tpu_embedding.backends import BackendName
+from tpu_embedding.extras import require_extra
 from tpu_embedding.field_checks import raise_all
 from tpu_embedding.optimizers.row_optimizer import TableOptimizer
 from tpu_embedding.paths import local_path
@@ -196,7 +197,7 @@ def list_configs() -> dict[str, pathlib.Path]:
     return {path.stem: path for path in reversed(paths)}
 
 
-def load_config(name_or_path: str) -> RunConfig:
+def load_config(name_or_path: str, code: str | None = None) -> RunConfig:
     """Returns the run config that a Python file defines as `config`.
 
     The file may import modules of its own folder, as a script may. Errors that it
@@ -204,6 +205,7 @@ def load_config(name_or_path: str) -> RunConfig:
 
     Args:
       name_or_path: a name from `list_configs`, or the path of a Python file.
+      code: an older text of that file, to run in its place; None: the file's text.
 
     Raises:
       ConfigError: if the file does not exist, or defines no `config`.
@@ -214,18 +216,19 @@ def load_config(name_or_path: str) -> RunConfig:
     """
     known = list_configs()
     path = known.get(name_or_path, local_path(name_or_path)).resolve()
-    spec = importlib.util.spec_from_file_location(f"config_{path.stem}", path)
-    if spec is None or spec.loader is None or not path.is_file():
+    if code is None and (path.suffix != ".py" or not path.is_file()):
         raise ConfigError(
             f"There is no config {name_or_path!r}: it must be a Python file or one of "
             f"{', '.join(sorted(known))}."
         )
-    module = importlib.util.module_from_spec(spec)
-    module.__spec__ = None  # Another process cannot import it by its name.
+    # A name that another process cannot import either.
+    module = ModuleType(f"config_{path.stem}")
+    module.__file__ = str(path)
+    code = path.read_text(encoding="utf-8") if code is None else code
     sys.modules[module.__name__] = module  # Dataclasses look their module up.
     sys.path.insert(0, str(path.parent))
     try:
-        spec.loader.exec_module(module)
+        exec(compile(code, path, "exec"), vars(module))
     finally:
         sys.path.remove(str(path.parent))
     config = getattr(module, "config", None)
@@ -253,7 +256,8 @@ def apply_overrides(config: Any, settings: Iterable[str]) -> Any:
       >>> config.model.dim
       8
     """
-    import tyro  # which comes with the extra `train`
+    require_extra("train", "tyro", purpose="apply_overrides")
+    import tyro
 
     arguments = []
     for setting in settings:

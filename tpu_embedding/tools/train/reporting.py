@@ -11,10 +11,13 @@ import time
 from collections.abc import Iterator, Mapping
 from typing import Any, Final
 
-from tensorboardX import event_file_writer, summary
-from tensorboardX.proto import event_pb2
+import jax
 
 from tpu_embedding import distributed
+from tpu_embedding.optimizers.slots import slot_row_shapes
+from tpu_embedding.plan.memory import array_sizes, format_bytes, format_table
+from tpu_embedding.plan.plan import EmbeddingPlan
+from tpu_embedding.plan.stack_plan import StackPlan
 from tpu_embedding.tools.train.config import RunConfig
 
 RECORDS_FILE: Final = "metrics.jsonl"
@@ -25,13 +28,20 @@ TENSORBOARD_DIR: Final = "tensorboard"
 class RunReport:
     """Writes the lines, records and plot of one run, on the first process of a job."""
 
-    def __init__(self, directory: pathlib.Path, config: RunConfig, first_step: int):
+    def __init__(
+        self,
+        directory: pathlib.Path,
+        config: RunConfig,
+        first_step: int,
+        origin: Mapping[str, Any] | None = None,
+    ):
         """Opens the files; prints what changed in the config since the last start.
 
         Args:
           directory: directory of the run.
           config: config of the run.
           first_step: steps done before.
+          origin: record of what the config was loaded from, or None.
         """
         self._path = directory / RECORDS_FILE
         self._config = config
@@ -44,12 +54,13 @@ class RunReport:
         if self._file.tell():
             self._file.write("\n")  # A killed run may have left half a line.
         self._board = _event_file(directory / TENSORBOARD_DIR, first_step)
-        start = f"resumed after step {first_step}" if first_step else "a new run"
+        begin = f"resumed after step {first_step}" if first_step else "a new run"
         self.line(
             f"{config.name}: {config.num_steps} steps of {config.batch_size} samples, "
-            f"seed {config.seed}, {start}; files in {directory}"
+            f"seed {config.seed}, {begin}; files in {directory}"
         )
-        self.record({"run": description, "first_step": first_step})
+        start = {"run": description, "first_step": first_step, "origin": origin}
+        self.record(start)
 
     def _show_changes(self, description: dict[str, Any]) -> None:
         if not self._path.exists():
@@ -88,6 +99,8 @@ class RunReport:
         self.line(f"{group} {step:>{len(str(num_steps))}}/{num_steps}  {text}")
         self.record({"step": step, group: values})
         if self._board is not None:
+            from tensorboardX import summary  # of the extra `train`, as below
+
             for name, value in values.items():
                 scalar = summary.scalar(f"{group}/{name}", value)
                 _write_event(self._board, step, summary=scalar)
@@ -124,6 +137,54 @@ class RunReport:
             self._board.close()
 
 
+def format_tables(plan: EmbeddingPlan) -> str:
+    """Returns the tables of a plan: size, optimizer, and memory on each device.
+
+    A table's memory includes slot variables and its share of the padding.
+    """
+    rows = [("table", "optimizer", "rows", "dim", "memory per device", "devices")]
+    for stack in plan.stacks:
+        sizes = array_sizes(stack.layout, stack.slots, plan.hardware)
+        for table in stack.tables:
+            rows.append(
+                (
+                    table.name,
+                    _name_of_rule(stack),
+                    f"{table.config.max_rows:,}",
+                    f"{stack.dim}",
+                    format_bytes(sum(sizes) * table.num_rows / stack.num_rows),
+                    f"{stack.num_shards}",
+                )
+            )
+    total = plan.table_bytes_per_device + plan.slot_bytes_per_device
+    return (
+        f"{format_table(rows, num_left_aligned=2)}\n"
+        f"{plan.num_shards} {'devices' if plan.num_shards > 1 else 'device'}, "
+        f"{plan.hardware.name}; tables and slot variables take {format_bytes(total)} "
+        "on each"
+    )
+
+
+def _name_of_rule(stack: StackPlan) -> str:
+    """Returns the name of the state that an optimizer keeps, as `Adagrad`."""
+    if stack.optimizer is None:
+        return "none"
+    state = slot_row_shapes(stack.optimizer, (stack.dim,))
+    names = [
+        type(part).__name__.removesuffix("State").removeprefix("ScaleBy")
+        for part in jax.tree.leaves(state, is_leaf=_has_slots)
+        if _has_slots(part)
+    ]
+    return ", ".join(names) or "no slot variables"
+
+
+def _has_slots(part: Any) -> bool:
+    """Returns True for a named state that holds a slot variable itself."""
+    return hasattr(part, "_fields") and any(
+        isinstance(field, jax.ShapeDtypeStruct) for field in part
+    )
+
+
 def read_records(path: pathlib.Path) -> Iterator[dict[str, Any]]:
     """Yields the records of a run, except incomplete lines of a killed one.
 
@@ -146,14 +207,15 @@ def _curve(
     return steps, [values[step] for step in steps]
 
 
-def _event_file(
-    directory: pathlib.Path, first_step: int
-) -> event_file_writer.EventsWriter:
+def _event_file(directory: pathlib.Path, first_step: int) -> Any:
     """Opens TensorBoard's file of scalars, which is written at once.
 
     So a kill loses nothing. tensorboardX' `SummaryWriter` writes in a thread, where a
     full disk ends no run.
     """
+    from tensorboardX import event_file_writer
+    from tensorboardX.proto import event_pb2
+
     directory.mkdir(parents=True, exist_ok=True)
     # Runs that start within a second would share a name otherwise.
     suffix = f".{time.time_ns()}"
@@ -164,8 +226,8 @@ def _event_file(
     return file
 
 
-def _write_event(
-    file: event_file_writer.EventsWriter, step: int, **content: Any
-) -> None:
+def _write_event(file: Any, step: int, **content: Any) -> None:
+    from tensorboardX.proto import event_pb2
+
     event = event_pb2.Event(step=step, wall_time=time.time(), **content)
     file.write_event(event)

@@ -25,10 +25,15 @@ from jax.sharding import Mesh
 from tpu_embedding import distributed
 from tpu_embedding.checkpoint.restoring import RestoreState
 from tpu_embedding.checkpoint.state_handler import SaveState
+from tpu_embedding.extras import require_extra
 from tpu_embedding.inputs.buffer_sizes import BufferSizes
 from tpu_embedding.inputs.prepare import shard_batch
 from tpu_embedding.paths import is_local_path, local_path
 from tpu_embedding.plan.plan import EmbeddingPlan
+from tpu_embedding.strings.vocabulary_files import (
+    load_vocabularies,
+    save_vocabularies,
+)
 from tpu_embedding.tools.data.batch import DataError, Dataset
 from tpu_embedding.tools.train.config import RunConfig
 from tpu_embedding.tools.train.feeding import check_values, prepare_batch, train_batches
@@ -39,7 +44,8 @@ from tpu_embedding.tools.train.metrics import (
     values_of,
 )
 from tpu_embedding.tools.train.mlperf import LOG_FILE, MLPerfLog
-from tpu_embedding.tools.train.reporting import RunReport
+from tpu_embedding.tools.train.origin import RunOrigin
+from tpu_embedding.tools.train.reporting import RunReport, format_tables
 from tpu_embedding.tools.train.steps import (
     StepMetrics,
     abstract_train_state,
@@ -103,6 +109,8 @@ def train(
     existing_run: ExistingRun = "refuse",
     stop_at: int | None = None,
     profile: tuple[int, int] | None = None,
+    origin: RunOrigin | None = None,
+    verbose: bool = False,
 ) -> RunResult:
     """Trains and evaluates a model; writes records, a plot and checkpoints.
 
@@ -121,6 +129,9 @@ def train(
         to the end.
       profile: steps done before and after those whose profile is recorded for xprof, in
         `profile/` of the output directory; None: none.
+      origin: what the config was loaded from; the run records it for `tpu-embedding
+        export`.
+      verbose: True prints the whole plan, False its tables.
 
     Raises:
       ConfigError: if the model does not fit the config.
@@ -129,14 +140,15 @@ def train(
       RunDirectoryError: if another process uses `output_dir`, or if `existing_run`
         forbids the checkpoint there.
       TrainingDivergedError: if a loss, a gradient or a metric is not finite.
+      MissingExtraError: if a library of the extra `train` is not installed.
     """
     directory = local_path(output_dir).resolve()
     with contextlib.ExitStack() as stack:
         stop = stack.enter_context(_stop_on_signals())
         stack.enter_context(_claimed(directory))
-        run = _Run(config, directory, data_dir, mesh)
+        run = _Run(config, directory, data_dir, mesh, verbose)
         stack.enter_context(run.checkpoints)
-        run.start(existing_run)
+        run.start(existing_run, origin)
         run.log = MLPerfLog(directory / LOG_FILE, config, run.data)
         stack.callback(run.report.close)
         stack.callback(faulthandler.cancel_dump_traceback_later)
@@ -179,6 +191,26 @@ def open_data(config: RunConfig, data_dir: Any) -> Dataset:
     if is_local_path(data_dir):
         data_dir = local_path(data_dir)
     return config.data.open(data_dir, batch_size=config.batch_size, seed=config.seed)
+
+
+def check_vocabularies(data: Dataset, directory: pathlib.Path) -> None:
+    """Refuses data whose strings have other ids than those that a run was trained on.
+
+    Args:
+      data: opened data set, which may have vocabularies.
+      directory: output directory of the run.
+
+    Raises:
+      DataError: names the feature.
+    """
+    now = getattr(data, "vocabularies", {})
+    for name, vocabulary in load_vocabularies(directory).items():
+        if name in now and now[name].tokens != vocabulary.tokens:
+            raise DataError(
+                f"The strings of {name!r} must be those that the run in {directory} "
+                "began with, but its data have changed since; restore them, or start "
+                "a new run."
+            )
 
 
 @contextlib.contextmanager
@@ -235,8 +267,11 @@ class _Run:
         directory: pathlib.Path,
         data_dir: Any,
         mesh: Mesh | None,
+        verbose: bool = False,
     ):
-        self.config, self.directory = config, directory
+        libraries = "matplotlib", "tensorboardX"
+        require_extra("train", *libraries, purpose="A run")
+        self.config, self.directory, self.verbose = config, directory, verbose
         self.data = open_data(config, data_dir)
         self.plan: EmbeddingPlan = make_run_plan(config, self.data, mesh)
         options = ocp.CheckpointManagerOptions(max_to_keep=config.checkpoints_kept)
@@ -245,7 +280,7 @@ class _Run:
         self._evaluation_sizes = BufferSizes()
         self.log = MLPerfLog(None, config, self.data)
 
-    def start(self, existing_run: ExistingRun) -> None:
+    def start(self, existing_run: ExistingRun, origin: RunOrigin | None = None) -> None:
         """Makes the state, or restores it, and reports the start."""
         config, data, plan = self.config, self.data, self.plan
         graph, abstract = abstract_train_state(config, data, plan)
@@ -261,10 +296,16 @@ class _Run:
             )
         self.state = None
         if self.step:
+            check_vocabularies(data, self.directory)
             restored = RestoreState(abstract, plan=plan)
             self.state = self.checkpoints.restore(self.step, args=restored)
-        self.report = RunReport(self.directory, config, self.step)
-        self.report.line(str(plan))
+        record = origin and origin.record()
+        self.report = RunReport(self.directory, config, self.step, record)
+        if not self.step and distributed.is_first():
+            save_vocabularies(self.directory, getattr(data, "vocabularies", {}))
+        if description := getattr(data, "description", None):
+            self.report.line(description)
+        self.report.line(str(plan) if self.verbose else format_tables(plan))
         if self.state is None:
             _, self.state = init_train_state(config, data, plan)
 

@@ -11,7 +11,7 @@ from typing import Any, Final, Literal
 
 import numpy as np
 
-from tpu_embedding.tools.data.batch import Batch, DataError
+from tpu_embedding.tools.data.batch import Batch, DataError, padded_batches
 from tpu_embedding.tools.data.yambda.event_log import (
     ACTIONS,
     LIKED,
@@ -195,12 +195,7 @@ class EventDataset:
 
         Copies of the last sample, with weight 0, pad the last batch.
         """
-        last = self.num_evaluation_samples - 1
-        for start in range(0, self.num_evaluation_samples, self.batch_size):
-            number = start + np.arange(self.batch_size)
-            batch = self.read(self.evaluation_anchors[np.minimum(number, last)])
-            weights = (number <= last).astype(np.float32)
-            yield dataclasses.replace(batch, weights=weights)
+        yield from padded_batches(self.read, self.evaluation_anchors, self.batch_size)
 
     def read(self, anchors: np.ndarray) -> Batch:
         """Returns the samples of anchors.

@@ -1,0 +1,24 @@
+"""Directories of vocabularies: the names of features survive as names of files."""
+
+import tpu_embedding as te
+from tpu_embedding.strings.vocabulary_files import (
+    load_vocabularies,
+    save_vocabularies,
+)
+
+
+def test_names_of_features(tmp_path):
+    names = ["user", "left/user", "../é %2F", "..", "a.json"]
+    vocabularies = {name: te.inputs.Vocabulary(["x", name]) for name in names}
+    save_vocabularies(tmp_path, vocabularies)
+    loaded = load_vocabularies(tmp_path)
+    assert {name: v.tokens for name, v in loaded.items()} == {
+        name: ("x", name) for name in names
+    }
+    assert {path.parent.name for path in tmp_path.rglob("*.json")} == {"vocabularies"}
+
+
+def test_without_vocabularies(tmp_path):
+    save_vocabularies(tmp_path, {})
+    assert load_vocabularies(tmp_path) == {}
+    assert not list(tmp_path.iterdir())

@@ -1,0 +1,195 @@
+"""CSV files: kinds of columns, ids, numbers and labels, and what is refused."""
+
+import gzip
+
+import numpy as np
+import pytest
+
+from tpu_embedding.tools.data.batch import DataError
+from tpu_embedding.tools.train import CsvSource
+from tpu_embedding.types import PADDING_ROW_ID
+
+TEXT = """user, country,tags,price,age,row id,click
+17,DE,a|b,1.5,30,r1,1
+4,,,,31,r2,0
+17,"DE, east",b,-2e1,,r3,0
+
+4,FR,a||b,NA,30,r4,1
+17,DE,b|c ,1.5,30,r5,true
+4,FR,c,0,31,r6,0
+"""
+SOURCE = CsvSource(label="click", split="last", held_out=0.3)
+
+
+def open_text(directory, text=TEXT, source=SOURCE, name="clicks.csv"):
+    path = directory / name
+    path.write_text(text)
+    return source.open(path, batch_size=4, seed=0)
+
+
+def in_file_order(data):
+    """Returns the training samples as one batch, in the order of the file."""
+    return data._reader.read(np.arange(data.num_train_samples))
+
+
+def strings_of(data, name, ids):
+    known = ("", "[UNK]", *data.vocabularies[name].tokens)
+    return ["" if id_ == PADDING_ROW_ID else known[id_] for id_ in ids]
+
+
+def test_columns_are_recognised(tmp_path):
+    data = open_text(tmp_path)
+    assert [line.split() for line in data.description.splitlines()[2:9]] == [
+        ["user", "category", "2", "4"],
+        ["country", "category", "3", "3"],
+        ["tags", "list", "3", "4"],
+        ["price", "number", "4", "-"],
+        ["age", "category", "2", "3"],
+        ["row", "id", "category", "6", "none:", "no", "value", "repeats"],
+        ["click", "label", "3", "-"],
+    ]
+    assert "6 rows, 1 of them held out; 50.0% of the labels are 1" in data.description
+    assert set(data.vocabulary_sizes) == {"user", "country", "tags", "age"}
+
+
+def test_rows_become_ids_and_numbers(tmp_path):
+    batch = in_file_order(data := open_text(tmp_path))
+    users = strings_of(data, "user", batch.features["user"])
+    assert users == ["17", "4", "17", "4", "17"]
+    ages = strings_of(data, "age", batch.features["age"])
+    assert ages == ["30", "[UNK]", "", "30", "30"]
+    tags = batch.features["tags"]
+    assert tags.row_splits.tolist() == [0, 2, 2, 3, 6, 8]
+    named = strings_of(data, "tags", tags.values)
+    assert named == ["a", "b", "b", "a", "", "b", "b", "[UNK]"]
+    np.testing.assert_array_equal(batch.dense["price"], [1.5, np.nan, -20, np.nan, 1.5])
+    assert batch.labels.tolist() == [1, 0, 0, 1, 1]
+    logs = np.array([np.log(2.5), -np.log(21), np.log(2.5)])
+    assert data.number_scales["price"] == pytest.approx((logs.mean(), logs.std()))
+    (held_out,) = data.evaluation_batches()
+    assert held_out.weights.tolist() == [1, 0, 0, 0]
+    assert strings_of(data, "tags", held_out.features["tags"].values[:1]) == ["[UNK]"]
+
+
+def test_kinds_by_choice(tmp_path):
+    source = CsvSource(
+        label="age",
+        positive_from=30.5,
+        numbers=("user",),
+        categories=("price", "tags"),
+        ignored=("row id", "click", "country"),
+        min_count=1,
+        separator=";",
+    )
+    text = TEXT.replace(",,r3", ",20,r3")
+    data = open_text(tmp_path, text, source)
+    assert set(data.vocabulary_sizes) == {"price", "tags"}
+    assert set(data.number_scales) == {"user"}
+    rows = data._reader, data._evaluation_reader
+    labels = np.concatenate(
+        [x.read(np.arange(x.block_bounds[-1])).labels for x in rows]
+    )
+    assert sorted(labels) == [0, 0, 0, 0, 1, 1]
+
+
+def test_other_forms_of_the_file(tmp_path):
+    wanted = in_file_order(open_text(tmp_path))
+    tabs = TEXT.replace('"DE, east"', "east").replace(",", "\t")
+    header, rows = TEXT.split("\n", 1)
+    columns = ("user", "country", "tags", "price", "age", "row id", "click")
+    named = CsvSource(label="click", split="last", held_out=0.3, column_names=columns)
+    (tmp_path / "clicks.csv.gz").write_bytes(
+        gzip.compress(b"\xef\xbb\xbf" + TEXT.encode())
+    )
+    for data in (
+        open_text(tmp_path, tabs, name="clicks.tsv"),
+        open_text(tmp_path, rows, named),
+        SOURCE.open(tmp_path / "clicks.csv.gz", batch_size=4, seed=0),
+    ):
+        batch = in_file_order(data)
+        np.testing.assert_array_equal(batch.features["user"], wanted.features["user"])
+        np.testing.assert_array_equal(batch.dense["price"], wanted.dense["price"])
+
+
+def test_held_out_rows_are_random_and_repeatable(tmp_path):
+    rows = "\n".join(f"{i % 9},{i % 2},{i}.5" for i in range(1000))
+    text = f"user,label,number\n{rows}"
+    source = CsvSource(label="label")
+    data, again = (open_text(tmp_path, text, source) for _ in range(2))
+    numbers = data._evaluation_reader.read(np.arange(50)).dense["number"]
+    assert 70 < data.num_evaluation_samples < 130
+    assert numbers.max() - numbers.min() > 200
+    kept = again._evaluation_reader.read(np.arange(50)).dense["number"]
+    np.testing.assert_array_equal(kept, numbers)
+    trained = in_file_order(data).dense["number"]
+    assert not set(trained) & set(numbers)
+    assert data.train_batch(3).labels.tolist() == again.train_batch(3).labels.tolist()
+
+
+WRONG = {
+    "empty file": ("", SOURCE, "got an empty file"),
+    "no rows": (TEXT.split("\n")[0], SOURCE, "must hold both 0 and 1"),
+    "no label column": (
+        TEXT,
+        CsvSource(label="y"),
+        "no column 'y' for a label.*--label",
+    ),
+    "no such column": (
+        TEXT,
+        CsvSource(label="click", numbers=("cost",)),
+        "no column 'cost' for a number",
+    ),
+    "label is a rating": (
+        TEXT.replace("r5,true", "r5,4"),
+        SOURCE,
+        "line 7, column 'click': a value must be 0 or 1, got '4'.*positive_from.*squ",
+    ),
+    "label is missing": (TEXT.replace("r4,1", "r4,"), SOURCE, "line 6.*got ''"),
+    "ragged row": (
+        TEXT.replace(",r2,0", ",r2"),
+        SOURCE,
+        r"line 3.*7 fields.*got .'4'",
+    ),
+    "text among numbers": (
+        TEXT,
+        CsvSource(label="click", numbers=("user", "country")),
+        "line 2, column 'country': a value must be a number or empty, got 'DE'.*"
+        "data.categories=country",
+    ),
+    "equal names": (TEXT.replace("age", "user"), SOURCE, "must have different names"),
+    "nothing repeats": (
+        TEXT,
+        CsvSource(label="click", min_count=9),
+        "must have a category that occurs 9 times",
+    ),
+    "no UTF-8": (TEXT.replace("FR", "\udce9"), SOURCE, "must be a CSV file in UTF-8"),
+    "delimiter": (TEXT, CsvSource(label="click", delimiter="::"), "must be a CSV file"),
+}
+
+
+@pytest.mark.parametrize(("text", "source", "message"), WRONG.values(), ids=WRONG)
+def test_wrong_files(tmp_path, text, source, message):
+    (tmp_path / "clicks.csv").write_bytes(text.encode(errors="surrogateescape"))
+    with pytest.raises(DataError, match=message):
+        source.open(tmp_path / "clicks.csv", batch_size=4, seed=0)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        (dict(held_out=1.0), "held_out must lie in"),
+        (dict(separator=""), "separator must not be empty"),
+        (dict(numbers=("a",), lists=("a",)), "must name a column for one kind"),
+        (dict(min_count=0), "min_count must be at least 1"),
+    ],
+)
+def test_wrong_settings(settings, message):
+    with pytest.raises(ValueError, match=message):
+        CsvSource(label="click", **settings)
+
+
+def test_missing_files_and_compilation(tmp_path):
+    with pytest.raises(DataError, match="is missing on this machine"):
+        SOURCE.open(tmp_path / "other.csv", batch_size=4, seed=0)
+    with pytest.raises(DataError, match="ParquetSource"):
+        SOURCE.outline(batch_size=4, seed=0)

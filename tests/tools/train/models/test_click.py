@@ -1,0 +1,43 @@
+"""Tests the click model against its formula in NumPy."""
+
+import types
+
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from tests.conftest import mesh_of
+from tpu_embedding.plan.make_plan import make_plan
+from tpu_embedding.tools.train.models import ClickModelConfig
+
+CONFIG = ClickModelConfig(
+    dim=2, hidden_sizes=(5,), interactions="products", initial_deviation=0.5
+)
+
+
+def test_products_and_numbers_reach_the_mlp():
+    data = types.SimpleNamespace(
+        vocabulary_sizes={"user": 7, "item": 5, "day": 3},
+        number_scales={"price": (1.0, 2.0), "age": (0.5, 0.25)},
+    )
+    plan = make_plan(CONFIG.feature_config(data), mesh_of(1))
+    model = CONFIG.build(data, plan, rngs=nnx.Rngs(0))
+    ids = {
+        "user": np.array([6, 0]),
+        "item": np.array([1, 4]),
+        "day": np.array([2, 2]),
+    }
+    numbers = {"price": np.array([-3.0, np.nan]), "age": np.array([np.nan, 40.0])}
+    features = model.embedding.prepare(ids)
+    outputs = model(features, {k: jnp.asarray(x) for k, x in numbers.items()})
+    tables = model.embedding.embedding_tables()
+    day, item, user = (tables[name][ids[name]] for name in ("day", "item", "user"))
+    pairs = [(item, day), (user, day), (user, item)]
+    products = np.stack([(a * b).sum(axis=1) for a, b in pairs], axis=1)
+    # Missing numbers are 0, and marked.
+    scaled = [[0, (-np.log(4) - 1) / 2], [(np.log(41) - 0.5) / 0.25, 0]]
+    inputs = np.concatenate(
+        [day, item, user, products, scaled, [[1, 0], [0, 1]]], axis=1
+    )
+    wanted = model.mlp(jnp.asarray(inputs, jnp.float32))[:, 0]
+    np.testing.assert_allclose(outputs.scores, wanted, rtol=1e-5)

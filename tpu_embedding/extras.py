@@ -1,0 +1,36 @@
+"""Checks that the libraries of an extra are installed, before any work is done."""
+
+import importlib.util
+
+
+class MissingExtraError(ImportError):
+    """Raised if a library of an extra is not installed."""
+
+
+def require_extra(
+    extra: str,
+    *modules: str,
+    purpose: str,
+    error: type[Exception] = MissingExtraError,
+) -> None:
+    """Raises an error that names the extra if one of its libraries is missing.
+
+    Args:
+      extra: name of the extra in `pyproject.toml`.
+      *modules: top-level modules that the caller is going to import.
+      purpose: what needs them, the subject of the message.
+      error: type of the error.
+
+    Raises:
+      MissingExtraError: or an `error`, if a module is not installed.
+
+    Example:
+      >>> require_extra("train", "numpy", purpose="This function")
+    """
+    for module in modules:
+        if importlib.util.find_spec(module) is None:
+            raise error(
+                f"{purpose} needs the library {module}, which is not installed; it "
+                f"comes with the extra `{extra}`: pip install "
+                f"'tpu-embedding[{extra}]', or '.[{extra}]' in a checkout."
+            )

@@ -1,0 +1,116 @@
+"""Where the config of a run comes from: a config's name, a Python file or a CSV file.
+
+A run records it, so that `tpu-embedding export` needs nothing but its directory.
+"""
+
+import dataclasses
+import gzip
+import pathlib
+from typing import Any, Final, Self
+
+from tpu_embedding.paths import local_path
+from tpu_embedding.tools.data.source import required_files
+from tpu_embedding.tools.train.config import (
+    ConfigError,
+    RunConfig,
+    apply_overrides,
+    load_config,
+)
+from tpu_embedding.tools.train.reporting import RECORDS_FILE, read_records
+
+CSV_SUFFIXES: Final = (".csv", ".tsv", ".csv.gz", ".tsv.gz")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RunOrigin:
+    """What a run was started with.
+
+    Attributes:
+      config: name of a config, or path of a Python file or of a CSV file.
+      settings: changes of the config, as `apply_overrides` takes them.
+      data_dir: path of the data, or None. A CSV file is its own.
+      code: text of the Python file; None: what the file holds now.
+    """
+
+    config: str
+    settings: tuple[str, ...] = ()
+    data_dir: str | None = None
+    code: str | None = None
+
+    def load(self) -> RunConfig:
+        """Returns the config with its changes.
+
+        Raises:
+          ConfigError: if the config is missing or invalid.
+          DataError: if the CSV file is missing.
+        """
+        if self.config.endswith(CSV_SUFFIXES):
+            config = csv_run(local_path(self.config))
+        else:
+            config = load_config(self.config, self.code)
+        return apply_overrides(config, self.settings)
+
+    def record(self) -> dict[str, Any]:
+        """Returns the fields for a later process, with absolute paths and the code."""
+        record = dataclasses.asdict(self)
+        path = local_path(self.config)
+        if path.is_file():
+            record["config"] = str(path.resolve())
+            if not self.config.endswith(CSV_SUFFIXES):
+                record["code"] = path.read_text(encoding="utf-8")
+        if self.data_dir is not None:
+            record["data_dir"] = str(local_path(self.data_dir).resolve())
+        return record
+
+    @classmethod
+    def of_run(cls, directory: pathlib.Path) -> Self:
+        """Returns the origin of the latest start of a run.
+
+        Raises:
+          ConfigError: if the run has no record of it.
+        """
+        records = read_records(directory / RECORDS_FILE)
+        origins = [record["origin"] for record in records if record.get("origin")]
+        if not origins:
+            raise ConfigError(
+                f"{directory} holds a run that a script started, so its config is "
+                "unknown; pass it by --config."
+            )
+        latest = origins[-1]
+        return cls(**latest | {"settings": tuple(latest["settings"])})
+
+
+def csv_run(path: pathlib.Path) -> RunConfig:
+    """Returns the config `csv` for the size of a file.
+
+    A batch has about a 500th of the rows, a power of two from 32 to 4,096. There are
+    20 reports and 5 evaluations.
+
+    Args:
+      path: path of the CSV file, by which the run is named.
+
+    Raises:
+      DataError: if the file is missing.
+    """
+    opens: Any = gzip.open if path.suffix == ".gz" else open
+    with opens(required_files(path, "a CSV file"), "rb") as file:
+        num_rows = sum(
+            block.count(b"\n") for block in iter(lambda: file.read(2**20), b"")
+        )
+    config = load_config("csv")
+    batch_size = 2 ** min(max(5, (num_rows // 500).bit_length()), 12)
+    num_steps = max(20, EPOCHS * num_rows // batch_size)
+    return dataclasses.replace(
+        config,
+        name=path.name.partition(".")[0],
+        batch_size=batch_size,
+        num_steps=num_steps,
+        log_every=-(-num_steps // 20),
+        evaluate_every=-(-num_steps // 5),
+        checkpoint_every=-(-num_steps // 5),
+    )
+
+
+EPOCHS: Final = 2
+"""Passes over a CSV file. With more of them, rows of tables overfit: on a file of
+200,000 rows, the held-out AUC was 0.7795 after two and 0.7789 after three."""
