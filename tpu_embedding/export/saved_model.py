@@ -32,7 +32,7 @@ from tpu_embedding.rows.id_mixing import NO_ID
 from tpu_embedding.types import PADDING_ROW_ID
 
 
-def save_saved_model(
+def save_tensorflow(
     model: nnx.Module,
     directory: str | pathlib.Path,
     *example: Any,
@@ -79,7 +79,7 @@ def _tensorflow() -> Any:
     """
     if importlib.util.find_spec("tensorflow") is None:
         raise ExportError(
-            "te.export.save_saved_model needs tensorflow 2.18 or later; install it by "
+            "te.export.save_tensorflow needs tensorflow 2.18 or later; install it by "
             "pip install 'tpu-embedding[tf]'."
         )
     return importlib.import_module("tensorflow")

@@ -7,6 +7,7 @@ from typing import Any, cast
 import jax.numpy as jnp
 import numpy as np
 import optax
+from flax import nnx
 
 from tpu_embedding.optimizers.probe import LOOKAHEAD, on_its_own
 from tpu_embedding.optimizers.resolve import COLLECTING, find_state
@@ -24,7 +25,8 @@ def check_dense_optimizer(
     """Refuses a dense optimizer that steps less often than the tables do.
 
     It warns of one that looks at all dense gradients at once, as a clip by the global
-    norm does, because it does not see those of the tables.
+    norm does, because it does not see those of the tables. It also warns of a decay of
+    weights that the tables do not have.
 
     Args:
       tx: optimizer of the dense parameters.
@@ -79,6 +81,80 @@ def check_dense_optimizer(
             "te.gradients.update_if.",
             stacklevel=stacklevel,
         )
+    rules = {stack.optimizer: stack.dim for stack, _ in stacks}
+    if _decays(tx) and not any(_decays(*rule) for rule in rules.items()):
+        warnings.warn(
+            "The optimizer of the dense parameters decays their weights, as "
+            "optax.adamw does, and no optimizer of the tables does: their rows do not "
+            "decay. If they shall, give the layer such an optimizer: "
+            "te.TPUEmbedding(features, optax.adamw(1e-3)). If not, ignore this.",
+            stacklevel=stacklevel,
+        )
+
+
+def warn_of_labels(
+    tx: optax.GradientTransformation,
+    params: nnx.State,
+    layers: Iterable[str],
+    *,
+    stacklevel: int,
+) -> None:
+    """Warns of an optimizer with a label or mask for tables, which it does not see.
+
+    Args:
+      tx: optimizer of the dense parameters.
+      params: dense parameters of the model.
+      layers: path of each embedding layer.
+      stacklevel: frames from here to the user's line, for the warning.
+    """
+    labelled = [path for path in layers if _labels_tables(tx, params, path)]
+    if labelled:
+        warnings.warn(
+            "The optimizer of the dense parameters has labels or masks by name, as "
+            "those of optax.multi_transform, which would treat the tables of the "
+            f"layers {labelled} in their own way. It never gets tables: their "
+            "optimizer is that of the layer, te.TPUEmbedding(features, optimizer). To "
+            "keep tables fixed, make the layer without an optimizer.",
+            stacklevel=stacklevel,
+        )
+
+
+def _labels_tables(
+    tx: optax.GradientTransformation, params: nnx.State, layer: str
+) -> bool:
+    """Returns True if the update of a parameter in the layer would be a special one.
+
+    It runs one step on small arrays with the names of the dense parameters and one
+    more. An optimizer that takes no other names, as one with a tree of labels, is not
+    found.
+    """
+    ones = {
+        path: jnp.ones((1,) * getattr(variable.get_value(), "ndim", 0))
+        for path, variable in nnx.to_flat_state(params)
+    }
+    if not any(leaf.ndim == 2 for leaf in ones.values()):
+        return False
+    name = (*layer.split("/"), "tables") if layer else ("tables",)
+    tree = nnx.from_flat_state({**ones, name: jnp.ones((1, 1))})
+    try:
+        with on_its_own(), model_gradient_context(lambda: jnp.ones(())):
+            updates, _ = tx.update(tree, tx.init(tree), tree)
+        found = dict(nnx.to_flat_state(cast(nnx.State, updates)))
+        table = float(jnp.ravel(found.pop(name))[0])
+        return all(table != float(jnp.ravel(leaf)[0]) for leaf in found.values())
+    except Exception:  # The optimizer may be any function, and raise anything.
+        return False
+
+
+def _decays(tx: Any, dim: int = 2) -> bool:
+    """Returns True if an array changes though its gradient is zero."""
+    rows = jnp.ones((2, dim))
+    try:
+        with on_its_own(), model_gradient_context(lambda: jnp.ones(())):
+            updates, _ = tx.update(0 * rows, tx.init(rows), rows)
+        return bool(jnp.any(updates != 0))
+    except Exception:  # The optimizer may be any function, and raise anything.
+        return False
 
 
 def _couples_arrays(tx: optax.GradientTransformation) -> bool:

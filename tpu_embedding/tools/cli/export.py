@@ -12,7 +12,7 @@ from tpu_embedding.checkpoint.errors import CheckpointError
 from tpu_embedding.checkpoint.saving import restore
 from tpu_embedding.export.directories import check_new_directory
 from tpu_embedding.export.row_formats import RowFormat
-from tpu_embedding.export.saved_model import save_saved_model
+from tpu_embedding.export.saved_model import save_tensorflow
 from tpu_embedding.export.stablehlo import save, save_tables
 from tpu_embedding.paths import local_path
 from tpu_embedding.tools.cli.arguments import RunCommand, emulated_mesh
@@ -75,7 +75,7 @@ class Export(RunCommand):
             with_inputs = getattr(config.model, "with_inputs", None)
             if with_inputs is not None:
                 batch = with_inputs(batch, None, samples="global")
-            write = save if self.format == "stablehlo" else save_saved_model
+            write = save if self.format == "stablehlo" else save_tensorflow
             example = (batch.features, batch.dense)
             options = {"dtype": self.dtype, "batch_size": self.batch_size}
             write(model, output, *example, **options)
