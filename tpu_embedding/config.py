@@ -290,10 +290,10 @@ _FEATURE_RULES: Final = {
 @right_names(
     {"drop_nonpositive_weights": "validate_weights_and_indices"},
     sequence_length="max_sequence_length",
-    vocabulary_size="table=te.TableConfig(vocabulary_size=..., dim=...)",
-    num_embeddings="table=te.TableConfig(vocabulary_size=..., dim=...)",
-    dim="table=te.TableConfig(vocabulary_size=..., dim=...)",
-    embedding_dim="table=te.TableConfig(vocabulary_size=..., dim=...)",
+    **dict.fromkeys(
+        ("vocabulary_size", "num_embeddings", "dim", "embedding_dim"),
+        "table=te.TableConfig(vocabulary_size=..., dim=...)",
+    ),
 )
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class FeatureConfig:

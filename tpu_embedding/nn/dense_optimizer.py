@@ -2,8 +2,9 @@
 
 import warnings
 from collections.abc import Iterable, Mapping
-from typing import Any, cast
+from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
@@ -93,7 +94,7 @@ def check_dense_optimizer(
 
 
 def warn_of_labels(
-    tx: optax.GradientTransformation,
+    optimizer: nnx.Optimizer,
     params: nnx.State,
     layers: Iterable[str],
     *,
@@ -102,12 +103,14 @@ def warn_of_labels(
     """Warns of an optimizer with a label or mask for tables, which it does not see.
 
     Args:
-      tx: optimizer of the dense parameters.
+      optimizer: optimizer of the dense parameters.
       params: dense parameters of the model.
       layers: path of each embedding layer.
       stacklevel: frames from here to the user's line, for the warning.
     """
-    labelled = [path for path in layers if _labels_tables(tx, params, path)]
+    if not find_state(optimizer.opt_state, ("MaskedState", "PartitionState")):
+        return
+    labelled = [path for path in layers if _labels(optimizer.tx, params, path)]
     if labelled:
         warnings.warn(
             "The optimizer of the dense parameters has labels or masks by name, as "
@@ -119,9 +122,7 @@ def warn_of_labels(
         )
 
 
-def _labels_tables(
-    tx: optax.GradientTransformation, params: nnx.State, layer: str
-) -> bool:
+def _labels(tx: optax.GradientTransformation, params: nnx.State, layer: str) -> bool:
     """Returns True if the update of a parameter in the layer would be a special one.
 
     It runs one step on small arrays with the names of the dense parameters and one
@@ -134,27 +135,20 @@ def _labels_tables(
     }
     if not any(leaf.ndim == 2 for leaf in ones.values()):
         return False
-    name = (*layer.split("/"), "tables") if layer else ("tables",)
+    name = (*filter(None, layer.split("/")), "tables")
     tree = nnx.from_flat_state({**ones, name: jnp.ones((1, 1))})
-    try:
-        with on_its_own(), model_gradient_context(lambda: jnp.ones(())):
-            updates, _ = tx.update(tree, tx.init(tree), tree)
-        found = dict(nnx.to_flat_state(cast(nnx.State, updates)))
-        table = float(jnp.ravel(found.pop(name))[0])
-        return all(table != float(jnp.ravel(leaf)[0]) for leaf in found.values())
-    except Exception:  # The optimizer may be any function, and raise anything.
+    updates = _first_update(tx, tree, tree)
+    if updates is None:
         return False
+    found = {path: leaf.item() for path, leaf in nnx.to_flat_state(updates)}
+    return found.pop(name) not in found.values()
 
 
 def _decays(tx: Any, dim: int = 2) -> bool:
     """Returns True if an array changes though its gradient is zero."""
     rows = jnp.ones((2, dim))
-    try:
-        with on_its_own(), model_gradient_context(lambda: jnp.ones(())):
-            updates, _ = tx.update(0 * rows, tx.init(rows), rows)
-        return bool(jnp.any(updates != 0))
-    except Exception:  # The optimizer may be any function, and raise anything.
-        return False
+    update = _first_update(tx, 0 * rows, rows)
+    return update is not None and bool(np.any(update != 0))
 
 
 def _couples_arrays(tx: optax.GradientTransformation) -> bool:
@@ -164,17 +158,21 @@ def _couples_arrays(tx: optax.GradientTransformation) -> bool:
     with labels by name, is not found.
     """
     ones = jnp.ones((2, 2))
-
-    def first_update(other: Any) -> Any:
-        params = [ones, ones]
-        # The layer knows the norm of the whole model, and tells it to rules that ask.
-        with model_gradient_context(lambda: jnp.ones(())):
-            updates, _ = tx.update([ones, other], tx.init(params), params)
-        return np.asarray(cast(Any, updates)[0])
-
-    try:
-        with on_its_own():
-            usual, *others = [first_update(x * ones) for x in (1.0, 1e10, jnp.nan)]
-    except Exception:  # The optimizer may be any function, and raise anything.
+    usual, *others = [
+        _first_update(tx, [ones, other * ones], [ones, ones])
+        for other in (1.0, 1e10, jnp.nan)
+    ]
+    if usual is None:
         return False
-    return any(not np.array_equal(usual, other) for other in others)
+    return any(not np.array_equal(usual[0], other[0]) for other in others)
+
+
+def _first_update(tx: Any, gradients: Any, params: Any) -> Any:
+    """Returns the first update of an optimizer; None if it takes no such arrays."""
+    try:
+        # The layer knows the norm of the whole model, and tells it to rules that ask.
+        with on_its_own(), model_gradient_context(lambda: jnp.ones(())):
+            updates, _ = tx.update(gradients, tx.init(params), params)
+        return jax.tree.map(np.asarray, updates)
+    except Exception:  # The optimizer may be any function, and raise anything.
+        return None

@@ -113,27 +113,18 @@ _MAKE_FEATURES: Final = (
     "feature_config={'movie': te.FeatureConfig(table=te.TableConfig("
     "vocabulary_size=..., dim=...))}"
 )
+_TABLE_FIELDS: Final = ("num_embeddings", "vocabulary_size", "embedding_dim", "dim")
 _ATTRIBUTES: Final = {
     "attend": "scores of some rows are queries @ layer(features)['movie'].T",
     "embedding": "layer.embedding_tables()['movie'] is the table as a NumPy array, and "
     "layer.set_embedding_tables({'movie': array}) sets it",
-    "embeddings": "layer.embedding_tables()['movie'] is the table as a NumPy array",
     "features": "layer.plan.features are the features, and print(layer.plan) the dims",
     "num_embeddings": "print(layer.plan) shows the rows of each table",
-    "weight": "layer.embedding_tables()['movie'] is the table as a NumPy array",
 }
 """Attributes of layers of other libraries, and what stands here for them."""
 
 
-@right_names(
-    features="feature_config",
-    tables="feature_config",
-    num_embeddings=_MAKE_FEATURES,
-    vocabulary_size=_MAKE_FEATURES,
-    embedding_dim=_MAKE_FEATURES,
-    dim=_MAKE_FEATURES,
-    param_dtype="te.TableConfig(..., dtype=...)",
-)
+@right_names(features="feature_config", **dict.fromkeys(_TABLE_FIELDS, _MAKE_FEATURES))
 class TPUEmbedding(ShortRepr):
     """Embedding tables sharded over a mesh, looked up inside any `nnx.Module`.
 

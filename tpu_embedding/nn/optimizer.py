@@ -26,7 +26,6 @@ from tpu_embedding.nn.model_tables import (
 )
 from tpu_embedding.nn.short_repr import ShortRepr
 from tpu_embedding.nn.training import (
-    check_dense,
     check_filter,
     checked_layers,
     embedding_layers,
@@ -86,8 +85,7 @@ class Optimizer(ShortRepr):
         """
         layers = checked_layers("te.Optimizer", model, "te.Optimizer(model, tx)")
         check_rule("te.Optimizer", tx, "tx", DENSE_EXAMPLE)
-        check_filter("te.Optimizer", wrt)
-        check_dense("te.Optimizer", wrt, nnx.state(model, wrt))
+        check_filter("te.Optimizer", wrt, model)
         plan = next(iter(layers.values())).plan
         put_on_mesh(model, plan)
         self.dense = nnx.Optimizer(model, tx, wrt=wrt)
@@ -99,7 +97,8 @@ class Optimizer(ShortRepr):
             [(plan, self.slots.get_value()[path]) for path, plan in self.plans],
             stacklevel=7,  # Four frames are Flax's, and that of the names.
         )
-        warn_of_labels(tx, nnx.state(model, wrt), dict(self.plans), stacklevel=7)
+        params = nnx.state(model, wrt)
+        warn_of_labels(self.dense, params, dict(self.plans), stacklevel=7)
         for layer in layers.values():
             layer.followed_tables.names |= tables_with_followers(layer.plan)
         put_on_mesh(self, plan)

@@ -35,15 +35,8 @@ NO_LAYER: Final = (
 )
 
 
-NO_FILTER: Final = (
-    "{owner}: wrt must be a Flax filter of variables, such as nnx.Param or "
-    "nnx.PathContains('linear'), got {wrt}. The model is the first argument of the "
-    "loss, so no number of an argument is needed. Write wrt=nnx.Param, or leave it out."
-)
-NOT_DENSE: Final = (
-    "{owner}: wrt must select dense parameters of floats, got {wrt}, which selects "
-    "{names}. The tables of a TPUEmbedding are always trained, by sparse gradients: "
-    "leave wrt out. To train the tables alone, write wrt=False."
+FILTER: Final = ArgumentType(
+    str | list | tuple, "a Flax filter of variables such as nnx.PathContains('linear')"
 )
 MODEL: Final = ArgumentType(nnx.Module, "an nnx.Module that owns a te.TPUEmbedding")
 RECORDED: Final = "['recorded']"
@@ -96,7 +89,6 @@ def value_and_grad(
       >>> optimizer = te.Optimizer(layer, optax.adam(1e-3))
       >>> optimizer.update(layer, gradients)
     """
-    check_filter("te.value_and_grad", wrt)
     filters = (wrt, EmbeddingTables, ...)
 
     def compute(model: nnx.Module, *args: Any, **kwargs: Any) -> Any:
@@ -108,8 +100,8 @@ def value_and_grad(
         )
         if any(layer.recording != "off" for layer in layers.values()):
             raise ValueError(IN_A_LOSS)
+        check_filter("te.value_and_grad", wrt, model)
         graph, dense, *others = nnx.split(model, *filters)
-        check_dense("te.value_and_grad", wrt, dense)
 
         def run(dense: nnx.State, taps: dict[str, Any] | None) -> tuple[Any, Any]:
             copy = nnx.merge(graph, dense, *others, copy=True)
@@ -190,27 +182,35 @@ def _recorded_calls(
     calls |= {path: layer.stop_recording() for path, layer in layers.items()}
 
 
-def check_filter(owner: str, wrt: Any) -> None:
-    """Raises TypeError for a `wrt` that is no filter, as Flax' own error fails."""
-    is_filter = wrt is None or wrt is False or callable(wrt)
-    if not is_filter and not isinstance(wrt, str | list | tuple):
-        raise TypeError(NO_FILTER.format(owner=owner, wrt=repr(wrt)))
+def check_filter(owner: str, wrt: Any, model: nnx.Module) -> None:
+    """Refuses a `wrt` that is no filter, or does not select dense parameters.
 
+    Args:
+      owner: name of the function that takes the filter.
+      wrt: what the user gives.
+      model: the model whose variables it selects.
 
-def check_dense(owner: str, wrt: Any, dense: nnx.State) -> None:
-    """Raises ValueError if a filter selects more than dense parameters of floats."""
+    Raises:
+      TypeError: if it is no filter.
+      ValueError: if it selects tables, or other than floats.
+    """
+    if not (wrt is None or wrt is False or callable(wrt)):
+        check_type(f"{owner}: wrt", FILTER, wrt, "wrt=nnx.Param, or leave it out")
     names = [
         "/".join(map(str, path))
-        for path, variable in nnx.to_flat_state(dense)
+        for path, variable in nnx.to_flat_state(nnx.state(model, wrt))
         if isinstance(variable, LAYER_VARIABLES)
-        or not all(
-            jnp.issubdtype(leaf.dtype, jnp.inexact)
+        or any(
+            not jnp.issubdtype(leaf.dtype, jnp.inexact)
             for leaf in jax.tree.leaves(variable)
         )
     ]
     if names:
-        text = NOT_DENSE.format(owner=owner, wrt=wrt, names=reprlib.repr(names))
-        raise ValueError(text)
+        raise ValueError(
+            f"{owner}: wrt must select dense parameters of floats, got {wrt}, which "
+            f"selects {reprlib.repr(names)}. Tables are trained in any case, by sparse "
+            "gradients: leave wrt out. To train them alone, write wrt=False."
+        )
 
 
 def checked_layers(owner: str, model: nnx.Module, line: str) -> dict[str, TPUEmbedding]:
