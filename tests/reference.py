@@ -46,7 +46,7 @@ def bags_of(rows, feature):
             for i in range(length)
         ]
         return rows, "sum"
-    return rows, feature.table.combiner
+    return rows, feature.combiner
 
 
 def gains_of(bag, combiner, feature):

@@ -177,7 +177,7 @@ TRAINING = {
             x.model, x.gradients
         ),
         "structure error",
-        "['dense']",
+        "'dense': give gradients of te.value_and_grad to te.Optimizer",
     ),
     "update: loss and gradients": (
         lambda x: x.optimizer.update(x.model, (0.0, x.gradients)),
@@ -200,14 +200,97 @@ TRAINING = {
     ),
 }
 
-CASES = LAYERS | OPTIMIZERS | TRAINING
+ROWS = "write vocabulary_size=..."
+NAMES = {
+    "table: num_embeddings": (lambda x: te.TableConfig(num_embeddings=9, dim=2), ROWS),
+    "table: features": (
+        lambda x: te.TableConfig(vocabulary_size=9, features=2),
+        "write dim=...",
+    ),
+    "table: a slip": (lambda x: te.TableConfig(vocabularysize=9, dim=2), ROWS),
+    "table: unknown": (lambda x: te.TableConfig(hue=9), "it takes vocabulary_size"),
+    "ragged: lengths": (
+        lambda x: te.RaggedIds(values=[1], lengths=[1]),
+        "write row_splits=np.cumsum([0, *lengths])",
+    ),
+    "feature: both names": (
+        lambda x: te.FeatureConfig(
+            table=TABLE,
+            drop_nonpositive_weights=False,
+            validate_weights_and_indices=False,
+        ),
+        "which is the same, got both",
+    ),
+    "layer: num_embeddings": (
+        lambda x: te.TPUEmbedding(num_embeddings=9, rngs=nnx.Rngs(0)),
+        "te.TableConfig(vocabulary_size=..., dim=...)",
+    ),
+    "layer: item": (
+        lambda x: x.model.embedding["movie"],
+        "got ['movie']",
+        "layer.embedding_tables()['movie']",
+    ),
+    "argnums": (lambda x: te.grad(loss_fn, argnums=0), "write wrt=filter"),
+}
+
+FILTERS = {
+    "wrt: DiffState": (
+        lambda x: te.value_and_grad(loss_fn, wrt=nnx.DiffState(0, nnx.Param)),
+        "got DiffState",
+        "must be a Flax filter",
+        "wrt=nnx.Param",
+    ),
+    "wrt: layer": (
+        lambda x: te.value_and_grad(loss_fn, wrt=nnx.PathContains("embedding"))(
+            x.model, IDS
+        ),
+        "embedding/tables",
+        "must select dense parameters",
+        "wrt=False",
+    ),
+    "wrt of an optimizer": (
+        lambda x: te.Optimizer(x.model, optax.sgd(0.1), wrt=te.nn.EmbeddingTables),
+        "te.Optimizer",
+        "must select dense parameters",
+        "leave wrt out",
+    ),
+    "update: gradients alone": (
+        lambda x: x.optimizer.update(x.gradients),
+        "got nothing",
+        "as second argument",
+        "optimizer.update(model, gradients)",
+    ),
+    "gradients: unknown part": (
+        lambda x: x.gradients["tail"],
+        "got 'tail'",
+        "the layers ['embedding']",
+    ),
+}
+
+CASES = LAYERS | OPTIMIZERS | TRAINING | NAMES | FILTERS
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_error_says_what_is_given_and_wanted_and_what_to_write(case, given):
     call, *parts = CASES[case]
-    with pytest.raises((TypeError, ValueError)) as error:
+    with pytest.raises((KeyError, TypeError, ValueError)) as error:
         call(given)
     text = str(error.value)
     assert [part for part in parts if part not in text] == [], text
     assert len(text) < 1000, text  # No plan, model or batch is printed.
+
+
+ATTRIBUTES = ("attend", "embedding", "num_embeddings")
+
+
+@pytest.mark.parametrize("name", ATTRIBUTES)
+def test_attributes_of_other_layers_are_explained(name, given):
+    with pytest.raises(AttributeError, match=f"'{name}': .*layer"):
+        getattr(given.model.embedding, name)
+    assert not hasattr(given.model.embedding, name)
+
+
+def test_second_name_of_a_field():
+    config = te.FeatureConfig(table=TABLE, drop_nonpositive_weights=False)
+    assert not config.validate_weights_and_indices
+    assert not config.drop_nonpositive_weights

@@ -196,6 +196,7 @@ def test_defaults_are_those_of_tensorflow():
         name=None,
     )
     ours = dict(
+        combiner=None,
         out_of_range_ids="error",
         expected_valence=None,
         default_id=None,
@@ -222,6 +223,10 @@ CONTRADICTIONS = {
     "sequence and shape": (
         lambda: feature(max_sequence_length=2, output_shape=(3,)),
         ["max_sequence_length", "2", "output_shape", "(3,)", "'f'"],
+    ),
+    "combiner of a sequence": (
+        lambda: feature(max_sequence_length=2, combiner="sum"),
+        ["combiner", "'sum'", "max_sequence_length=2", "'f'"],
     ),
     "default of a sequence": (
         lambda: feature(max_sequence_length=2, default_id=3),

@@ -4,6 +4,7 @@ import ast
 import pathlib
 import subprocess
 import sys
+import types
 
 import pytest
 
@@ -83,3 +84,12 @@ def test_unknown_names_are_refused():
     with pytest.raises(AttributeError, match="no attribute 'embedding_bag'"):
         te.embedding_bag  # noqa: B018
     assert {*te.__all__, "__version__"} <= set(dir(te))
+
+
+@pytest.mark.parametrize("name", te._MODULES)
+def test_modules_show_their_public_names_only(name):
+    module = getattr(te, name)
+    shown = {name for name in dir(module) if name[0] != "_"}
+    assert shown == set(module.__all__)
+    values = [getattr(module, name) for name in shown]
+    assert not [value for value in values if isinstance(value, types.ModuleType)]

@@ -9,6 +9,7 @@ Orbax is loaded only by a program that saves.
 """
 
 import importlib as _importlib
+import sys as _sys
 import threading as _threading
 import types as _types
 from typing import TYPE_CHECKING
@@ -40,6 +41,7 @@ if TYPE_CHECKING:  # For editors and type checkers; `_MODULE_OF` has the same na
     from tpu_embedding.nn import Optimizer as Optimizer
     from tpu_embedding.nn import PipelinedTrainStep as PipelinedTrainStep
     from tpu_embedding.nn import TPUEmbedding as TPUEmbedding
+    from tpu_embedding.nn import grad as grad
     from tpu_embedding.nn import linen as linen
     from tpu_embedding.nn import value_and_grad as value_and_grad
     from tpu_embedding.placement import AutoPlacement as AutoPlacement
@@ -91,6 +93,7 @@ _MODULE_OF = {
     "TPUEmbedding": "nn",
     "TableConfig": "config",
     "device_mesh": "plan.device_mesh",
+    "grad": "nn",
     "make_plan": "plan.make_plan",
     "restore": "checkpoint.saving",
     "save": "checkpoint.saving",
@@ -114,6 +117,7 @@ def __getattr__(name: str) -> _Any:
             return globals()[name]
         if name in _MODULES:
             value = _module(_MODULES[name])
+            _hide_internal_names(value)
         elif name in _MODULE_OF:
             value = getattr(_module(_MODULE_OF[name]), name)
         elif name == "__version__":
@@ -129,6 +133,30 @@ def __getattr__(name: str) -> _Any:
 def __dir__() -> list[str]:
     """Returns the public names, also those that nobody has used yet."""
     return sorted([*__all__, "__version__", *(n for n in globals() if n[0] == "_")])
+
+
+class _Package(_types.ModuleType):
+    """The type of this module, whose public modules show their public names only."""
+
+    def __setattr__(self, name: str, value: _Any) -> None:
+        super().__setattr__(name, value)
+        if name in _MODULES:  # Python has imported the module.
+            _hide_internal_names(value)
+
+
+_sys.modules[__name__].__class__ = _Package
+
+
+def _hide_internal_names(module: _types.ModuleType) -> None:
+    """Gives a module `__all__`, unless it has one, and a `__dir__` that follows it."""
+    names = vars(module)
+    public = (
+        n for n, value in names.items() if not isinstance(value, _types.ModuleType)
+    )
+    names.setdefault("__all__", sorted(n for n in public if n[0] != "_"))
+    names["__dir__"] = lambda: sorted(
+        [*names["__all__"], *(name for name in names if name[0] == "_")]
+    )
 
 
 def _module(path: str) -> _Any:

@@ -4,11 +4,15 @@ An argument of the wrong type would fail deep inside JAX or Flax, with an error 
 does not name it. The checks run at the call.
 """
 
+import difflib
+import functools
 import inspect
 import numbers
 import reprlib
-from collections.abc import Mapping
-from typing import Any, NamedTuple
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple, TypeVar
+
+T = TypeVar("T", bound=Callable[..., Any])
 
 
 class ArgumentType(NamedTuple):
@@ -86,3 +90,60 @@ def check_scalar(owner: str, value: Any, line: str) -> None:
         raise TypeError(
             f"{owner} must be a number, got {describe_value(value)}. Write {line}."
         )
+
+
+def right_names(
+    aliases: Mapping[str, str] | None = None, **right: str
+) -> Callable[[T], T]:
+    """Decorates a function or a class whose errors tell wrong names the right ones.
+
+    Args:
+      aliases: second name of an argument to the argument.
+      **right: name of another library to the argument here, or to what to write.
+
+    Example:
+      >>> @right_names(num_rows="size")
+      ... def make(*, size):
+      ...     return size
+      >>> make(num_rows=3)
+      Traceback (most recent call last):
+      TypeError: te.make has no argument 'num_rows': write size=...
+    """
+    aliases = aliases or {}
+
+    def decorate(target: T) -> T:
+        is_class = isinstance(target, type)
+        function: Any = target.__init__ if is_class else target
+        known = [x for x in inspect.signature(function).parameters if x != "self"]
+
+        @functools.wraps(function)
+        def checked(*args: Any, **kwargs: Any) -> Any:
+            owner = f"te.{target.__name__}"
+            for alias in aliases.keys() & kwargs.keys():
+                name = aliases[alias]
+                if name in kwargs:
+                    raise TypeError(
+                        f"{owner} takes {alias} or {name}, which is the same, got both."
+                    )
+                kwargs[name] = kwargs.pop(alias)
+            for name in kwargs:
+                if name not in known:
+                    way_out = _right_name(name, known, right)
+                    raise TypeError(f"{owner} has no argument {name!r}: {way_out}")
+            return function(*args, **kwargs)
+
+        if not is_class:
+            return checked  # pyright: ignore[reportReturnType]
+        setattr(target, "__init__", checked)  # noqa: B010
+        return target
+
+    return decorate
+
+
+def _right_name(name: str, known: list[str], right: Mapping[str, str]) -> str:
+    """Returns what to write in place of a name that a function does not take."""
+    similar = difflib.get_close_matches(name, known, n=1)
+    found = right.get(name, similar[0] if similar else "")
+    if not found:
+        return f"it takes {', '.join(known)}."
+    return f"write {found}=..." if found in known else f"write {found}."

@@ -8,11 +8,12 @@ validate every field at construction and report all problems of an object in one
 
 import dataclasses
 import inspect
-from typing import Any, Final, Literal, get_args
+from typing import Any, Final, Literal, cast, get_args
 
 import jax.numpy as jnp
 import numpy as np
 
+from tpu_embedding.argument_checks import right_names
 from tpu_embedding.dynamic import Dynamic
 from tpu_embedding.field_checks import (
     BOOL_RULE,
@@ -133,6 +134,21 @@ _TABLE_RULES: Final = {
 }
 
 
+class _UnsaidCombiner(str):
+    """The default combiner. It equals its name, and nobody has asked for it."""
+
+
+@right_names(
+    num_embeddings="vocabulary_size",
+    input_dim="vocabulary_size",
+    embedding_dim="dim",
+    features="dim",
+    output_dim="dim",
+    param_dtype="dtype",
+    embedding_init="initializer",
+    embeddings_initializer="initializer",
+    pooling="combiner",
+)
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TableConfig:
     """One embedding table.
@@ -179,7 +195,7 @@ class TableConfig:
     dim: int
     initializer: Initializer | None = None
     optimizer: TableOptimizer | None = None
-    combiner: Combiner = "mean"
+    combiner: Combiner = cast(Combiner, _UnsaidCombiner("mean"))
     name: str | None = None
     quantization_config: QuantizationConfig | None = None
     dtype: Any = jnp.float32
@@ -224,6 +240,11 @@ class TableConfig:
             )
 
     @property
+    def says_combiner(self) -> bool:
+        """True if the combiner was given, and is not the default."""
+        return not isinstance(self.combiner, _UnsaidCombiner)
+
+    @property
     def dynamic(self) -> Dynamic | None:
         """The vocabulary of a dynamic table; None: ids are row numbers."""
         size = self.vocabulary_size
@@ -252,6 +273,7 @@ _FEATURE_RULES: Final = {
     "max_sequence_length": int_rule(0, way_out="0 combines the ids"),
     "validate_weights_and_indices": BOOL_RULE,
     "output_shape": optional(Rule(_is_shape, "a tuple of positive ints, (-1,)")),
+    "combiner": optional(choice_rule(get_args(Combiner))),
     "name": _NAME_RULE,
     "out_of_range_ids": choice_rule(get_args(OutOfRangePolicy)),
     "expected_valence": optional(
@@ -265,6 +287,14 @@ _FEATURE_RULES: Final = {
 }
 
 
+@right_names(
+    {"drop_nonpositive_weights": "validate_weights_and_indices"},
+    sequence_length="max_sequence_length",
+    **dict.fromkeys(
+        ("vocabulary_size", "num_embeddings", "dim", "embedding_dim"),
+        "table=te.TableConfig(vocabulary_size=..., dim=...)",
+    ),
+)
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class FeatureConfig:
     """One input column of ids, looked up in a table.
@@ -275,9 +305,12 @@ class FeatureConfig:
         sequence instead: activations are `[batch, L, dim]`, and position j holds the
         row of the j-th id. Longer samples are truncated, shorter ones padded with
         zeros. Combiner and weights have no effect then.
+      combiner: method that pools the rows of a sample's ids, as in `TableConfig`, for
+        this feature alone. None: that of the table.
       validate_weights_and_indices: True ignores ids without a positive weight under
         `"mean"` and `"sqrtn"`. False counts them. Under jit, a weight of NaN makes the
-        activation NaN; `prepare_features` refuses it.
+        activation NaN; `prepare_features` refuses it. The name is TensorFlow's;
+        `drop_nonpositive_weights` is a second one.
       output_shape: shape of the activations without their last axis, `dim`. If its
         product is the batch size, samples are combined and reshaped. If its product is
         `batch * L`, samples are sequences of length L. None means `(batch,)`. `(-1,)`
@@ -305,6 +338,7 @@ class FeatureConfig:
 
     table: TableConfig
     max_sequence_length: int = 0
+    combiner: Combiner | None = None
     validate_weights_and_indices: bool = True
     output_shape: tuple[int, ...] | None = None
     default_id: int | None = None
@@ -316,6 +350,11 @@ class FeatureConfig:
     def __post_init__(self):
         convert_ints(self, "max_sequence_length", "output_shape", "default_id")
         raise_all(self._problems())
+
+    @property
+    def drop_nonpositive_weights(self) -> bool:
+        """Second name of `validate_weights_and_indices`."""
+        return self.validate_weights_and_indices
 
     @property
     def has_own_batch(self) -> bool:
@@ -342,6 +381,12 @@ class FeatureConfig:
             yield (
                 "FeatureConfig.default_id is for samples that are combined, got "
                 f"{self.default_id!r} with max_sequence_length="
+                f"{self.max_sequence_length!r}{owner}; leave out one of the two"
+            )
+        if self.combiner is not None and self.max_sequence_length:
+            yield (
+                "FeatureConfig.combiner is for samples that are combined, got "
+                f"{self.combiner!r} with max_sequence_length="
                 f"{self.max_sequence_length!r}{owner}; leave out one of the two"
             )
         yield from self._problems_of_vocabulary(owner)

@@ -7,7 +7,7 @@ dense arrays: the `Gradients` of a Flax model, or a dict of one's own.
 
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
 import jax
@@ -23,6 +23,7 @@ from tpu_embedding.lookup._backward import (
 )
 from tpu_embedding.lookup._sum_by_row import merge
 from tpu_embedding.optimizers.checks import check_hyperparameters, positive_bound
+from tpu_embedding.plan.description import count_of, summarize
 from tpu_embedding.plan.plan import EmbeddingPlan
 from tpu_embedding.plan.shard_map import on_shards
 from tpu_embedding.plan.stack_plan import TrainedStackPlan
@@ -61,6 +62,9 @@ class TableGradients:
     stacks: dict[str, Sealed]
     plan: EmbeddingPlan = dataclasses.field(metadata={"static": True})
 
+    def __repr__(self) -> str:
+        return f"TableGradients({summarize(self.plan)})"
+
     def row_updates(self, stack_name: str) -> RowUpdates:
         """Returns a stack's gradient by row, without rows of later rounds. Global.
 
@@ -70,7 +74,17 @@ class TableGradients:
         return _row_updates(self.stacks[stack_name], stack, self.plan)
 
 
-@jax.tree_util.register_dataclass
+class _DenseKey(str):
+    """The key of dense gradients, whose text an error of `nnx.Optimizer` shows."""
+
+    def __repr__(self) -> str:
+        return "'dense': give gradients of te.value_and_grad to te.Optimizer"
+
+
+_DENSE = jax.tree_util.GetAttrKey(_DenseKey("dense"))
+
+
+@jax.tree_util.register_pytree_with_keys_class
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Gradients:
     """The gradients of a whole model, as `tpu_embedding.value_and_grad` returns them.
@@ -84,6 +98,42 @@ class Gradients:
 
     dense: Any
     tables: dict[str, TableGradients]
+
+    def tree_flatten_with_keys(self) -> Any:
+        """Returns the parts with their keys, for JAX."""
+        tables = (jax.tree_util.GetAttrKey("tables"), self.tables)
+        return ((_DENSE, self.dense), tables), None
+
+    @classmethod
+    def tree_unflatten(cls, _: None, parts: Any) -> "Gradients":
+        """Returns the gradients of the parts, for JAX."""
+        return cls(dense=parts[0], tables=parts[1])
+
+    def __getitem__(self, name: str) -> Any:
+        """Returns the gradients of a layer's tables, or of a dense part of the model.
+
+        Args:
+          name: path of a layer, or a key of `dense`, such as `"linear"`.
+
+        Raises:
+          KeyError: if there is neither.
+        """
+        if name in self.tables:
+            return self.tables[name]
+        dense = self.dense if isinstance(self.dense, Mapping) else {}
+        if name not in dense:
+            raise KeyError(
+                f"Gradients have the dense parts {sorted(dense)} and the layers "
+                f"{sorted(self.tables)}, got {name!r}."
+            )
+        return dense[name]
+
+    def __repr__(self) -> str:
+        sizes = [getattr(leaf, "size", 1) for leaf in jax.tree.leaves(self.dense)]
+        of_dense = (
+            f"{count_of(len(sizes), 'array')} of {count_of(sum(sizes), 'number')}"
+        )
+        return f"Gradients(dense={of_dense}, tables={self.tables})"
 
 
 def global_norm(gradients: Any) -> Float[Array, ""]:

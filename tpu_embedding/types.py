@@ -13,6 +13,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
+from tpu_embedding.argument_checks import right_names
+
 PADDING_ROW_ID: Final = 2**31 - 1
 """Row id of unused positions, in padded user input and in internal buffers.
 
@@ -25,6 +27,7 @@ AxisSize = Any
 """Size of an axis: an int, or a symbolic dimension while a program is exported."""
 
 
+@right_names(values="ids")
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DenseIds:
@@ -42,6 +45,12 @@ class DenseIds:
     weights: IdArray | None = None
 
 
+@right_names(
+    ids="values",
+    lengths="row_splits=np.cumsum([0, *lengths])",
+    row_lengths="row_splits=np.cumsum([0, *row_lengths])",
+    offsets="row_splits, which are the offsets and, at the end, the number of values",
+)
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RaggedIds:
@@ -106,6 +115,7 @@ class RaggedIds:
         return dataclasses.replace(ragged, weights=np.asarray(flat, np.float32))
 
 
+@right_names(ids="values", shape="dense_shape")
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SparseIds:

@@ -56,7 +56,7 @@ def check(found, wanted):
 
 def test_outputs_are_those_of_the_live_model(tmp_path):
     model = trained_model(2, 1)
-    te.export.save_saved_model(model, tmp_path / "served", *batch_of(16))
+    te.export.save_tensorflow(model, tmp_path / "served", *batch_of(16))
     for batch_size in (1, 7):
         features, inputs = batch_of(batch_size)
         lists = [[1, 2**40]] * batch_size  # Ids of 64 bits stay out of range.
@@ -88,7 +88,7 @@ def test_server_needs_tensorflow_only(tmp_path):
         {"tags": FEATURES["ragged"]}, mesh=mesh_of(1), rngs=nnx.Rngs(0)
     )
     batch = {"tags": te.RaggedIds.from_lists([[1], [2, 3], []])}
-    te.export.save_saved_model(layer, tmp_path / "served", batch)
+    te.export.save_tensorflow(layer, tmp_path / "served", batch)
     command = [sys.executable, "-c", SERVER, str(tmp_path / "served")]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert done.stdout == "(2, 8)\n", done.stderr
@@ -97,7 +97,7 @@ def test_server_needs_tensorflow_only(tmp_path):
 def test_narrow_tables_of_a_single_layer(tmp_path):
     layer = te.TPUEmbedding(FEATURES["user"], mesh=mesh_of(1), rngs=nnx.Rngs(0))
     ids = np.arange(307)
-    te.export.save_saved_model(layer, tmp_path / "tf", ids[:5], dtype="int8")
+    te.export.save_tensorflow(layer, tmp_path / "tf", ids[:5], dtype="int8")
     te.export.save(layer, tmp_path / "jax", ids[:5], dtype="int8")
     rows = served(tmp_path / "tf", {"features": ids})["output"]
     np.testing.assert_array_equal(rows, te.export.load(tmp_path / "jax")(ids))
@@ -105,7 +105,7 @@ def test_narrow_tables_of_a_single_layer(tmp_path):
 
 def test_dynamic_tables_find_ids_of_64_bits(tmp_path):
     model = DynamicTrainer(default_row="learned").train(3).model
-    te.export.save_saved_model(model, tmp_path / "served", dynamic_batch(16))
+    te.export.save_tensorflow(model, tmp_path / "served", dynamic_batch(16))
     batch = dynamic_batch(9, seed=7, first=100)
     check(served(tmp_path / "served", batch), evaluated(model, batch))
 
@@ -116,7 +116,7 @@ def test_hostile_names_are_served(tmp_path):
         {name: FEATURES["user"] for name in names}, mesh=mesh_of(1), rngs=nnx.Rngs(0)
     )
     batch = {name: np.array([3, 5 + i]) for i, name in enumerate(names)}
-    te.export.save_saved_model(layer, tmp_path / "served", batch)
+    te.export.save_tensorflow(layer, tmp_path / "served", batch)
     # An array has the letters and digits of its input's name; see `_tf_name`.
     flat = ("user_2Fgeo", "x_y", "_xe9", "_x", "self", "features", "a_b")
     flat = [f"x_{x}" if x in ("_xe9", "_x", "self") else x for x in flat]
@@ -130,7 +130,7 @@ def test_hostile_names_are_served(tmp_path):
     names = {f"a{x}b": FEATURES["user"] for x in "._"}
     layer = te.TPUEmbedding(names, mesh=mesh_of(1), rngs=nnx.Rngs(0))
     with pytest.raises(te.export.ExportError, match="'a_b'.*rename a feature"):
-        te.export.save_saved_model(
+        te.export.save_tensorflow(
             layer, tmp_path / "refused", dict.fromkeys(names, np.array([1]))
         )
     assert not (tmp_path / "refused").exists()

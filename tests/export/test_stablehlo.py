@@ -65,6 +65,18 @@ def test_weights_are_beside_the_program(trained, served, directory):
     assert (directory / "program.stablehlo").stat().st_size < 80_000
 
 
+def test_the_program_names_no_file_of_this_machine(directory):
+    program = (directory / "program.stablehlo").read_bytes()
+    assert b".py" not in program
+    assert str(pathlib.Path(te.__file__).parent).encode() not in program
+
+
+def test_a_served_model_prints_in_a_line(served):
+    text = repr(served)
+    assert len(text) < 400 and "\n" not in text
+    assert "KiB" in text
+
+
 def program_text(directory) -> str:
     serialized = (directory / "program.stablehlo").read_bytes()
     return jax.export.deserialize(bytearray(serialized)).mlir_module()

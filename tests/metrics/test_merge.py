@@ -159,6 +159,13 @@ def test_update_keeps_the_settings():
     assert recall.k == 2
 
 
+def test_a_call_without_sums_is_empty():
+    for metric in (m.AUC, m.Mean, m.LogLoss, m.NormalizedEntropy):
+        made, empty = metric(), metric.empty()
+        jax.tree.map(np.testing.assert_array_equal, made, empty)
+    assert m.AUC(num_bins=8).positives.high.shape == (8,)
+
+
 def test_empty_takes_the_settings_only():
     with pytest.raises(TypeError, match="argument 'weights'"):
         m.RMSE.empty(weights=3)

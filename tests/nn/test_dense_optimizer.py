@@ -98,7 +98,7 @@ def printing(updates, params):
 
 
 SEPARATE = {
-    "adamw": optax.adamw(optax.cosine_decay_schedule(0.1, 9)),
+    "adam": optax.adam(optax.cosine_decay_schedule(0.1, 9)),
     "muon": optax.contrib.muon(0.1),
     # The model tells it the norm of all gradients.
     "global_clipnorm": te.optimizers.adafactor(0.1, global_clipnorm=1.0),
@@ -111,6 +111,45 @@ def test_no_warning_of_optimizers_that_look_at_each_array_alone(name):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         make_nnx(SEPARATE[name])
+
+
+def by_name(of_tables):
+    """Returns an optimizer with labels by name, one of them for tables."""
+
+    def labels(params):
+        return jax.tree.map_with_path(
+            lambda path, _: "t" if "embedding" in jax.tree_util.keystr(path) else "d",
+            params,
+        )
+
+    return optax.multi_transform({"t": of_tables, "d": ADAM}, labels)
+
+
+MISSING_TABLES = {
+    "decay": (optax.adamw(0.1), "their rows do not decay"),
+    "labels": (by_name(optax.adagrad(0.1)), r"It never gets tables"),
+    "frozen": (by_name(optax.set_to_zero()), r"layers \['embedding'\]"),
+}
+
+
+@pytest.mark.parametrize("case", MISSING_TABLES)
+def test_a_warning_of_parts_that_miss_the_tables(case):
+    tx, match = MISSING_TABLES[case]
+    with pytest.warns(UserWarning, match=match) as warned:
+        make_nnx(tx)
+    assert warned[0].filename == __file__
+
+
+def test_no_warning_of_parts_that_tables_have_or_nobody_expects():
+    biases = optax.multi_transform(
+        {"kernel": ADAM, "other": optax.sgd(0.1)},
+        lambda p: jax.tree.map(lambda x: "kernel" if x.ndim == 2 else "other", p),
+    )
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        make_nnx(optax.adamw(0.1), optax.adamw(0.1))
+        make_nnx(by_name(ADAM))
+        make_nnx(biases)
 
 
 def test_a_warning_of_apply_if_finite():

@@ -166,10 +166,19 @@ def test_activations_come_back_in_the_nest():
 
 
 def plain_gradients_of_a_part(model, batch):
-    """Leaves the guard out; the optimizer still sees what is missing."""
     linear = nnx.DiffState(0, nnx.PathContains("linear"))
-    gradients = nnx.grad(loss_fn, argnums=linear)(model, batch)
-    te.Optimizer(model, optax.sgd(0.1)).update(model, gradients)
+    nnx.grad(loss_fn, argnums=linear)(model, batch)
+
+
+def plain_gradients_of_merged_parts(model, batch):
+    graph, params, rest = nnx.split(model, nnx.Param, ...)
+    jax.grad(lambda params: loss_fn(nnx.merge(graph, params, rest), batch))(params)
+
+
+def plain_gradients_through(transform):
+    return lambda model, batch: nnx.grad(
+        lambda model: transform(lambda m: loss_fn(m, batch))(model)
+    )(model)
 
 
 def differentiate_tables(model, batch):
@@ -183,12 +192,21 @@ MISUSE = {
         ValueError,
         r"te.value_and_grad\(loss_fn\)",
     ),
-    "plain gradients of a part": (
-        plain_gradients_of_a_part,
+    **{
+        name: (call, ValueError, r"te.value_and_grad\(loss_fn\)")
+        for name, call in {
+            "plain gradients of a part": plain_gradients_of_a_part,
+            "plain gradients of merged parts": plain_gradients_of_merged_parts,
+            "plain gradients through jit": plain_gradients_through(nnx.jit),
+            "plain gradients through remat": plain_gradients_through(nnx.remat),
+            "dense derivative": differentiate_tables,
+        }.items()
+    },
+    "gradients of a part to the optimizer": (
+        lambda m, b: te.Optimizer(m, optax.sgd(0.1)).update(m, nnx.state(m.linear)),
         TypeError,
         "lacks those of the tables",
     ),
-    "dense derivative": (differentiate_tables, ValueError, "no dense derivative"),
     "no layer": (
         lambda m, b: te.value_and_grad(loss_fn)(m.linear, b),
         ValueError,
@@ -305,7 +323,7 @@ def test_two_calls_equal_one_call_over_both():
     )
 
 
-def test_flax_optimizer_does_not_take_the_dense_gradients_alone():
+def test_flax_optimizer_does_not_take_the_gradients():
     """It would train the dense parameters, and leave the tables as they are."""
     model = Towers(mesh_of(1), te.optimizers.sgd(0.1))
     model.linear = nnx.Linear(2, 1, rngs=nnx.Rngs(0))
@@ -317,8 +335,8 @@ def test_flax_optimizer_does_not_take_the_dense_gradients_alone():
             + jnp.sum(m.embedding(np.zeros((2, 3), int)))
         )
     )(model)
-    with pytest.raises(ValueError, match="embedding"):
-        optimizer.update(model, gradients.dense)
+    with pytest.raises(ValueError, match="give gradients of .* to te.Optimizer"):
+        optimizer.update(model, gradients)
     np.testing.assert_array_equal(model.linear.kernel.get_value(), before)
 
 

@@ -19,7 +19,6 @@ from tpu_embedding.checkpoint.records import quote
 from tpu_embedding.functional.steps import init_slots
 from tpu_embedding.nn.embedding import (
     DynamicStatsVariable,
-    GradientGuard,
     LookupStatsVariable,
     RecordedCalls,
 )
@@ -36,7 +35,6 @@ _NOT_SAVED = (
     LookupStatsVariable,
     DynamicStatsVariable,
     RecordedCalls,
-    GradientGuard,
 )
 """Variables of a layer that no checkpoint holds, because the plan sets them up."""
 

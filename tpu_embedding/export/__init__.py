@@ -4,7 +4,7 @@ Public calls, and what they write:
 
     stablehlo        save and load: a StableHLO program with its tables beside it;
                      save_tables: the tables alone
-    saved_model      save_saved_model: a TensorFlow SavedModel of the same program
+    saved_model      save_tensorflow: a TensorFlow SavedModel of the same program
     deltas           save_delta and apply_delta: what differs between two exports
 
 From a model to its program and tables:
@@ -25,7 +25,7 @@ From there to files:
 
 from tpu_embedding.export.deltas import apply_delta as apply_delta
 from tpu_embedding.export.deltas import save_delta as save_delta
-from tpu_embedding.export.saved_model import save_saved_model as save_saved_model
+from tpu_embedding.export.saved_model import save_tensorflow as save_tensorflow
 from tpu_embedding.export.signature import ExportError as ExportError
 from tpu_embedding.export.stablehlo import ServedModel as ServedModel
 from tpu_embedding.export.stablehlo import load as load

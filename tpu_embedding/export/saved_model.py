@@ -32,7 +32,7 @@ from tpu_embedding.rows.id_mixing import NO_ID
 from tpu_embedding.types import PADDING_ROW_ID
 
 
-def save_saved_model(
+def save_tensorflow(
     model: nnx.Module,
     directory: str | pathlib.Path,
     *example: Any,
@@ -77,7 +77,7 @@ def _tensorflow() -> Any:
     Raises:
       ExportError: if it is not installed.
     """
-    purpose = "te.export.save_saved_model"
+    purpose = "te.export.save_tensorflow"
     require_extra("tf", "tensorflow", purpose=purpose, error=ExportError)
     return importlib.import_module("tensorflow")
 

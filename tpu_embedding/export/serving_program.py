@@ -31,27 +31,12 @@ from tpu_embedding.export.signature import (
     refuse_repeated,
 )
 from tpu_embedding.functional.serving_lookup import ServedCall, table_of
-from tpu_embedding.nn.embedding import (
-    DynamicStatsVariable,
-    EmbeddingTables,
-    GradientGuard,
-    LookupStatsVariable,
-    RecordedCalls,
-)
+from tpu_embedding.nn.embedding import LAYER_VARIABLES
 from tpu_embedding.nn.training import embedding_layers
 from tpu_embedding.plan.features import FeaturePlan
 from tpu_embedding.rows.id_directory import directory_name
 
 PLATFORMS: Final = ("cpu", "cuda", "tpu")
-
-_LAYER_VARIABLES: Final = (
-    DynamicStatsVariable,
-    EmbeddingTables,
-    GradientGuard,
-    LookupStatsVariable,
-    RecordedCalls,
-)
-"""Variables of embedding layers. A program for serving does without them."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -110,7 +95,8 @@ def make_program(
         # Only the lookups tell which ids have 64 bits.
         arrays = example.structs(batch_size, _wide_inputs(served.lookups))
         specs = _table_specs(tables, row_format), dense, arrays
-        exported = jax.export.export(jax.jit(served), platforms=PLATFORMS)(*specs)
+        with _without_source_paths():
+            exported = jax.export.export(jax.jit(served), platforms=PLATFORMS)(*specs)
     if exported.nr_devices != 1:
         raise ExportError(
             f"{type(model).__name__} must run on one device to be exported, got a "
@@ -138,7 +124,7 @@ class _ServedMethod:
     def __init__(self, model: nnx.Module, method: str, example: Example):
         self._method, self._example = method, example
         self._graph, self._of_layers, random, dense = nnx.split(
-            model, _LAYER_VARIABLES, nnx.RngState, ...
+            model, LAYER_VARIABLES, nnx.RngState, ...
         )
         # The program of one device cannot hold keys that lie on a mesh.
         self._random = jax.device_put(random, jax.devices()[0])
@@ -240,6 +226,17 @@ def _table_specs(
 def _parameter_name(path: Sequence[Any]) -> str:
     keys = path[:-1] if path[-1] == jax.tree_util.GetAttrKey("value") else path
     return quoted_path(keys_of(keys))
+
+
+@contextlib.contextmanager
+def _without_source_paths() -> Iterator[None]:
+    """Lowers programs that do not name the files of this machine."""
+    limit = jax.config.jax_traceback_in_locations_limit
+    jax.config.update("jax_traceback_in_locations_limit", 0)
+    try:
+        yield
+    finally:
+        jax.config.update("jax_traceback_in_locations_limit", limit)
 
 
 @contextlib.contextmanager

@@ -2,6 +2,7 @@
 
 import dataclasses
 import pathlib
+import reprlib
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -36,6 +37,7 @@ from tpu_embedding.export.signature import ExportError, Signature
 from tpu_embedding.export.tensor_files import read_tensors
 from tpu_embedding.extras import require_extra
 from tpu_embedding.paths import local_path
+from tpu_embedding.plan.memory import format_bytes
 from tpu_embedding.strings.string_ids import Unknown, Vocabulary
 from tpu_embedding.strings.vocabulary_files import (
     load_vocabularies,
@@ -163,6 +165,15 @@ class ServedModel:
     dense: Mapping[str, jax.Array]
     _call: Any
     _feeder: Feeder
+
+    def __repr__(self) -> str:
+        num_bytes = sum(x.nbytes for x in {**self.tables, **self.dense}.values())
+        names = [each.name for each in self.signature.inputs]
+        return (
+            f"ServedModel(inputs={reprlib.repr(names)}, tables="
+            f"{reprlib.repr(list(self.tables))}, {len(self.dense)} dense arrays, "
+            f"{format_bytes(num_bytes)})"
+        )
 
     def __call__(self, *arguments: Any) -> Any:
         """Runs the model on a batch.

@@ -1,10 +1,11 @@
-"""Sets tables to the moving averages of their rows, at the end of training."""
+"""Sets tables and dense parameters to their moving averages, after training."""
 
 import functools
 from typing import Any
 
 import jax
 
+from tpu_embedding.optimizers.final_dense_values import finalize_dense_values
 from tpu_embedding.plan.check_rows import check_slots, check_tables
 from tpu_embedding.plan.plan import EmbeddingPlan
 from tpu_embedding.plan.shard_map import on_shards
@@ -13,27 +14,30 @@ from tpu_embedding.update.averages import averaged_nodes, swap_in_averages
 from tpu_embedding.update.lazy_update import state_specs
 
 
-@functools.partial(jax.jit, static_argnames="plan")
 def finalize_variable_values(
-    tables: dict[str, PackedRows], slots: dict[str, Any], plan: EmbeddingPlan
-) -> tuple[dict[str, PackedRows], dict[str, Any]]:
-    """Sets the rows of tables to the moving averages that `adafactor` keeps of them.
+    params: Any, state: Any, plan: EmbeddingPlan | None = None
+) -> tuple[Any, Any]:
+    """Sets variables to the moving averages that `adafactor(use_ema=True)` keeps.
 
     It is `finalize_variable_values` of Keras' optimizers. A row that was not looked up
     in the latest steps has an average that lags behind; it is caught up first. The pass
-    is in place if the caller's `jit` donates tables and slots.
+    is in place if the caller's `jit` donates tables and slots. For a whole model there
+    is `tpu_embedding.Optimizer.finalize_variable_values`.
 
     Args:
-      tables: stack name to packed rows.
-      slots: stack name to optimizer state. Stacks whose optimizer keeps no averages
-        stay as they are.
-      plan: plan of the layer.
+      params: with a plan, tables: stack name to packed rows. Without one, a pytree of
+        dense parameters, as the optimizer's `init` took it.
+      state: with a plan, slots: stack name to optimizer state. Without one, the state
+        of the optimizer of the dense parameters. Variables whose optimizer keeps no
+        averages stay as they are.
+      plan: plan of the layer; None: the parameters are dense.
 
     Returns:
-      New tables, and the slots with which training may continue.
+      New variables, and the state with which training may continue.
 
     Raises:
-      ValueError: if the arrays belong to another plan.
+      ValueError: if the arrays belong to another plan, or the averages to other
+        parameters.
 
     Example:
       >>> import tpu_embedding as te
@@ -46,6 +50,15 @@ def finalize_variable_values(
       >>> slots = te.functional.init_slots(tables, plan)
       >>> tables, slots = te.functional.finalize_variable_values(tables, slots, plan)
     """
+    if plan is None:
+        return finalize_dense_values(params, state)
+    return _finalize_tables(params, state, plan)
+
+
+@functools.partial(jax.jit, static_argnames="plan")
+def _finalize_tables(
+    tables: dict[str, PackedRows], slots: dict[str, Any], plan: EmbeddingPlan
+) -> tuple[dict[str, PackedRows], dict[str, Any]]:
     check_tables(tables, plan.trained_stacks)
     check_slots(slots, plan.trained_stacks)
     new_tables, new_slots = dict(tables), dict(slots)

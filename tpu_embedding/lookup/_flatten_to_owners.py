@@ -143,7 +143,7 @@ def rows_and_poolings(
                 feature_input, rows_of_feature[i], default_id
             )
         gains, scales = _gains_and_scales(
-            feature_input, rows_of_feature[i], feature.table.combiner
+            feature_input, rows_of_feature[i], feature.combiner
         )
         poolings.append(
             PoolingSpec(
@@ -266,7 +266,7 @@ def split_by_feature(values: Array, sizes: Sequence[AxisSize]) -> list[Array]:
 def leaves_out_weights(feature: FeaturePlan) -> bool:
     """Returns True if ids of weight 0 or less are left out."""
     is_checked = feature.config.validate_weights_and_indices
-    return is_checked and feature.table.combiner != "sum"
+    return is_checked and feature.combiner != "sum"
 
 
 def _fill_empty_samples(

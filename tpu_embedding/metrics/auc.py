@@ -1,7 +1,7 @@
 """Defines the area under the ROC curve, from histograms of the scores."""
 
 import dataclasses
-from typing import Final
+from typing import Any, Final
 
 import jax
 import jax.numpy as jnp
@@ -13,6 +13,10 @@ from tpu_embedding.metrics.sums import Sum
 
 NUM_BINS: Final = 4096
 """Default number of bins: 64 KiB of sums."""
+
+
+_NONE: Final[Any] = object()
+"""Stands for sums of no samples, whose shape depends on the number of bins."""
 
 
 @jax.tree_util.register_dataclass
@@ -42,15 +46,19 @@ class AUC(ClickMetric):
       0.75
     """
 
-    positives: Sum
-    negatives: Sum
-    num_bins: int = dataclasses.field(metadata={"static": True})
+    positives: Sum = _NONE
+    negatives: Sum = _NONE
+    num_bins: int = dataclasses.field(default=NUM_BINS, metadata={"static": True})
+
+    def __post_init__(self):
+        for name in ("positives", "negatives"):
+            if getattr(self, name) is _NONE:
+                object.__setattr__(self, name, Sum.zeros((self.num_bins,)))
 
     @classmethod
     def empty(cls, num_bins: int = NUM_BINS) -> "AUC":
         """Returns the metric of no samples."""
-        zeros = Sum.zeros((num_bins,))
-        return cls(positives=zeros, negatives=zeros, num_bins=num_bins)
+        return cls(num_bins=num_bins)
 
     @classmethod
     def _of_clicks(

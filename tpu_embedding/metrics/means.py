@@ -32,8 +32,8 @@ class Mean(Metric):
       2.0
     """
 
-    weighted_values: Sum
-    weights: Sum
+    weighted_values: Sum = dataclasses.field(default_factory=Sum.zeros)
+    weights: Sum = dataclasses.field(default_factory=Sum.zeros)
 
     @classmethod
     def from_batch(cls, values: ArrayLike, weights: ArrayLike | None = None) -> Self:
@@ -177,9 +177,9 @@ class NormalizedEntropy(ClickMetric):
       negatives: total weight of the negative samples.
     """
 
-    losses: Sum
-    positives: Sum
-    negatives: Sum
+    losses: Sum = dataclasses.field(default_factory=Sum.zeros)
+    positives: Sum = dataclasses.field(default_factory=Sum.zeros)
+    negatives: Sum = dataclasses.field(default_factory=Sum.zeros)
 
     @classmethod
     def _of_clicks(cls, logits: Array, labels: Array, weights: Array) -> Self:

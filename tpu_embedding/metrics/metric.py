@@ -26,7 +26,7 @@ class Metric:
 
     @classmethod
     def empty(cls, **settings: Any) -> Self:
-        """Returns the metric of no samples, of scalar sums; takes the settings."""
+        """Returns the metric of no samples; takes the settings, as a bare call does."""
         fields = dataclasses.fields(cls)  # pyright: ignore
         sums = {x.name: Sum.zeros() for x in fields if not x.metadata.get("static")}
         return cls(**sums, **settings)

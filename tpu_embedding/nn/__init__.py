@@ -4,13 +4,15 @@ The names imported here are public, as `te.nn`. `te` itself has those that every
 needs; `te.linen` is the folder `linen/`.
 
 * `embedding`: the NNX layer `TPUEmbedding`.
-* `training`: `value_and_grad`. `optimizer`: for tables and dense parameters.
+* `training`: `value_and_grad` and `grad`. `optimizer`: for tables and dense parameters.
 * `recording`: records the lookups of a loss, which give tables their gradients.
 * `model_tables`: the step of all tables of a model, for NNX and for Linen.
 * `pipeline`: a train step that begins the next lookup early.
+* `pooled_ids`: warns of ids that are pooled by default.
 * `layer_stats`: counts of lookups, in the form that a layer's variables keep.
 * `each_step`: a train step that sets hyper-parameters before each step.
 * `dense_optimizer`: checks that a dense optimizer and the tables step together.
+* `short_repr`: prints layer and optimizer in a few lines.
 * `followed_tables`: tables from whose values an optimizer made state.
 * `interactions`, `retrieval`, `ranking_losses`: small parts of recommenders.
 * `linen/`: the same for Flax Linen.
@@ -29,4 +31,6 @@ from tpu_embedding.nn.ranking_losses import in_batch_softmax as in_batch_softmax
 from tpu_embedding.nn.ranking_losses import list_mle_loss as list_mle_loss
 from tpu_embedding.nn.ranking_losses import pairwise_loss as pairwise_loss
 from tpu_embedding.nn.retrieval import top_k as top_k
+from tpu_embedding.nn.training import grad as grad
+from tpu_embedding.nn.training import put_on_mesh as put_on_mesh
 from tpu_embedding.nn.training import value_and_grad as value_and_grad

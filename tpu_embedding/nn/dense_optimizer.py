@@ -2,11 +2,13 @@
 
 import warnings
 from collections.abc import Iterable, Mapping
-from typing import Any, cast
+from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from flax import nnx
 
 from tpu_embedding.optimizers.probe import LOOKAHEAD, on_its_own
 from tpu_embedding.optimizers.resolve import COLLECTING, find_state
@@ -24,7 +26,8 @@ def check_dense_optimizer(
     """Refuses a dense optimizer that steps less often than the tables do.
 
     It warns of one that looks at all dense gradients at once, as a clip by the global
-    norm does, because it does not see those of the tables.
+    norm does, because it does not see those of the tables. It also warns of a decay of
+    weights that the tables do not have.
 
     Args:
       tx: optimizer of the dense parameters.
@@ -79,6 +82,73 @@ def check_dense_optimizer(
             "te.gradients.update_if.",
             stacklevel=stacklevel,
         )
+    rules = {stack.optimizer: stack.dim for stack, _ in stacks}
+    if _decays(tx) and not any(_decays(*rule) for rule in rules.items()):
+        warnings.warn(
+            "The optimizer of the dense parameters decays their weights, as "
+            "optax.adamw does, and no optimizer of the tables does: their rows do not "
+            "decay. If they shall, give the layer such an optimizer: "
+            "te.TPUEmbedding(features, optax.adamw(1e-3)). If not, ignore this.",
+            stacklevel=stacklevel,
+        )
+
+
+def warn_of_labels(
+    optimizer: nnx.Optimizer,
+    params: nnx.State,
+    layers: Iterable[str],
+    *,
+    stacklevel: int,
+) -> None:
+    """Warns of an optimizer with a label or mask for tables, which it does not see.
+
+    Args:
+      optimizer: optimizer of the dense parameters.
+      params: dense parameters of the model.
+      layers: path of each embedding layer.
+      stacklevel: frames from here to the user's line, for the warning.
+    """
+    if not find_state(optimizer.opt_state, ("MaskedState", "PartitionState")):
+        return
+    labelled = [path for path in layers if _labels(optimizer.tx, params, path)]
+    if labelled:
+        warnings.warn(
+            "The optimizer of the dense parameters has labels or masks by name, as "
+            "those of optax.multi_transform, which would treat the tables of the "
+            f"layers {labelled} in their own way. It never gets tables: their "
+            "optimizer is that of the layer, te.TPUEmbedding(features, optimizer). To "
+            "keep tables fixed, make the layer without an optimizer.",
+            stacklevel=stacklevel,
+        )
+
+
+def _labels(tx: optax.GradientTransformation, params: nnx.State, layer: str) -> bool:
+    """Returns True if the update of a parameter in the layer would be a special one.
+
+    It runs one step on small arrays with the names of the dense parameters and one
+    more. An optimizer that takes no other names, as one with a tree of labels, is not
+    found.
+    """
+    ones = {
+        path: jnp.ones((1,) * getattr(variable.get_value(), "ndim", 0))
+        for path, variable in nnx.to_flat_state(params)
+    }
+    if not any(leaf.ndim == 2 for leaf in ones.values()):
+        return False
+    name = (*filter(None, layer.split("/")), "tables")
+    tree = nnx.from_flat_state({**ones, name: jnp.ones((1, 1))})
+    updates = _first_update(tx, tree, tree)
+    if updates is None:
+        return False
+    found = {path: leaf.item() for path, leaf in nnx.to_flat_state(updates)}
+    return found.pop(name) not in found.values()
+
+
+def _decays(tx: Any, dim: int = 2) -> bool:
+    """Returns True if an array changes though its gradient is zero."""
+    rows = jnp.ones((2, dim))
+    update = _first_update(tx, 0 * rows, rows)
+    return update is not None and bool(np.any(update != 0))
 
 
 def _couples_arrays(tx: optax.GradientTransformation) -> bool:
@@ -88,17 +158,21 @@ def _couples_arrays(tx: optax.GradientTransformation) -> bool:
     with labels by name, is not found.
     """
     ones = jnp.ones((2, 2))
-
-    def first_update(other: Any) -> Any:
-        params = [ones, ones]
-        # The layer knows the norm of the whole model, and tells it to rules that ask.
-        with model_gradient_context(lambda: jnp.ones(())):
-            updates, _ = tx.update([ones, other], tx.init(params), params)
-        return np.asarray(cast(Any, updates)[0])
-
-    try:
-        with on_its_own():
-            usual, *others = [first_update(x * ones) for x in (1.0, 1e10, jnp.nan)]
-    except Exception:  # The optimizer may be any function, and raise anything.
+    usual, *others = [
+        _first_update(tx, [ones, other * ones], [ones, ones])
+        for other in (1.0, 1e10, jnp.nan)
+    ]
+    if usual is None:
         return False
-    return any(not np.array_equal(usual, other) for other in others)
+    return any(not np.array_equal(usual[0], other[0]) for other in others)
+
+
+def _first_update(tx: Any, gradients: Any, params: Any) -> Any:
+    """Returns the first update of an optimizer; None if it takes no such arrays."""
+    try:
+        # The layer knows the norm of the whole model, and tells it to rules that ask.
+        with on_its_own(), model_gradient_context(lambda: jnp.ones(())):
+            updates, _ = tx.update(gradients, tx.init(params), params)
+        return jax.tree.map(np.asarray, updates)
+    except Exception:  # The optimizer may be any function, and raise anything.
+        return None

@@ -6,17 +6,16 @@
 
 import contextlib
 import functools
-from typing import Any, Final, Literal
+from typing import TYPE_CHECKING, Any, Final, Literal
 
 import jax
-import jax.numpy as jnp
 from flax import nnx
 from flax.errors import TraceContextError
 from flax.nnx.bridge.wrappers import current_linen_module
 from jax.sharding import Mesh
 
 from tpu_embedding import functional
-from tpu_embedding.argument_checks import ArgumentType, check_type
+from tpu_embedding.argument_checks import ArgumentType, check_type, right_names
 from tpu_embedding.functional.serving_lookup import serve
 from tpu_embedding.inputs.buffer_sizes import BufferSizes
 from tpu_embedding.inputs.prepare import Samples, prepare_features
@@ -27,13 +26,16 @@ from tpu_embedding.nn.layer_stats import (
     no_stats,
     stats_of_layer,
 )
+from tpu_embedding.nn.pooled_ids import warn_of_pooled_ids
 from tpu_embedding.nn.recording import (
     answer_call,
-    guard_activations,
     have_same_values,
+    is_differentiated,
     is_mapped,
+    replicate_on_mesh,
     without_derivative,
 )
+from tpu_embedding.nn.short_repr import ShortRepr
 from tpu_embedding.optimizers.row_optimizer import TableOptimizer
 from tpu_embedding.placement import placement_of_embedding_feature
 from tpu_embedding.plan.make_plan import make_plan
@@ -98,16 +100,32 @@ class RecordedCalls(nnx.Variable):
     """Inside a loss: records of calls, and what the calls are given. Empty outside."""
 
 
-class GradientGuard(nnx.Param):
-    """A parameter without effect, whose derivative raises.
+LAYER_VARIABLES: Final = (
+    DynamicStatsVariable,
+    EmbeddingTables,
+    LookupStatsVariable,
+    RecordedCalls,
+)
+"""Variables of embedding layers."""
 
-    `nnx.grad` returns no gradient of a table, and a model trained by it would keep its
-    initial tables. The guard is a parameter, so `nnx.grad` differentiates by it, and
-    the layer can say what to call instead. Its value is 0 and stays 0.
-    """
+
+_MAKE_FEATURES: Final = (
+    "feature_config={'movie': te.FeatureConfig(table=te.TableConfig("
+    "vocabulary_size=..., dim=...))}"
+)
+_TABLE_FIELDS: Final = ("num_embeddings", "vocabulary_size", "embedding_dim", "dim")
+_ATTRIBUTES: Final = {
+    "attend": "scores of some rows are queries @ layer(features)['movie'].T",
+    "embedding": "layer.embedding_tables()['movie'] is the table as a NumPy array, and "
+    "layer.set_embedding_tables({'movie': array}) sets it",
+    "features": "layer.plan.features are the features, and print(layer.plan) the dims",
+    "num_embeddings": "print(layer.plan) shows the rows of each table",
+}
+"""Attributes of layers of other libraries, and what stands here for them."""
 
 
-class TPUEmbedding(nnx.Module):
+@right_names(features="feature_config", **dict.fromkeys(_TABLE_FIELDS, _MAKE_FEATURES))
+class TPUEmbedding(ShortRepr):
     """Embedding tables sharded over a mesh, looked up inside any `nnx.Module`.
 
     Attributes:
@@ -185,12 +203,13 @@ class TPUEmbedding(nnx.Module):
             )
         self.plan = plan
         self.tables = EmbeddingTables(init_tables(plan, rngs.params()))
-        self.stats = LookupStatsVariable(no_stats(plan))
+        # On the mesh from the start, as after the first lookup.
+        self.stats = LookupStatsVariable(replicate_on_mesh(no_stats(plan), plan))
         if any(stack.is_dynamic for stack in plan.stacks):
-            self.dynamic_stats = DynamicStatsVariable(no_dynamic_stats(plan))
+            counts = replicate_on_mesh(no_dynamic_stats(plan), plan)
+            self.dynamic_stats = DynamicStatsVariable(counts)
         self.buffer_sizes = BufferSizes()
         self.followed_tables = FollowedTables()
-        self.gradient_guard = GradientGuard(jnp.zeros(()))
         self.recorded = RecordedCalls(())
         # Inside a pipelined step: features and the result of their lookup, until a call
         # takes it; then whether that call had these features.
@@ -220,16 +239,36 @@ class TPUEmbedding(nnx.Module):
           TypeError, ValueError: if a feature's dtype or shape does not fit its config.
         """
         plan = self._plan_for(serving_config)
+        warn_of_pooled_ids(features, plan, stacklevel=2)
         if weights is not None:
             features = attach_weights(features, weights, plan)
         if self.recording != "off":
             return self._record_call(features, plan)
+        if self.plan.trained_stacks and self._is_differentiated():
+            raise ValueError(USE_VALUE_AND_GRAD)
         result = self._look_up(features, plan)
         self._keep_stats(result.stats)
-        if not self.plan.trained_stacks:
-            return result.activations
-        guard = self.gradient_guard.get_value()
-        return guard_activations(result.activations, guard, USE_VALUE_AND_GRAD)
+        return result.activations
+
+    if not TYPE_CHECKING:  # Type checkers would take any name.
+
+        def __getattr__(self, name: str) -> Any:
+            """Raises the error of a missing attribute, with the right one if known."""
+            text = f"'TPUEmbedding' object has no attribute {name!r}"
+            if name in _ATTRIBUTES:
+                text = f"{text}: {_ATTRIBUTES[name]}."
+            raise AttributeError(text, name=name, obj=self)
+
+    def __getitem__(self, name: Any) -> Any:
+        raise TypeError(
+            f"A TPUEmbedding is no dict of tables, got [{name!r}]: "
+            f"layer.embedding_tables()[{name!r}] is the table as a NumPy array, and "
+            f"layer(features)[{name!r}] the activations of a feature."
+        )
+
+    def repr_facts(self) -> dict[str, Any]:
+        """Returns what `print(model)` shows of the layer."""
+        return {"plan": repr(self.plan)}
 
     def expand(self, values: jax.Array, index: Any) -> Any:
         """Gathers the values of unique ids into the places of the samples.
@@ -327,6 +366,21 @@ class TPUEmbedding(nnx.Module):
             self.tables.get_value(), values, self.plan, {}
         )
         self.tables.set_value(tables)
+
+    def _is_differentiated(self) -> bool:
+        """Returns True if `nnx.grad` or its like got the model of this layer.
+
+        It returns no gradients of tables, and a model trained by it would keep its
+        initial tables. A function that closes over the layer may be differentiated by
+        its own arguments, such as weights of ids.
+        """
+        if not is_differentiated():
+            return False
+        try:
+            self.recording = "off"  # as it is; Flax refuses it for a layer from outside
+        except TraceContextError:
+            return False
+        return True
 
     def _keep_stats(self, stats: LookupStats) -> None:
         """Stores the stats, unless a JAX transformation closes over the layer or maps.

@@ -14,7 +14,6 @@ import jax.numpy as jnp
 from tpu_embedding import functional
 from tpu_embedding.functional import steps
 from tpu_embedding.gradients import Gradients, TableGradients, global_norm
-from tpu_embedding.optimizers import finalize_variable_values
 from tpu_embedding.optimizers.final_dense_values import has_averages
 from tpu_embedding.optimizers.table_rows import model_gradient_context
 from tpu_embedding.plan.plan import EmbeddingPlan
@@ -100,9 +99,10 @@ def check_gradients(gradients: Any, owner: str, compute: str, line: str) -> None
       TypeError: if they are no `Gradients`.
     """
     if not isinstance(gradients, Gradients):
+        name = "nothing" if gradients is None else type(gradients).__name__
         raise TypeError(
-            f"{owner} needs the gradients of value_and_grad, got "
-            f"{type(gradients).__name__}, which lacks those of the tables. Write\n"
+            f"{owner} needs the gradients of value_and_grad as second argument, got "
+            f"{name}, which lacks those of the tables. Write\n"
             f"  {compute}\n  {line}"
         )
 
@@ -158,5 +158,5 @@ def finalize_model_values(
                 tables.stacks, slots[path], tables.plan
             )
     if has_averages(opt_state):
-        params, opt_state = finalize_variable_values(params, opt_state)
+        params, opt_state = functional.finalize_variable_values(params, opt_state)
     return stacks, new_slots, params, opt_state

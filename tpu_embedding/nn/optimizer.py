@@ -8,13 +8,13 @@ import optax
 from flax import nnx
 
 from tpu_embedding import functional
-from tpu_embedding.argument_checks import check_mapping
+from tpu_embedding.argument_checks import check_mapping, right_names
 from tpu_embedding.functional.following_slots import (
     tables_with_followers,
     with_table_values,
 )
 from tpu_embedding.gradients import Gradients
-from tpu_embedding.nn.dense_optimizer import check_dense_optimizer
+from tpu_embedding.nn.dense_optimizer import check_dense_optimizer, warn_of_labels
 from tpu_embedding.nn.embedding import TPUEmbedding
 from tpu_embedding.nn.model_tables import (
     LayerTables,
@@ -24,11 +24,12 @@ from tpu_embedding.nn.model_tables import (
     init_model_slots,
     layer_with_dynamic_tables,
 )
+from tpu_embedding.nn.short_repr import ShortRepr
 from tpu_embedding.nn.training import (
+    check_filter,
     checked_layers,
     embedding_layers,
     put_on_mesh,
-    trained,
 )
 from tpu_embedding.optimizers.checks import DENSE_EXAMPLE, check_rule
 from tpu_embedding.optimizers.hyperparameters import with_hyperparameters
@@ -43,7 +44,8 @@ class SlotVariables(nnx.Variable):
     """Optimizer state of all tables: layer path to stack name to state."""
 
 
-class Optimizer(nnx.Module):
+@right_names(optimizer="tx", argnums="wrt=filter, of the dense parameters")
+class Optimizer(ShortRepr):
     """Updates a model: optax updates dense parameters, row rules update tables.
 
     Attributes:
@@ -77,26 +79,52 @@ class Optimizer(nnx.Module):
 
         Warns:
           UserWarning: if `tx` looks at all dense gradients at once, as
-            `optax.clip_by_global_norm` does: it does not see those of the tables.
+            `optax.clip_by_global_norm` does: it does not see those of the tables; if it
+            decays weights and the tables' optimizers do not; or if it has labels or
+            masks for tables, as of `optax.multi_transform`.
         """
         layers = checked_layers("te.Optimizer", model, "te.Optimizer(model, tx)")
         check_rule("te.Optimizer", tx, "tx", DENSE_EXAMPLE)
+        check_filter("te.Optimizer", wrt, model)
         plan = next(iter(layers.values())).plan
         put_on_mesh(model, plan)
-        self.dense = nnx.Optimizer(model, tx, wrt=trained(wrt))
+        self.dense = nnx.Optimizer(model, tx, wrt=wrt)
         self.plans = tuple((path, layer.plan) for path, layer in layers.items())
         self.slots = SlotVariables(init_model_slots(_tables_of(layers)))
         check_dense_optimizer(
             tx,
             self.dense.opt_state,
             [(plan, self.slots.get_value()[path]) for path, plan in self.plans],
-            stacklevel=6,  # Three frames are Flax's.
+            stacklevel=7,  # Four frames are Flax's, and that of the names.
         )
+        params = nnx.state(model, wrt)
+        warn_of_labels(self.dense, params, dict(self.plans), stacklevel=7)
         for layer in layers.values():
             layer.followed_tables.names |= tables_with_followers(layer.plan)
         put_on_mesh(self, plan)
 
-    def update(self, model: nnx.Module, gradients: Gradients) -> None:
+    @property
+    def step(self) -> nnx.Variable:
+        """The number of updates, a variable of `dense`."""
+        return self.dense.step
+
+    @property
+    def tx(self) -> optax.GradientTransformation:
+        """The optimizer of the dense parameters."""
+        return self.dense.tx
+
+    @property
+    def opt_state(self) -> Any:
+        """The state of `tx`; the tables have theirs in `slots`."""
+        return self.dense.opt_state
+
+    def repr_facts(self) -> dict[str, Any]:
+        """Returns what `print(optimizer)` shows."""
+        num_arrays = len(jax.tree.leaves(nnx.state(self.dense)))
+        facts = {path or "layer": repr(plan) for path, plan in self.plans}
+        return {"dense": f"step and state of tx in {num_arrays} arrays", **facts}
+
+    def update(self, model: nnx.Module, gradients: Gradients | None = None) -> None:
         """Applies gradients to the model in place; donate both under `jit`.
 
         Each call is one step for all tables of all layers. Step counts and schedules

@@ -15,6 +15,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from flax.core.tracers import current_trace
 from jax.core import Tracer
 from jax.custom_derivatives import SymbolicZero
 
@@ -146,6 +147,18 @@ def is_mapped(tree: Any) -> bool:
     """Returns True if `jax.vmap` or `nnx.vmap` maps an array of a pytree."""
     # JAX does not export the class of such tracers.
     return any(type(leaf).__name__ == "BatchTracer" for leaf in jax.tree.leaves(tree))
+
+
+def is_differentiated() -> bool:
+    """Returns True inside a function that `jax.grad` or its like differentiates."""
+    # JAX exports neither the traces nor their classes.
+    reference = getattr(current_trace(), "_trace_ref", lambda: None)
+    trace = reference()
+    while trace is not None:
+        if type(trace).__name__ in ("JVPTrace", "LinearizeTrace"):
+            return True
+        trace = getattr(trace, "parent_trace", None)
+    return False
 
 
 def attach_taps(taps: Any, activations: Any) -> Any:

@@ -1,17 +1,20 @@
 """Computes a loss of an NNX model and its gradients, those of tables among them."""
 
 import contextlib
+import reprlib
 from collections.abc import Callable, Iterator
 from typing import Any, Final
 
+import jax
+import jax.numpy as jnp
 from flax import nnx
 
-from tpu_embedding.argument_checks import ArgumentType, check_type
+from tpu_embedding.argument_checks import ArgumentType, check_type, right_names
 from tpu_embedding.gradients import Gradients
 from tpu_embedding.nn.embedding import (
     CALL_OUTSIDE,
+    LAYER_VARIABLES,
     EmbeddingTables,
-    GradientGuard,
     TPUEmbedding,
 )
 from tpu_embedding.nn.recording import (
@@ -32,11 +35,21 @@ NO_LAYER: Final = (
 )
 
 
+FILTER: Final = ArgumentType(
+    str | list | tuple, "a Flax filter of variables such as nnx.PathContains('linear')"
+)
 MODEL: Final = ArgumentType(nnx.Module, "an nnx.Module that owns a te.TPUEmbedding")
 RECORDED: Final = "['recorded']"
 """The record of a layer's calls, in the paths of JAX's errors."""
 
 
+_OF_JAX: Final = {
+    "argnums": "wrt=filter; the model, the first argument of the loss, is the only one",
+    "holomorphic": "a loss of real numbers",
+}
+
+
+@right_names(**_OF_JAX)
 def value_and_grad(
     loss_fn: Callable[..., Any],
     *,
@@ -51,14 +64,16 @@ def value_and_grad(
         number of times: the gradients of all calls are added row by row. Changes that
         the loss makes to the model (batch statistics, random streams, lookup
         statistics) are kept.
-      wrt: filter of the dense parameters.
+      wrt: filter of the dense parameters; False: tables only.
       has_aux: True if `loss_fn` returns a second value.
 
     Returns:
       `(model, *args, **kwargs) -> (loss, Gradients)`, or `((loss, aux), Gradients)`.
 
     Raises:
-      ValueError: when called, if the model has no `TPUEmbedding`.
+      TypeError: if `wrt` is no filter.
+      ValueError: when called, if the model has no `TPUEmbedding`, or `wrt` selects
+        tables or integers.
 
     Example:
       >>> import jax.numpy as jnp
@@ -74,7 +89,7 @@ def value_and_grad(
       >>> optimizer = te.Optimizer(layer, optax.adam(1e-3))
       >>> optimizer.update(layer, gradients)
     """
-    filters = (trained(wrt), EmbeddingTables, ...)
+    filters = (wrt, EmbeddingTables, ...)
 
     def compute(model: nnx.Module, *args: Any, **kwargs: Any) -> Any:
         layers = checked_layers(
@@ -85,6 +100,7 @@ def value_and_grad(
         )
         if any(layer.recording != "off" for layer in layers.values()):
             raise ValueError(IN_A_LOSS)
+        check_filter("te.value_and_grad", wrt, model)
         graph, dense, *others = nnx.split(model, *filters)
 
         def run(dense: nnx.State, taps: dict[str, Any] | None) -> tuple[Any, Any]:
@@ -101,6 +117,42 @@ def value_and_grad(
         return ((loss, aux) if has_aux else loss), gradients
 
     return compute
+
+
+@right_names(**_OF_JAX)
+def grad(
+    loss_fn: Callable[..., Any],
+    *,
+    wrt: nnx.filterlib.Filter = nnx.Param,
+    has_aux: bool = False,
+) -> Callable[..., Any]:
+    """Returns a function that computes the gradients of a loss, without its value.
+
+    Args:
+      loss_fn: see `value_and_grad`.
+      wrt: see `value_and_grad`.
+      has_aux: True if `loss_fn` returns a second value.
+
+    Returns:
+      `(model, *args, **kwargs) -> Gradients`, or `(Gradients, aux)`.
+
+    Raises:
+      TypeError, ValueError: see `value_and_grad`.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> import tpu_embedding as te
+      >>> table = te.TableConfig(vocabulary_size=10, dim=4, name="movie")
+      >>> layer = te.TPUEmbedding(te.FeatureConfig(table=table), rngs=nnx.Rngs(0))
+      >>> gradients = grad(lambda model: jnp.sum(model(jnp.array([1, 2]))))(layer)
+    """
+    compute = value_and_grad(loss_fn, wrt=wrt, has_aux=has_aux)
+
+    def compute_gradients(*args: Any, **kwargs: Any) -> Any:
+        result, gradients = compute(*args, **kwargs)
+        return (gradients, result[1]) if has_aux else gradients
+
+    return compute_gradients
 
 
 @contextlib.contextmanager
@@ -130,13 +182,35 @@ def _recorded_calls(
     calls |= {path: layer.stop_recording() for path, layer in layers.items()}
 
 
-def trained(wrt: nnx.filterlib.Filter) -> nnx.filterlib.Filter:
-    """Returns the filter without guards, which have no derivative.
+def check_filter(owner: str, wrt: Any, model: nnx.Module) -> None:
+    """Refuses a `wrt` that is no filter, or does not select dense parameters.
 
-    Gradients of `value_and_grad` then lack a parameter that an `nnx.Optimizer` has, so
-    it fails on them. It would train the dense parameters, and leave the tables.
+    Args:
+      owner: name of the function that takes the filter.
+      wrt: what the user gives.
+      model: the model whose variables it selects.
+
+    Raises:
+      TypeError: if it is no filter.
+      ValueError: if it selects tables, or other than floats.
     """
-    return nnx.All(wrt, nnx.Not(GradientGuard))
+    if not (wrt is None or wrt is False or callable(wrt)):
+        check_type(f"{owner}: wrt", FILTER, wrt, "wrt=nnx.Param, or leave it out")
+    names = [
+        "/".join(map(str, path))
+        for path, variable in nnx.to_flat_state(nnx.state(model, wrt))
+        if isinstance(variable, LAYER_VARIABLES)
+        or any(
+            not jnp.issubdtype(leaf.dtype, jnp.inexact)
+            for leaf in jax.tree.leaves(variable)
+        )
+    ]
+    if names:
+        raise ValueError(
+            f"{owner}: wrt must select dense parameters of floats, got {wrt}, which "
+            f"selects {reprlib.repr(names)}. Tables are trained in any case, by sparse "
+            "gradients: leave wrt out. To train them alone, write wrt=False."
+        )
 
 
 def checked_layers(owner: str, model: nnx.Module, line: str) -> dict[str, TPUEmbedding]:
@@ -177,6 +251,27 @@ def embedding_layers(model: nnx.Module) -> dict[str, TPUEmbedding]:
     return layers
 
 
-def put_on_mesh(module: nnx.Module, plan: EmbeddingPlan) -> None:
-    """Replicates arrays that lie on one device over the mesh; tables stay."""
+def put_on_mesh(module: nnx.Module, plan: EmbeddingPlan | None = None) -> None:
+    """Replicates arrays of a model that lie on one device over the mesh; tables stay.
+
+    `te.Optimizer` does so. A model that is used without one, such as a restored model
+    in evaluation, otherwise gets onto the mesh by the first compiled call, and is
+    compiled again for the second.
+
+    Args:
+      module: a model, which changes in place.
+      plan: plan of a layer; None: that of the model's first layer.
+
+    Raises:
+      ValueError: if there is no plan and no layer.
+
+    Example:
+      >>> import tpu_embedding as te
+      >>> table = te.TableConfig(vocabulary_size=10, dim=4, name="movie")
+      >>> layer = te.TPUEmbedding(te.FeatureConfig(table=table), rngs=nnx.Rngs(0))
+      >>> put_on_mesh(nnx.Dict(layer=layer, head=nnx.Linear(4, 1, rngs=nnx.Rngs(0))))
+    """
+    if plan is None:
+        layers = checked_layers("te.nn.put_on_mesh", module, "te.nn.put_on_mesh(model)")
+        plan = next(iter(layers.values())).plan
     nnx.update(module, replicate_on_mesh(nnx.state(module), plan))

@@ -36,9 +36,6 @@ The files, in the order in which a reader may want them:
 * `keras`: translation of Keras' optimizers, which `keras_instances` recognises.
 """
 
-from tpu_embedding.optimizers.final_dense_values import (
-    finalize_variable_values as finalize_variable_values,
-)
 from tpu_embedding.optimizers.hyperparameters import (
     with_hyperparameters as with_hyperparameters,
 )

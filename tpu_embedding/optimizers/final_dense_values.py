@@ -15,12 +15,11 @@ from tpu_embedding.optimizers.rules._averages import catch_up
 Params = TypeVar("Params")
 
 
-def finalize_variable_values(params: Params, state: Any) -> tuple[Params, Any]:
+def finalize_dense_values(params: Params, state: Any) -> tuple[Params, Any]:
     """Sets dense parameters to the moving averages that `adafactor` keeps of them.
 
-    It is `finalize_variable_values` of Keras' optimizers, for arrays outside of a
-    layer. For tables there is `tpu_embedding.functional.finalize_variable_values`, and
-    for a whole model `tpu_embedding.Optimizer.finalize_variable_values`.
+    `tpu_embedding.functional.finalize_variable_values` is the public function, for
+    dense parameters and for tables.
 
     Args:
       params: pytree of dense parameters, as the optimizer's `init` took it.
@@ -41,7 +40,7 @@ def finalize_variable_values(params: Params, state: Any) -> tuple[Params, Any]:
       >>> for _ in range(2):
       ...     updates, state = optimizer.update(params, state, params)
       ...     params = {"bias": params["bias"] + updates["bias"]}
-      >>> final, state = finalize_variable_values(params, state)
+      >>> final, state = finalize_dense_values(params, state)
       >>> round(float(params["bias"][0]), 3), round(float(final["bias"][0]), 3)
       (0.334, 0.417)
     """

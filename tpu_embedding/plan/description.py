@@ -28,6 +28,24 @@ def describe(plan: "EmbeddingPlan") -> str:
     )
 
 
+def summarize(plan: "EmbeddingPlan") -> str:
+    """Returns one line on the tables, features and devices of a plan."""
+    tables = [table for stack in plan.stacks for table in stack.tables]
+    rows = count_of(sum(table.config.max_rows for table in tables), "row")
+    parts = [
+        f"{count_of(len(tables), 'table')} of {rows}",
+        count_of(len(plan.stacks), "stack"),
+        count_of(len(plan.features), "feature"),
+        count_of(plan.mesh.size, "device"),
+    ]
+    return ", ".join(parts)
+
+
+def count_of(number: int, noun: str) -> str:
+    """Returns a number with its noun, such as `"2 rows"`."""
+    return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}s"
+
+
 def _notes(stack: "StackPlan", plan: "EmbeddingPlan") -> Iterator[str]:
     """Yields what to know about the memory of a stack."""
     for table in stack.tables:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Self
 import jax
 
 from tpu_embedding.argument_checks import describe_value
-from tpu_embedding.config import FeatureConfig, TableConfig
+from tpu_embedding.config import Combiner, FeatureConfig, TableConfig
 
 if TYPE_CHECKING:
     from tpu_embedding.plan.stack_plan import StackPlan
@@ -39,6 +39,16 @@ class FeaturePlan:
     def table(self) -> TableConfig:
         """The table that the feature reads."""
         return self.config.table
+
+    @property
+    def combiner(self) -> Combiner:
+        """The feature's own combiner, or else that of its table."""
+        return self.config.combiner or self.table.combiner
+
+    @property
+    def says_combiner(self) -> bool:
+        """True if the feature or its table was given a combiner."""
+        return self.config.combiner is not None or self.table.says_combiner
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

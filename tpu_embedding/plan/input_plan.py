@@ -31,6 +31,9 @@ class InputPlan(FeatureNest):
     num_shards: int
     num_process_parts: int | None = 1
 
+    def __repr__(self) -> str:
+        return f"InputPlan({len(self.features)} features, {self.num_shards} shards)"
+
     def __reduce__(self):
         # JAX pickles trees of its own containers only, so the nest itself is pickled.
         numbers = self.unflatten(range(len(self.features)))

@@ -15,7 +15,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from tpu_embedding.argument_checks import ArgumentType
 from tpu_embedding.hardware import HardwareInfo
 from tpu_embedding.plan import memory
-from tpu_embedding.plan.description import describe
+from tpu_embedding.plan.description import describe, summarize
 from tpu_embedding.plan.dynamic_rows import directory_bytes
 from tpu_embedding.plan.features import (
     FeatureNest,
@@ -245,6 +245,9 @@ class EmbeddingPlan(FeatureNest):
 
     def __deepcopy__(self, memo: Any) -> "EmbeddingPlan":
         return self
+
+    def __repr__(self) -> str:
+        return f"EmbeddingPlan({summarize(self)}; print(plan) shows it all)"
 
     def __str__(self) -> str:
         return describe(self)

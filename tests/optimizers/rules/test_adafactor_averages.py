@@ -102,7 +102,7 @@ def test_steps_that_a_wrapper_of_the_user_collects_are_no_steps_of_averages():
     for step in range(1, 12):
         updates, state = tx.update({"bias": jnp.ones(1)}, state, params)
         params = optax.apply_updates(params, updates)
-        final[step], _ = opt.finalize_variable_values(params, state)
+        final[step], _ = te.functional.finalize_variable_values(params, state)
     np.testing.assert_array_equal(final[11]["bias"], final[8]["bias"])
     assert final[8]["bias"] != final[7]["bias"]
 

@@ -13,6 +13,7 @@ from tests.conftest import GOLDEN
 from tests.tiers import matrix, quick_cases, with_ids
 
 opt = te.optimizers
+finalize = te.functional.finalize_variable_values
 
 with np.load(GOLDEN / "keras_adafactor_model.npz") as recorded:
     RECORDED = dict(recorded)
@@ -73,7 +74,7 @@ def test_equals_keras_on_every_rank(run, mode):
         params = optax.apply_updates(params, updates)
         assert_close(params, after)
         if final is not None:
-            assert_close(opt.finalize_variable_values(params, state)[0], final)
+            assert_close(finalize(params, state)[0], final)
 
 
 def test_averages_do_not_share_memory_with_the_parameters():
@@ -115,14 +116,14 @@ def train(optimizer):
 def test_averages_are_found_within_wrappers(wrap):
     optimizer = wrap(make_optimizer("ema"))
     params, state, final = train(optimizer)
-    assert_close(opt.finalize_variable_values(params, state)[0], final)
+    assert_close(finalize(params, state)[0], final)
 
 
 def test_refuses_to_finalize_other_parameters():
     params = start()
     optimizer = make_optimizer("ema")
     with pytest.raises(ValueError, match="that the optimizer was made for"):
-        opt.finalize_variable_values({"other": params}, optimizer.init(params))
+        finalize({"other": params}, optimizer.init(params))
 
 
 def test_zero_gradients_without_epsilon_move_nothing():

@@ -17,6 +17,7 @@ from tpu_embedding import functional
 from tpu_embedding.argument_checks import check_type
 from tpu_embedding.inputs.shard_inputs import attach_weights
 from tpu_embedding.nn.linen.variables import TABLES, LayerTables
+from tpu_embedding.nn.pooled_ids import warn_of_pooled_ids
 from tpu_embedding.nn.recording import (
     answer_call,
     guard_activations,
@@ -149,6 +150,7 @@ class TPUEmbedding(nn.Module):
         plan = self.plan
         if serving_config is not None:
             plan = plan.with_features(serving_config)
+        warn_of_pooled_ids(features, plan, stacklevel=3)
         guard = None
         if plan.trained_stacks:
             guard = self.param("gradient_guard", lambda key: jnp.zeros(()))

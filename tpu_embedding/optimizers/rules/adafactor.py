@@ -122,8 +122,7 @@ def adafactor(
     as they are, so their averages follow in closed form, when they are next touched or
     read. `tpu_embedding.Optimizer.finalize_variable_values` sets a model to its
     averages after training. `tpu_embedding.functional.finalize_variable_values` does so
-    for tables alone, and `tpu_embedding.optimizers.finalize_variable_values` for dense
-    arrays.
+    for tables or dense arrays alone.
 
     `global_clipnorm` takes the norm of all gradients of a model, tables and dense
     parameters together, as the loss gives them. `tpu_embedding.Optimizer`, and

@@ -12,7 +12,7 @@ from tpu_embedding.checkpoint.errors import CheckpointError
 from tpu_embedding.checkpoint.saving import restore
 from tpu_embedding.export.directories import check_new_directory
 from tpu_embedding.export.row_formats import RowFormat
-from tpu_embedding.export.saved_model import save_saved_model
+from tpu_embedding.export.saved_model import save_tensorflow
 from tpu_embedding.export.stablehlo import check_serving_extra, save, save_tables
 from tpu_embedding.paths import local_path
 from tpu_embedding.tools.cli.arguments import emulated_mesh
@@ -106,6 +106,6 @@ class Export:
                 vocabularies = getattr(data, "vocabularies", None)
                 save(model, output, *example, vocabularies=vocabularies, **options)
             else:
-                save_saved_model(model, output, *example, **options)
+                save_tensorflow(model, output, *example, **options)
         print(f"exported step {step} to {output}, {self.format}")
         return 0
