@@ -133,8 +133,8 @@ def _summarize(app, doctree):
 def _link_names(app, doctree):
     """Makes links of `te.make_plan`, `optax.adam(0.1)` and the like.
 
-    Pages write plain code, which reads well everywhere. A name that no list of names has
-    stays as it is.
+    Pages write plain code, which reads well everywhere. A name that is in no list of
+    names stays as it is.
     """
     del app
     for literal in list(doctree.findall(nodes.literal)):
