@@ -3,7 +3,11 @@
 import itertools
 import os
 import pathlib
+import re
 import tomllib
+
+from docutils import nodes
+from sphinx import addnodes
 
 # The API reference imports the package, which must not look for accelerators.
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
@@ -20,6 +24,7 @@ release = version = _PROJECT["version"]
 extensions = [
     "myst_nb",
     "sphinx.ext.autodoc",
+    "sphinx.ext.intersphinx",
     "sphinx.ext.napoleon",
     "sphinx.ext.viewcode",
     "sphinx_copybutton",
@@ -32,6 +37,17 @@ myst_heading_anchors = 4
 
 # Notebooks show their stored outputs; docs/notebooks/execute.py makes them.
 nb_execution_mode = "off"
+
+# Names of other libraries become links where the lists of their names can be loaded.
+# DOCS_OFFLINE leaves them out, for builds without a network.
+intersphinx_mapping = {
+    "jax": ("https://docs.jax.dev/en/latest/", None),
+    "flax": ("https://flax.readthedocs.io/en/stable/", None),
+    "optax": ("https://optax.readthedocs.io/en/stable/", None),
+}
+if os.environ.get("DOCS_OFFLINE"):
+    intersphinx_mapping = {}
+intersphinx_timeout = 10
 
 # Docstrings write code between single backticks.
 default_role = "code"
@@ -66,8 +82,84 @@ html_theme_options = {
 
 
 def setup(app):
-    """Lets docstrings have tables in Markdown, which Sphinx does not read."""
+    """Adds tables in Markdown to docstrings, summaries, links of names, and frames."""
     app.connect("autodoc-process-docstring", _convert_tables)
+    app.connect("doctree-read", _summarize)
+    app.connect("doctree-read", _link_names)
+    app.connect("doctree-read", _frame_pictures)
+
+
+_MODULES = {
+    "te": "tpu_embedding",
+    "nnx": "flax.nnx",
+    "jnp": "jax.numpy",
+    "jax": "jax",
+    "optax": "optax",
+}
+
+
+_SUMMARIZED = 6
+"""Names from which on a page of the reference begins with a table of them."""
+
+
+def _summarize(app, doctree):
+    """Puts a table of its names at the top of a page of the API reference."""
+    entries = [
+        entry
+        for entry in doctree.findall(addnodes.desc)
+        if not isinstance(entry.parent, addnodes.desc_content)
+    ]
+    if not app.env.docname.startswith("api/") or len(entries) < _SUMMARIZED:
+        return
+    body = nodes.tbody()
+    for entry in entries:
+        signature, content = entry[0], entry[-1]
+        name = nodes.reference(
+            "", "", nodes.literal("", signature["fullname"]), internal=True
+        )
+        name["refid"] = signature["ids"][0]
+        first = next(content.findall(nodes.paragraph), nodes.paragraph())
+        body += nodes.row(
+            "",
+            nodes.entry("", nodes.paragraph("", "", name)),
+            nodes.entry("", first.deepcopy()),
+        )
+    columns = [nodes.colspec(colwidth=width) for width in (30, 70)]
+    page = doctree.next_node(nodes.section)
+    place = 1 + isinstance(page[1], nodes.paragraph)  # below the title and its sentence
+    page.insert(place, nodes.table("", nodes.tgroup("", *columns, body, cols=2)))
+
+
+def _link_names(app, doctree):
+    """Makes links of `te.make_plan`, `optax.adam(0.1)` and the like.
+
+    Pages write plain code, which reads well everywhere. A name that is in no list of
+    names stays as it is.
+    """
+    del app
+    for literal in list(doctree.findall(nodes.literal)):
+        found = re.fullmatch(r"(\w+)((?:\.\w+)+)(?:\(.*\))?", literal.astext())
+        is_link = isinstance(literal.parent, nodes.reference | addnodes.pending_xref)
+        if found is None or found[1] not in _MODULES or is_link:
+            continue
+        link = addnodes.pending_xref(
+            refdomain="py",
+            reftype="obj",
+            reftarget=_MODULES[found[1]] + found[2],
+            refwarn=False,
+        )
+        literal.replace_self(link)
+        link += literal
+
+
+def _frame_pictures(app, doctree):
+    """Puts each picture into a frame, which scrolls on a narrow screen."""
+    del app
+    for picture in list(doctree.findall(nodes.raw)):
+        if picture.astext().startswith("<svg"):
+            frame = nodes.container(classes=["picture"])
+            picture.replace_self(frame)
+            frame += picture
 
 
 def _convert_tables(app, what, name, obj, options, lines):

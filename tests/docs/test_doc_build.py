@@ -1,6 +1,7 @@
 """The documentation builds without a warning, and shows every public name."""
 
 import inspect
+import os
 import pathlib
 import shlex
 import subprocess
@@ -37,7 +38,12 @@ def html(tmp_path_factory):
     command = build_command(directory)
     assert "-W" in command
     result = subprocess.run(
-        command, cwd=DOCS.parent, capture_output=True, text=True, timeout=300
+        command,
+        cwd=DOCS.parent,
+        env={**os.environ, "DOCS_OFFLINE": "1"},
+        capture_output=True,
+        text=True,
+        timeout=300,
     )
     assert result.returncode == 0, result.stderr
     return directory
@@ -66,6 +72,13 @@ def test_every_public_name_is_in_the_reference(html):
     }
     expected = {name for module in MODULES for name in public_names(module)}
     assert expected - documented == set()
+
+
+def test_reference_begins_with_a_table_and_pages_link_to_it(html):
+    page = (html / "api" / "optimizers.html").read_text()
+    assert page.index('href="#tpu_embedding.optimizers.adam"') < page.index("<dl")
+    page = (html / "quickstart.html").read_text()
+    assert 'href="api/tpu_embedding.html#tpu_embedding.value_and_grad"' in page
 
 
 def test_pages_need_no_network(html):
