@@ -28,7 +28,7 @@ The files, in the order in which a reader may want them:
 * `slot_storage`: types and initial values of slot variables.
 * `row_optimizer`: types of optimizers. `names`: optimizers by name.
 * `resolve`: finds out how the layer applies an optimizer. `probe`: runs it on a few
-  rows. `slots`: which parts of its state are slot variables.
+  rows, by `numpy_evaluation`. `slots`: which parts of its state are slot variables.
 * `finite_rates`: tells whether a learning rate is finite, before a step.
 * `array_rules`: applies a rule to pytrees of arrays. `checks`: ranges of arguments.
 * `final_dense_values`: sets variables to their averages, at the end of training.

@@ -1,0 +1,80 @@
+"""NumPy evaluates traced functions as JAX does, whatever operations they consist of."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import tpu_embedding as te
+from tpu_embedding.optimizers import numpy_evaluation
+from tpu_embedding.optimizers.numpy_evaluation import trace
+
+X = np.float32([[0.5, -2.0, 1e-3], [3.0, 0.0, -1.5]])
+
+
+def elementwise(x):
+    """Uses each operation that NumPy has for elements."""
+    small, whole = jnp.abs(x) + 0.5, jnp.int32(x)
+    yield from (jnp.sin(x) * jnp.cos(x), jnp.tanh(-x), jnp.sign(x), jnp.floor(x))
+    yield from (jnp.exp(x), jnp.log(small), jnp.sqrt(small), jax.lax.rsqrt(small))
+    yield from (jnp.square(x), small**x, x / small, jnp.power(x, -3), x - small)
+    yield from (jnp.maximum(x, whole), jnp.minimum(x, 0.3), jnp.isfinite(x / x[1, 1]))
+    yield from (x < 1, x <= 3, x > 1, x >= 3, x == 0, x != 0, ~(x > 0), whole & 1)
+    yield from (whole | 4, jnp.copy(x), whole // 2)
+    yield jax.jvp(lambda y: y + jnp.sin(y) * y, (x,), (small,))[1]
+
+
+def of_arrays(x):
+    """Uses each operation that has parameters."""
+    yield from (x.sum(0), x.max(1), x.min(), jnp.mean(x, 1, keepdims=True))
+    yield from (jnp.concatenate([x, x], 1), x.reshape(3, 2), jnp.where(x > 0, x, 7.0))
+    yield from (jnp.select([x > 1, x > 0], [x, -x], 0.0), jnp.squeeze(x[:, :1]))
+    yield from (x.astype(jnp.bfloat16) * 3, jnp.broadcast_to(x[:, None], (2, 4, 3)))
+
+
+def others(x):
+    """Uses operations that JAX evaluates, and functions that are called."""
+    yield from (jnp.sort(x), jax.lax.cond(True, jnp.sin, jnp.cos, x), jnp.cumsum(x, 0))
+    yield jax.random.key_data(jax.random.split(jax.random.key(0))[0])
+    yield from (jax.jit(jnp.arcsin)(x / 4), jax.nn.softplus(x), x[::-1])
+
+
+@pytest.mark.parametrize("function", [elementwise, of_arrays, others])
+def test_evaluates_as_jax_does(function):
+    evaluate, shapes = trace(lambda x: list(function(x)), X)
+    with np.errstate(all="ignore"):
+        found = evaluate(X)
+    with jax.debug_nans(False):
+        expected = jax.jit(lambda x: list(function(x)))(X)
+    for value, shape, wanted in zip(found, shapes, expected, strict=True):
+        assert (value.shape, value.dtype) == (shape.shape, shape.dtype)
+        np.testing.assert_allclose(
+            np.float64(value), np.float64(wanted), rtol=1e-5, atol=1e-6
+        )
+
+
+def test_each_operation_is_used(monkeypatch):
+    used, compute = set(), numpy_evaluation._compute
+
+    def record(equation, values):
+        used.add(equation.primitive.name)
+        return compute(equation, values)
+
+    monkeypatch.setattr(numpy_evaluation, "_compute", record)
+    for function in (elementwise, of_arrays):
+        with np.errstate(all="ignore"):
+            trace(lambda x, f=function: list(f(x)), X)[0](X)
+    known = {*numpy_evaluation._ELEMENTWISE, *numpy_evaluation._WITH_PARAMETERS}
+    assert known - used == set()
+
+
+@pytest.mark.parametrize("rule", [optax.adam(0.1), te.optimizers.ftrl(0.1)])
+def test_a_step_of_a_rule(rule):
+    step, _ = trace(lambda x: rule.update(x, rule.init(x), x), X)
+    for found, expected in zip(
+        jax.tree.leaves(step(X)),
+        jax.tree.leaves(rule.update(jnp.asarray(X), rule.init(X), X)),
+        strict=True,
+    ):
+        np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-7)
