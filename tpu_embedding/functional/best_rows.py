@@ -260,8 +260,10 @@ def _best_of_device(
 
 def _merged(best: TopK, excluded: Int[Array, "queries n"], k: int) -> TopK:
     """Sorts the best rows of several devices; of equal scores the lower id is first."""
-    is_excluded = jnp.any(best.ids[:, :, None] == excluded[:, None, :], axis=2)
-    scores = jnp.where(is_excluded, -jnp.inf, best.scores)
-    ids = jnp.where(is_excluded, PADDING_ROW_ID, best.ids)
+    scores, ids = best
+    if excluded.shape[1]:  # XLA:CPU of jax 0.11 crashes on a comparison with none.
+        is_excluded = jnp.any(ids[:, :, None] == excluded[:, None, :], axis=2)
+        scores = jnp.where(is_excluded, -jnp.inf, scores)
+        ids = jnp.where(is_excluded, PADDING_ROW_ID, ids)
     keys, ids = jax.lax.sort((-scores, ids), dimension=1, num_keys=2)
     return TopK(-keys[:, :k], ids[:, :k])

@@ -130,8 +130,10 @@ def features_of_columns(
     Args:
       vocabulary_sizes: rows of each table, by the names of the columns.
       dim: dimension of every table.
-      **options: further fields of every `TableConfig`.
+      **options: further fields of every `TableConfig`; lists of ids are averaged if
+        it names no combiner.
     """
+    options = {"combiner": "mean"} | options
     return {
         name: FeatureConfig(
             table=TableConfig(vocabulary_size=size, dim=dim, name=name, **options)
