@@ -16,7 +16,7 @@ from flax import nnx
 import tpu_embedding as te
 from tests.conftest import mesh_of
 from tests.optimizers.rule_cases import OPTIMIZERS
-from tests.tiers import each_once, quick_cases, with_ids
+from tests.tiers import matrix, quick_cases, with_ids
 
 BATCH, STEPS = 20, 3
 TOLERANCE = dict(rtol=2e-5, atol=1e-6)  # Sums of float32 in another order.
@@ -179,7 +179,12 @@ def exchange_on_one_device(combiner):
 
 @pytest.mark.parametrize(
     ("num_devices", "cores", "combiner"),
-    each_once([1, 2, 3, 8], [2, 4], ["sum", "mean", "sqrtn"]),
+    quick_cases(
+        matrix([1, 2, 3, 8], [2, 4], ["sum", "mean", "sqrtn"]),
+        "2-4-mean",
+        "3-2-sqrtn",
+        "8-4-sum",
+    ),
 )
 def test_devices_and_combiners(num_devices, cores, combiner):
     """The numbers are those of the exchange on one device."""
@@ -200,7 +205,7 @@ def test_elementwise_rules_run_on_sparse_cores(name, promoting):
     assert rounds == [{"stack_0": 0}] * STEPS
 
 
-@pytest.mark.parametrize("name", quick_cases(OTHERS, "every_row"))
+@pytest.mark.parametrize("name", quick_cases(OTHERS))
 def test_other_rules_run_on_the_exchange(name, promoting):
     optimizer = (OPTIMIZERS | EVERY_ROW)[name]
     features = few_features(dim=20)
@@ -209,7 +214,8 @@ def test_other_rules_run_on_the_exchange(name, promoting):
     assert (backend.lookups, backend.updates) == ("sparse_core", "xla"), backend
 
 
-@pytest.mark.parametrize("dim", quick_cases([1, 3, 8, 20, 64, 100, 128, 200], "20"))
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("dim", [1, 3, 8, 20, 64, 100, 128, 200])
 def test_dims(dim):
     plan, _ = check(few_features(dim=dim), BATCHES, "sparse_core")
     assert plan.stacks[0].backend.updates == "sparse_core"
@@ -260,6 +266,7 @@ def test_a_weight_that_is_not_finite_takes_the_exchange(weights):
     assert_close(*results)
 
 
+@pytest.mark.full
 def test_the_users_limit_holds_for_distinct_rows():
     table = te.TableConfig(vocabulary_size=4000, dim=4, combiner="sum", name="t")
     features = {"f": te.FeatureConfig(table=table)}
@@ -273,7 +280,10 @@ def test_the_users_limit_holds_for_distinct_rows():
     assert_close(found, expected)
 
 
-@pytest.mark.parametrize("beyond", ["update", "lookup", "both", "neither"])
+@pytest.mark.parametrize(
+    "beyond",
+    quick_cases(["update", "lookup", "both", "neither"], "both", every_case=True),
+)
 def test_lookup_and_update_choose_on_their_own(beyond):
     """The gradient of two lookups is one batch for the update; or only one is used."""
     features = features_of()
@@ -374,6 +384,7 @@ def test_refuses_other_backends(value):
         plan_of(features_of(), value)
 
 
+@pytest.mark.full
 def test_dynamic_tables():
     table = te.TableConfig(
         vocabulary_size=te.Dynamic(capacity=512), dim=4, name="t", combiner="sum"
@@ -434,7 +445,7 @@ class Model(nnx.Module):
         return sum(self.head(x).sum() for x in self.embedding(features).values())
 
 
-@pytest.mark.parametrize("pipelined", quick_cases([False, True], "True"))
+@pytest.mark.parametrize("pipelined", quick_cases([False, True]))
 def test_a_flax_model_trains(pipelined):
     features = few_features()
     batches = [{name: batch[name] for name in features} for batch in BATCHES]
@@ -469,6 +480,7 @@ def test_a_flax_model_trains(pipelined):
     )
 
 
+@pytest.mark.full
 def test_the_norm_of_gradients_is_that_of_the_exchange():
     norms = []
     features = few_features()
