@@ -419,7 +419,9 @@ def apply_gradients(
     for stack in plan.trained_stacks:
         gradient, state = gradients.stacks.get(stack.name), slots[stack.name]
         if gradient is None and stack.optimizer.rows != "every":
-            new_slots[stack.name] = step_without_gradient(state, stack)
+            step = functools.partial(step_without_gradient, stack=stack)
+            in_step = in_auto_axes(step, plan, state_specs(state, stack))
+            new_slots[stack.name] = in_step(state)
             continue
         used_rows = None
         if stack.is_dynamic:
