@@ -181,9 +181,15 @@ class TPUEmbedding(ShortRepr):
           rngs: stream `params` provides the key of the tables.
 
         Raises:
+          TypeError: if an argument is of another type.
           ValueError: if the configuration contradicts itself, or the layer is made
             inside a Linen module.
         """
+        if isinstance(feature_config, int):  # as nnx.Embed(1_000, 16)
+            raise TypeError(
+                "te.TPUEmbedding: feature_config must be a nest of te.FeatureConfig, "
+                f"got {feature_config}: write {_MAKE_FEATURES}."
+            )
         _check_arguments(pipeline_execution_with_tensor_core, rngs, plan)
         if plan is None:
             placement = placement_of_embedding_feature(embedding_feature)

@@ -201,7 +201,7 @@ def check_filter(owner: str, wrt: Any, model: nnx.Module) -> None:
         for path, variable in nnx.to_flat_state(nnx.state(model, wrt))
         if isinstance(variable, LAYER_VARIABLES)
         or any(
-            not jnp.issubdtype(leaf.dtype, jnp.inexact)
+            not jnp.issubdtype(getattr(leaf, "dtype", type(leaf)), jnp.inexact)
             for leaf in jax.tree.leaves(variable)
         )
     ]
