@@ -245,6 +245,7 @@ FILTERS = {
         "must be a Flax filter",
         "wrt=nnx.Param",
     ),
+    "wrt: number": (lambda x: te.grad(loss_fn, wrt=0)(x.model, IDS), "got 0"),
     "wrt: layer": (
         lambda x: te.value_and_grad(loss_fn, wrt=nnx.PathContains("embedding"))(
             x.model, IDS

@@ -245,9 +245,9 @@ class TPUEmbedding(ShortRepr):
           TypeError, ValueError: if a feature's dtype or shape does not fit its config.
         """
         plan = self._plan_for(serving_config)
-        warn_of_pooled_ids(features, plan, stacklevel=2)
         if weights is not None:
             features = attach_weights(features, weights, plan)
+        warn_of_pooled_ids(features, plan, stacklevel=2)
         if self.recording != "off":
             return self._record_call(features, plan)
         if self.plan.trained_stacks and self._is_differentiated():

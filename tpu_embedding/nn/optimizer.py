@@ -138,7 +138,7 @@ class Optimizer(ShortRepr):
           TypeError: if the gradients are those of `nnx.grad`, which lack the tables.
           ValueError: if model, optimizer and gradients have different layers.
         """
-        check_gradients(
+        gradients = check_gradients(
             gradients,
             "Optimizer.update",
             "loss, gradients = te.value_and_grad(loss_fn)(model, ...)",
