@@ -146,7 +146,7 @@ class TPUEmbedding(ShortRepr):
       ...     te.optimizers.adagrad(0.1),
       ...     rngs=nnx.Rngs(0),
       ... )
-      >>> layer({"watched": jnp.array([1, 2, 3])})["watched"].shape
+      >>> layer({"watched": np.array([1, 2, 3])})["watched"].shape
       (3, 4)
     """
 
