@@ -57,7 +57,8 @@ USE_VALUE_AND_GRAD: Final = (
     "so the tables would never train. Change two lines:\n"
     "  loss, gradients = te.value_and_grad(loss_fn)(model, ...)\n"
     "  optimizer = te.Optimizer(model, tx)  # in place of nnx.Optimizer\n"
-    "To keep the tables fixed, make the layer without an optimizer."
+    "To keep the tables fixed, make the layer without an optimizer, or close over the "
+    "model: nnx.grad(lambda head: loss_fn(head, model))(head)."
 )
 CALL_OUTSIDE: Final = (
     "The loss calls a TPUEmbedding inside a JAX transformation, such as jax.vmap, "
@@ -272,7 +273,7 @@ class TPUEmbedding(ShortRepr):
             f"layer(features)[{name!r}] the activations of a feature."
         )
 
-    def repr_facts(self) -> dict[str, Any]:
+    def _repr_facts(self) -> dict[str, Any]:
         """Returns what `print(model)` shows of the layer."""
         return {"plan": repr(self.plan)}
 

@@ -118,7 +118,7 @@ class Optimizer(ShortRepr):
         """The state of `tx`; the tables have theirs in `slots`."""
         return self.dense.opt_state
 
-    def repr_facts(self) -> dict[str, Any]:
+    def _repr_facts(self) -> dict[str, Any]:
         """Returns what `print(optimizer)` shows."""
         num_arrays = len(jax.tree.leaves(nnx.state(self.dense)))
         facts = {path or "layer": repr(plan) for path, plan in self.plans}
