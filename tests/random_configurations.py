@@ -256,11 +256,13 @@ def features_of(draw, tables, batch_size, is_prepared):
     shape = draw(shapes(batch_size, form))
     num_samples = shape.pop("num_samples")
     policy = draw(st.sampled_from(["error", "drop", "clip"]))
-    default_id = None
+    default_id = combiner = None
     if not shape.pop("is_sequence"):
         default_id = draw(st.none() | st.integers(0, num_rows - 1))
+        combiner = draw(st.sampled_from([None, None, "sum", "mean", "sqrtn"]))
     config = te.FeatureConfig(
         table=table,
+        combiner=combiner,
         validate_weights_and_indices=draw(st.booleans()),
         default_id=default_id,
         out_of_range_ids=policy,

@@ -225,6 +225,11 @@ NAMES = {
         lambda x: te.TPUEmbedding(num_embeddings=9, rngs=nnx.Rngs(0)),
         "te.TableConfig(vocabulary_size=..., dim=...)",
     ),
+    "layer: sizes": (
+        lambda x: te.TPUEmbedding(9, 2, rngs=nnx.Rngs(0)),
+        "got 9",
+        "te.TableConfig(vocabulary_size=..., dim=...)",
+    ),
     "layer: item": (
         lambda x: x.model.embedding["movie"],
         "got ['movie']",
@@ -235,11 +240,12 @@ NAMES = {
 
 FILTERS = {
     "wrt: DiffState": (
-        lambda x: te.value_and_grad(loss_fn, wrt=nnx.DiffState(0, nnx.Param)),
+        lambda x: te.grad(loss_fn, wrt=nnx.DiffState(0, nnx.Param))(x.model, IDS),
         "got DiffState",
         "must be a Flax filter",
         "wrt=nnx.Param",
     ),
+    "wrt: number": (lambda x: te.grad(loss_fn, wrt=0)(x.model, IDS), "got 0"),
     "wrt: layer": (
         lambda x: te.value_and_grad(loss_fn, wrt=nnx.PathContains("embedding"))(
             x.model, IDS

@@ -77,7 +77,7 @@ def check_step(example, rows, plan, tables, step):
         np.testing.assert_allclose(
             array.reshape(values.shape),
             values,
-            **tolerance_of(feature.table),
+            **tolerance_of(feature.table, [feature]),
             err_msg=feature.name,
         )
     check_updates(
@@ -187,8 +187,9 @@ def shape_of(feature, num_samples):
     return (num_samples, length, dim) if length else (num_samples, dim)
 
 
-def tolerance_of(table):
-    is_exact = table.combiner == "sum" and table.dtype_name != "int8"
+def tolerance_of(table, features):
+    combiners = {feature.combiner for feature in features}
+    is_exact = combiners <= {"sum"} and table.dtype_name != "int8"
     return dict(rtol=0, atol=0) if is_exact else TOLERANCE
 
 
@@ -207,7 +208,8 @@ def check_updates(plan, before, after, slots, gradients):
             continue
         gradient = np.nan_to_num(gradient)
         step = gradient
-        tolerance = dict(tolerance_of(table.config))
+        features = [f for f in plan.features if f.table == table.config]
+        tolerance = dict(tolerance_of(table.config, features))
         if optimizer is OPTIMIZERS["adagrad"]:
             accumulators = INITIAL_ACCUMULATOR + gradient**2
             np.testing.assert_allclose(

@@ -93,7 +93,7 @@ def check_scalar(owner: str, value: Any, line: str) -> None:
 
 
 def right_names(
-    aliases: Mapping[str, str] | None = None, **right: str
+    aliases: Mapping[str, str] | None = None, /, **right: str
 ) -> Callable[[T], T]:
     """Decorates a function or a class whose errors tell wrong names the right ones.
 
@@ -111,9 +111,9 @@ def right_names(
     """
     aliases = aliases or {}
 
-    def decorate(target: T) -> T:
+    def decorate(target: Any) -> Any:
         is_class = isinstance(target, type)
-        function: Any = target.__init__ if is_class else target
+        function = target.__init__ if is_class else target
         known = [x for x in inspect.signature(function).parameters if x != "self"]
 
         @functools.wraps(function)
@@ -133,8 +133,8 @@ def right_names(
             return function(*args, **kwargs)
 
         if not is_class:
-            return checked  # pyright: ignore[reportReturnType]
-        setattr(target, "__init__", checked)  # noqa: B010
+            return checked
+        target.__init__ = checked
         return target
 
     return decorate

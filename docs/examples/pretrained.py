@@ -12,7 +12,7 @@ import tpu_embedding as te
 
 random = np.random.default_rng(0)
 pretrained = random.normal(size=(300, 8)).astype(np.float32)  # such as np.load("...")
-words = te.TableConfig(vocabulary_size=300, dim=8, name="words")
+words = te.TableConfig(vocabulary_size=300, dim=8, combiner="mean", name="words")
 users = te.TableConfig(
     vocabulary_size=100, dim=8, name="users", optimizer=te.optimizers.adam(1e-2)
 )

@@ -235,6 +235,20 @@ def test_misuse_gives_one_clear_error(case):
         call(model, make_batch())
 
 
+def test_a_function_that_closes_over_a_model_may_be_differentiated():
+    model = Towers(mesh_of(1), te.optimizers.sgd(0.1))
+    head = nnx.Linear(DIM, 1, rngs=nnx.Rngs(0))
+
+    def gradients(head, model, ids):
+        def loss_of(head):
+            return jnp.sum(head(model.embedding(ids)))
+
+        return nnx.grad(loss_of)(head)
+
+    found = nnx.eval_shape(gradients, head, model, np.zeros((2, 3), int))
+    assert set(found) == {"bias", "kernel"}
+
+
 def test_weights_of_ids_can_be_learned():
     class Weighted(nnx.Module):
         def __init__(self):

@@ -88,7 +88,8 @@ def check_dense_optimizer(
             "The optimizer of the dense parameters decays their weights, as "
             "optax.adamw does, and no optimizer of the tables does: their rows do not "
             "decay. If they shall, give the layer such an optimizer: "
-            "te.TPUEmbedding(features, optax.adamw(1e-3)). If not, ignore this.",
+            "te.TPUEmbedding(features, optax.adamw(1e-3)). If not: "
+            "warnings.filterwarnings('ignore', '.*decays their weights').",
             stacklevel=stacklevel,
         )
 

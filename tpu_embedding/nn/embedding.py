@@ -57,7 +57,8 @@ USE_VALUE_AND_GRAD: Final = (
     "so the tables would never train. Change two lines:\n"
     "  loss, gradients = te.value_and_grad(loss_fn)(model, ...)\n"
     "  optimizer = te.Optimizer(model, tx)  # in place of nnx.Optimizer\n"
-    "To keep the tables fixed, make the layer without an optimizer."
+    "To keep the tables fixed, make the layer without an optimizer, or close over the "
+    "model: nnx.grad(lambda head: loss_fn(head, model))(head)."
 )
 CALL_OUTSIDE: Final = (
     "The loss calls a TPUEmbedding inside a JAX transformation, such as jax.vmap, "
@@ -181,9 +182,15 @@ class TPUEmbedding(ShortRepr):
           rngs: stream `params` provides the key of the tables.
 
         Raises:
+          TypeError: if an argument is of another type.
           ValueError: if the configuration contradicts itself, or the layer is made
             inside a Linen module.
         """
+        if isinstance(feature_config, int):  # as nnx.Embed(1_000, 16)
+            raise TypeError(
+                "te.TPUEmbedding: feature_config must be a nest of te.FeatureConfig, "
+                f"got {feature_config}: write {_MAKE_FEATURES}."
+            )
         _check_arguments(pipeline_execution_with_tensor_core, rngs, plan)
         if plan is None:
             placement = placement_of_embedding_feature(embedding_feature)
@@ -239,9 +246,9 @@ class TPUEmbedding(ShortRepr):
           TypeError, ValueError: if a feature's dtype or shape does not fit its config.
         """
         plan = self._plan_for(serving_config)
-        warn_of_pooled_ids(features, plan, stacklevel=2)
         if weights is not None:
             features = attach_weights(features, weights, plan)
+        warn_of_pooled_ids(features, plan, stacklevel=2)
         if self.recording != "off":
             return self._record_call(features, plan)
         if self.plan.trained_stacks and self._is_differentiated():
@@ -266,7 +273,7 @@ class TPUEmbedding(ShortRepr):
             f"layer(features)[{name!r}] the activations of a feature."
         )
 
-    def repr_facts(self) -> dict[str, Any]:
+    def _repr_facts(self) -> dict[str, Any]:
         """Returns what `print(model)` shows of the layer."""
         return {"plan": repr(self.plan)}
 

@@ -86,8 +86,8 @@ def apply_model_gradients(
     return stacks, {path: new_slots for path, (_, new_slots) in updated.items()}, result
 
 
-def check_gradients(gradients: Any, owner: str, compute: str, line: str) -> None:
-    """Refuses gradients that lack those of the tables.
+def check_gradients(gradients: Any, owner: str, compute: str, line: str) -> Gradients:
+    """Returns the gradients; refuses those that lack the tables'.
 
     Args:
       gradients: what the user gives.
@@ -105,6 +105,7 @@ def check_gradients(gradients: Any, owner: str, compute: str, line: str) -> None
             f"{name}, which lacks those of the tables. Write\n"
             f"  {compute}\n  {line}"
         )
+    return gradients
 
 
 def layer_with_dynamic_tables(

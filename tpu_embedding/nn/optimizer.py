@@ -118,7 +118,7 @@ class Optimizer(ShortRepr):
         """The state of `tx`; the tables have theirs in `slots`."""
         return self.dense.opt_state
 
-    def repr_facts(self) -> dict[str, Any]:
+    def _repr_facts(self) -> dict[str, Any]:
         """Returns what `print(optimizer)` shows."""
         num_arrays = len(jax.tree.leaves(nnx.state(self.dense)))
         facts = {path or "layer": repr(plan) for path, plan in self.plans}
@@ -138,7 +138,7 @@ class Optimizer(ShortRepr):
           TypeError: if the gradients are those of `nnx.grad`, which lack the tables.
           ValueError: if model, optimizer and gradients have different layers.
         """
-        check_gradients(
+        gradients = check_gradients(
             gradients,
             "Optimizer.update",
             "loss, gradients = te.value_and_grad(loss_fn)(model, ...)",

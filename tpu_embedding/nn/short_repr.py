@@ -14,7 +14,7 @@ class ShortRepr(nnx.Module):
     Flax prints every attribute of a module: a plan alone has a kilobyte per feature.
     """
 
-    def repr_facts(self) -> Mapping[str, Any]:
+    def _repr_facts(self) -> Mapping[str, Any]:
         """Returns what `print` and `nnx.display` show, by name."""
         raise NotImplementedError
 
@@ -22,13 +22,13 @@ class ShortRepr(nnx.Module):
         all_parts = super().__nnx_repr__()
         yield next(all_parts)  # the type, and the sizes of the variables
         all_parts.close()
-        for name, fact in self.repr_facts().items():
+        for name, fact in self._repr_facts().items():
             yield reprlib.Attr(name, fact, use_raw_value=isinstance(fact, str))
 
     def __treescope_repr__(self, path: Any, subtree_renderer: Any) -> Any:
         return render_object_constructor(
             object_type=type(self),
-            attributes=self.repr_facts(),
+            attributes=self._repr_facts(),
             path=path,
             subtree_renderer=subtree_renderer,
         )

@@ -3,7 +3,7 @@
 import contextlib
 import reprlib
 from collections.abc import Callable, Iterator
-from typing import Any, Final
+from typing import Any, Final, cast
 
 import jax
 import jax.numpy as jnp
@@ -198,10 +198,10 @@ def check_filter(owner: str, wrt: Any, model: nnx.Module) -> None:
         check_type(f"{owner}: wrt", FILTER, wrt, "wrt=nnx.Param, or leave it out")
     names = [
         "/".join(map(str, path))
-        for path, variable in nnx.to_flat_state(nnx.state(model, wrt))
+        for path, variable in nnx.to_flat_state(nnx.state(model, cast(Any, wrt)))
         if isinstance(variable, LAYER_VARIABLES)
         or any(
-            not jnp.issubdtype(leaf.dtype, jnp.inexact)
+            not jnp.issubdtype(getattr(leaf, "dtype", type(leaf)), jnp.inexact)
             for leaf in jax.tree.leaves(variable)
         )
     ]

@@ -150,12 +150,12 @@ class TPUEmbedding(nn.Module):
         plan = self.plan
         if serving_config is not None:
             plan = plan.with_features(serving_config)
-        warn_of_pooled_ids(features, plan, stacklevel=3)
         guard = None
         if plan.trained_stacks:
             guard = self.param("gradient_guard", lambda key: jnp.zeros(()))
         if weights is not None:
             features = attach_weights(features, weights, plan)
+        warn_of_pooled_ids(features, plan, stacklevel=3)
         if isinstance(tables, RecordingTables):
             activations, stats = tables.look_up(features, plan)
         else:
