@@ -145,9 +145,15 @@ OPTIMIZERS = {
         "an optax GradientTransformation",
         "optax.adam(0.1)",
     ),
-    "argument of optax": (
-        lambda x: te.optimizers.adam(0.1, b1=0.9),
-        "'b1'",
+    "both names": (
+        lambda x: te.optimizers.adam(0.1, b1=0.9, beta_1=0.9),
+        "b1 and beta_1",
+        "names of one argument",
+        "Leave one out",
+    ),
+    "argument of PyTorch": (
+        lambda x: te.optimizers.adam(0.1, betas=(0.9, 0.99)),
+        "'betas'",
         "unexpected keyword argument",
         "It takes learning_rate, beta_1",
     ),

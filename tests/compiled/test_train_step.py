@@ -50,6 +50,7 @@ OTHERS = {
     "clippy_adagrad": te.optimizers.clippy_adagrad(0.1),
     "adafactor_exact": te.optimizers.adafactor(0.1, mode="exact"),
     "bfloat16_slots": te.optimizers.adam(0.1, slot_dtype=jnp.bfloat16),
+    "lazy_adam": te.optimizers.lazy_adam(0.1, skipped_steps="catch_up"),
     "frequency_aware_adagrad": te.optimizers.frequency_aware_adagrad(0.1),
     "partial_rowwise_adam": te.optimizers.partial_rowwise_adam(0.1),
     "lamb": te.optimizers.lamb(0.1),

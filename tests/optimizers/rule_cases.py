@@ -47,6 +47,8 @@ OPTIMIZERS = {
     "adagrad": te.optimizers.adagrad(0.1),
     "rowwise_adagrad": te.optimizers.rowwise_adagrad(0.1),
     "adam": te.optimizers.adam(0.1),
+    "lazy_adam": te.optimizers.lazy_adam(0.1, skipped_steps="catch_up"),
+    "adamw": te.optimizers.adamw(0.1),
     "momentum": te.optimizers.momentum(0.1, use_nesterov=True),
     "adagrad_momentum": te.optimizers.adagrad_momentum(0.1, momentum=0.5),
     "ftrl": te.optimizers.ftrl(0.5, l1_regularization_strength=0.01),

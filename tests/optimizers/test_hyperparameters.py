@@ -185,7 +185,6 @@ WRONG_TYPES = [
 WITHOUT_LEARNING_RATE = (
     every_row,
     in_sequence,
-    user_defined,
     with_options,
     frequency_estimator,
 )
@@ -204,9 +203,9 @@ def case_id(make, options, *_):
     ("make", "options", "match"), WRONG, ids=itertools.starmap(case_id, WRONG)
 )
 def test_wrong_hyperparameters(make, options, match):
-    arguments = () if make in WITHOUT_LEARNING_RATE else (0.1,)
+    rate = {} if make in WITHOUT_LEARNING_RATE else {"learning_rate": 0.1}
     with pytest.raises(ValueError, match=match):
-        make(*arguments, **options)
+        make(**rate | options)
 
 
 @pytest.mark.parametrize(
@@ -215,9 +214,9 @@ def test_wrong_hyperparameters(make, options, match):
     ids=itertools.starmap(case_id, WRONG_TYPES),
 )
 def test_wrong_types(make, options, match):
-    arguments = () if make in WITHOUT_LEARNING_RATE else (0.1,)
+    rate = {} if make in WITHOUT_LEARNING_RATE else {"learning_rate": 0.1}
     with pytest.raises(TypeError, match=match):
-        make(*arguments, **options)
+        make(**rate | options)
 
 
 @pytest.mark.parametrize(

@@ -64,7 +64,7 @@ REFUSED = {
         "must be the outermost",
     ),
     "norm_in_a_chain": (
-        optax.chain(optax.clip(1.0), te.optimizers.adafactor(global_clipnorm=1.0)),
+        optax.chain(optax.clip(1.0), te.optimizers.adafactor(0.1, global_clipnorm=1.0)),
         "must be the outermost",
     ),
 }

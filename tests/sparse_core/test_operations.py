@@ -155,7 +155,7 @@ def _rule(optimizer, dim=WIDTH, width=WIDTH) -> RowRule:
 ELEMENTWISE = {
     name: rule
     for name, rule in OPTIMIZERS.items()
-    if not any(x in name for x in ("rowwise", "lamb", "clippy", "frequency"))
+    if not any(x in name for x in ("rowwise", "lamb", "clippy", "frequency", "lazy"))
     and name != "adafactor"
 }
 

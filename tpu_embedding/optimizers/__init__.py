@@ -5,7 +5,7 @@ equation, its bytes of slot variables per row, and its equivalents in TensorFlow
 optax and FBGEMM. A user needs four things first:
 
 1. **Choosing one.** A table or the layer takes `optimizer=te.optimizers.adagrad(0.1)`,
-   a name with default arguments, `optimizer="adagrad"`, or any row-local optax
+   a name with a default rate, `optimizer="adagrad"`, or any row-local optax
    transformation. `check_row_local` tells if a transformation is row-local, and
    `from_keras_config` translates a Keras optimizer, which a table also takes itself.
 2. **Touched rows or every row.** Only rows that the step looks up change ("lazy").
@@ -67,6 +67,8 @@ from tpu_embedding.optimizers.rules.frequency import (
     frequency_weights as frequency_weights,
 )
 from tpu_embedding.optimizers.rules.ftrl import ftrl as ftrl
+from tpu_embedding.optimizers.rules.lazy_adam import adamw as adamw
+from tpu_embedding.optimizers.rules.lazy_adam import lazy_adam as lazy_adam
 from tpu_embedding.optimizers.rules.lion import lion as lion
 from tpu_embedding.optimizers.rules.momentum import momentum as momentum
 from tpu_embedding.optimizers.rules.proximal import proximal_adagrad as proximal_adagrad

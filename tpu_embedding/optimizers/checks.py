@@ -9,7 +9,7 @@ import functools
 import inspect
 import math
 from collections.abc import Callable, Mapping
-from typing import Any, Final, Literal, NamedTuple, TypeVar, cast, get_args, get_origin
+from typing import Any, Final, Literal, NamedTuple, get_args, get_origin
 
 import jax.numpy as jnp
 from jax.core import Tracer
@@ -28,8 +28,6 @@ class Check(NamedTuple):
     problem: str | None
     error: type[Exception] = ValueError
 
-
-Function = TypeVar("Function", bound=Callable[..., Any])
 
 PASSED = Check(None)
 
@@ -204,52 +202,29 @@ RANGES: Final[Mapping[str, Callable[[Any], Check]]] = {
 """Ranges of the optimizers' arguments, by name. A rule may have others of its own."""
 
 
-def checks_ranges(
-    owner: str, /, **own: Callable[[Any], Check]
-) -> Callable[[Function], Function]:
-    """Gives an optimizer's function checks of its arguments, but not of its rate.
+def checks_of(
+    function: Callable[..., Any], own: Mapping[str, Callable[[Any], Check]]
+) -> dict[str, Callable[[Any], Check]]:
+    """Returns the checks of an optimizer's arguments by name, but not of its rate.
 
     A flag is known by its default, a choice by its `Literal`, and others by their names
-    in `RANGES`. An argument whose default is None may be None. One error names every
-    argument out of its range.
+    in `RANGES`. An argument whose default is None may be None.
 
     Args:
-      owner: the optimizer that errors name.
-      **own: argument to its range, where that differs.
+      function: makes the optimizer.
+      own: argument to its range, where that differs.
 
     Example:
-      >>> @checks_ranges("lion", beta_1=fraction)
-      ... def scale(beta_1=0.9, epsilon=1e-7):
-      ...     return beta_1
-      >>> scale(1.0)
-      1.0
-      >>> scale(2.0)
+      >>> checks = checks_of(lambda learning_rate, beta_1=0.9: None, {})
+      >>> check_hyperparameters("lion", beta_1=checks["beta_1"](2.0))
       Traceback (most recent call last):
-      ValueError: lion: beta_1 must be in [0, 1], got 2.0.
+      ValueError: lion: beta_1 must be in [0, 1), got 2.0.
     """
-
-    def decorate(function: Function) -> Function:
-        signature = inspect.signature(function)
-        checks = {
-            name: _check_of(parameter, own.get(name))
-            for name, parameter in signature.parameters.items()
-            if name != "learning_rate" and parameter.kind != parameter.VAR_KEYWORD
-        }
-
-        @functools.wraps(function)
-        def checked(*args: Any, **arguments: Any) -> Any:
-            try:
-                given = signature.bind(*args, **arguments).arguments
-            except TypeError as error:
-                raise TypeError(f"{owner}: {error}.") from None
-            check_hyperparameters(
-                owner, **{x: checks[x](given[x]) for x in given if x in checks}
-            )
-            return function(*args, **arguments)
-
-        return cast(Function, checked)
-
-    return decorate
+    return {
+        name: _check_of(parameter, own.get(name))
+        for name, parameter in inspect.signature(function).parameters.items()
+        if name != "learning_rate" and parameter.kind != parameter.VAR_KEYWORD
+    }
 
 
 def _check_of(

@@ -1,6 +1,5 @@
 """Optimizers by name, with their default hyper-parameters."""
 
-from collections.abc import Callable
 from typing import Any, cast
 
 import optax
@@ -10,7 +9,6 @@ from tpu_embedding.optimizers.keras import from_keras_config
 from tpu_embedding.optimizers.keras_instances import is_keras_optimizer
 from tpu_embedding.optimizers.options import OPTIMIZERS
 from tpu_embedding.optimizers.row_optimizer import TableOptimizer
-from tpu_embedding.optimizers.rules.adafactor import adafactor
 
 
 def optimizer_by_name(name: str) -> optax.GradientTransformation:
@@ -29,18 +27,26 @@ def optimizer_by_name(name: str) -> optax.GradientTransformation:
       >>> optimizer_by_name("adagrad") is optimizer_by_name("adagrad")
       True
     """
-    if name.lower() not in known_optimizers():
-        raise ValueError(
-            f"optimizer must be one of {sorted(known_optimizers())}, got {name!r}; or "
-            "give an optax transformation."
-        )
-    return known_optimizers()[name.lower()]()
-
-
-def known_optimizers() -> dict[str, Callable[..., optax.GradientTransformation]]:
-    """Returns the functions that have a default for each argument, by name."""
     # The package has imported all rules before anybody asks.
-    return {**OPTIMIZERS, "adafactor": adafactor}
+    if name.lower() not in OPTIMIZERS:
+        raise ValueError(
+            f"optimizer must be one of {sorted(OPTIMIZERS)}, got {name!r}; or give an "
+            "optax transformation."
+        )
+    return OPTIMIZERS[name.lower()]()
+
+
+def text_of_name(optimizer: TableOptimizer) -> str:
+    """Returns the name of an optimizer and its learning rate; "" for any other one.
+
+    Example:
+      >>> text_of_name("Adagrad")
+      "'adagrad', at its default learning rate of 0.001"
+    """
+    if not isinstance(optimizer, str):
+        return ""
+    (rate,) = OPTIMIZERS[optimizer.lower()].args
+    return f"{optimizer.lower()!r}, at its default learning rate of {rate}"
 
 
 def transformation_of(optimizer: TableOptimizer) -> optax.GradientTransformation:

@@ -19,7 +19,7 @@ from tpu_embedding.optimizers.checks import (
     Check,
     check_hyperparameters,
     check_rule,
-    checks_ranges,
+    checks_of,
     finite,
     flag,
     non_negative_bound,
@@ -43,8 +43,11 @@ OptimizerFunction = TypeVar(
 )
 ClipValue = float | tuple[float | None, float | None]
 
-OPTIMIZERS: Final[dict[str, Callable[..., optax.GradientTransformation]]] = {}
-"""Functions that `takes_common_options` decorates, by name."""
+OPTIMIZERS: Final[dict[str, functools.partial[optax.GradientTransformation]]] = {}
+"""Functions of optimizers with their default learning rate, by name."""
+
+_EMPTY: Final = inspect.Parameter.empty
+_OPTAX_NAMES: Final = {"b1": "beta_1", "b2": "beta_2", "eps": "epsilon"}
 
 
 class DecayRowsState(NamedTuple):
@@ -77,49 +80,115 @@ class CommonOptions(TypedDict, total=False):
 def takes_common_options(
     **ranges: Callable[[Any], Check],
 ) -> Callable[[OptimizerFunction], OptimizerFunction]:
-    """Gives an optimizer's function the checks and options that all of them share.
+    """Makes the public function of an optimizer that takes the common options.
 
-    * Its arguments are checked under its name.
-    * Too many positional arguments raise an error that says how to name them.
+    * All of `takes_own_options` holds.
     * The rule that the function returns gets the options, as by `with_options`.
     * The signature lists the common options one by one. `optax.inject_hyperparams` and
       `help()` need the names and defaults.
-    * A table finds the optimizer by its name; see `optimizer_by_name`.
 
     The decorated function starts with `learning_rate` and ends in
     `**options: Unpack[CommonOptions]`. It need not read the options.
 
     Args:
-      **ranges: ranges of arguments that differ from those of `checks_ranges`.
+      **ranges: ranges of arguments that differ from those of `checks_of`.
     """
+    return functools.partial(_make_public, ranges=ranges, has_common_options=True)
 
-    def decorate(make_optimizer: OptimizerFunction) -> OptimizerFunction:
-        name = make_optimizer.__name__
-        signature = _list_options(make_optimizer)
-        make_rule = checks_ranges(name, **ranges)(make_optimizer)
 
-        @functools.wraps(make_optimizer)
-        def make(*args: Any, **arguments: Any) -> optax.GradientTransformation:
-            try:
-                given = signature.bind(*args, **arguments)
-            except TypeError as error:
-                raise TypeError(
-                    f"{name}: {error}. Only {', '.join(_positional(signature))} may be "
-                    "given by position, because TensorFlow, Keras and optax order the "
-                    f"others differently. It takes {', '.join(signature.parameters)}."
-                ) from None
-            given.apply_defaults()
-            arguments = dict(given.arguments)
-            options = {x: arguments[x] for x in CommonOptions.__annotations__}
+def takes_own_options(
+    **ranges: Callable[[Any], Check],
+) -> Callable[[OptimizerFunction], OptimizerFunction]:
+    """Makes the public function of an optimizer that takes its own options only.
+
+    * Its arguments are checked under its name.
+    * Too many positional arguments raise an error that says how to name them.
+    * Its learning rate is required, as in optax. A table that names the optimizer, as
+      `optimizer="adagrad"`, gets the default; see `optimizer_by_name`.
+    * optax's names are taken, `b1`, `b2` and `eps`, for `beta_1`, `beta_2`, `epsilon`.
+    * Equal calls return the same rule.
+
+    Args:
+      **ranges: ranges of arguments that differ from those of `checks_of`.
+
+    Example:
+      >>> import tpu_embedding as te
+      >>> te.optimizers.adam(0.1, b1=0.5) is te.optimizers.adam(0.1, beta_1=0.5)
+      True
+    """
+    return functools.partial(_make_public, ranges=ranges, has_common_options=False)
+
+
+def _make_public(
+    make_optimizer: OptimizerFunction,
+    *,
+    ranges: Mapping[str, Callable[[Any], Check]],
+    has_common_options: bool,
+) -> OptimizerFunction:
+    """Returns the function that users call, and notes its name."""
+    name, checks = make_optimizer.__name__, checks_of(make_optimizer, ranges)
+    list_options = _list_options if has_common_options else inspect.signature
+    signature = list_options(make_optimizer)
+
+    @equal_calls_are_one
+    @functools.wraps(make_optimizer)
+    def make(**arguments: Any) -> optax.GradientTransformation:
+        rate = None
+        if "learning_rate" in arguments:
             rate = checked_schedule(name, arguments["learning_rate"])
-            rule = make_rule(**{**arguments, "learning_rate": rate})
-            return _with_options(name, rule, rate, **options)
+            arguments["learning_rate"] = rate
+        check_hyperparameters(name, **{x: checks[x](arguments[x]) for x in checks})
+        rule = make_optimizer(**arguments)
+        if not has_common_options:
+            return rule
+        options = {x: arguments[x] for x in CommonOptions.__annotations__}
+        return _with_options(name, rule, rate, **options)
 
-        cast(Any, make).__signature__ = signature
-        OPTIMIZERS[name] = make_once = equal_calls_are_one(make)
-        return cast(OptimizerFunction, make_once)
+    @functools.wraps(make_optimizer)
+    def make_public(*args: Any, **arguments: Any) -> optax.GradientTransformation:
+        arguments = _with_full_names(name, signature, args, arguments)
+        try:
+            given = signature.bind(*args, **arguments)
+        except TypeError as error:
+            raise TypeError(
+                f"{name}: {error}. Only {', '.join(_positional(signature))} may be "
+                "given by position, because TensorFlow, Keras and optax order the "
+                f"others differently. It takes {', '.join(signature.parameters)}."
+            ) from None
+        given.apply_defaults()
+        return make(**given.arguments)
 
-    return decorate
+    if rate := signature.parameters.get("learning_rate"):
+        OPTIMIZERS[name] = functools.partial(make_public, rate.default)
+        parameters = {**signature.parameters, rate.name: rate.replace(default=_EMPTY)}
+        signature = signature.replace(parameters=list(parameters.values()))
+    cast(Any, make_public).__signature__ = signature
+    return cast(OptimizerFunction, make_public)
+
+
+def _with_full_names(
+    owner: str,
+    signature: inspect.Signature,
+    args: tuple[Any, ...],
+    arguments: dict[str, Any],
+) -> dict[str, Any]:
+    """Returns named arguments of an optimizer with the full names for optax's.
+
+    Raises:
+      TypeError: if an argument is given under both names.
+    """
+    result = dict(arguments)
+    given = {*list(signature.parameters)[: len(args)], *arguments}
+    for short, full in _OPTAX_NAMES.items():
+        if short not in arguments or full not in signature.parameters:
+            continue
+        if full in given:
+            raise TypeError(
+                f"{owner}: {short} and {full} are optax's and Keras' names of one "
+                "argument, got both. Leave one out."
+            )
+        result[full] = result.pop(short)
+    return result
 
 
 def _list_options(function: Callable[..., Any]) -> inspect.Signature:

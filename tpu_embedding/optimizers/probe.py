@@ -148,9 +148,10 @@ def _probe(rule: optax.GradientTransformation, dim: int) -> ProbedRule:
         is_slot = [row is not None for row in rows]
         for case, *runs in zip(_cases(dim), of_whole, of_part, strict=True):
             _check_row_local(case, runs, is_slot)
+        starts = [_late(of_whole[0].first, steps) for steps in (0, _LATE)]
         moved = [
-            row is not None and _is_moved_by_adding(whole, of_whole[0].first, i, dim)
-            for i, row in enumerate(rows)
+            is_slot[i] and all(_is_moved_by_adding(whole, x, i, dim) for x in starts)
+            for i in range(len(rows))
         ]
     first = [_leaves(run.first) for run in of_whole + of_part]
     leaves = [
@@ -196,7 +197,7 @@ class _TracedRule(NamedTuple):
           later: is added to each count, an integer scalar of the state.
         """
         first, all_updates = self.init(rows), []
-        state = jax.tree.map(lambda leaf: _advanced(leaf, later), first)
+        state = _late(first, later)
         for gradient in gradients:
             updates, state = self.update(gradient, state, rows)
             all_updates.append(updates)
@@ -249,10 +250,14 @@ def _checked_update(
     return updates, tree.unflatten(tree.flatten_up_to(new_state))
 
 
-def _advanced(leaf: Any, steps: int) -> Any:
-    """Returns a count after so many more steps; other leaves as they are."""
-    is_count = leaf.shape == () and jnp.issubdtype(leaf.dtype, jnp.integer)
-    return (leaf + np.int64(steps)).astype(leaf.dtype) if is_count else leaf
+def _late(state: Any, steps: int) -> Any:
+    """Returns a state after so many more steps: its counts, integer scalars, change."""
+
+    def advance(leaf: Any) -> Any:
+        is_count = leaf.shape == () and jnp.issubdtype(leaf.dtype, jnp.integer)
+        return (leaf + np.int64(steps)).astype(leaf.dtype) if is_count else leaf
+
+    return jax.tree.map(advance, state)
 
 
 def _in_layer(
@@ -411,7 +416,8 @@ def _is_moved_by_adding(rule: _TracedRule, state: Any, number: int, dim: int) ->
 
     Args:
       rule: the rule, traced for all rows.
-      state: the state before the first step.
+      state: a state in which no row was touched yet. A rule may forget the more, the
+        later a row is touched again.
       number: place of the slot variable among the leaves of the state.
       dim: columns of the table.
     """

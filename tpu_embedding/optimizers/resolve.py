@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import optax
 
 from tpu_embedding.optimizers.checks import check_rule
-from tpu_embedding.optimizers.names import transformation_of
+from tpu_embedding.optimizers.names import text_of_name, transformation_of
 from tpu_embedding.optimizers.probe import probe_rule
 from tpu_embedding.optimizers.row_optimizer import (
     NotRowLocalError,
@@ -46,7 +46,8 @@ def resolve_optimizer(
     if optimizer is None:
         return None
     try:
-        return _resolve(transformation_of(optimizer), dim)
+        resolved = _resolve(transformation_of(optimizer), dim)
+        return dataclasses.replace(resolved, named=text_of_name(optimizer))
     except ValueError as error:
         raise type(error)(
             f"{error} (The optimizer of table {table_name!r}.)"

@@ -37,6 +37,8 @@ class RowOptimizer:
         finds it out.
       keeps_gradient: whether the state holds a dense gradient. It does for rules for
         every row that collect gradients, or ask for totals. The plan finds it out.
+      named: the name that a table gives in place of a rule, and its learning rate, as
+        text; rules that differ in it alone are equal.
     """
 
     transformation: optax.GradientTransformation
@@ -47,6 +49,7 @@ class RowOptimizer:
     sets_rows: bool = False
     takes_totals: bool = False
     keeps_gradient: bool = False
+    named: str = dataclasses.field(default="", compare=False)
 
     def init(self, params: Any) -> Any:
         """Returns the rule's state for dense rows."""

@@ -35,25 +35,21 @@ def with_slot_storage(
     values = dict(initializers or {})
 
     def store(inner: optax.GradientTransformation) -> optax.GradientTransformation:
-        # `shapes` is a tree like the state: the shape and type of a row of each slot,
-        # and None for leaves that are no slots.
         def init(rows: Any) -> Any:
-            state = inner.init(rows)
+            # A tree like the state: None for leaves that are no slots.
             shapes = slot_row_shapes(inner, rows.shape[1:])
             _check_names(values, shapes)
-            state = jax.tree_util.tree_map_with_path(
-                lambda path, shape, leaf: _initial(path, shape, leaf, values),
+            return jax.tree_util.tree_map_with_path(
+                lambda path, shape, leaf: _initial(path, shape, leaf, values, dtype),
                 shapes,
-                state,
-                is_leaf=_is_none,
+                inner.init(rows),
+                is_leaf=lambda leaf: leaf is None,
             )
-            return _cast(shapes, state, lambda shape: _stored_dtype(shape, dtype))
 
         def update(updates: Any, state: Any, rows: Any) -> tuple[Any, Any]:
-            shapes = slot_row_shapes(inner, updates.shape[1:])
-            state = _cast(shapes, state, lambda shape: shape.dtype)
-            updates, state = inner.update(updates, state, rows)
-            stored = _cast(shapes, state, lambda shape: _stored_dtype(shape, dtype))
+            wide = jax.tree.map(lambda leaf: _cast(leaf, jnp.float32), state)
+            updates, new = inner.update(updates, wide, rows)
+            stored = jax.tree.map(lambda x, old: _cast(x, old.dtype), new, state)
             return updates, stored
 
         return for_each_array(init, update)
@@ -92,28 +88,22 @@ def _is_floating(dtype: Any) -> bool:
         return False
 
 
-def _initial(path: Any, shape: Any, leaf: Any, values: dict[str, Any]) -> Any:
-    name = _name(path)
-    if shape is None or name not in values:
+def _initial(
+    path: Any, shape: Any, leaf: Any, values: dict[str, Any], dtype: Any
+) -> Any:
+    """Returns the first values of a part of the state, of the type to store it in."""
+    if shape is None:
         return leaf
-    value = values[name]
+    value = values.get(_name(path), leaf)
     if callable(value):
-        return jnp.asarray(value(leaf.shape, leaf.dtype), leaf.dtype)
-    return jnp.full(leaf.shape, value, leaf.dtype)
+        value = value(leaf.shape, leaf.dtype)
+    value = jnp.broadcast_to(jnp.asarray(value, leaf.dtype), leaf.shape)
+    return value if dtype is None else _cast(value, dtype)
 
 
-def _cast(shapes: Any, state: Any, dtype_of: Callable[[Any], Any]) -> Any:
-    return jax.tree.map(
-        lambda shape, leaf: leaf if shape is None else leaf.astype(dtype_of(shape)),
-        shapes,
-        state,
-        is_leaf=_is_none,
-    )
-
-
-def _stored_dtype(shape: jax.ShapeDtypeStruct, dtype: Any) -> Any:
-    is_floating = jnp.issubdtype(shape.dtype, jnp.floating)
-    return dtype if dtype is not None and is_floating else shape.dtype
+def _cast(leaf: Any, dtype: Any) -> Any:
+    """Returns floats of another type; integers and random keys as they are."""
+    return leaf.astype(dtype) if jnp.issubdtype(leaf.dtype, jnp.floating) else leaf
 
 
 def _check_names(values: dict[str, Any], shapes: Any) -> None:
@@ -131,7 +121,3 @@ def _name(path: Any) -> str:
     """Returns the last field name, key or index of a path."""
     last = path[-1] if path else None
     return str(getattr(last, "name", getattr(last, "key", getattr(last, "idx", ""))))
-
-
-def _is_none(leaf: Any) -> bool:
-    return leaf is None

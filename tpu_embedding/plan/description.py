@@ -47,7 +47,9 @@ def count_of(number: int, noun: str) -> str:
 
 
 def _notes(stack: "StackPlan", plan: "EmbeddingPlan") -> Iterator[str]:
-    """Yields what to know about the memory of a stack."""
+    """Yields what to know about the memory and the optimizer of a stack."""
+    if stack.optimizer is not None and stack.optimizer.named:
+        yield f"{stack.name}: trained by {stack.optimizer.named}"
     for table in stack.tables:
         if table.row_initializer is None:
             num_bytes = memory.whole_table_init_bytes(

@@ -169,6 +169,6 @@ def test_norm_of_occurrences_needs_touched_rows():
     ids=str,
 )
 def test_asks_for_the_rows_that_it_moves(options, expected):
-    found = row_optimizer_of(adafactor(**options))
+    found = row_optimizer_of(adafactor(0.1, **options))
     plain = RowOptimizer(transformation=found.transformation)
     assert found == dataclasses.replace(plain, **expected)

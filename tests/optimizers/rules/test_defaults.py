@@ -5,9 +5,10 @@ import inspect
 import pytest
 
 from tpu_embedding import optimizers
-from tpu_embedding.optimizers.options import CommonOptions
+from tpu_embedding.optimizers.options import OPTIMIZERS, CommonOptions
 
 ADAM = {"beta_1": 0.9, "beta_2": 0.999, "epsilon": 1e-7}
+OPTAX_ADAM = {"learning_rate": 0.001, "beta_1": 0.9, "beta_2": 0.999, "epsilon": 1e-8}
 MOMENTS = {"learning_rate": 0.01, "beta_1": 0.9, "beta_2": 0.999, "epsilon": 1e-8}
 ADAGRAD_MOMENTUM = {
     "momentum": 0.0,
@@ -43,6 +44,8 @@ DEFAULTS = {
         "sum_inside_sqrt": True,
         "bias_correction": False,
     },
+    optimizers.lazy_adam: {**OPTAX_ADAM, "skipped_steps": "ignore"},
+    optimizers.adamw: {**OPTAX_ADAM, "weight_decay": 1e-4},
     optimizers.bounded_adagrad: {
         "learning_rate": 0.001,
         "initial_accumulator_value": 0.1,
@@ -122,7 +125,6 @@ DEFAULTS = {
         "beta_2": 0.999,
     },
     optimizers.user_defined: {
-        "learning_rate": 0.01,
         "slot_names": (),
         "slot_initializers": (),
         "hyperparameters": (),
@@ -155,7 +157,9 @@ DEFAULTS = {
 @pytest.mark.parametrize("function", DEFAULTS, ids=lambda x: x.__name__)
 def test_defaults(function):
     expected = DEFAULTS[function]
-    found = {
+    # Calls must give the rate; a name alone takes the default.
+    rates = getattr(OPTIMIZERS.get(function.__name__), "args", ())
+    found = dict(zip(["learning_rate"], rates, strict=False)) | {
         name: parameter.default
         for name, parameter in inspect.signature(function).parameters.items()
         if parameter.default is not inspect.Parameter.empty

@@ -25,7 +25,7 @@ WRONG = {
 @pytest.mark.parametrize("name", WRONG)
 def test_wrong_slots(name):
     with pytest.raises(ValueError, match="slot_names must be distinct, each with one"):
-        user_defined(sgd, **WRONG[name])
+        user_defined(sgd, 0.1, **WRONG[name])
 
 
 WRONG_RESULTS = {

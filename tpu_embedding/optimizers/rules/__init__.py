@@ -2,7 +2,8 @@
 
 * `sgd`, `momentum`: gradient descent; with momentum, also Nesterov's.
 * `adagrad`, `bounded_adagrad`, `proximal`, `clippy`, `frequency`: Adagrad and its kin.
-* `adam`, `lion`, `yogi`, `rmsprop`: moving averages of gradients and of their squares.
+* `adam`, `lazy_adam`, `lion`, `yogi`, `rmsprop`: moving averages of gradients and of
+  their squares.
 * `ftrl`: follow the regularised leader.
 * `adafactor`: second moments as one row and one column vector per table.
 * `rowwise`: FBGEMM's optimizers with one value per row.

@@ -16,12 +16,11 @@ import optax
 from tpu_embedding.optimizers.array_rules import for_each_array
 from tpu_embedding.optimizers.checks import (
     PASSED,
-    checks_ranges,
     finite,
     positive_bound,
 )
-from tpu_embedding.optimizers.equal_calls import equal_calls_are_one
-from tpu_embedding.optimizers.learning_rates import checked_schedule, learning_rate_at
+from tpu_embedding.optimizers.learning_rates import learning_rate_at
+from tpu_embedding.optimizers.options import takes_own_options
 from tpu_embedding.optimizers.row_optimizer import DeclaredRule, RowOptimizer
 from tpu_embedding.optimizers.rules._adafactor_moments import (
     AdafactorMode,
@@ -41,9 +40,7 @@ from tpu_embedding.optimizers.rules._clipping import (
 from tpu_embedding.optimizers.table_rows import TableRows, table_rows
 
 
-@equal_calls_are_one
-@checks_ranges(
-    "adafactor",
+@takes_own_options(
     weight_decay=finite,
     clipvalue=positive_bound,
     name=lambda _: PASSED,  # It has no effect.
@@ -182,7 +179,7 @@ def adafactor(
     del name, relative_step
     steps = gradient_accumulation_steps or 1
     rule = _Adafactor(
-        learning_rate=checked_schedule("adafactor", learning_rate),
+        learning_rate=learning_rate,
         epsilon_2=epsilon_2,
         clip_threshold=clip_threshold,
         weight_decay=weight_decay,

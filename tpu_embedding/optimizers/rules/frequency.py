@@ -11,9 +11,12 @@ import jax.numpy as jnp
 import optax
 
 from tpu_embedding.optimizers.array_rules import for_each_array
-from tpu_embedding.optimizers.checks import checks_ranges
 from tpu_embedding.optimizers.learning_rates import learning_rate_at
-from tpu_embedding.optimizers.options import CommonOptions, takes_common_options
+from tpu_embedding.optimizers.options import (
+    CommonOptions,
+    takes_common_options,
+    takes_own_options,
+)
 
 
 class FrequencyAwareAdagradState(NamedTuple):
@@ -78,7 +81,7 @@ def frequency_aware_adagrad(
       ValueError: if a value is out of its range.
 
     Example:
-      >>> state = frequency_aware_adagrad().init(jnp.ones((3, 2)))
+      >>> state = frequency_aware_adagrad(0.1).init(jnp.ones((3, 2)))
       >>> state.accumulators.shape, state.counters.shape
       ((3, 2), (3,))
     """
@@ -121,7 +124,7 @@ class FrequencyEstimatorState(NamedTuple):
     last_hit_step: jax.Array
 
 
-@checks_ranges("frequency_estimator")
+@takes_own_options()
 def frequency_estimator(
     tau: float,
     max_delta: float,

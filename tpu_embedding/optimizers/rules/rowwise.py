@@ -58,7 +58,7 @@ def partial_rowwise_adam(
       ValueError: if a value is out of its range.
 
     Example:
-      >>> state = partial_rowwise_adam().init(jnp.ones((3, 2)))
+      >>> state = partial_rowwise_adam(0.1).init(jnp.ones((3, 2)))
       >>> state[0].momenta.shape, state[0].velocities.shape
       ((3, 2), (3,))
     """
@@ -158,7 +158,7 @@ def partial_rowwise_lamb(
       ValueError: if a value is out of its range.
 
     Example:
-      >>> partial_rowwise_lamb().init(jnp.ones((3, 2)))[0].velocities.shape
+      >>> partial_rowwise_lamb(0.1).init(jnp.ones((3, 2)))[0].velocities.shape
       (3,)
     """
     betas = beta_1, beta_2

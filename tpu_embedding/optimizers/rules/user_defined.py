@@ -31,7 +31,7 @@ class UserDefinedState(NamedTuple):
 @equal_calls_are_one
 def user_defined(
     custom_computation: Callable[..., Any],
-    learning_rate: optax.ScalarOrSchedule = 0.01,
+    learning_rate: optax.ScalarOrSchedule,
     *,
     slot_names: Sequence[str] = (),
     slot_initializers: Sequence[SlotInitializer] = (),
