@@ -380,19 +380,15 @@ def _encode(
     return num_strings, vocabulary, ids
 
 
-@dataclasses.dataclass(frozen=True)
 class _Rows:
     """A `SampleReader` of some rows of the columns; each row is a block."""
 
-    columns: Batch
-    rows: np.ndarray
-
-    @property
-    def block_bounds(self) -> np.ndarray:
-        return np.arange(len(self.rows) + 1)
+    def __init__(self, columns: Batch, rows: np.ndarray):
+        self._columns, self._rows = columns, rows
+        self.block_bounds = np.arange(len(rows) + 1)
 
     def read(self, samples: np.ndarray) -> Batch:
-        return rows_of_batches([(self.columns, self.rows[samples])])
+        return rows_of_batches([(self._columns, self._rows[samples])])
 
 
 def signed_log(values: Any, xp: Any = np) -> Any:
