@@ -29,13 +29,13 @@ config = RunConfig(
     target=Target(metric="auc", at_least=0.5),
     # Optimizers: both learning rates fall linearly to 2 % of their initial value.
     num_steps=1000,
-    table_learning_rate=0.05,
+    table_learning_rate=0.1,
     dense_learning_rate=0.004,
     make_table_optimizer=lambda run: optimizers.adagrad(
         optax.linear_schedule(
             run.table_learning_rate, 0.02 * run.table_learning_rate, run.num_steps
         ),
-        initial_accumulator_value=1e-3,
+        initial_accumulator_value=1e-4,
     ),
     make_dense_optimizer=lambda run: optax.adam(
         optax.linear_schedule(

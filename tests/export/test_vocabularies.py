@@ -1,10 +1,13 @@
 """An export with vocabularies takes strings, and treats unknown ones by choice."""
 
+import shutil
+
 import numpy as np
 import pytest
 from flax import nnx
 
 import tpu_embedding as te
+from tpu_embedding.export.documents import read_document, write_document
 
 ExportError = te.export.ExportError
 GENRES = te.inputs.Vocabulary(["comedy", "drama"], mask_token="")
@@ -72,3 +75,16 @@ def test_names_that_are_none_of_an_input(layer, tmp_path):
     with pytest.raises(ExportError, match="got \\['film'\\]; the inputs"):
         te.export.save(layer, tmp_path / "x", BATCH, vocabularies={"film": GENRES})
     assert not list(tmp_path.iterdir())
+
+
+def test_deltas_carry_vocabularies(directory, tmp_path):
+    newer, path = tmp_path / "newer", "vocabularies/genres.json"
+    shutil.copytree(directory, newer)
+    te.inputs.Vocabulary(["comedy", "opera"], mask_token="").save(newer / path)
+    write_document(newer, read_document(directory).signature)
+    te.export.save_delta(newer, directory, tmp_path / "delta")
+    changed = [x.name for x in (tmp_path / "delta").rglob("*") if x.is_file()]
+    assert sorted(changed) == ["base.json", "export.json", "genres.json"]
+    te.export.apply_delta(directory, tmp_path / "delta", tmp_path / "made")
+    made = te.inputs.Vocabulary.load(tmp_path / "made" / path)
+    assert made.tokens == ("comedy", "opera")

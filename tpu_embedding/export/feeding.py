@@ -49,7 +49,8 @@ class Feeder:
           unknown: what becomes of strings that are in none.
         """
         self._signature, self._arrays = signature, arrays
-        self._vocabularies, self._unknown = vocabularies, unknown
+        self._vocabularies = vocabularies
+        self._unknown: Unknown = unknown
         self._sizes = BufferSizes()
         # One plan each: inputs may differ in their numbers of samples.
         self._plans = {

