@@ -4,7 +4,9 @@ import itertools
 import os
 import pathlib
 import re
+import tempfile
 import tomllib
+import zlib
 
 from docutils import nodes
 from sphinx import addnodes
@@ -38,15 +40,22 @@ myst_heading_anchors = 4
 # Notebooks show their stored outputs; docs/notebooks/execute.py makes them.
 nb_execution_mode = "off"
 
-# Names of other libraries become links where the lists of their names can be loaded.
-# DOCS_OFFLINE leaves them out, for builds without a network.
+# Names of other libraries become links where the lists of their names can be loaded. An
+# empty list stands in without a network, and DOCS_OFFLINE does not ask for any.
+_NO_NAMES = pathlib.Path(tempfile.mkdtemp()) / "objects.inv"
+_NO_NAMES.write_bytes(
+    b"# Sphinx inventory version 2\n# Project: none\n# Version: 0\n"
+    b"# The remainder of this file is compressed using zlib.\n" + zlib.compress(b"")
+)
+_ASKED = [] if os.environ.get("DOCS_OFFLINE") else [None]  # None asks the address.
 intersphinx_mapping = {
-    "jax": ("https://docs.jax.dev/en/latest/", None),
-    "flax": ("https://flax.readthedocs.io/en/stable/", None),
-    "optax": ("https://optax.readthedocs.io/en/stable/", None),
+    name: (address, (*_ASKED, str(_NO_NAMES)))
+    for name, address in {
+        "jax": "https://docs.jax.dev/en/latest/",
+        "flax": "https://flax.readthedocs.io/en/latest/",
+        "optax": "https://optax.readthedocs.io/en/latest/",
+    }.items()
 }
-if os.environ.get("DOCS_OFFLINE"):
-    intersphinx_mapping = {}
 intersphinx_timeout = 10
 
 # Docstrings write code between single backticks.
@@ -118,7 +127,9 @@ def _summarize(app, doctree):
             "", "", nodes.literal("", signature["fullname"]), internal=True
         )
         name["refid"] = signature["ids"][0]
-        first = next(content.findall(nodes.paragraph), nodes.paragraph())
+        # Values have no text of their own but that of their class.
+        texts = [] if entry["objtype"] == "data" else content.findall(nodes.paragraph)
+        first = next(iter(texts), nodes.paragraph())
         body += nodes.row(
             "",
             nodes.entry("", nodes.paragraph("", "", name)),
@@ -127,7 +138,8 @@ def _summarize(app, doctree):
     columns = [nodes.colspec(colwidth=width) for width in (30, 70)]
     page = doctree.next_node(nodes.section)
     place = 1 + isinstance(page[1], nodes.paragraph)  # below the title and its sentence
-    page.insert(place, nodes.table("", nodes.tgroup("", *columns, body, cols=2)))
+    table = nodes.tgroup("", *columns, body, cols=2)
+    page.insert(place, nodes.table("", table, classes=["names"]))
 
 
 def _link_names(app, doctree):
