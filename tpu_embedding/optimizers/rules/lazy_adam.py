@@ -76,8 +76,9 @@ def lazy_adam(
     by default. Up to 198 of them are taken in a loop over the touched rows; later ones
     add less than float32 shows. The loop goes on for all rows until the one that waited
     longest is done, so most steps on real data take it whole. On a CPU, the rule takes
-    about 27 times as long then, 190 ms for 8,192 rows of 64. For dense Adam's numbers in each lookup, at the cost of
-    a pass over the table, write `every_row(optax.adam(...))`.
+    about 27 times as long then, 190 ms for 8,192 rows of 64. For dense Adam's numbers in
+    each lookup, at the cost of a pass over the table, write
+    `every_row(optax.adam(...))`.
 
     Source: Kingma and Ba (2015), as `optax.adam`. Skipped moves use the learning rates
     of a schedule in their own steps, and a rate that is set by hand as it is now.
