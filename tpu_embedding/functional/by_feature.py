@@ -10,7 +10,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float
 
 from tpu_embedding.inputs.shard_inputs import (
@@ -45,12 +44,6 @@ def feature_shapes(
         for shape, feature in zip(shapes, plan.features, strict=True)
     )
     return shapes
-
-
-def activation_spec(shape: FeatureShape, plan: EmbeddingPlan) -> PartitionSpec:
-    """Returns the partition of activations; whole if the devices do not divide."""
-    divides = shape.output_shape[0] % plan.num_shards == 0
-    return plan.batch_sharding.spec if divides else PartitionSpec()
 
 
 def collect_activations(

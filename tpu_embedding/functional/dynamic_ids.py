@@ -429,8 +429,7 @@ def _spec_of(leaf: Any, plan: EmbeddingPlan) -> PartitionSpec:
     """Returns the partition of the rows of a feature, on explicit axes."""
     if isinstance(leaf, ShardedRaggedIds):
         return plan.sample_spec
-    divides = ids_of(leaf).shape[0] % plan.num_shards == 0
-    return plan.batch_sharding.spec if divides else PartitionSpec()
+    return plan.sharding_of_samples(ids_of(leaf).shape).spec
 
 
 def _stats(

@@ -18,11 +18,10 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import PartitionSpec
 
 from tpu_embedding.argument_checks import describe_value
 from tpu_embedding.functional.by_feature import (
-    activation_spec,
     collect_activations,
     collect_stats,
     cotangent_of_samples,
@@ -125,7 +124,7 @@ def activation_shapes(features: Any, plan: EmbeddingPlan) -> Any:
         jax.ShapeDtypeStruct(
             shape.output_shape,
             jnp.float32,
-            sharding=NamedSharding(plan.mesh, activation_spec(shape, plan)),
+            sharding=plan.sharding_of_samples(shape.output_shape),
         )
         for shape in feature_shapes(leaves, plan)
     ]
@@ -278,7 +277,7 @@ def _read_routed(tables: dict[str, PackedRows], routed: Routing) -> LookupResult
         activations = collect_activations(results, routed.shapes, plan)
         return activations, routings, collect_stats(results, plan)
 
-    specs = [activation_spec(shape, plan) for shape in routed.shapes]
+    specs = [plan.sharding_of_samples(x.output_shape).spec for x in routed.shapes]
     out_specs = (plan.unflatten(specs), plan.sample_spec, PartitionSpec())
     activations, routings, stats = in_auto_axes(read, plan, out_specs)(
         tables, routed.stacks

@@ -3,6 +3,7 @@
 import dataclasses
 import logging
 import pathlib
+import shlex
 
 from jax.sharding import Mesh
 
@@ -93,10 +94,11 @@ class Train(_Run):
         if result.metrics is None:
             return STOPPED
         if distributed.is_first():
+            run, served = (shlex.quote(str(directory / x)) for x in (".", "served"))
             print(
                 f"next: plot     {directory / PLOT_FILE}\n"
-                f"      export   tpu-embedding export {directory} {directory}/served\n"
-                f"      inspect  tpu-embedding inspect {directory}"
+                f"      export   tpu-embedding export {run} {served}\n"
+                f"      inspect  tpu-embedding inspect {run}"
             )
         return 0
 

@@ -5,12 +5,12 @@ from collections.abc import Mapping
 from typing import Any, Literal
 
 import jax.numpy as jnp
-import numpy as np
 from flax import nnx
 
 from tpu_embedding import initializers
 from tpu_embedding.config import FeatureConfig
 from tpu_embedding.nn.embedding import TPUEmbedding
+from tpu_embedding.nn.interactions import DotInteraction
 from tpu_embedding.plan.plan import EmbeddingPlan
 from tpu_embedding.tools.data.csv_clicks import signed_log
 from tpu_embedding.tools.train.models.model import (
@@ -107,10 +107,7 @@ class ClickModel(nnx.Module):
         rows = [activations[name] for name in sorted(activations)]
         inputs = [*rows]
         if self.has_products:
-            stacked = jnp.stack(rows, axis=1)
-            products = jnp.einsum("bid,bjd->bij", stacked, stacked)
-            first, second = np.tril_indices(len(rows), k=-1)
-            inputs.append(products[:, first, second])
+            inputs.append(DotInteraction()(rows))
         if self.number_names:
             numbers = jnp.stack([dense[name] for name in self.number_names], axis=1)
             is_missing = jnp.isnan(numbers)
