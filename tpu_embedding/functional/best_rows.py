@@ -86,8 +86,8 @@ def top_k(
       gets `-inf` and `te.inputs.PADDING_ROW_ID` behind them.
 
     Raises:
-      ValueError: if `k`, the table's name or the width of the queries do not fit, or
-        the table has a dynamic vocabulary.
+      ValueError: if `k`, the table's name, the width of the queries or `excluded` do
+        not fit, or the table has a dynamic vocabulary.
 
     Example:
       >>> import tpu_embedding as te
@@ -102,18 +102,32 @@ def top_k(
     """
     check_mapping("top_k: tables", tables, "te.nn.top_k(layer, queries, k)")
     stack, member = find_table(plan, table)
+    queries = jnp.asarray(queries)
     _check_arguments(queries, k, member, transform)
-    num_queries = queries.shape[0]
-    if excluded is None:
-        excluded = jnp.zeros((num_queries, 0), jnp.int32)
-    excluded = jnp.asarray(excluded).astype(jnp.int32)
-    # Of so many, those that are not excluded are enough.
-    num_best = min(k + excluded.shape[1], member.num_rows)
+    excluded = _checked_exclusions(excluded, queries.shape[0])
     if isinstance(whole := tables.get(member.name), jax.Array):
         read = _reader_of_whole_table(whole, stack, member)
-        best = _best_of_device(queries, read, member.num_rows, num_best, transform)
+        best = _best_of_device(
+            queries, read, member.num_rows, _num_best(k, excluded, member), transform
+        )
         return _merged(best, excluded, k)
     check_tables(tables, [stack])
+    rows = tables[stack.name]
+    return _top_k_on_mesh(rows, queries, excluded, k, stack, member, plan, transform)
+
+
+def _top_k_on_mesh(
+    rows: PackedRows,
+    queries: Float[Array, "queries query_dim"],
+    excluded: Int[Array, "queries n"],
+    k: int,
+    stack: StackPlan,
+    member: TablePlan,
+    plan: EmbeddingPlan,
+    transform: Transform | None,
+) -> TopK:
+    """Returns the best rows of a table that is sharded over the mesh; see `top_k`."""
+    num_queries, num_best = queries.shape[0], _num_best(k, excluded, member)
     of_replica = PartitionSpec(stack.replica_axes)
     of_device = PartitionSpec((*stack.replica_axes, *stack.shard_axes))
 
@@ -143,7 +157,7 @@ def top_k(
     divides = num_queries % plan.num_shards == 0
     on_mesh = in_auto_axes(run, plan, of_device if divides else PartitionSpec())
     # Under jit also for eager callers: JAX would compile the loop over blocks alone.
-    return jax.jit(on_mesh)(tables[stack.name], queries, excluded)
+    return jax.jit(on_mesh)(rows, queries, excluded)
 
 
 def find_table(plan: EmbeddingPlan, name: str | None) -> tuple[StackPlan, TablePlan]:
@@ -184,6 +198,30 @@ def _check_arguments(queries: Any, k: int, member: TablePlan, transform: Any) ->
             f"top_k: queries must have the shape [queries, {vector.shape[-1]}], as the "
             f"vectors of table {member.name!r}, got {list(queries.shape)}."
         )
+
+
+def _checked_exclusions(excluded: Any, num_queries: int) -> Int[Array, "queries n"]:
+    """Returns the excluded ids as int32; refuses what is no id, and other shapes."""
+    if excluded is None:
+        return jnp.zeros((num_queries, 0), jnp.int32)
+    if not isinstance(excluded, jax.Array):
+        excluded = np.asarray(excluded)
+    is_integer = jnp.issubdtype(excluded.dtype, jnp.integer)
+    if not is_integer or excluded.ndim != 2 or excluded.shape[0] != num_queries:
+        raise ValueError(
+            f"top_k: excluded must be integers [{num_queries}, n], some ids for each "
+            f"query, got {excluded.dtype} {list(excluded.shape)}."
+        )
+    # Ids beyond int32 are ids of no row, and JAX would keep their lower half.
+    if isinstance(excluded, np.ndarray):
+        is_id = (excluded >= 0) & (excluded < PADDING_ROW_ID)
+        excluded = np.where(is_id, excluded, PADDING_ROW_ID)
+    return jnp.asarray(excluded, jnp.int32)
+
+
+def _num_best(k: int, excluded: Array, member: TablePlan) -> int:
+    """Returns how many rows are enough, as some of them may be excluded."""
+    return min(k + excluded.shape[1], member.num_rows)
 
 
 def _reader_of_whole_table(
@@ -244,13 +282,14 @@ def _best_of_device(
         vectors = rows if transform is None else transform(rows)
         scores = jnp.matmul(queries, vectors.T, precision=jax.lax.Precision.HIGHEST)
         scores = jnp.where(scores > LOWEST_SCORE, scores, LOWEST_SCORE)  # also NaN
+        scores = jnp.where(scores == 0, 0.0, scores)  # -0.0 is no lower score
         scores = jnp.where((ids == PADDING_ROW_ID)[None], -jnp.inf, scores)
         scores = jnp.concatenate([best.scores, scores], axis=1)
         ids = jnp.broadcast_to(ids[None], (num_queries, size))
         ids = jnp.concatenate([best.ids, ids], axis=1)
         # Of equal scores the first wins: rows of earlier blocks have lower ids.
-        scores, places = jax.lax.top_k(scores, num_best)
-        return TopK(scores, jnp.take_along_axis(ids, places, axis=1))
+        scores, positions = jax.lax.top_k(scores, num_best)
+        return TopK(scores, jnp.take_along_axis(ids, positions, axis=1))
 
     shape = (num_queries, num_best)
     no_ids = jnp.full(shape, PADDING_ROW_ID, jnp.int32)

@@ -294,23 +294,25 @@ def _fill_buckets(
         turn, keys, scores, lanes, evictions = state
         bucket, start, count = _groups_of_turn(groups, turn, per_turn)
         old_keys, old_scores = keys[bucket], scores[bucket]
-        kinds, order = _lanes_by_value(old_keys, old_scores, tables[0].dynamic, now)
-        is_new, source = _ids_of_lanes(kinds, start, count, groups)
+        # From here on `[buckets, 64]` arrays: column j is the lane that a bucket gives
+        # away as its j-th, `given[:, j]`.
+        kinds, given = _lanes_by_value(old_keys, old_scores, tables[0].dynamic, now)
+        gets_id, source = _ids_of_lanes(kinds, start, count, groups)
         words = (ids.first[source], ids.second[source])
-        uses = (jnp.broadcast_to(now, is_new.shape), jnp.ones_like(words[0]))
-        # A bucket of no group is written nowhere.
-        target = jnp.where(count > 0, bucket, keys.shape[0])
-        new_keys = _with_new(old_keys, words, is_new, order)
-        new_scores = _with_new(old_scores, uses, is_new, order)
-        num_evicted = jnp.sum(is_new & (kinds == _EVICTABLE), axis=1, dtype=jnp.int32)
+        uses = (jnp.broadcast_to(now, gets_id.shape), jnp.ones_like(words[0]))
+        new_keys = _with_new(old_keys, words, gets_id, given)
+        new_scores = _with_new(old_scores, uses, gets_id, given)
+        is_evicted = gets_id & (kinds == _EVICTABLE)
+        num_evicted = jnp.sum(is_evicted, axis=1, dtype=jnp.int32)
         table_of = table_of_buckets(bucket, tables)
+        # Behind the last bucket, and the last id: written nowhere.
+        target = jnp.where(count > 0, bucket, keys.shape[0])
+        new_id = jnp.where(gets_id, source, num_ids)
         return (
             turn + 1,
             keys.at[target].set(new_keys, mode="drop"),
             scores.at[target].set(new_scores, mode="drop"),
-            lanes.at[jnp.where(is_new, source, num_ids)].set(
-                order, mode="drop", wrap_negative_indices=False
-            ),
+            lanes.at[new_id].set(given, mode="drop", wrap_negative_indices=False),
             evictions + _sum_by_table(num_evicted, table_of, tables),
         )
 

@@ -43,8 +43,8 @@ class StackRouting:
 
     Attributes:
       keys: int32 `[ids]`, of all features; see `_flatten_to_owners.py`.
-      sent: the ids at the owners of their rows; None if this device reads its own rows,
-        or SparseCores look rows up.
+      sent: the ids at the owners of their rows; None if this device reads its own rows.
+        If SparseCores look rows up, the gradient adds it.
       by_core: the ids by SparseCore; None: SparseCores do not look rows up.
       poolings: per feature of the stack.
       out_of_range: int32 `[1]` per feature of the stack.

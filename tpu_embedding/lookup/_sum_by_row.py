@@ -4,8 +4,8 @@
 cotangent, times gain and scale, to the gradient of its row in the exchange buffer.
 `merge` runs at the owner, which gets gradients of one row from several devices.
 
-Both sort by row, which brings the occurrences of a row together: the first one, then
-its *repeats*. The sum of a row starts as the value of its first occurrence, so no
+`merge` sorts many rows, which brings the occurrences of a row together: the first one,
+then its *repeats*. The sum of a row starts as the value of its first occurrence, so no
 buffer of zeros is needed. A loop then adds the repeats, one chunk of them per
 iteration. It ends when no repeat is left.
 """

@@ -184,14 +184,8 @@ def _fields_of(optimizer: KerasOptimizer) -> Mapping[str, Any]:
 def _translate(
     name: str, config: Mapping[str, Any], rows: KerasRows
 ) -> optax.GradientTransformation:
-    # Keras names the second Adam of a session adam_1.
-    class_key = re.sub(r"_\d+$", "", name).replace("_", "").lower()
-    if class_key not in _OWN_FIELDS:
-        raise ValueError(
-            f"config must be of one of Keras' classes {sorted(_OWN_FIELDS)}, got "
-            f"{name!r}; say which by class_name, or write the optimizer as an optax "
-            "transformation, such as te.optimizers.every_row(optax.adamw(0.1))."
-        )
+    """Returns the optimizer of a config, once the config is known to have one."""
+    class_key = _class_key(name)
     values = {
         field: value.item() if isinstance(value, np.generic) else value
         for field, value in config.items()
@@ -220,12 +214,29 @@ def _translate(
     rate = _at_updates(rate, steps)
     rule = _rule_of_class(class_key, rate, own)
     rule = _with_common_fields(rule, rate, common)
-    # Without these, a gradient of zero changes neither row nor slot variables.
-    is_moved = class_key not in ("sgd", "adagrad") or own.get("momentum")
-    is_moved = is_moved or common["weight_decay"] or steps > 1
-    if rows == "touched" or not is_moved:
+    # A gradient of zero changes neither a row nor its slot variables.
+    rests_without_gradient = (
+        class_key in ("sgd", "adagrad")
+        and not own.get("momentum")
+        and not common["weight_decay"]
+        and steps == 1
+    )
+    if rows == "touched" or rests_without_gradient:
         return rule
     return every_row(rule, gradient_steps=int(steps))
+
+
+def _class_key(name: str) -> str:
+    """Returns the key of a class in `_OWN_FIELDS`, by its name or an optimizer's."""
+    # Keras names the second Adam of a session adam_1.
+    key = re.sub(r"_\d+$", "", name).replace("_", "").lower()
+    if key not in _OWN_FIELDS:
+        raise ValueError(
+            f"config must be of one of Keras' classes {sorted(_OWN_FIELDS)}, got "
+            f"{name!r}; say which by class_name, or write the optimizer as an optax "
+            "transformation, such as te.optimizers.every_row(optax.adamw(0.1))."
+        )
+    return key
 
 
 def _problems(class_key: str, values: Mapping[str, Any], rows: str) -> Iterator[str]:

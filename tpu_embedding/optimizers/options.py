@@ -311,15 +311,24 @@ def _with_options(
             "are always sharded and packed like their table. Choose initial values by "
             "slot_initializers, and the dtype by slot_dtype=jnp.bfloat16."
         )
+    if clipvalue is not None and not use_gradient_accumulation:
+        raise ValueError(
+            f"{owner}: clipvalue bounds the summed gradient of a row, so it needs "
+            f"use_gradient_accumulation=True, got False and clipvalue={clipvalue}. "
+            "Leave one of them out."
+        )
+    decays = isinstance(weight_decay_factor, Tracer) or bool(weight_decay_factor)
+    multiplies = multiply_weight_decay_factor_by_learning_rate
+    if decays and multiplies and learning_rate is None:
+        raise ValueError(
+            "multiply_weight_decay_factor_by_learning_rate=True needs the rule's "
+            "learning_rate, got None. Pass learning_rate to with_options, too."
+        )
+
+    # From the inside to the outside: what wraps last runs first.
     if slot_dtype is not None or slot_initializers is not None:
         rule = with_slot_storage(owner, rule, slot_dtype, slot_initializers)
-    if isinstance(weight_decay_factor, Tracer) or weight_decay_factor:
-        multiplies = multiply_weight_decay_factor_by_learning_rate
-        if multiplies and learning_rate is None:
-            raise ValueError(
-                "multiply_weight_decay_factor_by_learning_rate=True needs the rule's "
-                "learning_rate, got None. Pass learning_rate to with_options, too."
-            )
+    if decays:
         factor, rate = weight_decay_factor, learning_rate if multiplies else None
         rule = wrap_rule(rule, lambda inner: _decay_rows(inner, factor, rate))
     if clipvalue is not None:
@@ -332,15 +341,7 @@ def _with_options(
         }
         clip_updated = _clip_rows(owner, bounds)
         rule = wrap_rule(rule, lambda inner: optax.chain(inner, clip_updated))
-    if use_gradient_accumulation:
-        return rule
-    if clipvalue is not None:
-        raise ValueError(
-            f"{owner}: clipvalue bounds the summed gradient of a row, so it needs "
-            f"use_gradient_accumulation=True, got False and clipvalue={clipvalue}. "
-            "Leave one of them out."
-        )
-    return in_sequence(rule)
+    return rule if use_gradient_accumulation else in_sequence(rule)
 
 
 cast(Any, with_options).__signature__ = _list_options(with_options)

@@ -96,7 +96,7 @@ def read_blocks(
       plan: plan of the embedding layer.
       ranges: rows to read, by table; None: all rows.
       receivers: `"one"` gives each block to one process only. `"all"` gives it to all
-        of them, and takes more turns.
+        of them; in a job of several processes it takes more turns.
 
     Returns:
       An iterator of turns, each with the blocks of this process, possibly none.
@@ -177,6 +177,7 @@ def _read_by_exchange(
     turns = _batched(windows, max(served) + 1)
     for turn, received in _one_ahead(map(read, turns)):
         yield list(_blocks_of_turn(turn, received, served, exchange))
+        del received  # Else three turns are in memory while the next one is read.
 
 
 def _write_by_exchange(
@@ -212,14 +213,16 @@ def _write_by_exchange(
         lines = write_lines(lines, sent, *_bounds(turn), exchange=exchange)
         # At most one turn waits in the queue of a device.
         jax.block_until_ready(lines)
+        del sent, parts
     return dataclasses.replace(packed, lines=lines)
 
 
 def _one_ahead(items: Iterator[_Item]) -> Iterator[_Item]:
     """Yields each item once the next one is made, such as a transfer that goes on."""
-    end: list[Any] = [None]
-    for item, _ in itertools.pairwise(itertools.chain(items, end)):
-        yield item
+    made = collections.deque(itertools.islice(items, 1))
+    while made:
+        made.extend(itertools.islice(items, 1))
+        yield made.popleft()
 
 
 def _read_ahead(
@@ -229,6 +232,7 @@ def _read_ahead(
     with ThreadPoolExecutor(1) as reader:
         for future in _one_ahead(reader.submit(function, item) for item in items):
             yield future.result()
+            del future
 
 
 def _batched(windows: Sequence[Window], size: int) -> list[Sequence[Window]]:

@@ -110,7 +110,12 @@ def step_without_gradient(state: Any, stack: TrainedStackPlan) -> Any:
 def _apply(
     table: PackedRows, state: Any, gradient: GradientRounds, writer: TableWriter
 ) -> tuple[PackedRows, Any]:
-    """Applies the rule, by whichever way the plan has for it."""
+    """Applies the rule to the rows of all rounds.
+
+    A rule that keeps the gradient gets one of the whole table. A rule with totals over
+    the table runs twice if there are several rounds: first for the totals, then with
+    them. All others run once per round.
+    """
     stack, optimizer = writer.stack, writer.stack.optimizer
     inner = state.inner if optimizer.keeps_gradient else state
     leaves = jax.tree.leaves(inner, is_leaf=is_slot)
@@ -127,21 +132,20 @@ def _apply(
         return _apply_round(all_reduce, writer, table, state, gradients, rows)
 
     all_reduce = across_shards(stack)
-    totals: list[Any] = []
-    is_one_round = gradient.fold_later is None
-    if optimizer.takes_totals and not is_one_round:
+    if optimizer.takes_totals and gradient.fold_later is not None:
         totals = _totals_over_rounds(apply_round, table, state, gradient, all_reduce)
         totals, table, state = read_before_write((totals, table, state))
+        all_reduce = known_totals(totals)
+    old = state
 
     def apply_next(carry, gradients, rows):
-        table, new_state = carry
+        table, new = carry
         # Values that belong to no row advance once: every round starts from the old.
-        old_state = with_slots(state, slots_of(new_state))
-        answer = all_reduce if is_one_round else known_totals(totals)
-        return apply_round(answer, table, old_state, gradients, rows)
+        state = with_slots(old, slots_of(new))
+        return apply_round(all_reduce, table, state, gradients, rows)
 
-    table, new_state = gradient.fold(apply_next, (table, state))
-    return table, _with_finite_values(new_state, state, is_finite)
+    table, new = gradient.fold(apply_next, (table, old))
+    return table, _with_finite_values(new, old, is_finite)
 
 
 def _if_finite(rows: RowRange | None, is_finite: Any) -> RowRange | None:
