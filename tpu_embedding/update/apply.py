@@ -131,18 +131,18 @@ def _apply(
         rows = _if_finite(rows, is_finite)
         return _apply_round(all_reduce, writer, table, state, gradients, rows)
 
-    all_reduce = across_shards(stack)
+    all_reduce, totals = across_shards(stack), None
     if optimizer.takes_totals and gradient.fold_later is not None:
         totals = _totals_over_rounds(apply_round, table, state, gradient, all_reduce)
         totals, table, state = read_before_write((totals, table, state))
-        all_reduce = known_totals(totals)
     old = state
 
     def apply_next(carry, gradients, rows):
         table, new = carry
         # Values that belong to no row advance once: every round starts from the old.
         state = with_slots(old, slots_of(new))
-        return apply_round(all_reduce, table, state, gradients, rows)
+        total_of = all_reduce if totals is None else known_totals(totals)
+        return apply_round(total_of, table, state, gradients, rows)
 
     table, new = gradient.fold(apply_next, (table, old))
     return table, _with_finite_values(new, old, is_finite)
