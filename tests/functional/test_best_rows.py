@@ -93,6 +93,21 @@ def test_rows_without_a_finite_product_come_last_and_padding_never():
     best = te.functional.top_k(tables, np.ones_like(queries), plan, 5, table="few")
     assert np.asarray(best.ids)[:, 3:].tolist() == [[1, 3]] * 7
     assert set(np.asarray(best.ids)[0, :3]) == {0, 2, 4}
+    # An id beyond int32 is the id of no row, and not that of its lower half.
+    beyond = np.full((len(queries), 1), 2**32 + 2)
+    queries = np.ones_like(queries)
+    kept = te.functional.top_k(tables, queries, plan, 3, table="few", excluded=beyond)
+    np.testing.assert_array_equal(kept.ids, best.ids[:, :3])
+
+
+def test_zeros_of_any_sign_are_equal():
+    table = te.TableConfig(vocabulary_size=3, dim=1, name="t")
+    plan = te.make_plan(te.FeatureConfig(table=table), mesh_of_shape("2"))
+    tables = te.functional.init_tables(plan, jax.random.key(0))
+    values = {"t": np.array([[0.0], [-0.0], [1.0]])}
+    tables, _ = te.functional.with_table_values(tables, values, plan, {})
+    best = te.functional.top_k(tables, jnp.array([[-1.0]]), plan, 2)
+    assert best.ids.tolist() == [[0, 1]]
 
 
 @pytest.mark.full
@@ -119,6 +134,14 @@ def test_wrong_arguments_are_named():
             (queries, plan, 1),
             {"table": "few", "transform": lambda rows: rows[:, :3]},
             "the shape [queries, 3]",
+        ),
+        *(
+            ((queries, plan, 1), {"table": "few", "excluded": x}, message)
+            for x, message in (
+                ([3], "excluded must be integers [7, n]"),
+                (np.zeros((6, 1), int), "got int64 [6, 1]"),
+                (np.full((7, 1), 2.7), "got float64 [7, 1]"),
+            )
         ),
     ):
         with pytest.raises(ValueError, match=re.escape(message)):
