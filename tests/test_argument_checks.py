@@ -4,6 +4,7 @@ Each case is a call as habits of Flax, optax or TensorFlow would write it. The e
 says what was given, what is wanted, and the line to write.
 """
 
+import dataclasses
 import types
 
 import jax
@@ -226,6 +227,12 @@ NAMES = {
             validate_weights_and_indices=False,
         ),
         "which is the same, got both",
+    ),
+    "feature: a second name to replace": (
+        lambda x: dataclasses.replace(
+            te.FeatureConfig(table=TABLE), drop_nonpositive_weights=False
+        ),
+        "Give validate_weights_and_indices alone",
     ),
     "layer: num_embeddings": (
         lambda x: te.TPUEmbedding(num_embeddings=9, rngs=nnx.Rngs(0)),

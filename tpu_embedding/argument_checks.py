@@ -124,6 +124,7 @@ def right_names(
                 if name in kwargs:
                     raise TypeError(
                         f"{owner} takes {alias} or {name}, which is the same, got both."
+                        f" Give {name} alone; dataclasses.replace takes no {alias}."
                     )
                 kwargs[name] = kwargs.pop(alias)
             for name in kwargs:

@@ -125,8 +125,10 @@ def by_name(of_tables):
     return optax.multi_transform({"t": of_tables, "d": ADAM}, labels)
 
 
+WARM_UP = optax.linear_schedule(0.0, 0.1, 100)
 MISSING_TABLES = {
     "decay": (optax.adamw(0.1), "their rows do not decay"),
+    "late decay": (optax.adamw(WARM_UP), "their rows do not decay"),
     "labels": (by_name(optax.adagrad(0.1)), r"It never gets tables"),
     "frozen": (by_name(optax.set_to_zero()), r"layers \['embedding'\]"),
 }
@@ -148,6 +150,9 @@ def test_no_warning_of_parts_that_tables_have_or_nobody_expects():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         make_nnx(optax.adamw(0.1), optax.adamw(0.1))
+        make_nnx(optax.adamw(0.1), optax.adamw(WARM_UP))
+        make_nnx(optax.yogi(0.1))
+        make_nnx(optax.noisy_sgd(0.1, key=0))
         make_nnx(by_name(ADAM))
         make_nnx(biases)
 

@@ -11,6 +11,8 @@ from flax import nnx
 
 import tpu_embedding as te
 from tests.conftest import mesh_of
+from tpu_embedding.export.serving_program import make_program
+from tpu_embedding.nn.pooled_ids import warn_of_pooled_ids
 
 NUM_FEATURES = 26
 MATRIX = np.array([[1, 2, 2], [3, 4, 5]])
@@ -129,6 +131,16 @@ def test_ids_that_are_pooled_by_default_are_warned_of():
         look_up(MATRIX[:, :1])
         look_up(MATRIX, combiner="sum")
         look_up(MATRIX, max_sequence_length=3)
+        jax.eval_shape(jax.vmap(layer), np.stack([MATRIX, MATRIX]))
+        padded = np.where(MATRIX == MATRIX[0, 0], -1, MATRIX)
+        warn_of_pooled_ids(padded, layer.plan, stacklevel=1)
+        make_program(
+            layer,
+            (MATRIX,),
+            method="__call__",
+            row_format="float32",
+            batch_size=None,
+        )
 
 
 def test_a_feature_may_have_a_combiner_of_its_own():

@@ -40,7 +40,8 @@ def test_values_of_keras_recommenders(name):
     # Places without an item do not count, whatever they hold.
     cut = loss(SCORES[1, :3], LABELS[1, :3])
     np.testing.assert_allclose(found[1], cut, rtol=1e-6)
-    gradients = jax.grad(lambda s: loss(s, LABELS, where=WHERE).sum())(SCORES)
+    scores = np.where(WHERE, SCORES, np.nan)
+    gradients = jax.grad(lambda s: loss(s, LABELS, where=WHERE).sum())(scores)
     assert np.isfinite(gradients).all()
     assert (np.asarray(gradients)[~WHERE] == 0).all()
 
@@ -54,6 +55,14 @@ def test_list_mle_is_a_probability_of_orders():
     ]
     # 24 rounded exponentials.
     np.testing.assert_allclose(np.exp(-np.array(losses)).sum(), 1, rtol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [np.uint8, np.uint32, np.bool_])
+def test_labels_that_have_no_negative(dtype):
+    labels = np.array([0, 1, 0]).astype(dtype)
+    for loss in LOSSES.values():
+        expected = loss(SCORES[0, :3], labels.astype(np.float32))
+        np.testing.assert_array_equal(loss(SCORES[0, :3], labels), expected)
 
 
 def in_numpy(scores, own):

@@ -192,10 +192,19 @@ MISUSE = {
         ValueError,
         r"te.value_and_grad\(loss_fn\)",
     ),
+    "plain gradients of a part": (
+        plain_gradients_of_a_part,
+        ValueError,
+        r"te\.value_and_grad\(loss_fn, wrt=nnx\.PathContains\('head'\)\)",
+    ),
+    "plain gradients of another argument": (
+        lambda m, b: nnx.grad(lambda m, x: loss_fn(m, b) * x, argnums=1)(m, 1.0),
+        ValueError,
+        r"close over the model: nnx\.grad\(lambda x: loss_fn\(model, x\)\)\(x\)",
+    ),
     **{
         name: (call, ValueError, r"te.value_and_grad\(loss_fn\)")
         for name, call in {
-            "plain gradients of a part": plain_gradients_of_a_part,
             "plain gradients of merged parts": plain_gradients_of_merged_parts,
             "plain gradients through jit": plain_gradients_through(nnx.jit),
             "plain gradients through remat": plain_gradients_through(nnx.remat),

@@ -138,7 +138,7 @@ def _labels(tx: optax.GradientTransformation, params: nnx.State, layer: str) -> 
         return False
     name = (*filter(None, layer.split("/")), "tables")
     tree = nnx.from_flat_state({**ones, name: jnp.ones((1, 1))})
-    updates = _first_update(tx, tree, tree)
+    updates = _update(tx, tree, tree)
     if updates is None:
         return False
     found = {path: leaf.item() for path, leaf in nnx.to_flat_state(updates)}
@@ -146,10 +146,14 @@ def _labels(tx: optax.GradientTransformation, params: nnx.State, layer: str) -> 
 
 
 def _decays(tx: Any, dim: int = 2) -> bool:
-    """Returns True if an array changes though its gradient is zero."""
+    """Returns True if the update of an array without a gradient depends on its values.
+
+    That leaves out noise, and moments that do not start at 0. It looks at the second
+    update, since a rate may start at 0.
+    """
     rows = jnp.ones((2, dim))
-    update = _first_update(tx, 0 * rows, rows)
-    return update is not None and bool(np.any(update != 0))
+    one, other = (_update(tx, 0 * rows, x, num_steps=2) for x in (rows, -rows))
+    return one is not None and other is not None and not np.array_equal(one, other)
 
 
 def _couples_arrays(tx: optax.GradientTransformation) -> bool:
@@ -160,7 +164,7 @@ def _couples_arrays(tx: optax.GradientTransformation) -> bool:
     """
     ones = jnp.ones((2, 2))
     usual, *others = [
-        _first_update(tx, [ones, other * ones], [ones, ones])
+        _update(tx, [ones, other * ones], [ones, ones])
         for other in (1.0, 1e10, jnp.nan)
     ]
     if usual is None:
@@ -168,12 +172,14 @@ def _couples_arrays(tx: optax.GradientTransformation) -> bool:
     return any(not np.array_equal(usual[0], other[0]) for other in others)
 
 
-def _first_update(tx: Any, gradients: Any, params: Any) -> Any:
-    """Returns the first update of an optimizer; None if it takes no such arrays."""
+def _update(tx: Any, gradients: Any, params: Any, *, num_steps: int = 1) -> Any:
+    """Returns the latest update of an optimizer; None if it takes no such arrays."""
     try:
         # The layer knows the norm of the whole model, and tells it to rules that ask.
         with on_its_own(), model_gradient_context(lambda: jnp.ones(())):
-            updates, _ = tx.update(gradients, tx.init(params), params)
+            state, updates = tx.init(params), None
+            for _ in range(num_steps):
+                updates, state = tx.update(gradients, state, params)
         return jax.tree.map(np.asarray, updates)
     except Exception:  # The optimizer may be any function, and raise anything.
         return None

@@ -57,8 +57,10 @@ USE_VALUE_AND_GRAD: Final = (
     "so the tables would never train. Change two lines:\n"
     "  loss, gradients = te.value_and_grad(loss_fn)(model, ...)\n"
     "  optimizer = te.Optimizer(model, tx)  # in place of nnx.Optimizer\n"
-    "To keep the tables fixed, make the layer without an optimizer, or close over the "
-    "model: nnx.grad(lambda head: loss_fn(head, model))(head)."
+    "For gradients of a part only: te.value_and_grad(loss_fn, wrt=nnx.PathContains("
+    "'head')). For those of another argument, close over the model: "
+    "nnx.grad(lambda x: loss_fn(model, x))(x). To keep the tables fixed, make the "
+    "layer without an optimizer."
 )
 CALL_OUTSIDE: Final = (
     "The loss calls a TPUEmbedding inside a JAX transformation, such as jax.vmap, "
@@ -248,7 +250,8 @@ class TPUEmbedding(ShortRepr):
         plan = self._plan_for(serving_config)
         if weights is not None:
             features = attach_weights(features, weights, plan)
-        warn_of_pooled_ids(features, plan, stacklevel=2)
+        if self.recording != "serving":
+            warn_of_pooled_ids(features, plan, stacklevel=2)
         if self.recording != "off":
             return self._record_call(features, plan)
         if self.plan.trained_stacks and self._is_differentiated():

@@ -103,6 +103,7 @@ def pairwise_loss(
     is_pair = labels[..., :, None] > labels[..., None, :]
     if where is not None:
         is_pair &= where[..., :, None] & where[..., None, :]
+        scores = jnp.where(where, scores, 0.0)  # NaN would reach the gradients.
     losses = of_difference(scores[..., None, :] - scores[..., :, None])
     return jnp.sum(jnp.where(is_pair, losses, 0.0), axis=(-2, -1))
 
@@ -133,7 +134,8 @@ def list_mle_loss(
       1.7918
     """
     where = jnp.ones(scores.shape, bool) if where is None else where
-    falling = jnp.argsort(jnp.where(where, -labels, jnp.inf), axis=-1, stable=True)
+    keys = jnp.where(where, -jnp.asarray(labels, float), jnp.inf)
+    falling = jnp.argsort(keys, axis=-1, stable=True)
     where = jnp.take_along_axis(where, falling, axis=-1)
     scores = jnp.take_along_axis(scores, falling, axis=-1)
     scores = jnp.where(where, scores, jnp.finfo(scores.dtype).min)

@@ -126,3 +126,52 @@ def test_numbers_are_those_of_optax(rule, dense):
         strict=True,
     ):
         np.testing.assert_array_equal(found, expected)
+
+
+ONES = jnp.ones((1, 2))
+
+
+def caught_up(rate=0.1, state=None, gradient=ONES, **options):
+    """Returns updates of a row without a gradient now, which waited for 10 steps."""
+    rule = te.optimizers.lazy_adam(rate, skipped_steps="catch_up", **options)
+    _, first = rule.update(gradient, rule.init(gradient), gradient)
+    state = first if state is None else first._replace(**state)
+    state = state._replace(count=state.count + 10)
+    return rule.update(0 * gradient, state, gradient)
+
+
+def test_moments_of_a_rule_that_ignored_skipped_steps_skipped_none():
+    updates, state = caught_up(state={"last_counts": jnp.zeros(1, jnp.int32)})
+    # One step of 0.9 * mu and 0.999 * nu at count 12, and no others.
+    mu, nu = (0.9 * 0.1) / (1 - 0.9**12), (0.999 * 0.001) / (1 - 0.999**12)
+    np.testing.assert_allclose(updates, -0.1 * mu / np.sqrt(nu) * ONES, rtol=1e-4)
+    assert state.last_counts.tolist() == [12]
+
+
+def test_a_rate_that_was_not_finite_moved_nothing():
+    found, expected = (
+        caught_up(lambda count, rate=rate: jnp.where(count == 3, rate, 0.1))[0]
+        for rate in (jnp.nan, 0.0)
+    )
+    np.testing.assert_array_equal(found, expected)
+    assert np.all(found < 0)
+
+
+def test_columns_without_a_gradient_stay_at_any_epsilon():
+    updates, _ = caught_up(gradient=jnp.array([[1.0, 0.0]]), epsilon=1e-37, rate=1e3)
+    assert np.isfinite(updates).all() and updates[0, 1] == 0
+
+
+def test_moments_of_bfloat16_rows_are_float32():
+    updates, state = caught_up(gradient=ONES.astype(jnp.bfloat16))
+    np.testing.assert_allclose(updates, caught_up()[0], rtol=1e-5)
+    assert state.mu.dtype == jnp.float32
+
+
+def test_what_cannot_catch_up_is_refused():
+    with pytest.raises(
+        ValueError, match=r"beta_1 must be below .* 0\.9 and beta_2 0\.81"
+    ):
+        caught_up(b1=0.9, b2=0.81)
+    with pytest.raises(ValueError, match=r"shape \(3,\).*write optax\.adam"):
+        caught_up(gradient=jnp.ones(3))

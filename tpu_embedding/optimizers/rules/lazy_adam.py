@@ -9,6 +9,7 @@ from typing import Any, Final, Literal, NamedTuple, Unpack
 import jax
 import jax.numpy as jnp
 import optax
+from jax.core import Tracer
 
 from tpu_embedding.optimizers.array_rules import for_each_array
 from tpu_embedding.optimizers.learning_rates import learning_rate_at
@@ -30,7 +31,9 @@ class LazyAdamState(NamedTuple):
       count: updates so far.
       mu: moving averages of the gradients, `[rows, dim]`.
       nu: moving averages of their squares, `[rows, dim]`.
-      last_counts: the `count` after the latest update of each row, int32 `[rows]`.
+      last_counts: the `count` after the latest update of each row, int32 `[rows]`; 0
+        for none. Such a row has skipped nothing: its moments are 0, or come from a
+        checkpoint of a rule that ignores skipped steps.
     """
 
     count: jax.Array
@@ -81,12 +84,13 @@ def lazy_adam(
     `every_row(optax.adam(...))`.
 
     Source: Kingma and Ba (2015), as `optax.adam`. Skipped moves use the learning rates
-    of a schedule in their own steps, and a rate that is set by hand as it is now.
+    of a schedule in their own steps, and a rate that is set by hand as it is now. A
+    rate that was not finite counts as 0, since such a step leaves tables as they are.
 
     Args:
       learning_rate: scalar, or schedule of the step counted from 0.
       beta_1: decay of `m`, in [0, 1); `b1` of optax.
-      beta_2: decay of `v`, in [0, 1); `b2` of optax.
+      beta_2: decay of `v`, in [0, 1); `b2` of optax. Above `beta_1**2` to catch up.
       epsilon: positive; `eps` of optax.
       skipped_steps: `"ignore"` or `"catch_up"`, see above.
       **options: see `with_options`.
@@ -104,12 +108,27 @@ def lazy_adam(
     """
     if skipped_steps == "ignore":
         return optax.adam(learning_rate, beta_1, beta_2, epsilon)
+    is_traced = any(isinstance(x, Tracer) for x in (beta_1, beta_2))
+    if not is_traced and beta_1**2 >= beta_2:
+        raise ValueError(
+            "lazy_adam: beta_1 must be below the root of beta_2 with "
+            f"skipped_steps='catch_up', got beta_1 {beta_1} and beta_2 {beta_2}: "
+            "skipped moves would not shrink. Lower beta_1, or write "
+            "skipped_steps='ignore'."
+        )
 
     def init(params: Any) -> LazyAdamState:
+        if params.ndim != 2:
+            raise ValueError(
+                "lazy_adam: skipped_steps='catch_up' is for rows [rows, dim], got an "
+                f"array of shape {params.shape}. Dense parameters skip no step: write "
+                "optax.adam for them."
+            )
+        dtype = jnp.promote_types(params.dtype, jnp.float32)
         return LazyAdamState(
             count=jnp.zeros((), jnp.int32),
-            mu=jnp.zeros_like(params),
-            nu=jnp.zeros_like(params),
+            mu=jnp.zeros_like(params, dtype),
+            nu=jnp.zeros_like(params, dtype),
             last_counts=jnp.zeros(params.shape[:1], jnp.int32),
         )
 
@@ -139,7 +158,8 @@ def lazy_adam(
                 number += 1
                 t = state.last_counts + number.astype(jnp.int32)
                 sizes, corrections = step_sizes(jnp.maximum(t, 1))
-                sizes = jnp.where(number <= num_moves, sizes * beta_1**number, 0)
+                is_taken = (number <= num_moves) & jnp.isfinite(sizes)
+                sizes = jnp.where(is_taken, sizes * beta_1**number, 0)
                 scales = jnp.sqrt(beta_2**number / corrections)
                 total += sizes[:, None] / (roots * scales[:, None] + epsilon)
             return number, total
@@ -148,13 +168,16 @@ def lazy_adam(
         start = jnp.zeros(()), jnp.zeros_like(roots)
         most = jnp.max(num_moves, initial=0)
         _, total = jax.lax.while_loop(lambda carry: carry[0] < most, turn, start)
-        return total * state.mu
+        # Without a gradient so far, the total may be infinite.
+        return jnp.where(state.mu == 0, 0, total * state.mu)
 
     def update(updates: Any, state: LazyAdamState, params: Any) -> tuple[Any, Any]:
         del params
+        updates = updates.astype(state.mu.dtype)
         count = state.count + 1
         # In sequence, a row is updated several times in one step.
         num_skipped = jnp.maximum(state.count - state.last_counts, 0)
+        num_skipped = jnp.where(state.last_counts == 0, 0, num_skipped)
         num_skipped = num_skipped.astype(jnp.float32)
         skipped = skipped_moves(state, num_skipped)
         decays = [jnp.power(x, num_skipped + 1)[:, None] for x in (beta_1, beta_2)]
