@@ -384,7 +384,7 @@ def _rows(
         raise DataError(
             f"{path}, line {line}: a field that begins with a quote must end with one "
             f"on the same line, got: {error}; remove the quote or close it, double the "
-            "quotes inside, and replace line breaks by blanks."
+            "quotes inside, and replace line breaks by blanks; or set data.delimiter."
         ) from error
 
 
