@@ -8,6 +8,8 @@ from flax import nnx
 
 import tpu_embedding as te
 from tpu_embedding.export.documents import read_document, write_document
+from tpu_embedding.export.feeding import by_input
+from tpu_embedding.export.signature import Input, Signature
 
 ExportError = te.export.ExportError
 GENRES = te.inputs.Vocabulary(["comedy", "drama"], mask_token="")
@@ -62,29 +64,56 @@ def test_strings_are_served(layer, directory):
 
 
 def test_vocabularies_are_files_that_users_read(directory):
-    path = directory / "vocabularies" / "genres.json"
+    path = directory / "vocabularies" / "0.json"
     assert te.inputs.Vocabulary.load(path).tokens == GENRES.tokens
     text = path.read_text()
     path.write_text(text.replace("comedy", "comedies"))
-    with pytest.raises(ExportError, match="genres.json.*must have the SHA-256"):
+    with pytest.raises(ExportError, match="0.json.*must have the SHA-256"):
         te.export.load(directory)
     path.write_text(text)
 
 
 def test_names_that_are_none_of_an_input(layer, tmp_path):
-    with pytest.raises(ExportError, match="got \\['film'\\]; the inputs"):
+    with pytest.raises(ExportError, match="got 'film'; the inputs"):
         te.export.save(layer, tmp_path / "x", BATCH, vocabularies={"film": GENRES})
     assert not list(tmp_path.iterdir())
 
 
+def test_vocabularies_by_input():
+    names = ("user", "left/user", "left/movie", "right/movie")
+    inputs = tuple(
+        Input(name=x, path=tuple(x.split("/")), kind="dense_ids", vocabulary_size=3)
+        for x in names
+    )
+    signature = Signature(arguments=("features",), inputs=inputs)
+    given = {"user": USERS, "left/user": USERS, "left/movie": USERS}
+    assert by_input(given, signature).keys() == given.keys()
+    larger = te.inputs.Vocabulary(["a", "b", "c"])
+    for wrong, message in (
+        ({"movie": USERS}, "the inputs are .'left/movie', 'right/movie'."),
+        ({5: USERS}, "got 5; the inputs are .'user'"),
+        ({"user": larger}, "'user'.*table has rows, 3, got Vocabulary.3 tokens"),
+        ({"user": ["a"]}, "must be a te.inputs.Vocabulary"),
+    ):
+        with pytest.raises(ExportError, match=message):
+            by_input(wrong, signature)
+
+
+def test_the_treatment_of_unknown_strings_is_one_of_two(directory):
+    with pytest.raises(ValueError, match="unknown_strings must be one of.*'errors'"):
+        te.export.load(directory, unknown_strings="errors")
+    with pytest.raises(ValueError, match="unknown must be one of.*'errors'"):
+        USERS.ids(["4"], unknown="errors")
+
+
 def test_deltas_carry_vocabularies(directory, tmp_path):
-    newer, path = tmp_path / "newer", "vocabularies/genres.json"
+    newer, path = tmp_path / "newer", "vocabularies/0.json"
     shutil.copytree(directory, newer)
     te.inputs.Vocabulary(["comedy", "opera"], mask_token="").save(newer / path)
     write_document(newer, read_document(directory).signature)
     te.export.save_delta(newer, directory, tmp_path / "delta")
     changed = [x.name for x in (tmp_path / "delta").rglob("*") if x.is_file()]
-    assert sorted(changed) == ["base.json", "export.json", "genres.json"]
+    assert sorted(changed) == ["0.json", "base.json", "export.json"]
     te.export.apply_delta(directory, tmp_path / "delta", tmp_path / "made")
     made = te.inputs.Vocabulary.load(tmp_path / "made" / path)
     assert made.tokens == ("comedy", "opera")

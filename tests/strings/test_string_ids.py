@@ -248,8 +248,13 @@ def test_a_saved_vocabulary_gives_the_same_ids(vocabulary, tmp_path):
         ('{"format": "tpu_embedding.vocabulary 1"}', "'tokens'"),
         ('["a"]', "must be a file of Vocabulary.save"),
         ("[" * 100_000, "must be a file of Vocabulary.save"),
+        (
+            '{"format": "tpu_embedding.vocabulary 1", "mask_token": 5, "tokens": '
+            '[5, "[UNK]", "a"], "num_oov_buckets": 1}',
+            "must be a file of Vocabulary.save",
+        ),
     ],
-    ids=["text", "format", "fields", "list", "nested"],
+    ids=["text", "format", "fields", "list", "nested", "mask"],
 )
 def test_damaged_files_of_vocabularies(content, text, tmp_path):
     (tmp_path / "tokens.json").write_text(content)

@@ -1,4 +1,4 @@
-"""Directories of vocabularies: the names of features survive as names of files."""
+"""Directories of vocabularies: any names of features survive."""
 
 import tpu_embedding as te
 from tpu_embedding.strings.vocabulary_files import (
@@ -8,12 +8,12 @@ from tpu_embedding.strings.vocabulary_files import (
 
 
 def test_names_of_features(tmp_path):
-    names = ["user", "left/user", "../é %2F", "..", "a.json"]
-    vocabularies = {name: te.inputs.Vocabulary(["x", name]) for name in names}
+    names = ["user", "User", "left/user", "../é %2F", "..", "a.json", "", 99 * "long"]
+    vocabularies = {name: te.inputs.Vocabulary(["x", f"of {name}"]) for name in names}
     save_vocabularies(tmp_path, vocabularies)
     loaded = load_vocabularies(tmp_path)
     assert {name: v.tokens for name, v in loaded.items()} == {
-        name: ("x", name) for name in names
+        name: ("x", f"of {name}") for name in names
     }
     assert {path.parent.name for path in tmp_path.rglob("*.json")} == {"vocabularies"}
 

@@ -104,15 +104,29 @@ def by_input(
     """Returns vocabularies by the names of inputs, given those of features.
 
     Raises:
-      ExportError: if a name is that of no input.
+      ExportError: if a name is not that of one input, or its value is no vocabulary, or
+        has more ids than its table has rows.
     """
-    inputs = {key: x.name for x in signature.inputs for key in (x.name, *x.path[-1:])}
-    if unknown := sorted(vocabularies.keys() - inputs.keys()):
-        raise ExportError(
-            f"vocabularies must be named like an input each, got {unknown}; the inputs "
-            f"are {[each.name for each in signature.inputs]}."
-        )
-    return {inputs[name]: vocabulary for name, vocabulary in vocabularies.items()}
+    found: dict[str, Vocabulary] = {}
+    for name, vocabulary in vocabularies.items():
+        inputs = [each for each in signature.inputs if each.name == name] or [
+            each for each in signature.inputs if name in each.path[-1:]
+        ]
+        if len(inputs) != 1 or inputs[0].name in found:
+            names = [each.name for each in inputs or signature.inputs]
+            raise ExportError(
+                "vocabularies must be named like one input each, and each like "
+                f"another, got {name!r}; the inputs are {names}."
+            )
+        size = inputs[0].vocabulary_size or math.inf
+        if not isinstance(vocabulary, Vocabulary) or vocabulary.vocabulary_size > size:
+            raise ExportError(
+                f"vocabularies[{name!r}] must be a te.inputs.Vocabulary with at most "
+                f"as many ids as its table has rows, {size}, got {vocabulary!r}; give "
+                "the one that the table was trained with."
+            )
+        found[inputs[0].name] = vocabulary
+    return found
 
 
 def _value_at(nest: Any, each: Input) -> Any:

@@ -38,7 +38,7 @@ from tpu_embedding.export.tensor_files import read_tensors
 from tpu_embedding.extras import require_extra
 from tpu_embedding.paths import local_path
 from tpu_embedding.plan.memory import format_bytes
-from tpu_embedding.strings.string_ids import Unknown, Vocabulary
+from tpu_embedding.strings.string_ids import Unknown, Vocabulary, check_unknown
 from tpu_embedding.strings.vocabulary_files import (
     load_vocabularies,
     save_vocabularies,
@@ -77,7 +77,8 @@ def save(
     Raises:
       ExportError: a ValueError, if the directory holds files, the example does not fit,
         or the model cannot run on one device or with any batch size; if a vocabulary
-        belongs to no input; or if the extra `serving` is not installed.
+        belongs to no input, to several, or has more ids than its table; or if the extra
+        `serving` is not installed.
 
     Example:
       >>> import pathlib, tempfile
@@ -221,7 +222,9 @@ def load(
 
     Raises:
       ExportError: a ValueError, if the directory holds no program, or a damaged file.
+      ValueError: if `unknown_strings` is neither choice.
     """
+    check_unknown(unknown_strings, "load: unknown_strings")
     saved = read_export(local_path(directory), verify=verify)
     device = jax.devices()[0]
     tables = {k: jax.device_put(x, _by_rows(device)) for k, x in saved.tables.items()}

@@ -9,7 +9,7 @@ import json
 import os
 from collections.abc import Iterable
 from itertools import repeat
-from typing import Any, Final, Literal
+from typing import Any, Final, Literal, get_args
 
 import numpy as np
 
@@ -295,7 +295,13 @@ class Vocabulary:
                 mask_token=mask_token,
                 oov_token=oov_token,
             )
-        except (LookupError, TypeError, ValueError, RecursionError) as error:
+        except (
+            AttributeError,
+            LookupError,
+            RecursionError,
+            TypeError,
+            ValueError,
+        ) as error:
             raise ValueError(
                 f"{os.fspath(path)} must be a file of Vocabulary.save: {error}; write "
                 "it again, or read a text of one token per line by from_file."
@@ -318,8 +324,9 @@ class Vocabulary:
         Raises:
           TypeError: if an element is no string.
           ValueError: if a string is unknown, and there are no buckets for it or
-            `unknown="error"`.
+            `unknown="error"`; or if `unknown` is neither choice.
         """
+        check_unknown(unknown, "Vocabulary.ids: unknown")
         read = read_ids(strings, "Vocabulary.ids", "Strings")
         values = values_of(read).reshape(-1)
         if is_integer(values.dtype) and self._has_numbers:
@@ -382,6 +389,14 @@ class Vocabulary:
         return (
             f"Vocabulary({len(self.tokens)} tokens, num_oov_buckets="
             f"{self.num_oov_buckets}, mask_token={self.mask_token!r})"
+        )
+
+
+def check_unknown(unknown: Any, owner: str) -> None:
+    """Raises a ValueError if a value is none of `Unknown`."""
+    if unknown not in get_args(Unknown):
+        raise ValueError(
+            f"{owner} must be one of {list(get_args(Unknown))}, got {unknown!r}."
         )
 
 

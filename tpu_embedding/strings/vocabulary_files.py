@@ -1,28 +1,30 @@
-"""Directories of vocabularies: one file per feature, named like it.
+"""Directories of vocabularies: numbered files, and the names of their features.
 
-A run and an export keep the vocabularies of their features so. A slash in a name is
-`%2F` in the name of its file, and a percent sign is `%25`.
+A run and an export keep the vocabularies of their features so. The names are a list in
+a file of its own, because file systems limit the length of names, and may ignore case.
 """
 
+import json
 import pathlib
-import urllib.parse
 from collections.abc import Mapping
 from typing import Final
 
 from tpu_embedding.strings.string_ids import Vocabulary
 
 VOCABULARIES_DIR: Final = "vocabularies"
-_SUFFIX: Final = ".json"
+_NAMES_FILE: Final = "names.json"
 
 
 def save_vocabularies(
     directory: pathlib.Path, vocabularies: Mapping[str, Vocabulary]
 ) -> None:
     """Writes vocabularies below a directory; nothing if there are none."""
-    for name, vocabulary in vocabularies.items():
-        path = directory / VOCABULARIES_DIR / urllib.parse.quote(name, safe=" ")
-        path.parent.mkdir(exist_ok=True)
-        vocabulary.save(path.with_name(path.name + _SUFFIX))
+    path = directory / VOCABULARIES_DIR
+    if vocabularies:
+        path.mkdir(exist_ok=True)
+        (path / _NAMES_FILE).write_text(json.dumps(list(vocabularies)))
+    for number, vocabulary in enumerate(vocabularies.values()):
+        vocabulary.save(path / f"{number}.json")
 
 
 def load_vocabularies(directory: pathlib.Path) -> dict[str, Vocabulary]:
@@ -31,7 +33,11 @@ def load_vocabularies(directory: pathlib.Path) -> dict[str, Vocabulary]:
     Raises:
       ValueError: if a file is none of `Vocabulary.save`.
     """
+    path = directory / VOCABULARIES_DIR
+    if not path.exists():
+        return {}
+    names = json.loads((path / _NAMES_FILE).read_text())
     return {
-        urllib.parse.unquote(path.name.removesuffix(_SUFFIX)): Vocabulary.load(path)
-        for path in sorted((directory / VOCABULARIES_DIR).glob(f"*{_SUFFIX}"))
+        name: Vocabulary.load(path / f"{number}.json")
+        for number, name in enumerate(names)
     }

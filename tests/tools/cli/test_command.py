@@ -54,7 +54,7 @@ def test_version(capsys):
         (["train", "dlrm_v4", "--devices", "1"], "--data-dir"),
         (["train", "synthetic", "--label", "y"], "--data.label"),
         (["train", "clicks.csv", "--label", "y"], "clicks.csv is missing"),
-        (["compile", "csv", "--topology", "v5e:2x2"], "ParquetSource"),
+        (["compile", "csv_file", "--topology", "v5e:2x2"], "ParquetSource"),
         (["evaluate", "synthetic", "--devices", "1"], "no checkpoint to evaluate"),
     ],
 )

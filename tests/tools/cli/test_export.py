@@ -61,11 +61,10 @@ def test_formats(run_dir, tmp_path, capsys):
 @pytest.mark.full
 def test_runs_of_own_configs_by_their_directories_alone(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    path = write_config(tmp_path)
+    write_config(tmp_path)
     settings = ["--set", "num_steps=2", "--set", "model.dim=4", "--devices", "1"]
     options = [*settings, "--data-dir", "clicks.csv"]
     assert cli.main(["train", "clicks.py", *options]) == 0
-    path.write_text("the next experiment, which is no Python yet")
     monkeypatch.chdir("/")
     assert export(tmp_path / "runs" / "clicks", tmp_path / "served") == 0
     served = te.export.load(tmp_path / "served")
@@ -96,9 +95,14 @@ def test_a_csv_file_is_trained_exported_and_served_strings(tmp_path, capsys):
     assert ((outputs["predictions"] > 0) & (outputs["predictions"] < 1)).all()
     with pytest.raises(ValueError, match="'u9' is not one of the 7 tokens"):
         served(batch | {"user": ["u9", "u3"]}, {"age": [3.5, 3.5]})
+    path = path.rename(tmp_path / "moved.csv")
+    options = ["--data-dir", path, "--format", "safetensors"]
+    export(tmp_path / "run", tmp_path / "tables", *options)
+    strings = tmp_path / "run" / "vocabularies"
+    assert f"it takes ids; the strings are in {strings}" in capsys.readouterr().out
     path.write_text(path.read_text().replace("u3", "u8"))
     with pytest.raises(DataError, match="The strings of 'user' must be those"):
-        export(tmp_path / "run", tmp_path / "other")
+        export(tmp_path / "run", tmp_path / "other", *options)
 
 
 def test_a_run_without_a_record_of_its_config(run_dir, tmp_path):

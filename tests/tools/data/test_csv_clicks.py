@@ -101,7 +101,9 @@ def test_other_forms_of_the_file(tmp_path):
     (tmp_path / "clicks.csv.gz").write_bytes(
         gzip.compress(b"\xef\xbb\xbf" + TEXT.encode())
     )
+    blanks = "\n" + TEXT.replace(",NA,", ",NA ,")
     for data in (
+        open_text(tmp_path, blanks, name="clicks.CSV"),
         open_text(tmp_path, tabs, name="clicks.tsv"),
         open_text(tmp_path, rows, named),
         SOURCE.open(tmp_path / "clicks.csv.gz", batch_size=4, seed=0),
@@ -109,6 +111,11 @@ def test_other_forms_of_the_file(tmp_path):
         batch = in_file_order(data)
         np.testing.assert_array_equal(batch.features["user"], wanted.features["user"])
         np.testing.assert_array_equal(batch.dense["price"], wanted.dense["price"])
+
+
+def test_a_column_without_a_name(tmp_path):
+    data = open_text(tmp_path, TEXT.replace("user, ", ", "))
+    assert list(data.vocabulary_sizes)[0] == "column 1"
 
 
 def test_held_out_rows_are_random_and_repeatable(tmp_path):
@@ -153,8 +160,28 @@ WRONG = {
     "text among numbers": (
         TEXT,
         CsvSource(label="click", numbers=("user", "country")),
-        "line 2, column 'country': a value must be a number or empty, got 'DE'.*"
+        "line 2, column 'country': a value must be a number of float32.*got 'DE'.*"
         "data.categories=country",
+    ),
+    "number beyond float32": (
+        TEXT.replace("-2e1", "-2e39"),
+        CsvSource(label="click", numbers=("price",)),
+        "line 4, column 'price': a value must be a number of float32.*got '-2e39'",
+    ),
+    "open quote": (
+        TEXT.replace("b,-2e1", '"b,-2e1'),
+        SOURCE,
+        "clicks.csv, line 4: a field that begins with a quote.*unexpected end of data",
+    ),
+    "quote that a later one closes": (
+        TEXT.replace("4,,,,31", '4,"a,,,31').replace("4,FR,a||b", '4,FR,"a"'),
+        SOURCE,
+        "line 3: a field that begins with a quote.*expected after",
+    ),
+    "line break in a field": (
+        TEXT.replace("DE, east", "DE,\n east"),
+        SOURCE,
+        "line 4: a field.*got: a field of several lines; remove the quote",
     ),
     "equal names": (TEXT.replace("age", "user"), SOURCE, "must have different names"),
     "nothing repeats": (

@@ -52,6 +52,24 @@ def test_an_open_log_of_the_small_config_fails_only_for_its_size(tmp_path):
     assert "eval_accuracy" in others[0]
 
 
+def test_a_resumed_run_continues_its_log(tmp_path):
+    config, path = load_config("dlrm_v4_small"), tmp_path / "log"
+    settings = MLPerf(benchmark="dlrmv4", division="open", keys={})
+    config = dataclasses.replace(config, mlperf=settings)
+    MLPerfLog(path, config, None).write_start(0)
+    begun = path.read_text()
+    log = MLPerfLog(path, config, None, first_step=2)
+    log.write_start(2)
+    assert path.read_text() == begun
+    log.write("run_stop", step=3, status="success")
+    ended = path.read_text()
+    assert ended.startswith(begun) and ended.count("\n") == begun.count("\n") + 1
+    MLPerfLog(path, config, None, first_step=3).write("run_stop", step=3)
+    assert path.read_text() == ended
+    MLPerfLog(path, config, None).write_start(0)
+    assert path.read_text().count("\n") == begun.count("\n")
+
+
 @pytest.mark.full
 def test_a_run_logs_its_blocks_and_evaluations(tmp_path, monkeypatch):
     settings = MLPerf(benchmark="dlrmv4", division="open", keys={})

@@ -1,5 +1,6 @@
 """Origins: what a run keeps of its config, and the config for a CSV file."""
 
+import dataclasses
 import gzip
 import json
 import os
@@ -25,19 +26,50 @@ def record(directory, *origins):
     (directory / RECORDS_FILE).write_text("\n".join(lines) + "\n")
 
 
-def test_a_run_keeps_the_code_of_its_config(tmp_path, monkeypatch):
+def test_a_run_keeps_the_digest_of_its_config(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "helper.py").write_text("STEPS = 7")
     (tmp_path / "mine.py").write_text(CONFIG)
     origin = RunOrigin(config="mine.py", settings=("model.dim=3",), data_dir="data")
     record(tmp_path, RunOrigin(config="dlrm").record(), origin.record(), None)
     monkeypatch.chdir("/")
-    for change in (lambda path: path.write_text("config = 3"), os.remove):
+    assert "STEPS" not in (tmp_path / RECORDS_FILE).read_text()
+    kept = RunOrigin.of_run(tmp_path)
+    assert kept.data_dir == str(tmp_path / "data")
+    config = kept.load()
+    assert (config.name, config.num_steps, config.model.dim) == ("mine", 7, 3)
+    for change in (lambda path: path.write_text("raise SystemExit"), os.remove):
         change(tmp_path / "mine.py")
-        kept = RunOrigin.of_run(tmp_path)
-        assert kept.data_dir == str(tmp_path / "data")
-        config = kept.load()
-        assert (config.name, config.num_steps, config.model.dim) == ("mine", 7, 3)
+        with pytest.raises(ConfigError, match="gone or changed; pass.*--config"):
+            kept.load()
+
+
+def test_encodings_of_a_config(tmp_path):
+    text = CONFIG.replace("STEPS\n", "len('é')\n").replace("=STEPS)", "=len('é'))")
+    text = text.replace("from helper import len('é')\n", "")
+    path = tmp_path / "mine.py"
+    for content in (
+        b"\xef\xbb\xbf" + text.encode(),
+        b"# coding: latin-1\n" + text.encode("latin-1"),
+    ):
+        path.write_bytes(content)
+        assert RunOrigin(config=str(path)).load().num_steps == 1
+
+
+def test_a_csv_file_that_moved(tmp_path):
+    (tmp_path / "clicks.CSV").write_text("a,b\n" * 40)
+    record(tmp_path, RunOrigin(config=str(tmp_path / "gone.csv")).record())
+    moved = str(tmp_path / "clicks.CSV")
+    kept = dataclasses.replace(RunOrigin.of_run(tmp_path), data_dir=moved)
+    assert kept.load().describe() == RunOrigin(config=moved).load().describe()
+
+
+@pytest.mark.parametrize("content", [b"no gzip", gzip.compress(999 * b"1,2")[:-9]])
+def test_a_damaged_csv_file(tmp_path, content):
+    path = tmp_path / "clicks.csv.gz"
+    path.write_bytes(content)
+    with pytest.raises(DataError, match="clicks.csv.gz must be a CSV file"):
+        RunOrigin(config=str(path)).load()
 
 
 def test_a_config_of_the_package(tmp_path):

@@ -5,6 +5,7 @@ import os
 import shutil
 import signal
 import time
+from unittest import mock
 
 import jax
 import numpy as np
@@ -24,12 +25,13 @@ from tpu_embedding.checkpoint.errors import CheckpointError
 from tpu_embedding.tools.data.synthetic_clicks import SyntheticClicks
 from tpu_embedding.tools.train import (
     RunDirectoryError,
+    Target,
     TrainingDivergedError,
     evaluate,
     train,
 )
 from tpu_embedding.tools.train.reporting import PLOT_FILE, RECORDS_FILE, read_records
-from tpu_embedding.tools.train.run import LOCK_FILE
+from tpu_embedding.tools.train.run import LOCK_FILE, _Run
 
 
 @pytest.fixture(scope="module")
@@ -37,6 +39,16 @@ def whole(tmp_path_factory):
     """A run that nothing stopped."""
     directory = tmp_path_factory.mktemp("whole")
     return directory, run(directory)
+
+
+def test_a_metric_that_the_held_out_samples_do_not_determine():
+    config = dataclasses.replace(
+        small_config(), target=Target(metric="auc", at_least=0.5)
+    )
+    run, shown = mock.Mock(config=config, step=6, data=object()), []
+    run.evaluate.return_value, run.report.line = {"log_loss": 0.5}, shown.append
+    assert _Run.finish(run).target_met is None
+    assert shown[0].endswith("unknown, because the held-out labels are all equal")
 
 
 @pytest.fixture

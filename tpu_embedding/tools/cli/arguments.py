@@ -10,7 +10,7 @@ import tyro
 from jax.sharding import Mesh
 
 from tpu_embedding.plan.device_mesh import device_mesh
-from tpu_embedding.tools.train.origin import CSV_SUFFIXES, RunOrigin
+from tpu_embedding.tools.train.origin import RunOrigin, is_csv
 
 
 class UsageError(ValueError):
@@ -52,7 +52,7 @@ class RunCommand(ConfigCommand):
         settings, data_dir = self.set, self.data_dir
         if self.label is not None:
             settings = (f"data.label={shlex.quote(self.label)}", *settings)
-        if data_dir is None and self.config.endswith(CSV_SUFFIXES):
+        if data_dir is None and is_csv(self.config):
             data_dir = self.config
         return RunOrigin(config=self.config, settings=settings, data_dir=data_dir)
 

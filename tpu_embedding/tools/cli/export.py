@@ -15,6 +15,7 @@ from tpu_embedding.export.row_formats import RowFormat
 from tpu_embedding.export.saved_model import save_tensorflow
 from tpu_embedding.export.stablehlo import check_serving_extra, save, save_tables
 from tpu_embedding.paths import local_path
+from tpu_embedding.strings.vocabulary_files import VOCABULARIES_DIR
 from tpu_embedding.tools.cli.arguments import emulated_mesh
 from tpu_embedding.tools.train.origin import RunOrigin
 from tpu_embedding.tools.train.run import (
@@ -84,15 +85,20 @@ class Export:
         origin = RunOrigin(config=self.config or "")
         if self.config is None:
             origin = RunOrigin.of_run(run_dir)
-        origin = dataclasses.replace(origin, settings=(*origin.settings, *self.set))
+        origin = dataclasses.replace(
+            origin,
+            settings=(*origin.settings, *self.set),
+            data_dir=self.data_dir or origin.data_dir,
+        )
         config = origin.load()
         mesh = None if self.devices is None else emulated_mesh(self.devices)
-        data = open_data(config, self.data_dir or origin.data_dir)
+        data = open_data(config, origin.data_dir)
         check_vocabularies(data, run_dir)
         plan = make_run_plan(config, data, mesh)
         graph, state = abstract_model_state(config, data, plan)
         state = restore(checkpoints / str(step), state, plan=plan)
         (model,) = nnx.merge(graph, state)
+        vocabularies = getattr(data, "vocabularies", None)
         if self.format == "safetensors":
             save_tables(model, output, dtype=self.dtype)
         else:
@@ -103,9 +109,10 @@ class Export:
             example = (batch.features, batch.dense)
             options = {"dtype": self.dtype, "batch_size": self.batch_size}
             if self.format == "stablehlo":
-                vocabularies = getattr(data, "vocabularies", None)
                 save(model, output, *example, vocabularies=vocabularies, **options)
             else:
                 save_tensorflow(model, output, *example, **options)
         print(f"exported step {step} to {output}, {self.format}")
+        if vocabularies and self.format != "stablehlo":
+            print(f"it takes ids; the strings are in {run_dir / VOCABULARIES_DIR}")
         return 0

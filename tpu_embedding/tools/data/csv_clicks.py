@@ -1,14 +1,17 @@
 """Clicks of a CSV file, whose columns are recognised from its first rows."""
 
 import array
+import contextlib
 import csv
 import dataclasses
 import gzip
+import io
 import math
 import pathlib
-from collections.abc import Sequence
+import zlib
+from collections.abc import Iterator, Sequence
 from itertools import chain
-from typing import Any, Final, Literal
+from typing import IO, Any, Final, Literal
 
 import numpy as np
 
@@ -31,6 +34,7 @@ _WORDS: Final = {"true": 1.0, "false": 0.0} | dict.fromkeys(
 )
 """Words that are numbers, in lower case; NaN stands for a missing one."""
 
+_MAX_NUMBER: Final = float(np.finfo(np.float32).max)
 
 _RULES: Final = {
     "held_out": Rule(lambda x: 0 < x < 1, "between 0 and 1"),
@@ -171,7 +175,9 @@ class CsvSource:
         """Reads the file, and returns the data set.
 
         Args:
-          data_dir: path of the file, in UTF-8, compressed if it ends with `.gz`.
+          data_dir: path of the file, in UTF-8, compressed if it ends with `.gz`. Each
+            row is one line; blank lines do not count. Columns without a name get that
+            of their place, as `column 1`.
           batch_size: samples per batch, over all devices.
           seed: seed of the order, and of the choice of held-out rows.
 
@@ -208,7 +214,7 @@ class CsvSource:
             if name in names:
                 return kind
         first = cells[:FIRST_ROWS]
-        present = [c for c in first if not math.isnan(_WORDS.get(c.lower(), 0))]
+        present = [c for c in first if not math.isnan(_word(c) or 0)]
         if any(self.separator in cell for cell in present):
             return "list"
         is_integer = [cell.removeprefix("-").isdecimal() for cell in present]
@@ -263,7 +269,7 @@ class _Table:
     Attributes:
       path: path of the file.
       cells: texts of each column. Equal texts are one object, so a cell takes 8 bytes.
-      lines: number of the line that each row ends on.
+      lines: number of the line of each row.
     """
 
     path: pathlib.Path
@@ -272,32 +278,33 @@ class _Table:
 
     @classmethod
     def read(cls, path: pathlib.Path, source: CsvSource) -> "_Table":
-        opens: Any = gzip.open if path.suffix == ".gz" else open
         lines, shared = array.array("q"), {}
-        try:
-            with opens(path, "rt", encoding="utf-8-sig", newline="") as file:
-                delimiter = source.delimiter
-                if delimiter is None:
-                    delimiter = max(",\t;", key=file.readline().count)
-                    file.seek(0)
-                rows = csv.reader(file, delimiter=delimiter, skipinitialspace=True)
-                names = list(source.column_names) or [x.strip() for x in next(rows, [])]
-                if not names:
-                    raise DataError(f"{path} must have rows, got an empty file.")
-                source.check_columns(path, names)
-                columns: list[list[str]] = [[] for _ in names]
-                for row in filter(None, rows):
-                    if len(row) != len(names):
-                        raise DataError(
-                            f"{path}, line {rows.line_num}: a row must have the "
-                            f"{len(names)} fields of the first line, got {row}; quote "
-                            f"fields that hold {delimiter!r}, or set data.delimiter."
-                        )
-                    lines.append(rows.line_num)
-                    for column, cell in zip(columns, row, strict=True):
-                        column.append(shared.setdefault(cell, cell))
-        except (csv.Error, TypeError, UnicodeDecodeError, OSError, EOFError) as error:
-            raise DataError(f"{path} must be a CSV file in UTF-8: {error}.") from error
+        with open_csv(path) as binary:
+            file = io.TextIOWrapper(binary, encoding="utf-8-sig", newline="")
+            delimiter = source.delimiter
+            if delimiter is None:
+                first_line = next(filter(str.strip, file), "")
+                delimiter = max(",\t;", key=first_line.count)
+                file.seek(0)
+            rows = _rows(path, file, delimiter)
+            names = list(source.column_names)
+            if not names:
+                _, first = next(rows, (0, []))
+                names = [x.strip() or f"column {i}" for i, x in enumerate(first, 1)]
+            if not names:
+                raise DataError(f"{path} must have rows, got an empty file.")
+            source.check_columns(path, names)
+            columns: list[list[str]] = [[] for _ in names]
+            for line, row in rows:
+                if len(row) != len(names):
+                    raise DataError(
+                        f"{path}, line {line}: a row must have the {len(names)} fields "
+                        f"of the first line, got {row}; quote fields that hold "
+                        f"{delimiter!r}, or set data.delimiter."
+                    )
+                lines.append(line)
+                for column, cell in zip(columns, row, strict=True):
+                    column.append(shared.setdefault(cell, cell))
         return cls(path, dict(zip(names, columns, strict=True)), lines)
 
     def numbers(self, name: str) -> np.ndarray:
@@ -306,9 +313,10 @@ class _Table:
         if not all(map(_is_number, cells)):
             wrong = [_is_number(cell) for cell in cells].index(False)
             way_out = f"correct it, or set data.categories={name}"
-            raise self._error(name, wrong, "must be a number or empty", way_out)
-        words = (_WORDS.get(cell.lower()) for cell in cells)
-        pairs = zip(cells, words, strict=True)
+            raise self._error(
+                name, wrong, "must be a number of float32 or empty", way_out
+            )
+        pairs = zip(cells, map(_word, cells), strict=True)
         return np.array([float(x) if word is None else word for x, word in pairs])
 
     def labels(self, source: CsvSource) -> np.ndarray:
@@ -338,6 +346,46 @@ class _Table:
             f"{self.path}, line {self.lines[row]}, column {name!r}: a value {rule}, "
             f"got {self.cells[name][row]!r}; {way_out}."
         )
+
+
+@contextlib.contextmanager
+def open_csv(path: pathlib.Path) -> Iterator[IO[bytes]]:
+    """Opens a CSV file, compressed if its name ends with `.gz`.
+
+    Raises:
+      DataError: if the file cannot be read.
+    """
+    opens: Any = gzip.open if path.suffix.lower() == ".gz" else open
+    try:
+        with opens(path, "rb") as file:
+            yield file
+    except (TypeError, UnicodeDecodeError, OSError, EOFError, zlib.error) as error:
+        raise DataError(f"{path} must be a CSV file in UTF-8: {error}.") from error
+
+
+def _rows(
+    path: pathlib.Path, file: IO[str], delimiter: str
+) -> Iterator[tuple[int, list[str]]]:
+    """Yields the number of each line that is not blank, and its fields.
+
+    A quote that nothing closes would make one field of all lines up to the next quote,
+    so fields with line breaks are refused.
+    """
+    rows = csv.reader(file, delimiter=delimiter, skipinitialspace=True, strict=True)
+    line = 1
+    try:
+        for row in rows:
+            if rows.line_num > line:
+                raise csv.Error("a field of several lines")
+            if row:
+                yield line, row
+            line += 1
+    except csv.Error as error:
+        raise DataError(
+            f"{path}, line {line}: a field that begins with a quote must end with one "
+            f"on the same line, got: {error}; remove the quote or close it, double the "
+            "quotes inside, and replace line breaks by blanks; or set data.delimiter."
+        ) from error
 
 
 def _encode(
@@ -413,9 +461,14 @@ def _scale(values: np.ndarray) -> tuple[float, float]:
     return float(scaled.mean()), float(scaled.std())
 
 
+def _word(cell: str) -> float | None:
+    """Returns the number that a word stands for, None if it is no such word."""
+    return _WORDS.get(cell.strip().lower())
+
+
 def _is_number(cell: str) -> bool:
-    """Returns True for a finite number, and for the words of one or of none."""
+    """Returns True for a finite float32, and for the words of one or of none."""
     try:
-        return cell.lower() in _WORDS or math.isfinite(float(cell))
+        return _word(cell) is not None or abs(float(cell)) <= _MAX_NUMBER
     except ValueError:
         return False

@@ -197,7 +197,7 @@ def list_configs() -> dict[str, pathlib.Path]:
     return {path.stem: path for path in reversed(paths)}
 
 
-def load_config(name_or_path: str, code: str | None = None) -> RunConfig:
+def load_config(name_or_path: str) -> RunConfig:
     """Returns the run config that a Python file defines as `config`.
 
     The file may import modules of its own folder, as a script may. Errors that it
@@ -205,7 +205,6 @@ def load_config(name_or_path: str, code: str | None = None) -> RunConfig:
 
     Args:
       name_or_path: a name from `list_configs`, or the path of a Python file.
-      code: an older text of that file, to run in its place; None: the file's text.
 
     Raises:
       ConfigError: if the file does not exist, or defines no `config`.
@@ -216,7 +215,7 @@ def load_config(name_or_path: str, code: str | None = None) -> RunConfig:
     """
     known = list_configs()
     path = known.get(name_or_path, local_path(name_or_path)).resolve()
-    if code is None and (path.suffix != ".py" or not path.is_file()):
+    if path.suffix != ".py" or not path.is_file():
         raise ConfigError(
             f"There is no config {name_or_path!r}: it must be a Python file or one of "
             f"{', '.join(sorted(known))}."
@@ -224,11 +223,10 @@ def load_config(name_or_path: str, code: str | None = None) -> RunConfig:
     # A name that another process cannot import either.
     module = ModuleType(f"config_{path.stem}")
     module.__file__ = str(path)
-    code = path.read_text(encoding="utf-8") if code is None else code
     sys.modules[module.__name__] = module  # Dataclasses look their module up.
     sys.path.insert(0, str(path.parent))
     try:
-        exec(compile(code, path, "exec"), vars(module))
+        exec(compile(path.read_bytes(), path, "exec"), vars(module))
     finally:
         sys.path.remove(str(path.parent))
     config = getattr(module, "config", None)

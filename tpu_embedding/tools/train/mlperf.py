@@ -46,21 +46,40 @@ class MLPerfLog:
     Without a file, or without `RunConfig.mlperf`, it writes nothing.
     """
 
-    def __init__(self, path: pathlib.Path | None, config: Any, data: Any):
-        """Starts the log anew, with the keys that describe the run.
+    def __init__(
+        self,
+        path: pathlib.Path | None,
+        config: Any,
+        data: Any,
+        *,
+        first_step: int = 0,
+    ):
+        """Starts the log anew, with the keys that describe the run, or continues it.
 
         Args:
           path: the file; None: no log.
           config: `RunConfig` of the run.
           data: opened data set, or its outline.
+          first_step: steps done. A run that goes on appends to its log, except to one
+            that ended already, which stays as it is.
         """
         is_on = config.mlperf is not None and distributed.is_first()
         self._path, self._batch_size = path if is_on else None, config.batch_size
-        if self._path is not None:
+        self._continues = False
+        if self._path is not None and first_step and self._path.exists():
+            self._continues = True
+            if '"key": "run_stop"' in self._path.read_text(encoding="utf-8"):
+                self._path = None
+        elif self._path is not None:
             self._path.unlink(missing_ok=True)
             self.write("cache_clear", "init_start", value=True)
             for key, value in _keys(config, data).items():
                 self.write(key, value=value)
+
+    def write_start(self, step: int) -> None:
+        """Writes the end of the initialisation, unless an earlier start did."""
+        if not self._continues:
+            self.write("init_stop", "run_start", "block_start", step=step)
 
     def write(
         self, *keys: str, step: int | None = None, value: Any = None, **metadata: Any

@@ -149,7 +149,7 @@ def train(
         run = _Run(config, directory, data_dir, mesh, verbose)
         stack.enter_context(run.checkpoints)
         run.start(existing_run, origin)
-        run.log = MLPerfLog(directory / LOG_FILE, config, run.data)
+        run.log = MLPerfLog(directory / LOG_FILE, config, run.data, first_step=run.step)
         stack.callback(run.report.close)
         stack.callback(faulthandler.cancel_dump_traceback_later)
         if run.train(stop, stop_at or config.num_steps, profile) == "stopped":
@@ -317,7 +317,7 @@ class _Run:
     ) -> Literal["done", "stopped"]:
         """Runs steps, evaluates and saves when due, and saves the state at the end."""
         config = self.config
-        self.log.write("init_stop", "run_start", "block_start", step=self.step)
+        self.log.write_start(self.step)
         meter = _Meter(config, self.report)
         steps = range(self.step, max(self.step, config.num_steps))
         with contextlib.closing(
@@ -404,6 +404,8 @@ class _Run:
         self.report.plot(metric, teacher)
         if target is not None:
             words = {True: "met", False: "not met", None: "unknown"}[is_met]
+            if target.metric not in metrics:
+                words += ", because the held-out labels are all equal"
             self.report.line(f"target: {target}: {words}")
         against = ""
         if teacher is not None:

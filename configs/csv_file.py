@@ -1,7 +1,7 @@
 """Trains a click model on the rows of a CSV file, whose columns it recognises.
 
 Command: tpu-embedding train clicks.csv --label label
-         tpu-embedding train csv --data-dir clicks.csv --set data.label=label
+         tpu-embedding train csv_file --data-dir clicks.csv --set data.label=label
 Hardware: 2 CPU cores
 Expected: held-out AUC above 0.5, the AUC of chance; your data decide how far
 Wall time: 31 s for 20,000 rows of 7 columns
@@ -17,7 +17,7 @@ from tpu_embedding.tools.train import CsvSource, RunConfig, Target
 from tpu_embedding.tools.train.models import ClickModelConfig
 
 config = RunConfig(
-    name="csv",
+    name="csv_file",
     # Data
     data=CsvSource(label="label"),
     batch_size=512,
