@@ -7,7 +7,7 @@ together, and each device merges those of its share of the queries.
 
 import math
 from collections.abc import Callable, Mapping
-from typing import Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
@@ -112,7 +112,7 @@ def top_k(
         )
         return _merged(best, excluded, k)
     check_tables(tables, [stack])
-    rows = tables[stack.name]
+    rows = cast(PackedRows, tables[stack.name])
     return _top_k_on_mesh(rows, queries, excluded, k, stack, member, plan, transform)
 
 
