@@ -294,25 +294,26 @@ def _fill_buckets(
         turn, keys, scores, lanes, evictions = state
         bucket, start, count = _groups_of_turn(groups, turn, per_turn)
         old_keys, old_scores = keys[bucket], scores[bucket]
-        # From here on `[buckets, 64]` arrays: column j is the lane that a bucket gives
-        # away as its j-th, `given[:, j]`.
-        kinds, given = _lanes_by_value(old_keys, old_scores, tables[0].dynamic, now)
+        # Arrays `[buckets, 64]` from here on. Column j is about lane `order[:, j]`: empty
+        # lanes come first, then evictable, then taken ones. New ids get the first lanes.
+        kinds, order = _lanes_by_value(old_keys, old_scores, tables[0].dynamic, now)
         gets_id, source = _ids_of_lanes(kinds, start, count, groups)
+        # Both halves of a line: the words of an id, and its last use and its steps.
         words = (ids.first[source], ids.second[source])
         uses = (jnp.broadcast_to(now, gets_id.shape), jnp.ones_like(words[0]))
-        new_keys = _with_new(old_keys, words, gets_id, given)
-        new_scores = _with_new(old_scores, uses, gets_id, given)
+        new_keys = _with_new(old_keys, words, gets_id, order)
+        new_scores = _with_new(old_scores, uses, gets_id, order)
         is_evicted = gets_id & (kinds == _EVICTABLE)
         num_evicted = jnp.sum(is_evicted, axis=1, dtype=jnp.int32)
         table_of = table_of_buckets(bucket, tables)
         # Behind the last bucket, and the last id: written nowhere.
         target = jnp.where(count > 0, bucket, keys.shape[0])
-        new_id = jnp.where(gets_id, source, num_ids)
+        id_position = jnp.where(gets_id, source, num_ids)
         return (
             turn + 1,
             keys.at[target].set(new_keys, mode="drop"),
             scores.at[target].set(new_scores, mode="drop"),
-            lanes.at[new_id].set(given, mode="drop", wrap_negative_indices=False),
+            lanes.at[id_position].set(order, mode="drop", wrap_negative_indices=False),
             evictions + _sum_by_table(num_evicted, table_of, tables),
         )
 

@@ -129,10 +129,15 @@ def _make_public(
     name, checks = make_optimizer.__name__, checks_of(make_optimizer, ranges)
     list_options = _list_options if has_common_options else inspect.signature
     signature = list_options(make_optimizer)
+    if rate_parameter := signature.parameters.get("learning_rate"):
+        # Users must give it; `OPTIMIZERS` keeps the default.
+        required = rate_parameter.replace(default=_EMPTY)
+        parameters = {**signature.parameters, "learning_rate": required}
+        signature = signature.replace(parameters=list(parameters.values()))
 
     @equal_calls_are_one
     @functools.wraps(make_optimizer)
-    def make(**arguments: Any) -> optax.GradientTransformation:
+    def make_checked(**arguments: Any) -> optax.GradientTransformation:
         rate = None
         if "learning_rate" in arguments:
             rate = checked_schedule(name, arguments["learning_rate"])
@@ -156,12 +161,10 @@ def _make_public(
                 f"others differently. It takes {', '.join(signature.parameters)}."
             ) from None
         given.apply_defaults()
-        return make(**given.arguments)
+        return make_checked(**given.arguments)
 
-    if rate := signature.parameters.get("learning_rate"):
-        OPTIMIZERS[name] = functools.partial(make_public, rate.default)
-        parameters = {**signature.parameters, rate.name: rate.replace(default=_EMPTY)}
-        signature = signature.replace(parameters=list(parameters.values()))
+    if rate_parameter:
+        OPTIMIZERS[name] = functools.partial(make_public, rate_parameter.default)
     cast(Any, make_public).__signature__ = signature
     return cast(OptimizerFunction, make_public)
 
@@ -329,8 +332,10 @@ def _with_options(
     if slot_dtype is not None or slot_initializers is not None:
         rule = with_slot_storage(owner, rule, slot_dtype, slot_initializers)
     if decays:
-        factor, rate = weight_decay_factor, learning_rate if multiplies else None
-        rule = wrap_rule(rule, lambda inner: _decay_rows(inner, factor, rate))
+        rate = learning_rate if multiplies else None
+        rule = wrap_rule(
+            rule, lambda inner: _decay_rows(inner, weight_decay_factor, rate)
+        )
     if clipvalue is not None:
         clip = _clip_gradients(owner, clipvalue)
         rule = wrap_rule(rule, lambda inner: optax.chain(clip, inner))

@@ -144,27 +144,34 @@ def lazy_adam(
         return sizes[:, None] * mu / (jnp.sqrt(nu / corrections[:, None]) + epsilon)
 
     def skipped_moves(state: LazyAdamState, num_skipped: jax.Array) -> jax.Array:
-        """Returns the sum of the moves in the steps since the latest of each row."""
+        """Returns the sum of the moves in the steps since the latest of each row.
+
+        In the `k`-th step after the latest one, `t`, the gradient is 0. The move is::
+
+            step_size(t + k) * beta_1**k * mu
+            / (sqrt(beta_2**k * nu / correction(t + k)) + epsilon)
+        """
+        roots = jnp.sqrt(state.nu)
         # A row without momentum does not move, such as padding and new rows.
         is_moving = jnp.any(state.mu != 0, axis=1)
         shrink = beta_1 / jnp.sqrt(jnp.asarray(beta_2, jnp.float32))
+        # Moves shrink about as `shrink**k`; those after `enough` add nothing.
         enough = jnp.log(_NEGLIGIBLE * (1 - shrink)) / jnp.log(shrink)
         enough = jnp.where(shrink < 1, jnp.ceil(enough), jnp.inf)
         num_moves = jnp.where(is_moving, jnp.minimum(num_skipped, enough), 0)
 
         def turn(carry: tuple[Any, Any]) -> tuple[Any, Any]:
-            number, total = carry
+            k, total = carry
             for _ in range(_STEPS_PER_TURN):
-                number += 1
-                t = state.last_counts + number.astype(jnp.int32)
+                k += 1
+                t = state.last_counts + k.astype(jnp.int32)
                 sizes, corrections = step_sizes(jnp.maximum(t, 1))
-                is_taken = (number <= num_moves) & jnp.isfinite(sizes)
-                sizes = jnp.where(is_taken, sizes * beta_1**number, 0)
-                scales = jnp.sqrt(beta_2**number / corrections)
+                is_taken = (k <= num_moves) & jnp.isfinite(sizes)
+                sizes = jnp.where(is_taken, sizes * beta_1**k, 0)
+                scales = jnp.sqrt(beta_2**k / corrections)
                 total += sizes[:, None] / (roots * scales[:, None] + epsilon)
-            return number, total
+            return k, total
 
-        roots = jnp.sqrt(state.nu)
         start = jnp.zeros(()), jnp.zeros_like(roots)
         most = jnp.max(num_moves, initial=0)
         _, total = jax.lax.while_loop(lambda carry: carry[0] < most, turn, start)
