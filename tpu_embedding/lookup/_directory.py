@@ -294,8 +294,9 @@ def _fill_buckets(
         turn, keys, scores, lanes, evictions = state
         bucket, start, count = _groups_of_turn(groups, turn, per_turn)
         old_keys, old_scores = keys[bucket], scores[bucket]
-        # Arrays `[buckets, 64]` from here on. Column j is about lane `order[:, j]`: empty
-        # lanes come first, then evictable, then taken ones. New ids get the first lanes.
+        # Arrays `[buckets, 64]` from here on. Column j is about lane `order[:, j]`:
+        # empty lanes come first, then evictable, then taken ones. New ids get the
+        # first lanes.
         kinds, order = _lanes_by_value(old_keys, old_scores, tables[0].dynamic, now)
         gets_id, source = _ids_of_lanes(kinds, start, count, groups)
         # Both halves of a line: the words of an id, and its last use and its steps.

@@ -54,7 +54,11 @@ def test_version(capsys):
         (["train", "dlrm_v4", "--devices", "1"], "--data-dir"),
         (["train", "synthetic", "--label", "y"], "--data.label"),
         (["train", "clicks.csv", "--label", "y"], "clicks.csv is missing"),
-        (["compile", "csv_file", "--topology", "v5e:2x2"], "ParquetSource"),
+        pytest.param(
+            ["compile", "csv_file", "--topology", "v5e:2x2"],
+            "ParquetSource",
+            marks=pytest.mark.tpu_compiler,
+        ),
         (["evaluate", "synthetic", "--devices", "1"], "no checkpoint to evaluate"),
     ],
 )
