@@ -94,6 +94,20 @@ def test_recall_of_ties_is_the_mean_over_orders():
         assert float(got) == pytest.approx(wanted, abs=5 * 0.5 / 2000**0.5)
 
 
+def test_retrieved_ids():
+    """An id that was not found counts, unlike a list without a relevant candidate."""
+    ids, labels = np.array([[3, 5], [1, 4], [2, 0]]), np.array([5, 1, 9])
+    for k, recall, ndcg in ((1, 1 / 3, 1 / 3), (2, 2 / 3, (1 / np.log2(3) + 1) / 3)):
+        for metric, wanted in ((RecallAtK, recall), (NDCGAtK, ndcg)):
+            got = metric.from_top_k(ids, labels, k=k).compute()
+            assert float(got) == pytest.approx(wanted, rel=RTOL)
+    weighted = RecallAtK.from_top_k(ids, labels, [1, 0, 1], k=2)
+    assert float(weighted.compute()) == pytest.approx(0.5, rel=RTOL)
+    for wrong, k in ((labels[:2], 2), (labels[:, None], 2), (labels, 3), (labels, 0)):
+        with pytest.raises(ValueError, match="RecallAtK"):
+            RecallAtK.from_top_k(ids, wrong, k=k)
+
+
 def test_equal_scores_are_no_hit():
     """A model that tells no candidates apart finds k of n, not all."""
     labels = np.eye(10, dtype=np.float32)

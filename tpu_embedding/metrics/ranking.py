@@ -94,6 +94,47 @@ class _TopK(Mean):
         return cls._of(values, weights, k=k)
 
     @classmethod
+    def from_top_k(
+        cls,
+        ids: ArrayLike,
+        labels: ArrayLike,
+        weights: ArrayLike | None = None,
+        *,
+        k: int,
+    ) -> Self:
+        """Returns the metric of samples that want one id each, as of `te.nn.top_k`.
+
+        A sample whose id was not found counts, with the value 0.
+
+        Args:
+          ids: integers `[batch, n]`, the best candidates of each sample, the best
+            first.
+          labels: integers `[batch]`, the id that each sample wants.
+          weights: at least 0, or bool, `[batch]`. None: every weight is 1.
+          k: from 1 to `n`.
+
+        Raises:
+          ValueError: if shapes do not fit, `k` is below 1, or above `n`.
+
+        Example:
+          >>> ids = [[3, 5], [1, 4], [2, 0]]  # te.nn.top_k(layer, queries, k=2).ids
+          >>> recall = RecallAtK.from_top_k(ids, [5, 7, 9], k=2)
+          >>> round(float(recall.compute()), 4)
+          0.3333
+        """
+        ids, labels = jnp.asarray(ids), jnp.asarray(labels)
+        if ids.ndim != 2 or labels.shape != ids.shape[:1] or k > ids.shape[1]:
+            raise ValueError(
+                f"{cls.__name__}: ids must have the shape [batch, n], n at least k="
+                f"{k}, and labels [batch], got {list(ids.shape)} and "
+                f"{list(labels.shape)}."
+            )
+        is_wanted = ids == labels[:, None]
+        ranks = jnp.argmax(is_wanted, axis=1).astype(jnp.float32)
+        ranks = jnp.where(jnp.any(is_wanted, axis=1), ranks, jnp.inf)
+        return cls.from_ranks(ranks, weights, k=k)
+
+    @classmethod
     def _gains(cls, ranks: Float[Array, "*shape"]) -> Float[Array, "*shape"]:
         """Returns the gain of a relevant candidate by its rank, from 0."""
         raise NotImplementedError
@@ -145,7 +186,7 @@ class RecallAtK(_TopK):
     """The share of relevant candidates among the best `k`, averaged over samples.
 
     With one relevant candidate per sample it is the hit rate. Samples without a
-    relevant candidate do not count.
+    relevant candidate do not count; of retrieved ids, take `from_top_k`.
 
     Example:
       >>> recall = RecallAtK.from_batch([[3.0, 2.0, 1.0]], [[1, 0, 1]], k=2)

@@ -8,10 +8,13 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from tpu_embedding import functional
+from tpu_embedding.argument_checks import ArgumentType, check_type
 from tpu_embedding.config import FeatureConfig
 from tpu_embedding.functional.best_rows import TopK, find_table
 from tpu_embedding.functional.serving_lookup import ServedCall
 from tpu_embedding.nn.embedding import TPUEmbedding
+
+_LAYER = ArgumentType(TPUEmbedding, "a te.TPUEmbedding")
 
 
 def top_k(
@@ -28,6 +31,7 @@ def top_k(
     on the rows where they lie: exact, sharded over all devices, and inside `jax.jit`.
     Of equal scores the lower id comes first. A method of a model that calls it can be
     exported, by `te.export.save(model, directory, ..., method=...)`.
+    `te.metrics.RecallAtK.from_top_k(ids, labels, k=...)` is the recall of the result.
 
     Args:
       layer: layer of the table. Its tables get no gradient from this call.
@@ -43,6 +47,7 @@ def top_k(
       `te.inputs.PADDING_ROW_ID` behind them.
 
     Raises:
+      TypeError: if `layer` is no layer, such as the model.
       ValueError: if `k`, the table's name or a shape does not fit, or the table has a
         dynamic vocabulary.
 
@@ -56,6 +61,8 @@ def top_k(
       >>> best.ids.shape
       (2, 5)
     """
+    line = "te.nn.top_k(model.embedding, queries, k), if embedding is its layer"
+    check_type("te.nn.top_k: layer", _LAYER, layer, line)
     if layer.recording == "serving":
         tables = _recorded_tables(layer, table)
     else:
