@@ -65,6 +65,24 @@ def test_labels_that_have_no_negative(dtype):
         np.testing.assert_array_equal(loss(SCORES[0, :3], labels), expected)
 
 
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda: te.nn.pairwise_loss(SCORES, LABELS[0]),
+        lambda: te.nn.pairwise_loss(SCORES, LABELS, where=WHERE[:, :1]),
+        lambda: te.nn.list_mle_loss(SCORES, LABELS[:, :4]),
+        lambda: te.nn.list_mle_loss(SCORES[0, 0], LABELS[0, 0]),
+        lambda: te.nn.in_batch_softmax(SCORES, LABELS[:1]),
+        lambda: te.nn.in_batch_softmax(SCORES[0], LABELS[0]),
+        lambda: te.nn.in_batch_softmax(SCORES, LABELS, LABELS[:, :1]),
+        lambda: te.nn.in_batch_softmax(SCORES, LABELS, item_ids=np.arange(5)),
+    ],
+)
+def test_shapes_that_would_broadcast_are_refused(call):
+    with pytest.raises(ValueError, match=r"all must have one shape \["):
+        call()
+
+
 def in_numpy(scores, own):
     """Returns log-softmax and rank of each sample's own item, in float64."""
     top = scores.max(axis=1)

@@ -5,6 +5,7 @@ caller. `optax.losses.ranking_softmax_loss` is a further listwise loss.
 """
 
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -46,6 +47,9 @@ def in_batch_softmax(
       `log_softmax`, at most 0, and the rank of each sample's own item: the number of
       candidates with a higher `s`, from 0 to `batch - 1`.
 
+    Raises:
+      ValueError: if a shape is another one.
+
     Example:
       >>> queries = jnp.array([[1.0, 0.0], [0.0, 0.0]])
       >>> items = jnp.array([[0.0, 1.0], [1.0, 0.0]])
@@ -53,6 +57,10 @@ def in_batch_softmax(
       >>> [round(x, 4) for x in jnp.exp(log_softmax).tolist()], ranks.tolist()
       ([0.2689, 0.5], [1.0, 0.0])
     """
+    owner = "in_batch_softmax"
+    _check_shapes(owner, "[batch, dim]", queries=queries, items=items)
+    of_samples = {"log_probabilities": log_probabilities, "item_ids": item_ids}
+    _check_shapes(owner, "[batch]", samples=queries[:, 0], **of_samples)
     scores = queries @ items.T
     if log_probabilities is not None:
         scores = scores - log_probabilities[None, :]
@@ -95,11 +103,16 @@ def pairwise_loss(
     Returns:
       The loss of each list; 0 if no two labels differ.
 
+    Raises:
+      ValueError: if shapes differ.
+
     Example:
       >>> scores, labels = jnp.array([2.0, 0.5, 1.0]), jnp.array([1, 0, 2])
       >>> float(pairwise_loss(scores, labels, lambda d: jax.nn.relu(1 + d)))
       2.5
     """
+    given = {"scores": scores, "labels": labels, "where": where}
+    _check_shapes("pairwise_loss", "[..., items]", **given)
     is_pair = labels[..., :, None] > labels[..., None, :]
     if where is not None:
         is_pair &= where[..., :, None] & where[..., None, :]
@@ -123,7 +136,7 @@ def list_mle_loss(
 
     Items are numbered by falling label; of equal labels the first comes first, as in
     Keras Recommenders. See Xia et al., "Listwise Approach to Learning to Rank" (ICML
-    2008). Arguments are those of `pairwise_loss`.
+    2008). Arguments and errors are those of `pairwise_loss`.
 
     Returns:
       The loss of each list, at least 0; 0 for a list of a single item, or none.
@@ -133,6 +146,8 @@ def list_mle_loss(
       >>> round(float(loss), 4)  # log(3) + log(2)
       1.7918
     """
+    given = {"scores": scores, "labels": labels, "where": where}
+    _check_shapes("list_mle_loss", "[..., items]", **given)
     where = jnp.ones(scores.shape, bool) if where is None else where
     keys = jnp.where(where, -jnp.asarray(labels, float), jnp.inf)
     falling = jnp.argsort(keys, axis=-1, stable=True)
@@ -142,3 +157,14 @@ def list_mle_loss(
     axis = scores.ndim - 1
     totals = jax.lax.cumlogsumexp(scores, axis=axis, reverse=True)
     return jnp.sum(jnp.where(where, totals - scores, 0.0), axis=-1)
+
+
+def _check_shapes(owner: str, axes: str, **arrays: Any) -> None:
+    """Refuses arrays of unequal shapes, or of other axes; None passes."""
+    shapes = {name: jnp.shape(x) for name, x in arrays.items() if x is not None}
+    first, *others = shapes.values()
+    num_axes = axes.count(",") + 1
+    is_right = first != () if "..." in axes else len(first) == num_axes
+    if not is_right or any(shape != first for shape in others):
+        found = ", ".join(f"{name} {list(shape)}" for name, shape in shapes.items())
+        raise ValueError(f"te.nn.{owner}: all must have one shape {axes}, got {found}.")
