@@ -53,7 +53,10 @@ def test_version(capsys):
         (["train", "synthetic", "--devices", "1", "--data-dir", "."], "reads no file"),
         (["train", "dlrm_v4", "--devices", "1"], "--data-dir"),
         (["train", "synthetic", "--label", "y"], "--data.label"),
-        (["train", "clicks.csv", "--label", "y"], "clicks.csv is missing"),
+        (
+            ["train", "clicks.csv", "--label", "y"],
+            "machine; give the path of a CSV file",
+        ),
         pytest.param(
             ["compile", "csv_file", "--topology", "v5e:2x2"],
             "ParquetSource",
@@ -66,6 +69,7 @@ def test_errors_of_the_user(arguments, message, capsys, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     assert status_of(*arguments) == 2
     assert message in capsys.readouterr().err
+    assert not (tmp_path / "runs" / "clicks").exists()
 
 
 @pytest.mark.full

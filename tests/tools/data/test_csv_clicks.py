@@ -183,6 +183,11 @@ WRONG = {
         SOURCE,
         "line 4: a field.*got: a field of several lines; remove the quote",
     ),
+    "label of words": (
+        "click,a\nyes,1\nno,1\n",
+        SOURCE,
+        "line 2, column 'click'.*got 'yes'.*write 0 and 1, or name another column",
+    ),
     "equal names": (TEXT.replace("age", "user"), SOURCE, "must have different names"),
     "nothing repeats": (
         TEXT,

@@ -307,12 +307,17 @@ class _Table:
                     column.append(shared.setdefault(cell, cell))
         return cls(path, dict(zip(names, columns, strict=True)), lines)
 
-    def numbers(self, name: str) -> np.ndarray:
-        """Returns a column of numbers, float64 `[rows]`, NaN where one is missing."""
+    def numbers(self, name: str, way_out: str | None = None) -> np.ndarray:
+        """Returns a column of numbers, float64 `[rows]`, NaN where one is missing.
+
+        Args:
+          name: the column.
+          way_out: what to do about a cell that is no number, for the error.
+        """
         cells = self.cells[name]
         if not all(map(_is_number, cells)):
             wrong = [_is_number(cell) for cell in cells].index(False)
-            way_out = f"correct it, or set data.categories={name}"
+            way_out = way_out or f"correct it, or set data.categories={name}"
             raise self._error(
                 name, wrong, "must be a number of float32 or empty", way_out
             )
@@ -322,7 +327,7 @@ class _Table:
     def labels(self, source: CsvSource) -> np.ndarray:
         """Returns the labels, float32 `[rows]`."""
         name, minimum = source.label, source.positive_from
-        labels = self.numbers(name)
+        labels = self.numbers(name, "write 0 and 1, or name another column by --label")
         if minimum is not None:
             labels = np.where(np.isnan(labels), np.nan, labels >= minimum)
         is_label = np.isin(labels, (0, 1))

@@ -57,8 +57,7 @@ def required_files(data_dir: Any, files: str) -> pathlib.Path:
         raise DataError(f"This config reads {files}: pass their path with --data-dir.")
     if not is_local_path(data_dir) or not local_path(data_dir).exists():
         raise DataError(
-            f"{data_dir} is missing on this machine; --data-dir must be the path of "
-            f"{files}."
+            f"{data_dir} is missing on this machine; give the path of {files}."
         )
     return local_path(data_dir)
 

@@ -145,8 +145,9 @@ def train(
     directory = local_path(output_dir).resolve()
     with contextlib.ExitStack() as stack:
         stop = stack.enter_context(_stop_on_signals())
+        data = open_data(config, data_dir)  # Wrong data leave no directory behind.
         stack.enter_context(_claimed(directory))
-        run = _Run(config, directory, data_dir, mesh, verbose)
+        run = _Run(config, directory, data, mesh, verbose)
         stack.enter_context(run.checkpoints)
         run.start(existing_run, origin)
         run.log = MLPerfLog(directory / LOG_FILE, config, run.data, first_step=run.step)
@@ -169,7 +170,8 @@ def evaluate(
 
     Args and errors are those of `train`, whose records get the metrics.
     """
-    run = _Run(config, local_path(output_dir).resolve(), data_dir, mesh)
+    data = open_data(config, data_dir)
+    run = _Run(config, local_path(output_dir).resolve(), data, mesh)
     with run.checkpoints:
         if run.checkpoints.latest_step() is None:
             raise RunDirectoryError(
@@ -265,14 +267,14 @@ class _Run:
         self,
         config: RunConfig,
         directory: pathlib.Path,
-        data_dir: Any,
+        data: Dataset,
         mesh: Mesh | None,
         verbose: bool = False,
     ):
         libraries = "matplotlib", "tensorboardX"
         require_extra("train", *libraries, purpose="A run")
         self.config, self.directory, self.verbose = config, directory, verbose
-        self.data = open_data(config, data_dir)
+        self.data = data
         self.plan: EmbeddingPlan = make_run_plan(config, self.data, mesh)
         options = ocp.CheckpointManagerOptions(max_to_keep=config.checkpoints_kept)
         path = directory / CHECKPOINTS_DIR
