@@ -215,6 +215,40 @@ NAMES = {
         "write dim=...",
     ),
     "table: a slip": (lambda x: te.TableConfig(vocabularysize=9, dim=2), ROWS),
+    "table: by place": (
+        lambda x: te.TableConfig(9, 2),
+        "write vocabulary_size=..., dim=...",
+    ),
+    "feature: by place": (lambda x: te.FeatureConfig(TABLE), "write table=..."),
+    "layer: by place": (lambda x: te.TPUEmbedding(FEATURES, None, 1), "mesh=..."),
+    "top_k: model": (
+        lambda x: te.nn.top_k(x.model, jnp.ones((1, 2)), 1),
+        "got Model",
+        "te.nn.top_k(model.embedding, queries, k)",
+    ),
+    "call: lists": (
+        lambda x: x.model({"watched": [[1, 2], [3]]}),
+        "layer.prepare(features) takes lists",
+    ),
+    "cross: rngs": (
+        lambda x: te.nn.FeatureCross(3, rngs=0),
+        "got 0",
+        "te.nn.FeatureCross(num_inputs, rngs=nnx.Rngs(0))",
+    ),
+    "cross: width": (
+        lambda x: te.nn.FeatureCross(3, rngs=nnx.Rngs(0))(jnp.ones((2, 4))),
+        "num_inputs=3",
+        "(2, 4)",
+    ),
+    "dot: dict": (
+        lambda x: te.nn.DotInteraction()(x.tables),
+        "got dict",
+        "list(activations.values())",
+    ),
+    "dot: dims": (
+        lambda x: te.nn.DotInteraction()([jnp.ones((1, 2)), jnp.ones((1, 3))]),
+        "[(1, 2), (1, 3)]",
+    ),
     "table: unknown": (lambda x: te.TableConfig(hue=9), "it takes vocabulary_size"),
     "ragged: lengths": (
         lambda x: te.RaggedIds(values=[1], lengths=[1]),

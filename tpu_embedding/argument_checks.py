@@ -95,7 +95,7 @@ def check_scalar(owner: str, value: Any, line: str) -> None:
 def right_names(
     aliases: Mapping[str, str] | None = None, /, **right: str
 ) -> Callable[[T], T]:
-    """Decorates a function or a class whose errors tell wrong names the right ones.
+    """Decorates a function or a class whose errors tell the right names of arguments.
 
     Args:
       aliases: second name of an argument to the argument.
@@ -114,11 +114,18 @@ def right_names(
     def decorate(target: Any) -> Any:
         is_class = isinstance(target, type)
         function = target.__init__ if is_class else target
-        known = [x for x in inspect.signature(function).parameters if x != "self"]
+        parameters = inspect.signature(function).parameters
+        known = [name for name in parameters if name != "self"]
+        kind = inspect.Parameter.KEYWORD_ONLY
+        by_name = [name for name in known if parameters[name].kind is kind]
+        num_by_place = len(parameters) - len(by_name)
 
         @functools.wraps(function)
         def checked(*args: Any, **kwargs: Any) -> Any:
             owner = f"te.{target.__name__}"
+            if unnamed := by_name[: max(0, len(args) - num_by_place)]:
+                line = ", ".join(f"{name}=..." for name in unnamed)
+                raise TypeError(f"{owner} takes these by name: write {line}")
             for alias in aliases.keys() & kwargs.keys():
                 name = aliases[alias]
                 if name in kwargs:

@@ -136,6 +136,12 @@ def test_ways_out(tmp_path, name):
         te.restore(tmp_path / "a", state_of(plan, 1), plan=plan, **way_out)
 
 
+def test_a_checkpoint_of_orbax_alone(tmp_path):
+    (tmp_path / "_METADATA").write_text("{}")
+    with pytest.raises(CheckpointError, match="restore it by the Checkpointer that"):
+        te.restore(tmp_path, state_of(plan_of()), plan=plan_of())
+
+
 def test_hyperparameters_are_restored_and_never_shared_by_chance(tmp_path):
     def rule(rate):
         return optax.inject_hyperparams(te.optimizers.adagrad)(learning_rate=rate)

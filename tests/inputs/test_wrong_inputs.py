@@ -51,6 +51,7 @@ WRONG_IDS = {
     "no samples": (np.zeros(0, int), ValueError, "a batch of shape (0,)"),
     "too large": ([1, 10], ValueError, "got 10 at position (1,)"),
     "negative": ([[1], [-1]], ValueError, "got -1 at position (1, 0)"),
+    "a mark of another library": ([[1, -1]], ValueError, "te.inputs.PADDING_ROW_ID"),
     "64 bits": ([2**32 + 3], ValueError, f"got {2**32 + 3}"),
     "unsigned 64 bits": (np.array([2**63], np.uint64), ValueError, f"got {2**63}"),
     "lists beside ids": ([[1, 2], 3], ValueError, "got 3 beside lists"),
@@ -152,7 +153,7 @@ def test_wrong_weights(ids, weights, kind, text):
 WRONG_SHAPES = {
     "sequence of one axis": ([1, 2], dict(max_sequence_length=2), "got shape (2,)"),
     "sequence with weights": (
-        dense([[1]], np.ones((1, 1))),
+        dense([[1]], np.ones((1, 2))),
         dict(max_sequence_length=2),
         "max_sequence_length=2: a sequence is not combined",
     ),

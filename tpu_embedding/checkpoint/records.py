@@ -181,6 +181,11 @@ def state_directory(directory: str | os.PathLike[str]) -> epath.Path:
             return path if item == "." else path / item
     steps = [p.name for p in path.glob("*") if p.name.isdigit()]
     hint = f" Give one of its steps, such as {path / steps[0]}." if steps else ""
+    if (path / "_METADATA").exists():
+        hint = (
+            " It is one of orbax, without te.save: restore it by the Checkpointer that "
+            "wrote it, or read its tables by te.checkpoint.open_tables."
+        )
     raise CheckpointError(
         f"The directory {path} holds no checkpoint: {STATE_FILE} is missing.{hint}"
     )

@@ -205,7 +205,13 @@ def _checked_exclusions(excluded: Any, num_queries: int) -> Int[Array, "queries 
     if excluded is None:
         return jnp.zeros((num_queries, 0), jnp.int32)
     if not isinstance(excluded, jax.Array):
-        excluded = np.asarray(excluded)
+        try:
+            excluded = np.asarray(excluded)
+        except ValueError as error:
+            raise ValueError(
+                "top_k: excluded must be one array; fill lists of other lengths up by "
+                f"te.inputs.PADDING_ROW_ID, {PADDING_ROW_ID}."
+            ) from error
     is_integer = jnp.issubdtype(excluded.dtype, jnp.integer)
     if not is_integer or excluded.ndim != 2 or excluded.shape[0] != num_queries:
         raise ValueError(

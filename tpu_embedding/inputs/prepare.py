@@ -353,8 +353,9 @@ def _check_range(
         raise ValueError(
             f"Ids of feature {feature.name!r} must lie in [0, {vocabulary_size}), the "
             f"rows of its table, got {ids[position]} at {where} {position}, "
-            f"and {int(is_outside.sum())} such ids in all. Correct the data, number "
-            "ids with gaps by te.inputs.Vocabulary or te.inputs.hash_ids, or set "
+            f"and {int(is_outside.sum())} such ids in all. Correct the data, mark "
+            "places without an id by te.inputs.PADDING_ROW_ID, number ids with gaps by "
+            "te.inputs.Vocabulary or te.inputs.hash_ids, or set "
             "FeatureConfig.out_of_range_ids to 'drop' or 'clip'."
         )
     # The conversion would wrap ids that an int32 cannot hold. Replace them first.

@@ -113,7 +113,6 @@ def feature_shape(ids: FeatureIds, feature: FeaturePlan, plan: AnyPlan) -> Featu
     if isinstance(values, Ids64):
         values = values.high  # It has the shape of the ids.
     check_dtypes(values, weights, feature)
-    refuse_weighted_sequence(weights, feature)
     batch_size = _batch_size(ids, values, feature, plan)
     is_ragged = isinstance(ids, ShardedRaggedIds)
     length = _sequence_length(values, batch_size, is_ragged, feature)
@@ -183,11 +182,13 @@ def check_dtypes(ids, weights, feature: FeaturePlan) -> None:
 
     Raises:
       TypeError: if the ids are no array of integers.
-      ValueError: if the ids are a scalar, or weights have another shape than the ids.
+      ValueError: if the ids are a scalar, or weights have another shape than the ids,
+        or belong to a sequence.
     """
     if not hasattr(ids, "dtype"):
         raise TypeError(
-            f"Ids of feature {feature.name!r} must be an array, got {ids!r}."
+            f"Ids of feature {feature.name!r} must be an array, got {ids!r}; "
+            "layer.prepare(features) takes lists."
         )
     if isinstance(ids, np.ma.MaskedArray) or isinstance(weights, np.ma.MaskedArray):
         raise TypeError(
@@ -215,6 +216,7 @@ def check_dtypes(ids, weights, feature: FeaturePlan) -> None:
             f"Weights of feature {feature.name!r} must be real numbers, got dtype "
             f"{weights.dtype}."
         )
+    refuse_weighted_sequence(weights, feature)
     if weights.shape != ids.shape:
         raise ValueError(
             f"Weights of feature {feature.name!r} must have the shape of its ids, "

@@ -1,6 +1,6 @@
 """Layers that let the features of a sample act on each other: DLRM's and DCN-v2's."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -8,6 +8,9 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float
+
+from tpu_embedding.argument_checks import check_type, describe_value
+from tpu_embedding.nn.embedding import RNGS
 
 Vectors = Sequence[Float[Array, "batch dim"]] | Float[Array, "batch vectors dim"]
 """One vector per feature and sample: a list of arrays, or their stack."""
@@ -44,9 +47,20 @@ class DotInteraction(nnx.Module):
           `[batch, n * (n - 1) / 2]`; with `self_interaction`, `n * (n + 1) / 2`.
 
         Raises:
+          TypeError: if the vectors are a dict.
           ValueError: if the arrays differ in shape, or have other axes.
         """
+        if isinstance(vectors, Mapping):
+            raise TypeError(
+                f"DotInteraction: vectors must be a list, got {describe_value(vectors)}"
+                ". Write list(activations.values())."
+            )
         if not isinstance(vectors, jax.Array | np.ndarray):
+            if len(shapes := list(dict.fromkeys(map(jnp.shape, vectors)))) != 1:
+                raise ValueError(
+                    "DotInteraction: vectors must be arrays of one shape [batch, dim], "
+                    f"got {shapes}; bring them to one dim by a linear layer."
+                )
             vectors = jnp.stack(vectors, axis=1)
         if vectors.ndim != 3:
             raise ValueError(
@@ -98,8 +112,11 @@ class FeatureCross(nnx.Module):
           rngs: stream `params` provides the keys.
 
         Raises:
+          TypeError: if `rngs` is no `nnx.Rngs`.
           ValueError: if `projection_dim` or `diag_scale` is too small.
         """
+        line = "te.nn.FeatureCross(num_inputs, rngs=nnx.Rngs(0))"
+        check_type("te.nn.FeatureCross: rngs", RNGS, rngs, line)
         if projection_dim is not None and projection_dim < 1:
             raise ValueError(
                 "FeatureCross: projection_dim must be at least 1, or None for a full "
@@ -129,9 +146,18 @@ class FeatureCross(nnx.Module):
           first: `x_0`.
           crossed: `x`, the output of the layer before; None for the first layer, where
             it equals `x_0`.
+
+        Raises:
+          ValueError: if the last axis is not `num_inputs` wide.
         """
         if crossed is None:
             crossed = first
+        width = self.up.out_features
+        if (width, width) != (first.shape[-1], crossed.shape[-1]):
+            raise ValueError(
+                f"FeatureCross: inputs must be num_inputs={width} wide, got shapes "
+                f"{first.shape} and {crossed.shape}."
+            )
         output = self.up(crossed if self.down is None else self.down(crossed))
         if self.diag_scale:
             output = output + self.diag_scale * crossed

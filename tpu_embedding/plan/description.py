@@ -139,8 +139,8 @@ def _memory_rows(plan: "EmbeddingPlan") -> list[tuple[str, ...]]:
 def _summary(plan: "EmbeddingPlan") -> str:
     total = plan.table_bytes_per_device + plan.slot_bytes_per_device
     summary = (
-        f"{plan.num_shards} devices, {plan.hardware.name}; per device: tables "
-        f"{memory.format_bytes(plan.table_bytes_per_device)}, slots "
+        f"{count_of(plan.num_shards, 'device')}, {plan.hardware.name}; per device: "
+        f"tables {memory.format_bytes(plan.table_bytes_per_device)}, slots "
         f"{memory.format_bytes(plan.slot_bytes_per_device)}"
     )
     if plan.hardware.hbm_capacity_bytes is not None:
