@@ -142,6 +142,7 @@ def train(
       TrainingDivergedError: if a loss, a gradient or a metric is not finite.
       MissingExtraError: if a library of the extra `train` is not installed.
     """
+    _require_libraries()
     directory = local_path(output_dir).resolve()
     with contextlib.ExitStack() as stack:
         stop = stack.enter_context(_stop_on_signals())
@@ -159,6 +160,11 @@ def train(
         return run.finish()
 
 
+def _require_libraries() -> None:
+    """Raises before any work if a library that a run ends with is missing."""
+    require_extra("train", "matplotlib", "tensorboardX", purpose="A run")
+
+
 def evaluate(
     config: RunConfig,
     output_dir: str | pathlib.Path,
@@ -170,6 +176,7 @@ def evaluate(
 
     Args and errors are those of `train`, whose records get the metrics.
     """
+    _require_libraries()
     data = open_data(config, data_dir)
     run = _Run(config, local_path(output_dir).resolve(), data, mesh)
     with run.checkpoints:
@@ -271,8 +278,6 @@ class _Run:
         mesh: Mesh | None,
         verbose: bool = False,
     ):
-        libraries = "matplotlib", "tensorboardX"
-        require_extra("train", *libraries, purpose="A run")
         self.config, self.directory, self.verbose = config, directory, verbose
         self.data = data
         self.plan: EmbeddingPlan = make_run_plan(config, self.data, mesh)
