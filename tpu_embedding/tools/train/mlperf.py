@@ -128,6 +128,11 @@ def _keys(config: Any, data: Any) -> dict[str, Any]:
         "opt_base_learning_rate": config.dense_learning_rate,
         "opt_sparse_base_learning_rate": config.table_learning_rate,
         "opt_gradient_clip_norm": config.max_dense_norm,
+        # Models are whole on each device; tables and samples are split.
+        "tensor_parallelism": 1,
+        "pipeline_parallelism": 1,
+        "context_parallelism": 1,
+        "expert_parallelism": 1,
         **settings.keys,
     }
     if hasattr(data, "anchors"):
