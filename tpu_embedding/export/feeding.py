@@ -115,8 +115,8 @@ def by_input(
         if len(inputs) != 1 or inputs[0].name in found:
             names = [each.name for each in inputs or signature.inputs]
             raise ExportError(
-                "vocabularies must be named like one input each, and each like "
-                f"another, got {name!r}; the inputs are {names}."
+                "Each of vocabularies must be named like one input, and no two like "
+                f"the same one, got {name!r}; the inputs are {names}."
             )
         size = inputs[0].vocabulary_size or math.inf
         if not isinstance(vocabulary, Vocabulary) or vocabulary.vocabulary_size > size:

@@ -337,9 +337,9 @@ class Vocabulary:
         ids = np.fromiter(
             map(self._ids.get, flat, repeat(_UNKNOWN)), np.int32, len(flat)
         )
-        places = np.flatnonzero(ids == _UNKNOWN)
-        if places.size:
-            ids[places] = self._oov_ids([flat[i] for i in places], unknown)
+        positions = np.flatnonzero(ids == _UNKNOWN)
+        if positions.size:
+            ids[positions] = self._oov_ids([flat[i] for i in positions], unknown)
         return _in_container_of(strings, read, ids)
 
     @functools.cached_property
