@@ -43,7 +43,7 @@ collect_ignore_glob = ["golden/make_*.py"]
 
 pytest_plugins = ["tests.child_processes", "tests.program_cache"]
 
-STRICT_FOLDERS = ("functional", "inputs", "lookup", "metrics", "rows")
+STRICT_FOLDERS = ("functional", "inputs", "lookup", "recommenders", "rows")
 
 GOLDEN = pathlib.Path(__file__).parent / "golden"
 

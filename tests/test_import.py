@@ -1,7 +1,6 @@
 """`import tpu_embedding` loads what is used, and nothing of tools or of checkpoints."""
 
-import ast
-import pathlib
+import importlib
 import subprocess
 import sys
 import types
@@ -10,6 +9,7 @@ import pytest
 
 import tpu_embedding as te
 from tests.tiers import with_ids
+from tpu_embedding.lazy_names import lazy_names
 
 NOT_LOADED = (
     "orbax",
@@ -19,6 +19,7 @@ NOT_LOADED = (
     "grain",
     "tensorstore",
     "tensorflow",
+    "tpu_embedding.recommenders",
     "tpu_embedding.strings",
     "tpu_embedding.tools",
 )
@@ -53,31 +54,16 @@ def test_modules_that_are_not_loaded(use):
     ]
 
 
-def imports_for_type_checkers():
-    """Yields `(module, name, name in te)` of each import under `TYPE_CHECKING`."""
-    tree = ast.parse(pathlib.Path(te.__file__).read_text())
-    (block,) = (
-        node
-        for node in tree.body
-        if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"
-    )
-    for node in block.body:
-        if isinstance(node, ast.ImportFrom):
-            for alias in node.names:
-                yield node.module, alias.name, alias.asname
-
-
-def test_type_checkers_see_the_names_that_are_there():
-    seen = {own: (module, name) for module, name, own in imports_for_type_checkers()}
-    modules = {
-        own: tuple(f"tpu_embedding.{place}".rsplit(".", 1))
-        for own, place in te._MODULES.items()
-    }
-    names = {
-        own: (f"tpu_embedding.{place}", own) for own, place in te._MODULE_OF.items()
-    }
-    assert seen == modules | names
-    assert te.__all__ == [*modules, *names]
+@pytest.mark.parametrize("package", ["", ".functional", ".inputs", ".nn"])
+def test_lazy_names_are_there(package):
+    module = importlib.import_module(f"tpu_embedding{package}")
+    names = lazy_names(module.__name__)
+    assert names
+    for name, (parent, attribute) in names.items():
+        value = getattr(module, name)
+        owner = importlib.import_module(parent)
+        assert value is getattr(owner, attribute)
+    assert {*names} <= {*module.__all__}
 
 
 def test_unknown_names_are_refused():
@@ -86,7 +72,12 @@ def test_unknown_names_are_refused():
     assert {*te.__all__, "__version__"} <= set(dir(te))
 
 
-@pytest.mark.parametrize("name", te._MODULES)
+MODULES = [
+    name for name in te.__all__ if isinstance(getattr(te, name), types.ModuleType)
+]
+
+
+@pytest.mark.parametrize("name", MODULES)
 def test_modules_show_their_public_names_only(name):
     module = getattr(te, name)
     shown = {name for name in dir(module) if name[0] != "_"}

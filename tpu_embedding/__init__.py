@@ -1,23 +1,24 @@
 """Embedding tables for JAX on TPUs: sharded, exact under any skew, any optax optimizer.
 
 Start with `TPUEmbedding`, the Flax layer, and `value_and_grad` and `Optimizer`, which
-train it. The rest stands in modules, among them `tpu_embedding.linen`, the layer for
-Flax Linen, and `tpu_embedding.functional`, the lookup without Flax.
+train it. The rest is in modules, among them `tpu_embedding.linen`, the layer for Flax
+Linen, and `tpu_embedding.functional`, the lookup without Flax.
 
 Names are imported when they are used first: `import tpu_embedding` takes no time, and
 Orbax is loaded only by a program that saves.
 """
 
-import importlib as _importlib
 import sys as _sys
-import threading as _threading
 import types as _types
 from typing import TYPE_CHECKING
 from typing import Any as _Any
 
 from tpu_embedding.host_without_tpus import describe_host_without_tpus as _describe_host
+from tpu_embedding.lazy_names import import_when_used as _import_when_used
+from tpu_embedding.lazy_names import lazy_names as _lazy_names
+from tpu_embedding.lazy_names import show_public_names_only as _show_public_names_only
 
-if TYPE_CHECKING:  # For editors and type checkers; `_MODULE_OF` has the same names.
+if TYPE_CHECKING:  # Editors, type checkers and `lazy_names` read the public names here.
     from tpu_embedding import checkpoint as checkpoint
     from tpu_embedding import distributed as distributed
     from tpu_embedding import dynamic as dynamic
@@ -57,123 +58,54 @@ if TYPE_CHECKING:  # For editors and type checkers; `_MODULE_OF` has the same na
 
     __version__: str
 
-_MODULES = {
-    "checkpoint": "checkpoint",
-    "distributed": "distributed",
-    "dynamic": "dynamic",
-    "export": "export",
-    "functional": "functional",
-    "gradients": "gradients",
-    "hardware": "hardware",
-    "host_memory": "host_memory",
-    "initializers": "initializers",
-    "inputs": "inputs",
-    "linen": "nn.linen",
-    "metrics": "metrics",
-    "nn": "nn",
-    "optimizers": "optimizers",
-}
-"""Public modules of the package, and where they stand."""
 
-_MODULE_OF = {
-    "AutoPlacement": "placement",
-    "DenseIds": "types",
-    "Dynamic": "dynamic",
-    "EmbeddingPlan": "plan.plan",
-    "FeatureConfig": "config",
-    "Optimizer": "nn",
-    "PipelinedTrainStep": "nn",
-    "QuantizationConfig": "config",
-    "RaggedIds": "types",
-    "ReplicateSmall": "placement",
-    "Replicated": "placement",
-    "Sharded": "placement",
-    "SparseCore": "backends",
-    "SparseIds": "types",
-    "TPUEmbedding": "nn",
-    "TableConfig": "config",
-    "device_mesh": "plan.device_mesh",
-    "grad": "nn",
-    "make_plan": "plan.make_plan",
-    "restore": "checkpoint.saving",
-    "save": "checkpoint.saving",
-    "value_and_grad": "nn",
-}
-"""The module that has each public name."""
-
-__all__ = [*_MODULES, *_MODULE_OF]  # pyright: ignore[reportUnsupportedDunderAll]
-
+__all__ = [*_lazy_names(__name__)]  # pyright: ignore[reportUnsupportedDunderAll]
 
 _describe_host()
-
-_lock = _threading.RLock()
-"""Two threads that import parts of the package at once could wait for each other."""
-
-
-def __getattr__(name: str) -> _Any:
-    """Imports a public name when it is used first."""
-    with _lock:
-        if name in globals():  # Another thread was faster.
-            return globals()[name]
-        if name in _MODULES:
-            value = _module(_MODULES[name])
-            _hide_internal_names(value)
-        elif name in _MODULE_OF:
-            value = getattr(_module(_MODULE_OF[name]), name)
-        elif name == "__version__":
-            value = _version()
-        else:
-            raise AttributeError(
-                f"module {__name__!r} has no attribute {name!r}{_way_out(name)}"
-            )
-        globals()[name] = value
-        return value
-
-
-def __dir__() -> list[str]:
-    """Returns the public names, also those that nobody has used yet."""
-    return sorted([*__all__, "__version__", *(n for n in globals() if n[0] == "_")])
 
 
 class _Package(_types.ModuleType):
     """The type of this module, whose public modules show their public names only."""
 
     def __setattr__(self, name: str, value: _Any) -> None:
+        if isinstance(value, _types.ModuleType) and name in __all__:
+            _show_public_names_only(value)
         super().__setattr__(name, value)
-        if name in _MODULES:  # Python has imported the module.
-            _hide_internal_names(value)
 
 
 _sys.modules[__name__].__class__ = _Package
 
 
-def _hide_internal_names(module: _types.ModuleType) -> None:
-    """Gives a module `__all__`, unless it has one, and a `__dir__` that follows it."""
-    names = vars(module)
-    public = (
-        n for n, value in names.items() if not isinstance(value, _types.ModuleType)
-    )
-    names.setdefault("__all__", sorted(n for n in public if n[0] != "_"))
-    names["__dir__"] = lambda: sorted(
-        [*names["__all__"], *(name for name in names if name[0] == "_")]
-    )
-
-
-def _module(path: str) -> _Any:
-    return _importlib.import_module(f"{__name__}.{path}")
-
-
-def _way_out(name: str) -> str:
-    """Returns where a name stands that this module lacks; empty for an unknown one."""
+def _module_with(name: str) -> str:
+    """Returns the public module that has a name; empty for an unknown one."""
     if name.startswith("_"):
         return ""
-    modules = ("functional", "gradients", "inputs", "initializers", "hardware", "nn")
-    for module in modules:
-        value = getattr(_module(module), name, None)
+    for module in (
+        "functional",
+        "gradients",
+        "inputs",
+        "initializers",
+        "hardware",
+        "nn",
+    ):
+        value = getattr(_import_name(module), name, None)
         # Modules within a public one are private.
         if value is not None and not isinstance(value, _types.ModuleType):
             return f"; it is {__name__}.{module}.{name}"
     return ""
+
+
+_import_name = _import_when_used(__name__, _module_with)
+
+
+def __getattr__(name: str) -> _Any:
+    """Imports a public name when it is used first."""
+    return _version() if name == "__version__" else _import_name(name)
+
+
+def __dir__() -> list[str]:
+    """Returns the public names, also those that nobody has used yet."""
+    return sorted([*__all__, "__version__", *(n for n in globals() if n[0] == "_")])
 
 
 def _version() -> str:

@@ -4,21 +4,19 @@
 into activations of features. `following_slots` and `final_table_values`
 have those around training, and `serving_lookup` that of an exported model.
 `finite_rates` tells if the next step's learning rates are finite.
-`best_rows` retrieves the rows with the largest scalar products.
-`expansion` gathers the rows of unique ids into the samples. `dynamic_ids` replaces ids
-of 64 bits by rows; `ids_on_host` and `placed_ids` read and set them on the host. The
-arrays are the stacked tables and slot variables of a plan; `flax_states` lets Flax save
-them.
+`dynamic_ids` replaces ids of 64 bits by rows; `ids_on_host` and `placed_ids` read and
+set them on the host. The arrays are the stacked tables and slot variables of a plan;
+`flax_states` lets Flax save them. `top_k` and `expand` are in
+`tpu_embedding.recommenders`.
 """
 
+from typing import TYPE_CHECKING
+
 from tpu_embedding.functional import flax_states as _flax_states  # noqa: F401
-from tpu_embedding.functional.best_rows import TopK as TopK
-from tpu_embedding.functional.best_rows import top_k as top_k
 from tpu_embedding.functional.dynamic_ids import FindResult as FindResult
 from tpu_embedding.functional.dynamic_ids import InsertResult as InsertResult
 from tpu_embedding.functional.dynamic_ids import find_ids as find_ids
 from tpu_embedding.functional.dynamic_ids import insert_ids as insert_ids
-from tpu_embedding.functional.expansion import expand as expand
 from tpu_embedding.functional.final_table_values import (
     finalize_variable_values as finalize_variable_values,
 )
@@ -37,6 +35,7 @@ from tpu_embedding.functional.steps import init_slots as init_slots
 from tpu_embedding.functional.steps import lookup as lookup
 from tpu_embedding.functional.steps import read_rows as read_rows
 from tpu_embedding.functional.steps import route as route
+from tpu_embedding.lazy_names import import_when_used as _import_when_used
 from tpu_embedding.tables.initial_values import init_tables as init_tables
 from tpu_embedding.tables.slot_values import slot_values as slot_values
 from tpu_embedding.tables.slot_values import with_slot_values as with_slot_values
@@ -47,3 +46,10 @@ from tpu_embedding.types import LookupStats as LookupStats
 from tpu_embedding.types import RowIds as RowIds
 from tpu_embedding.types import RowUpdates as RowUpdates
 from tpu_embedding.update.lazy_update import lift_to_rows as lift_to_rows
+
+if TYPE_CHECKING:
+    from tpu_embedding.recommenders.best_rows import TopK as TopK
+    from tpu_embedding.recommenders.best_rows import top_k as top_k
+    from tpu_embedding.recommenders.expansion import expand as expand
+
+__getattr__ = _import_when_used(__name__)

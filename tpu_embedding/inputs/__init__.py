@@ -3,29 +3,28 @@
 `containers` reads the ids of one feature from any container. `prepare` checks a batch
 and gives ragged features a static size, which `buffer_sizes` chooses and `agreed_sizes`
 agrees on over the processes of a job. `ragged_shards` and `sparse_ids` convert for it.
-`ids_64` holds the ids of dynamic tables. `unique_ids` names each id of a device once,
-for a plain feature.
+`ids_64` holds the ids of dynamic tables.
 
 `shard_inputs` turns a feature into the input of each shard. It also runs inside the
-step, for ids that go into `jit` as they are. Ids of strings come from
-`tpu_embedding.strings`, which is imported when one of its names is used.
+step, for ids that go into `jit` as they are. Ids of strings are in
+`tpu_embedding.strings`, and unique ids in `tpu_embedding.recommenders`.
 """
 
-import importlib as _importlib
-from typing import Any as _Any
+from typing import TYPE_CHECKING
 
 from tpu_embedding.inputs.buffer_sizes import BufferSizes as BufferSizes
 from tpu_embedding.inputs.prepare import prepare_features as prepare_features
 from tpu_embedding.inputs.prepare import shard_batch as shard_batch
-from tpu_embedding.inputs.unique_ids import UniqueIds as UniqueIds
-from tpu_embedding.inputs.unique_ids import unique_ids as unique_ids
+from tpu_embedding.lazy_names import import_when_used as _import_when_used
 from tpu_embedding.plan.input_plan import InputPlan as InputPlan
 from tpu_embedding.types import PADDING_ROW_ID as PADDING_ROW_ID
 from tpu_embedding.types import ShardedRaggedIds as ShardedRaggedIds
 
+if TYPE_CHECKING:
+    from tpu_embedding.recommenders.unique_ids import UniqueIds as UniqueIds
+    from tpu_embedding.recommenders.unique_ids import unique_ids as unique_ids
+    from tpu_embedding.strings.string_ids import Vocabulary as Vocabulary
+    from tpu_embedding.strings.string_ids import fingerprint_ids as fingerprint_ids
+    from tpu_embedding.strings.string_ids import hash_ids as hash_ids
 
-def __getattr__(name: str) -> _Any:
-    """Imports a name for strings when it is used first."""
-    if name in ("Vocabulary", "fingerprint_ids", "hash_ids"):
-        return getattr(_importlib.import_module("tpu_embedding.strings"), name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+__getattr__ = _import_when_used(__name__)

@@ -14,23 +14,33 @@ needs; `te.linen` is the folder `linen/`.
 * `dense_optimizer`: checks that a dense optimizer and the tables step together.
 * `short_repr`: prints layer and optimizer in a few lines.
 * `followed_tables`: tables from whose values an optimizer made state.
-* `interactions`, `retrieval`, `ranking_losses`: small parts of recommenders.
 * `linen/`: the same for Flax Linen.
+
+Interactions, ranking losses and `top_k` are in `tpu_embedding.recommenders`.
 """
 
+from typing import TYPE_CHECKING
+
+from tpu_embedding.lazy_names import import_when_used as _import_when_used
 from tpu_embedding.nn.each_step import set_each_step as set_each_step
 from tpu_embedding.nn.embedding import EmbeddingTables as EmbeddingTables
 from tpu_embedding.nn.embedding import LookupStatsVariable as LookupStatsVariable
 from tpu_embedding.nn.embedding import TPUEmbedding as TPUEmbedding
-from tpu_embedding.nn.interactions import DotInteraction as DotInteraction
-from tpu_embedding.nn.interactions import FeatureCross as FeatureCross
 from tpu_embedding.nn.optimizer import Optimizer as Optimizer
 from tpu_embedding.nn.optimizer import SlotVariables as SlotVariables
 from tpu_embedding.nn.pipeline import PipelinedTrainStep as PipelinedTrainStep
-from tpu_embedding.nn.ranking_losses import in_batch_softmax as in_batch_softmax
-from tpu_embedding.nn.ranking_losses import list_mle_loss as list_mle_loss
-from tpu_embedding.nn.ranking_losses import pairwise_loss as pairwise_loss
-from tpu_embedding.nn.retrieval import top_k as top_k
 from tpu_embedding.nn.training import grad as grad
 from tpu_embedding.nn.training import put_on_mesh as put_on_mesh
 from tpu_embedding.nn.training import value_and_grad as value_and_grad
+
+if TYPE_CHECKING:
+    from tpu_embedding.recommenders.interactions import DotInteraction as DotInteraction
+    from tpu_embedding.recommenders.interactions import FeatureCross as FeatureCross
+    from tpu_embedding.recommenders.ranking_losses import (
+        in_batch_softmax as in_batch_softmax,
+    )
+    from tpu_embedding.recommenders.ranking_losses import list_mle_loss as list_mle_loss
+    from tpu_embedding.recommenders.ranking_losses import pairwise_loss as pairwise_loss
+    from tpu_embedding.recommenders.retrieval import top_k as top_k
+
+__getattr__ = _import_when_used(__name__)

@@ -17,8 +17,8 @@ from jaxtyping import Array, Float
 from tpu_embedding import initializers
 from tpu_embedding.config import FeatureConfig, TableConfig
 from tpu_embedding.nn.embedding import TPUEmbedding
-from tpu_embedding.nn.interactions import FeatureCross
 from tpu_embedding.plan.plan import EmbeddingPlan
+from tpu_embedding.recommenders.interactions import FeatureCross
 from tpu_embedding.tools.train.models.model import MLP, Outputs, click_outputs
 
 

@@ -14,8 +14,8 @@ from flax import nnx
 from tpu_embedding import initializers
 from tpu_embedding.config import FeatureConfig
 from tpu_embedding.nn.embedding import TPUEmbedding
-from tpu_embedding.nn.interactions import DotInteraction
 from tpu_embedding.plan.plan import EmbeddingPlan
+from tpu_embedding.recommenders.interactions import DotInteraction
 from tpu_embedding.tools.data.synthetic_criteo import NUM_DENSE
 from tpu_embedding.tools.train.models.model import (
     MLP,

@@ -18,10 +18,10 @@ from tpu_embedding import initializers
 from tpu_embedding.config import FeatureConfig, TableConfig
 from tpu_embedding.inputs.buffer_sizes import BufferSizes
 from tpu_embedding.inputs.prepare import Samples as PassedSamples
-from tpu_embedding.inputs.unique_ids import unique_ids
 from tpu_embedding.nn.embedding import TPUEmbedding
 from tpu_embedding.plan.plan import AnyPlan, EmbeddingPlan
 from tpu_embedding.plan.shard_map import DENSE_SCOPE, in_auto_axes, on_shards
+from tpu_embedding.recommenders.unique_ids import unique_ids
 from tpu_embedding.tools.data.batch import Batch
 from tpu_embedding.tools.train.models.hstu import (
     HSTU,

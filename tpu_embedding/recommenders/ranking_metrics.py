@@ -13,8 +13,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, ArrayLike, Bool, Float
 
-from tpu_embedding.metrics.means import Mean
-from tpu_embedding.metrics.metric import check_batch
+from tpu_embedding.recommenders.means import Mean
+from tpu_embedding.recommenders.metric import check_batch
 
 
 @jax.tree_util.register_dataclass

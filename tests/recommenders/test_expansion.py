@@ -14,7 +14,7 @@ from jax.sharding import AxisType
 import tpu_embedding as te
 from tests.conftest import mesh_of
 from tests.tiers import quick_cases
-from tpu_embedding.functional import expansion
+from tpu_embedding.recommenders import expansion
 
 NUM_ROWS, DIM, LENGTH = 50, 4, 5
 TABLES = {

@@ -7,14 +7,14 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, ArrayLike, Bool, Float
 
-from tpu_embedding.metrics.metric import (
+from tpu_embedding.recommenders.metric import (
     Metric,
     check_batch,
     check_clicks,
     total_of,
     weighted,
 )
-from tpu_embedding.metrics.sums import Sum
+from tpu_embedding.recommenders.sums import Sum
 
 
 @jax.tree_util.register_dataclass

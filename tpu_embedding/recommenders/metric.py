@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, ArrayLike, Bool, Float
 
-from tpu_embedding.metrics.sums import Sum
+from tpu_embedding.recommenders.sums import Sum
 
 Nest = TypeVar("Nest")
 

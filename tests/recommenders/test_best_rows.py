@@ -10,8 +10,8 @@ import pytest
 import tpu_embedding as te
 from tests.lookup.placements import mesh_of_shape
 from tests.tiers import full_cases
-from tpu_embedding.functional import best_rows
 from tpu_embedding.inputs import PADDING_ROW_ID
+from tpu_embedding.recommenders import best_rows
 
 DIM, SIZES = 4, {"few": 5, "many": 37}
 PLACEMENTS = {

@@ -7,9 +7,9 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from tpu_embedding.metrics.means import ClickMetric
-from tpu_embedding.metrics.metric import weighted
-from tpu_embedding.metrics.sums import Sum
+from tpu_embedding.recommenders.means import ClickMetric
+from tpu_embedding.recommenders.metric import weighted
+from tpu_embedding.recommenders.sums import Sum
 
 NUM_BINS: Final = 4096
 """Default number of bins: 64 KiB of sums."""

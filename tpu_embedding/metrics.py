@@ -1,0 +1,22 @@
+"""Metrics as streaming, mergeable values under `jit`: AUC, log loss, recall and others.
+
+A metric is a frozen pytree. `from_batch` makes one, `merge` adds two, and `update` does
+both. `compute` returns a float32 scalar: NaN if the samples do not determine the value.
+Samples of weight 0 count for nothing, even if their values are NaN.
+
+The metrics are in `tpu_embedding.recommenders`.
+"""
+
+from tpu_embedding.recommenders.auc import AUC as AUC
+from tpu_embedding.recommenders.means import MAE as MAE
+from tpu_embedding.recommenders.means import RMSE as RMSE
+from tpu_embedding.recommenders.means import Calibration as Calibration
+from tpu_embedding.recommenders.means import LogLoss as LogLoss
+from tpu_embedding.recommenders.means import Mean as Mean
+from tpu_embedding.recommenders.means import NormalizedEntropy as NormalizedEntropy
+from tpu_embedding.recommenders.metric import Metric as Metric
+from tpu_embedding.recommenders.metric import compute as compute
+from tpu_embedding.recommenders.metric import merge as merge
+from tpu_embedding.recommenders.ranking_metrics import NDCGAtK as NDCGAtK
+from tpu_embedding.recommenders.ranking_metrics import RecallAtK as RecallAtK
+from tpu_embedding.recommenders.sums import Sum as Sum
