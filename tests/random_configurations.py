@@ -31,6 +31,12 @@ WEIGHTS = (1, 2, 0.5, 0, -1, -2, -0.5)
 BAD_IDS = (-1, -7, -(2**31), 12, 13, 2**31 - 2)
 FOREIGN_IDS = (2**31, 2**40, -(2**40))
 # Tables this small are rarely beyond a limit of the plan's choice.
+
+
+def replicate_small(name, num_rows):
+    return te.Replicated() if num_rows <= 4 else te.Sharded()
+
+
 BACKENDS = ("xla", "sparse_core", te.SparseCore(max_ids=8), te.SparseCore(cores=4))
 ABSENT = object()
 DENSE_FORMS = ("one", "matrix")
@@ -196,7 +202,7 @@ def examples(draw):
     tables = draw(tables_on(st.sampled_from(placements)))
     options = dict(
         capacity=draw(st.sampled_from([None, 1, 2])),
-        placement=draw(st.sampled_from([*placements, te.ReplicateSmall(max_rows=4)])),
+        placement=draw(st.sampled_from([*placements, replicate_small])),
         backend=draw(st.sampled_from(BACKENDS)),
     )
     is_prepared = draw(st.sampled_from([True, True, True, False]))

@@ -15,20 +15,9 @@ WRONG = {
         ValueError,
         "different names",
     ),
-    "rows as text": (lambda: te.ReplicateSmall(max_rows="9"), ValueError, "max_rows"),
-    "otherwise replicated": (
-        lambda: te.ReplicateSmall(otherwise=te.Replicated()),
-        ValueError,
-        "ReplicateSmall.otherwise",
-    ),
-    "an empty batch": (
-        lambda: te.AutoPlacement(batch_size=0),
-        ValueError,
-        "AutoPlacement.batch_size",
-    ),
-    "a policy for a table": (
+    "a function for a table": (
         lambda: te.TableConfig(
-            vocabulary_size=3, dim=2, placement=te.ReplicateSmall(), name="t"
+            vocabulary_size=3, dim=2, placement=lambda name, num_rows: None, name="t"
         ),
         ValueError,
         "TableConfig.placement .* table 't'",

@@ -45,9 +45,7 @@ if TYPE_CHECKING:  # Editors, type checkers and `lazy_names` read the public nam
     from tpu_embedding.nn import grad as grad
     from tpu_embedding.nn import linen as linen
     from tpu_embedding.nn import value_and_grad as value_and_grad
-    from tpu_embedding.placement import AutoPlacement as AutoPlacement
     from tpu_embedding.placement import Replicated as Replicated
-    from tpu_embedding.placement import ReplicateSmall as ReplicateSmall
     from tpu_embedding.placement import Sharded as Sharded
     from tpu_embedding.plan.device_mesh import device_mesh as device_mesh
     from tpu_embedding.plan.make_plan import make_plan as make_plan

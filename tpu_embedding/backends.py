@@ -67,17 +67,17 @@ Backend = BackendName | SparseCore
 """A backend, by its name or with options."""
 
 
-def checked_backend(value: Any) -> Literal["xla"] | SparseCore | None:
-    """Returns the backend that `backend=` asks for; None if it leaves the choice.
+def checked_backend(value: Any) -> Literal["xla"] | SparseCore:
+    """Returns the backend that `backend=` asks for.
 
     Raises:
       ValueError: if the value is no backend.
     """
-    if value is None or isinstance(value, SparseCore):
+    if isinstance(value, SparseCore):
         return value
     if value not in BACKEND_NAMES:
         raise ValueError(
-            f"backend must be one of {BACKEND_NAMES}, a te.SparseCore or None, got "
-            f"{describe_value(value)}."
+            f"backend must be one of {BACKEND_NAMES} or a te.SparseCore, got "
+            f"{describe_value(value)}. Leave it out for 'xla'."
         )
     return SparseCore() if value == "sparse_core" else "xla"

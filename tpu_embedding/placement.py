@@ -1,21 +1,15 @@
 """Placements: where the rows of a table live on a mesh.
 
 A placement changes memory and traffic, never results. `TableConfig.placement` sets one
-for a table, `make_plan(placement=...)` one for all tables, or a policy that decides per
-table. The plan shows the placement of each stack, and its reason.
+for a table, `make_plan(placement=...)` one for all tables, or a function that places
+each. The plan shows the placement of each stack, and its reason.
 """
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any, Final
 
-from tpu_embedding.field_checks import (
-    Rule,
-    broken_rules,
-    convert_ints,
-    int_rule,
-    optional,
-    raise_all,
-)
+from tpu_embedding.field_checks import Rule, broken_rules, optional, raise_all
 
 
 def _are_axes(value: Any) -> bool:
@@ -57,84 +51,15 @@ class Sharded:
 class Replicated:
     """Copies a table to every device, for small tables.
 
-    A lookup needs no communication. The gradients of all devices are added up, by an
-    all-reduce of a dense gradient or an all-gather of rows, whichever moves less.
+    A lookup needs no communication. Each device all-gathers the gradients of all
+    devices, and adds them up.
     """
 
 
 Placement = Sharded | Replicated
 
-_SHARDED_RULE: Final = Rule(
-    lambda x: isinstance(x, Sharded),
-    "a te.Sharded",
-    "te.Sharded() splits rows over the whole mesh",
-)
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class ReplicateSmall:
-    """Copies small tables to every device, and shards the others.
-
-    TensorFlow Recommenders' `PartialTPUEmbedding(size_threshold=...)` draws the same
-    line.
-
-    Attributes:
-      max_rows: tables of at most this many rows are replicated; 0 replicates none.
-      otherwise: placement of the other tables.
-
-    Example:
-      >>> ReplicateSmall(max_rows=100).max_rows
-      100
-    """
-
-    max_rows: int = 10_000
-    otherwise: Sharded = Sharded()
-
-    def __post_init__(self):
-        convert_ints(self, "max_rows")
-        rules = {"max_rows": int_rule(0), "otherwise": _SHARDED_RULE}
-        raise_all(broken_rules(self, rules))
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class AutoPlacement:
-    """Copies a table to every device where that moves fewer bytes and fits in memory.
-
-    Per device and step, let `N` be the ids that a device looks up in a table of `V`
-    rows. Sharded, about `N` rows arrive, and `N` gradients leave. Replicated, an
-    all-reduce of the dense gradient sends and receives about `V` rows. So a table is
-    replicated if `V <= N`, smallest first, while all replicated tables and their slot
-    variables fit in `max_bytes`.
-
-    `N` counts `FeatureConfig.expected_valence` ids per sample, else
-    `max_sequence_length`, else 1.
-
-    The choice depends on the batch size and the number of devices, and with it the
-    stacks. A layer on another mesh may place tables differently; a table of its own
-    placement keeps it.
-
-    Attributes:
-      batch_size: samples of a global batch.
-      max_bytes: memory of all replicated tables and slot variables, per device, without
-        the padding of lines.
-      otherwise: placement of the other tables.
-
-    Example:
-      >>> AutoPlacement(batch_size=4096).max_bytes
-      67108864
-    """
-
-    batch_size: int
-    max_bytes: int = 2**26  # 64 MiB
-    otherwise: Sharded = Sharded()
-
-    def __post_init__(self):
-        convert_ints(self, "batch_size", "max_bytes")
-        rules = {"batch_size": int_rule(1), "max_bytes": int_rule(0)}
-        raise_all(broken_rules(self, rules | {"otherwise": _SHARDED_RULE}))
-
-
-PlacementPolicy = Sharded | Replicated | ReplicateSmall | AutoPlacement
+ChoosePlacement = Callable[[str, int], Placement]
+"""Places one table: takes its name and its number of rows."""
 
 
 def placement_of_embedding_feature(embedding_feature: Any) -> Replicated | None:
@@ -148,7 +73,7 @@ def placement_of_embedding_feature(embedding_feature: Any) -> Replicated | None:
         None.
 
     Returns:
-      The placement of all tables; None: the default one.
+      The placement of all tables. None leaves the choice to `make_plan`.
 
     Raises:
       ValueError: if the name is unknown.

@@ -1,6 +1,5 @@
 """The mesh axes of each table, and the reasons that a plan prints."""
 
-import optax
 import pytest
 
 import tpu_embedding as te
@@ -15,12 +14,9 @@ def table(name, vocabulary_size=10, dim=4, **options):
     )
 
 
-def plan_of(*tables, mesh=MESH, optimizer=None, feature_options=(), **options):
-    config = [
-        te.FeatureConfig(table=t, **(feature_options[i] if feature_options else {}))
-        for i, t in enumerate(tables)
-    ]
-    return te.make_plan(config, mesh_of_shape(mesh), optimizer=optimizer, **options)
+def plan_of(*tables, **options):
+    config = [te.FeatureConfig(table=t) for t in tables]
+    return te.make_plan(config, mesh_of_shape(MESH), **options)
 
 
 def placed(plan):
@@ -30,10 +26,6 @@ def placed(plan):
         for stack in plan.stacks
         for table in stack.tables
     }
-
-
-def axes(plan):
-    return {name: of_table for name, (of_table, _) in placed(plan).items()}
 
 
 PLACEMENTS = {
@@ -83,85 +75,25 @@ def test_tables_of_one_placement_share_a_stack():
     assert names == [["a", "c", "f"], ["b", "d"], ["e"]]
 
 
-def test_small_tables_are_replicated():
+def test_a_function_places_each_table():
+    def replicate_small(name, num_rows):
+        if num_rows <= 100:
+            return te.Replicated()
+        return te.Sharded(axes=("model",)) if name == "over" else te.Sharded()
+
     plan = plan_of(
         table("edge", 100),
         table("over", 101),
+        table("rest", 102),
         table("own", 5, placement=te.Sharded()),
-        placement=te.ReplicateSmall(
-            max_rows=100, otherwise=te.Sharded(axes=("model",))
-        ),
+        placement=replicate_small,
     )
     assert placed(plan) == {
-        "edge": ((), "ReplicateSmall: at most 100 rows"),
-        "over": (("model",), "ReplicateSmall: more than 100 rows"),
+        "edge": ((), "make_plan(placement=...)"),
+        "over": (("model",), "make_plan(placement=...)"),
+        "rest": (("data", "model"), "make_plan(placement=...)"),
         "own": (("data", "model"), "TableConfig.placement"),
     }
-    assert axes(plan_of(table("a", 1), placement=te.ReplicateSmall(max_rows=0))) == {
-        "a": ("data", "model")
-    }
-
-
-def test_automatic_placement_compares_rows_with_lookups():
-    # 64 samples on 8 devices: 8 ids per device and feature.
-    tables = [
-        table("edge", 8),
-        table("over", 9),
-        table("sequence", 24),
-        table("long", 25),
-        table("bag", 20),
-        table("twice", 16),
-        table("twice", 16),
-        table("shaped", 32),
-        table("unique", 9),
-        table("expected", 20),
-    ]
-    features = [
-        {},
-        {},
-        {"max_sequence_length": 3},
-        {"max_sequence_length": 3},
-        {"expected_valence": 2.5},
-        {"name": "first"},
-        {"name": "second"},
-        {"output_shape": (64, 4)},
-        {"output_shape": (-1,)},
-        {"output_shape": (-1,), "expected_valence": 2.5},
-    ]
-    plan = plan_of(
-        *tables,
-        feature_options=features,
-        placement=te.AutoPlacement(batch_size=64),
-    )
-    replicated = {name for name, found in axes(plan).items() if not found}
-    assert replicated == {*("edge", "sequence", "bag", "twice", "shaped", "expected")}
-    reasons = {reason for _, reason in placed(plan).values()}
-    assert reasons == {
-        "AutoPlacement: at most as many rows as lookups per device",
-        "AutoPlacement: more rows than a device looks up in a step",
-    }
-
-
-@pytest.mark.parametrize(
-    ("optimizer", "row_bytes"),
-    # Momenta, velocities; without an optimizer, the row alone.
-    [(None, 16), (optax.adam(0.1), 48), (te.optimizers.rowwise_adagrad(0.1), 20)],
-    ids=["none", "adam", "rowwise_adagrad"],
-)
-def test_automatic_placement_stays_within_its_memory(optimizer, row_bytes):
-    def replicated(max_bytes):
-        policy = te.AutoPlacement(batch_size=800, max_bytes=max_bytes)
-        plan = plan_of(
-            table("b", 10), table("a", 30), optimizer=optimizer, placement=policy
-        )
-        return {name for name, found in axes(plan).items() if not found}, plan
-
-    assert replicated(40 * row_bytes)[0] == {"a", "b"}
-    names, plan = replicated(40 * row_bytes - 1)
-    assert names == {"b"}
-    used_up = f"AutoPlacement: max_bytes={40 * row_bytes - 1:,} is used up"
-    assert placed(plan)["a"] == (("data", "model"), used_up)
-    assert replicated(10 * row_bytes - 1)[0] == set()
 
 
 WRONG = {
@@ -172,10 +104,15 @@ WRONG = {
         ValueError,
         r"placement must name axes of the mesh, \['data', 'model'\], got \['row'\]",
     ),
-    "an unknown axis of a policy": (
-        te.ReplicateSmall(otherwise=te.Sharded(axes=("row",))),
+    "an unknown axis of a function": (
+        lambda name, num_rows: te.Sharded(axes=("row",)),
         ValueError,
-        r"placement must name axes of the mesh.*got \['row'\]",
+        r"placement.* of table 'a' must name axes of the mesh.*got \['row'\]",
+    ),
+    "a function without a result": (
+        lambda name, num_rows: None,
+        TypeError,
+        "placement of table 'a' must return .* got None",
     ),
 }
 

@@ -1,7 +1,5 @@
 """The choice of a stack's backend: what the user asks for, and what is possible."""
 
-import json
-
 import jax
 import jax.numpy as jnp
 import pytest
@@ -9,8 +7,6 @@ import pytest
 import tpu_embedding as te
 from tests.conftest import mesh_of
 from tests.lookup.placements import mesh_of_shape
-from tpu_embedding.sparse_core import verdict
-from tpu_embedding.tools import compile_report
 
 ADAGRAD = te.optimizers.adagrad(0.1)
 
@@ -38,9 +34,14 @@ def ways_of(backend):
 
 
 @pytest.mark.parametrize("hardware", ["v5p", "cpu"])
-@pytest.mark.parametrize("wanted", [None, "xla"])
-def test_xla_is_the_default(wanted, hardware):
-    assert ways_of(backend_of(wanted, hardware=hardware)) == ("xla", "xla")
+def test_xla_is_the_default(hardware):
+    plan = te.make_plan(
+        te.FeatureConfig(table=te.TableConfig(vocabulary_size=9, dim=2)),
+        mesh_of(2),
+        optimizer=ADAGRAD,
+        hardware=te.hardware.hardware_by_name(hardware),
+    )
+    assert ways_of(plan.stacks[0].backend) == ("xla", "xla")
 
 
 @pytest.mark.parametrize(
@@ -130,33 +131,3 @@ def test_cores_are_those_of_the_chip():
 def test_refuses_options(options, words):
     with pytest.raises(ValueError, match=words):
         te.SparseCore(**options)
-
-
-@pytest.mark.tpu_compiler
-def test_the_verdict_of_the_doctor_decides(tmp_path, monkeypatch):
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    mesh = compile_report.topology_mesh("v5p:2x2x1")
-    kind = mesh.devices.flat[0].device_kind
-
-    def found():
-        return backend_of(None, mesh=mesh)
-
-    assert "has not compared SparseCores here" in found().reason
-    verdict.write_verdict(kind, is_equal=True, speedup=1.5)
-    assert ways_of(found()) == ("sparse_core", "sparse_core")
-    assert ways_of(backend_of("xla", mesh=mesh)) == ("xla", "xla")
-    verdict.write_verdict(kind, is_equal=True, speedup=0.9)
-    assert "slower" in found().reason
-    verdict.write_verdict(kind, is_equal=False, speedup=1.5)
-    assert "other numbers" in found().reason
-    verdict.write_verdict("TPU v9", is_equal=True, speedup=1.5)
-    assert "another device or version" in found().reason
-    verdict.write_verdict(kind, is_equal=True, speedup=1.5)
-    whole = json.loads(verdict.verdict_file().read_text())
-    for change in ({"is_equal": 1}, {"speedup": None}, {"jax": [1]}, None):
-        text = "{" if change is None else json.dumps(whole | change)
-        verdict.verdict_file().write_text(text)
-        assert ways_of(found()) == ("xla", "xla")
-    verdict.write_verdict(kind, is_equal=True, speedup=1.5)
-    pod = compile_report.topology_mesh("v5p:2x2x2")
-    assert "several processes" in backend_of(None, mesh=pod).reason

@@ -22,7 +22,7 @@ from tpu_embedding.lookup._gradient_blocks import (
     gradient_blocks,
     sorted_blocks,
 )
-from tpu_embedding.lookup._replicas import add_dense_gradients, gather_from_replicas
+from tpu_embedding.lookup._replicas import gather_from_replicas
 from tpu_embedding.lookup._rounds import Round, SentIds, fold_later_rounds, send_ids
 from tpu_embedding.lookup._sparse_cores import gradients_by_sample, ids_by_core
 from tpu_embedding.lookup._sum_by_row import (
@@ -31,7 +31,6 @@ from tpu_embedding.lookup._sum_by_row import (
     merge,
     spread,
 )
-from tpu_embedding.plan.replicas import choose_reduction
 from tpu_embedding.plan.stack_plan import TrainedStackPlan
 from tpu_embedding.rows.opaque_row_ids import Sealed, seal
 from tpu_embedding.rows.row_gradients import GradientRounds, RowGradients
@@ -207,8 +206,6 @@ def _at_owner(
     received: RowGradients, sent: SentIds, stack: TrainedStackPlan
 ) -> RowGradients:
     """Sums the gradients that an owner received for one row."""
-    if choose_reduction(stack, received.row_ids.shape[0]) == "table":
-        return add_dense_gradients(received, stack)
     received = gather_from_replicas(received, stack)
     row_ids = received.row_ids
     match stack.optimizer.duplicates:

@@ -1,7 +1,6 @@
 """Makes the plan from configuration, mesh and hardware, and refuses contradictions."""
 
 import itertools
-import math
 from typing import Any, Literal
 
 import jax
@@ -15,7 +14,7 @@ from tpu_embedding.hardware import HardwareInfo
 from tpu_embedding.optimizers.names import optimizer_problem
 from tpu_embedding.optimizers.probe import probe_rule
 from tpu_embedding.optimizers.row_optimizer import TableOptimizer
-from tpu_embedding.placement import PlacementPolicy
+from tpu_embedding.placement import ChoosePlacement, Placement
 from tpu_embedding.plan import stacking
 from tpu_embedding.plan.capacity import LANES
 from tpu_embedding.plan.features import flatten_config, plan_features
@@ -24,7 +23,7 @@ from tpu_embedding.plan.mesh_options import (
     choose_hardware,
     choose_mesh,
 )
-from tpu_embedding.plan.placing import check_policy, place_tables
+from tpu_embedding.plan.placing import place_tables
 from tpu_embedding.plan.plan import EmbeddingPlan
 from tpu_embedding.plan.stack_backend import (
     StackBackend,
@@ -47,9 +46,9 @@ def make_plan(
     *,
     optimizer: TableOptimizer | None = None,
     capacity: int | None = None,
-    placement: PlacementPolicy | None = None,
+    placement: Placement | ChoosePlacement | None = None,
     hardware: HardwareInfo | None = None,
-    backend: Backend | None = None,
+    backend: Backend = "xla",
 ) -> EmbeddingPlan:
     """Makes the plan of an embedding layer.
 
@@ -63,16 +62,16 @@ def make_plan(
       capacity: ids per destination and round of the exchange, at most; changes speed,
         never results. None: the mean and some standard deviations.
       placement: where the rows of tables live that set no `TableConfig.placement`. It
-        changes memory and traffic, never results. `te.Sharded()` (also None): over all
-        devices. `te.Sharded(axes=...)`: over some mesh axes, copied along the others.
-        `te.Replicated()`: a copy on every device. `te.ReplicateSmall(...)` and
-        `te.AutoPlacement(...)` choose per table.
+        changes memory and traffic, never results. `te.Sharded()`, the default, splits
+        rows over all devices. `te.Sharded(axes=...)` splits them over some mesh axes,
+        and copies them along the rest. `te.Replicated()` copies them to every device. A
+        function of a table's name and number of rows chooses per table.
       hardware: None means that of the mesh's devices.
       backend: what looks up and updates rows; it changes speed, never results.
         `"xla"`: gathers and scatters. `"sparse_core"` or `te.SparseCore(...)`: XLA's
         embedding operations for SparseCores, for each stack that they can serve;
-        `print(plan)` says which, and why. None: XLA, unless `tpu-embedding doctor` ran
-        on this machine, and found the operations equal and faster.
+        `print(plan)` says which, and why. `tpu-embedding doctor` compares both on the
+        devices that are there.
 
     Returns:
       The plan.
@@ -85,12 +84,11 @@ def make_plan(
     hardware = choose_hardware(hardware, mesh)
     _check_options(capacity, optimizer)
     capacity = None if capacity is None else int(capacity)
-    check_policy(placement, mesh)
     wanted = checked_backend(backend)
     features, tree = flatten_config(feature_config)
     configs = list(features.values())
     tables = stacking.name_tables([config.table for config in configs], optimizer)
-    placed = place_tables(tables, configs, placement, mesh, _row_bytes)
+    placed = place_tables(tables, placement, mesh)
     stacks = tuple(
         _plan_stack(f"stack_{i}", group, mesh, capacity, hardware, wanted)
         for i, group in enumerate(stacking.stack_tables(placed))
@@ -123,7 +121,7 @@ def _plan_stack(
     mesh: Mesh,
     capacity: int | None,
     hardware: HardwareInfo,
-    wanted: Literal["xla"] | SparseCore | None,
+    wanted: Literal["xla"] | SparseCore,
 ) -> StackPlan:
     first = tables[0]
     num_rows = sum(table.num_rows for table in tables)
@@ -200,18 +198,6 @@ def _layout_of_stack(
 def _narrow_dtype(config: TableConfig) -> NarrowDtype | None:
     name = config.dtype_name
     return next((dtype for dtype in NARROW_DTYPES if dtype == name), None)
-
-
-def _row_bytes(table: stacking.NamedTable) -> int:
-    """Returns the bytes of a row of a table and of its slot variables."""
-    row = RowLayout(
-        num_rows=1,
-        row_shape=(table.config.dim,),
-        narrow_dtype=_narrow_dtype(table.config),
-    )
-    slots = _slots_of(table)
-    slot_bytes = sum(math.prod(slot.shape) * slot.dtype.itemsize for slot in slots)
-    return row.row_bytes + slot_bytes
 
 
 def _slots_of(table: stacking.NamedTable) -> tuple[jax.ShapeDtypeStruct, ...]:

@@ -1,26 +1,16 @@
-"""Chooses the mesh axes that the rows of each table are split over, and says why.
+"""Places each table: the mesh axes that its rows are split over, and the reason.
 
-`placement.py` holds the values that users choose from. A table's own placement comes
-first, then that of `make_plan`, or its policy's decision for the table.
+A table's own placement comes first, then what `make_plan(placement=...)` says.
 """
 
 import dataclasses
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, Final
 
-import numpy as np
 from jax.sharding import Mesh
 
-from tpu_embedding.config import FeatureConfig
-from tpu_embedding.placement import (
-    AutoPlacement,
-    Placement,
-    PlacementPolicy,
-    Replicated,
-    ReplicateSmall,
-    Sharded,
-)
+from tpu_embedding.placement import ChoosePlacement, Placement, Sharded
 from tpu_embedding.plan.dynamic_rows import refuse_unsuited, rows_of_dynamic_table
 from tpu_embedding.plan.stacking import NamedTable
 
@@ -28,70 +18,66 @@ _DEFAULT: Final = "the default"
 _BY_TABLE: Final = "TableConfig.placement"
 _BY_PLAN: Final = "make_plan(placement=...)"
 
-RowBytesOf = Callable[[NamedTable], int]
-"""Returns the bytes of a row of a table and of its slot variables."""
-
-
-def check_policy(policy: Any, mesh: Mesh) -> None:
-    """Refuses a `make_plan(placement=...)` that is none, or names unknown axes.
-
-    Raises:
-      TypeError: if it is no placement and no policy.
-      ValueError: if the mesh lacks one of its axes.
-    """
-    if not isinstance(policy, PlacementPolicy | None):
-        raise TypeError(
-            "placement must be a te.Sharded, te.Replicated, te.ReplicateSmall, "
-            f"te.AutoPlacement or None, got {policy!r}; te.Sharded() is the default."
-        )
-    sharded = getattr(policy, "otherwise", policy)
-    if isinstance(sharded, Sharded):
-        _check_axes("placement", sharded, mesh)
-
 
 def place_tables(
     tables: Sequence[NamedTable],
-    features: Sequence[FeatureConfig],
-    policy: PlacementPolicy | None,
+    placement: Placement | ChoosePlacement | None,
     mesh: Mesh,
-    row_bytes_of: RowBytesOf,
 ) -> list[NamedTable]:
     """Returns each table once, with the mesh axes that its rows are split over.
 
     Args:
       tables: the table of each lookup.
-      features: the feature of each lookup.
-      policy: chooses for tables without a placement of their own.
+      placement: of tables without a placement of their own. A function places each by
+        its name and rows. None splits them over the whole mesh.
       mesh: devices of the layer.
-      row_bytes_of: memory of a row.
 
     Raises:
-      ValueError: if a table's placement names an axis that the mesh lacks.
+      TypeError: if `placement` is not a placement or a function that returns one.
+      ValueError: if a placement names an axis that the mesh lacks.
     """
-    unique = {table.name: table for table in tables}
-    free = [table for table in unique.values() if table.config.placement is None]
-    match policy:
-        case None:
-            chosen = {table.name: (Sharded(), _DEFAULT) for table in free}
-        case ReplicateSmall():
-            chosen = {table.name: _by_size(table, policy) for table in free}
-        case AutoPlacement():
-            lookups = _lookups_per_device(tables, features, policy, mesh)
-            chosen = _by_traffic(free, lookups, policy, row_bytes_of)
-        case _:
-            chosen = {table.name: (policy, _BY_PLAN) for table in free}
+    if isinstance(placement, Placement):
+        _check_axes("placement", placement, mesh)
+    elif placement is not None and (
+        isinstance(placement, type) or not callable(placement)
+    ):
+        raise _wrong_type("placement must be", placement)
     return [
-        _place(table, *chosen.get(name, (table.config.placement, _BY_TABLE)), mesh)
-        for name, table in unique.items()
+        _place(table, *_choose(table, placement), mesh)
+        for table in {table.name: table for table in tables}.values()
     ]
 
 
+def _choose(
+    table: NamedTable, placement: Placement | ChoosePlacement | None
+) -> tuple[Placement, str]:
+    """Returns the placement of a table, and what chose it."""
+    if table.config.placement is not None:
+        return table.config.placement, _BY_TABLE
+    if placement is None:
+        return Sharded(), _DEFAULT
+    if isinstance(placement, Placement):
+        return placement, _BY_PLAN
+    chosen = placement(table.name, table.config.max_rows)
+    if not isinstance(chosen, Placement):
+        raise _wrong_type(f"placement of table {table.name!r} must return", chosen)
+    return chosen, _BY_PLAN
+
+
+def _wrong_type(rule: str, value: Any) -> TypeError:
+    return TypeError(
+        f"{rule} a te.Sharded or te.Replicated, got {value!r}. A function chooses per "
+        "table: placement=lambda name, num_rows: te.Replicated() if num_rows <= 10_000 "
+        "else te.Sharded()."
+    )
+
+
 def _place(
-    table: NamedTable, placement: Placement | None, reason: str, mesh: Mesh
+    table: NamedTable, placement: Placement, reason: str, mesh: Mesh
 ) -> NamedTable:
+    _check_axes(f"{reason} of table {table.name!r}", placement, mesh)
     axes = ()
     if isinstance(placement, Sharded):
-        _check_axes(f"TableConfig.placement of table {table.name!r}", placement, mesh)
         axes = placement.axes or mesh.axis_names
     # The order of the mesh, so that equal placements share a stack.
     shard_axes = tuple(axis for axis in mesh.axis_names if axis in axes)
@@ -109,61 +95,9 @@ def _place(
     )
 
 
-def _by_size(table: NamedTable, policy: ReplicateSmall) -> tuple[Placement, str]:
-    if table.config.max_rows <= policy.max_rows:
-        return Replicated(), f"ReplicateSmall: at most {policy.max_rows:,} rows"
-    return policy.otherwise, f"ReplicateSmall: more than {policy.max_rows:,} rows"
-
-
-def _by_traffic(
-    tables: Sequence[NamedTable],
-    lookups: dict[str, int],
-    policy: AutoPlacement,
-    row_bytes_of: RowBytesOf,
-) -> dict[str, tuple[Placement, str]]:
-    """Applies the rule of `AutoPlacement`, to the smallest tables first."""
-    chosen: dict[str, tuple[Placement, str]] = {}
-    remaining_bytes = policy.max_bytes
-    for table in sorted(tables, key=lambda t: (t.config.max_rows, t.name)):
-        num_rows = table.config.max_rows
-        num_bytes = num_rows * row_bytes_of(table)
-        placement: Placement = policy.otherwise
-        if num_rows > lookups[table.name]:
-            reason = "AutoPlacement: more rows than a device looks up in a step"
-        elif num_bytes > remaining_bytes:
-            reason = f"AutoPlacement: max_bytes={policy.max_bytes:,} is used up"
-        else:
-            placement = Replicated()
-            reason = "AutoPlacement: at most as many rows as lookups per device"
-            remaining_bytes -= num_bytes
-        chosen[table.name] = placement, reason
-    return chosen
-
-
-def _lookups_per_device(
-    tables: Sequence[NamedTable],
-    features: Sequence[FeatureConfig],
-    policy: AutoPlacement,
-    mesh: Mesh,
-) -> dict[str, int]:
-    """Returns how many ids a device looks up per step, by table."""
-    per_sample = dict.fromkeys((table.name for table in tables), 0.0)
-    for table, feature in zip(tables, features, strict=True):
-        per_sample[table.name] += _ids_per_sample(feature, policy.batch_size)
-    samples = -(-policy.batch_size // mesh.size)
-    return {name: math.ceil(samples * ids) for name, ids in per_sample.items()}
-
-
-def _ids_per_sample(feature: FeatureConfig, batch_size: int) -> float:
-    if feature.expected_valence is not None:
-        return feature.expected_valence
-    if feature.output_shape is not None:
-        return max(1.0, float(np.prod(feature.output_shape)) / batch_size)
-    return max(1, feature.max_sequence_length)
-
-
-def _check_axes(owner: str, placement: Sharded, mesh: Mesh) -> None:
-    unknown = [axis for axis in placement.axes or () if axis not in mesh.axis_names]
+def _check_axes(owner: str, placement: Placement, mesh: Mesh) -> None:
+    axes = placement.axes if isinstance(placement, Sharded) else None
+    unknown = [axis for axis in axes or () if axis not in mesh.axis_names]
     if unknown:
         raise ValueError(
             f"{owner} must name axes of the mesh, {list(mesh.axis_names)}, got "

@@ -13,7 +13,6 @@ from tpu_embedding.plan.stacking import NamedTable
 from tpu_embedding.rows.packed_rows import LANE_BYTES, round_up, sparse_core_lanes
 from tpu_embedding.sparse_core.operations import unavailable_reason
 from tpu_embedding.sparse_core.row_rule import RowRule, row_rule
-from tpu_embedding.sparse_core.verdict import verdict_problem
 
 _EMULATED_CORES: Final = 2
 """SparseCores per device, on devices without."""
@@ -42,7 +41,7 @@ class StackBackend:
 
 
 def choose_backend(
-    wanted: Literal["xla"] | SparseCore | None,
+    wanted: Literal["xla"] | SparseCore,
     table: NamedTable,
     num_rows: int,
     mesh: Mesh,
@@ -51,7 +50,7 @@ def choose_backend(
     """Returns the backend of a stack.
 
     Args:
-      wanted: what the user asks for; None: what is known to be faster.
+      wanted: what the user asks for.
       table: a table of the stack.
       num_rows: rows of the stack.
       mesh: devices of the plan.
@@ -59,12 +58,6 @@ def choose_backend(
     """
     if wanted == "xla":
         return StackBackend(reason="backend='xla'")
-    reason = "backend='sparse_core'"
-    if wanted is None:
-        problem = _choice_problem(mesh, hardware)
-        if problem:
-            return StackBackend(reason=problem)
-        wanted, reason = SparseCore(), "tpu-embedding doctor: equal and faster"
     problem = _lookup_problem(wanted, table, num_rows, mesh, hardware)
     if problem:
         return StackBackend(reason=problem)
@@ -74,7 +67,7 @@ def choose_backend(
         updates="xla" if problem else "sparse_core",
         max_ids=wanted.max_ids,
         cores=_cores_of(wanted, hardware),
-        reason=f"{reason}; update: {problem}" if problem else reason,
+        reason="backend='sparse_core'" + (f"; update: {problem}" if problem else ""),
     )
 
 
@@ -96,13 +89,6 @@ def rule_on_sparse_cores(optimizer: RowOptimizer, dim: int) -> RowRule:
     rule = row_rule(optimizer, dim, sparse_core_lanes(dim))
     assert isinstance(rule, RowRule), rule
     return rule
-
-
-def _choice_problem(mesh: Mesh, hardware: HardwareInfo) -> str | None:
-    """Returns why SparseCores are used only if the user asks; None: they are used."""
-    if not hardware.num_sparse_cores:
-        return f"the default on {hardware.name}"
-    return verdict_problem(list(mesh.devices.flat))
 
 
 def _lookup_problem(

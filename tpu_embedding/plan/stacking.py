@@ -1,10 +1,8 @@
 """Groups tables into stacks, which are stored and looked up as one array.
 
 Tables of equal dim, dtype, quantization, optimizer and placement share one dedup, one
-exchange and one gather. The grouping depends on nothing else. `AutoPlacement` places
-tables by the batch size and the number of devices, too. Within a stack, tables lie in
-the order of their names. The rows of one table follow those of the previous one without
-a gap.
+exchange and one gather. The grouping depends on nothing else. Within a stack, tables
+are in the order of their names, and their rows follow one another without a gap.
 """
 
 import dataclasses

@@ -115,8 +115,8 @@ class RunConfig:
       target: metric that the config promises to reach, or None.
       capacity: ids per destination and round of the exchange; None lets the plan
         choose. It changes the speed, never the results.
-      backend: what looks up and updates rows, as `make_plan` takes it; None lets the
-        plan choose. It changes the speed, never the results.
+      backend: what looks up and updates rows, as `make_plan` takes it. It changes the
+        speed, never the results.
       tables_split_over: devices that the rows of a table are split over: `"all"`, or
         `"slice"`, those of a slice, with a copy of the table in each. A table's own
         placement wins.
@@ -143,7 +143,7 @@ class RunConfig:
     max_dense_norm: float | None = None
     target: Target | None = None
     capacity: int | None = None
-    backend: BackendName | None = None
+    backend: BackendName = "xla"
     tables_split_over: Literal["all", "slice"] = "all"
     seed: int = 0
     log_every: int = 100
