@@ -206,6 +206,7 @@ class Vocabulary:
         self.tokens = listed
         self._check_tokens()
         self._ids: dict[str, int] = dict(zip(listed, itertools.count(first_id)))
+        self._check_unique()
         if mask_token is not None:
             self._ids[mask_token] = PADDING_ROW_ID
 
@@ -410,7 +411,9 @@ class Vocabulary:
                 "Vocabulary: tokens and buckets must be at least 1 and at most "
                 f"{MAX_IDS}, got {len(self.tokens)} tokens."
             )
-        if len(set(self.tokens)) < len(self.tokens):
+
+    def _check_unique(self) -> None:
+        if len(self._ids) < len(self.tokens):
             first: dict[str, int] = {}
             for i, token in enumerate(self.tokens):
                 if first.setdefault(token, i) != i:

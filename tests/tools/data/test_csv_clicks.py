@@ -195,7 +195,6 @@ WRONG = {
         "must have a category that occurs 9 times",
     ),
     "no UTF-8": (TEXT.replace("FR", "\udce9"), SOURCE, "must be a CSV file in UTF-8"),
-    "delimiter": (TEXT, CsvSource(label="click", delimiter="::"), "must be a CSV file"),
 }
 
 
