@@ -180,7 +180,7 @@ class Vocabulary:
 
         Raises:
           TypeError: if a token is not a str, or the tokens are one string.
-          ValueError: if there are no tokens, too many, or one is there twice.
+          ValueError: if there are no tokens, too many, or duplicates.
         """
         if not _is_int(num_oov_buckets) or not 0 <= num_oov_buckets <= MAX_IDS:
             raise ValueError(

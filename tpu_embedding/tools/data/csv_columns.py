@@ -171,8 +171,8 @@ class Strings:
         """Numbers the strings of all blocks in the order of their hashes.
 
         Returns:
-          int32 number of each string; and by number its hash, and a place that rises
-          with that of its first occurrence.
+          int32 number of each string; and by number its hash, and a place that orders
+          the numbers by first occurrence.
         """
         ends = np.cumsum([len(hashes) for hashes in self._hashes])
         hashes = np.concatenate(self._hashes)
@@ -196,7 +196,7 @@ class Strings:
             of_block = zlib.decompress(compressed).decode().split("\n")
             found = _hashes(of_block)
             places = np.minimum(np.searchsorted(rising, found), len(rising) - 1)
-            is_new = (rising[places] == found) & (texts[order[places]] == None)  # noqa: E711
+            is_new = (rising[places] == found) & np.equal(texts[order[places]], None)
             texts[order[places[is_new]]] = np.array(of_block, object)[is_new]
         return texts.tolist()
 
