@@ -1,9 +1,13 @@
 """Ids of strings, by hashing and by vocabulary, in every container."""
 
+import errno
 import json
+import os
 import pickle
 import re
+import resource
 import types
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -221,6 +225,7 @@ VOCABULARIES = {
         ["a", "[UNK]", "b"], num_oov_buckets=2, mask_token=""
     ),
     "nothing unknown": te.inputs.Vocabulary(["3", "-4"], num_oov_buckets=0),
+    "strips": te.inputs.Vocabulary(["a"], mask_token="", strip_whitespace=True),
     "own token": te.inputs.Vocabulary(["[UNK]", "b"], oov_token="<unknown>"),
 }
 
@@ -233,7 +238,7 @@ def test_a_saved_vocabulary_gives_the_same_ids(vocabulary, tmp_path):
     assert loaded.tokens == vocabulary.tokens
     strings = list(vocabulary.tokens)
     if vocabulary.num_oov_buckets:
-        strings += ["x", "y", "", "[UNK]"]
+        strings += ["x", "y", "", "[UNK]", " a\t", b"a "]
     assert loaded.ids(strings).tolist() == vocabulary.ids(strings).tolist()
     assert loaded.vocabulary_size == vocabulary.vocabulary_size
     listed = json.loads((tmp_path / "tokens.json").read_text())["tokens"]
@@ -275,3 +280,65 @@ def test_integers_stand_for_their_digits_if_tokens_are_numbers():
     assert vocabulary.ids([[17, -3], [4, 17]]).tolist() == [[2, 3], [0, 2]]
     with pytest.raises(TypeError, match="must be strings, got dtype int64"):
         te.inputs.Vocabulary(["b"]).ids(np.array([17]))
+
+
+def test_white_space_is_stripped_by_choice():
+    tokens = ["u0", "é"]
+    vocabulary = te.inputs.Vocabulary(
+        tokens, num_oov_buckets=2, mask_token="", strip_whitespace=True
+    )
+    spaced = [" u0", "u0\t", "\u00a0é\u3000", "  ", " x ", b"u0 ", "é\u3000".encode()]
+    plain = ["u0", "u0", "é", "", "x", b"u0", "é".encode()]
+    assert vocabulary.ids(spaced).tolist() == vocabulary.ids(plain).tolist()
+    assert vocabulary.ids([b" \xff "]).tolist() == vocabulary.ids([b"\xff"]).tolist()
+    exact = te.inputs.Vocabulary(tokens)
+    assert exact.ids([" u0", b"u0", "u0"]).tolist() == [0, 1, 1]
+    with pytest.raises(ValueError, match="token 0 must have no white space.*'u0 '"):
+        te.inputs.Vocabulary(["u0 "], strip_whitespace=True)
+
+
+def test_a_file_of_tokens_may_begin_with_a_byte_order_mark(tmp_path):
+    path = tmp_path / "tokens.txt"
+    path.write_bytes(b"\xef\xbb\xbfcomedy\r\ndrama\r\n")
+    vocabulary = te.inputs.Vocabulary.from_file(path)
+    assert vocabulary.tokens == ("comedy", "drama")
+
+
+@pytest.mark.parametrize("failing", ["write", "fsync"])
+def test_a_full_disk_leaves_the_old_file(failing, tmp_path, monkeypatch):
+    path = tmp_path / "tokens.json"
+    old = te.inputs.Vocabulary(["a", "b"])
+    old.save(path)
+    if failing == "write":
+        limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (4096, limits[1]))
+    else:
+        error = OSError(errno.ENOSPC, "No space left on device")
+        monkeypatch.setattr(os, "fsync", Mock(side_effect=error))
+    try:
+        with pytest.raises(OSError, match=re.escape(str(path))):
+            te.inputs.Vocabulary(map(str, range(10_000))).save(path)
+    finally:
+        if failing == "write":
+            resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert te.inputs.Vocabulary.load(path).tokens == old.tokens
+    assert [file.name for file in tmp_path.iterdir()] == ["tokens.json"]
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        te.inputs.fingerprint_ids,
+        lambda strings: te.inputs.hash_ids(strings, 9),
+        lambda strings: te.inputs.hash_ids(strings, 9, salt=1),
+        te.inputs.Vocabulary(["a"], num_oov_buckets=2).ids,
+    ],
+    ids=["fingerprint", "hash", "salt", "vocabulary"],
+)
+def test_strings_of_megabytes_are_not_hashed(call):
+    with pytest.raises(ValueError, match="at most 65,536 bytes.*10,000,000"):
+        call(["a", "x" * 10**7])
+
+
+def test_one_bucket_needs_no_hash():
+    assert te.inputs.Vocabulary(["a"]).ids(["x" * 10**7]).tolist() == [0]

@@ -4,18 +4,18 @@ All work on any container of strings, and leave weights and structure as they ar
 number strings as TensorFlow and Keras do, so tables that were trained there fit.
 """
 
+import codecs
 import functools
+import itertools
 import json
 import os
-from collections.abc import Iterable
-from itertools import repeat
+from collections.abc import Iterable, Mapping
 from typing import Any, Final, Literal, get_args
 
 import numpy as np
 
 from tpu_embedding.inputs.containers import (
     HostIds,
-    are_strings,
     is_integer,
     read_ids,
 )
@@ -26,6 +26,7 @@ from tpu_embedding.strings.fingerprints import (
     farmhash64,
     siphash64,
 )
+from tpu_embedding.strings.json_files import read_flat_json, write_atomically
 from tpu_embedding.types import PADDING_ROW_ID, DenseIds
 from tpu_embedding.types import ids_of as values_of
 from tpu_embedding.types import with_ids as with_values
@@ -80,7 +81,8 @@ def hash_ids(
 
     Raises:
       TypeError: if an element is neither string nor integer.
-      ValueError: if `num_buckets` or `salt` is out of its range.
+      ValueError: if `num_buckets` or `salt` is out of its range, or a string is longer
+        than 65,536 bytes.
 
     Example:
       >>> hash_ids(["A", "B", "C"], 3).tolist()
@@ -121,6 +123,7 @@ def fingerprint_ids(strings: Any) -> Any:
 
     Raises:
       TypeError: if an element is neither str nor bytes.
+      ValueError: if a string is longer than 65,536 bytes.
 
     Example:
       >>> ids = fingerprint_ids(["ann", "bob", "ann"])
@@ -144,6 +147,7 @@ class Vocabulary:
       tokens: the strings, in the order of their ids.
       num_oov_buckets: ids for unknown strings.
       mask_token: string that marks unused places, or None.
+      strip_whitespace: True if `ids` strips white space around strings.
 
     Example:
       >>> vocabulary = Vocabulary(["comedy", "drama"], num_oov_buckets=1)
@@ -160,25 +164,28 @@ class Vocabulary:
         num_oov_buckets: int = 1,
         mask_token: str | None = None,
         oov_token: str = "[UNK]",
+        strip_whitespace: bool = False,
     ):
         """Numbers the tokens.
 
         Args:
           tokens: distinct strings. They may begin with the mask token, if there is one,
             and `num_oov_buckets` times `oov_token`, as lists written by Keras do.
-          num_oov_buckets: ids for unknown strings; 0 refuses unknown strings.
+          num_oov_buckets: ids for unknown strings; with 0, they raise an error.
           mask_token: string whose places become `PADDING_ROW_ID`, so they look up
             nothing. Id 0 stays unused, as in Keras.
           oov_token: stands for unknown strings in lists written by Keras.
+          strip_whitespace: True makes `ids` strip white space around strings, as
+            `str.strip` does. The tokens must not have any.
 
         Raises:
-          TypeError: if a token is no str, or the tokens are one string.
-          ValueError: if there are no tokens, too many, or one is there twice.
+          TypeError: if a token is not a str, or the tokens are one string.
+          ValueError: if there are no tokens, too many, or duplicates.
         """
         if not _is_int(num_oov_buckets) or not 0 <= num_oov_buckets <= MAX_IDS:
             raise ValueError(
                 f"Vocabulary: num_oov_buckets must be an int from 0 to {MAX_IDS}, got "
-                f"{num_oov_buckets!r}; 0 refuses unknown strings."
+                f"{num_oov_buckets!r}; with 0, unknown strings raise an error."
             )
         if isinstance(tokens, str | bytes):
             raise TypeError(
@@ -186,23 +193,22 @@ class Vocabulary:
                 f"{tokens!r}; write [{tokens!r}] for one token, or "
                 "te.inputs.Vocabulary.from_file(path) for a file of tokens."
             )
-        special = [] if mask_token is None else [mask_token]
-        special += [oov_token] * num_oov_buckets
-        listed = list(tokens)
-        if special and listed[: len(special)] == special:
-            listed = listed[len(special) :]
-        self.tokens = tuple(listed)
         self.num_oov_buckets = num_oov_buckets
         self.mask_token = mask_token
-        self._special = tuple(special)
+        self.strip_whitespace = strip_whitespace
+        self._oov_token = oov_token
         self._first_oov_id = 0 if mask_token is None else 1
+        listed = tuple(tokens)
+        first_id = self._first_oov_id + num_oov_buckets
+        # A file may name any number of buckets, so the list's length comes first.
+        if len(listed) >= first_id and listed[:first_id] == self._special():
+            listed = listed[first_id:]
+        self.tokens = listed
         self._check_tokens()
-        # Strings may come as str or as bytes.
-        self._ids: dict[str | bytes, int] = {}
-        for i, token in enumerate(self.tokens, self._first_oov_id + num_oov_buckets):
-            self._ids[token] = self._ids[token.encode()] = i
+        self._ids: dict[str, int] = dict(zip(listed, itertools.count(first_id)))
+        self._check_unique()
         if mask_token is not None:
-            self._ids[mask_token] = self._ids[mask_token.encode()] = PADDING_ROW_ID
+            self._ids[mask_token] = PADDING_ROW_ID
 
     @classmethod
     def from_file(
@@ -216,16 +222,16 @@ class Vocabulary:
         """Reads a UTF-8 text file with one token per line.
 
         Args:
-          path: path of the file; blanks belong to their token, ends of lines do not.
+          path: path of the file; blanks belong to their token, ends of lines and a byte
+            order mark do not.
           num_oov_buckets: see `Vocabulary`.
           mask_token: see `Vocabulary`.
           oov_token: see `Vocabulary`.
 
         Raises:
-          ValueError: if the file is no UTF-8, or a token is there twice.
+          ValueError: if the file is not UTF-8, or a token is there twice.
         """
-        with local_path(path).open("rb") as file:
-            content = file.read()
+        content = local_path(path).read_bytes().removeprefix(codecs.BOM_UTF8)
         try:
             lines = content.decode().split("\n")
         except UnicodeDecodeError as error:
@@ -258,7 +264,11 @@ class Vocabulary:
         first the mask token and `oov_token` for each bucket, then the tokens.
 
         Args:
-          path: path of the file; an existing one is replaced.
+          path: path of the file; an existing one is replaced, once the new one is
+            whole.
+
+        Raises:
+          OSError: if the file cannot be written; an existing one is left as it was.
 
         Example:
           >>> import pathlib, tempfile
@@ -271,37 +281,38 @@ class Vocabulary:
             "format": _FILE_FORMAT,
             "num_oov_buckets": self.num_oov_buckets,
             "mask_token": self.mask_token,
-            "tokens": self._special + self.tokens,
+            "strip_whitespace": self.strip_whitespace,
+            "tokens": self._special() + self.tokens,
         }
         text = json.dumps(document, ensure_ascii=False)
-        local_path(path).write_text(text, encoding="utf-8")
+        write_atomically(local_path(path), text)
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> "Vocabulary":
-        """Reads a file of `save`.
+        """Reads a file of `save`, which may come from anyone.
 
         Raises:
-          ValueError: if the file is none of `save`; the message names it.
+          ValueError: if `save` did not write the file; the message names it.
         """
         try:
-            document = json.loads(local_path(path).read_text(encoding="utf-8"))
+            document = read_flat_json(local_path(path))
             if document["format"] != _FILE_FORMAT:
                 raise ValueError(f"format must be {_FILE_FORMAT!r}")
             tokens, mask_token = document["tokens"], document["mask_token"]
-            oov_token = tokens[mask_token is not None]
-            return cls(
+            strips = document.get("strip_whitespace", False)
+            if not isinstance(strips, bool) or not isinstance(mask_token, str | None):
+                raise ValueError("a field has a wrong type")
+            vocabulary = cls(
                 tokens,
                 num_oov_buckets=document["num_oov_buckets"],
                 mask_token=mask_token,
-                oov_token=oov_token,
+                oov_token=tokens[mask_token is not None],
+                strip_whitespace=strips,
             )
-        except (
-            AttributeError,
-            LookupError,
-            RecursionError,
-            TypeError,
-            ValueError,
-        ) as error:
+            if vocabulary.vocabulary_size != len(tokens):
+                raise ValueError("tokens must have a string for each id")
+            return vocabulary
+        except (LookupError, TypeError, ValueError) as error:
             raise ValueError(
                 f"{os.fspath(path)} must be a file of Vocabulary.save: {error}; write "
                 "it again, or read a text of one token per line by from_file."
@@ -315,16 +326,17 @@ class Vocabulary:
             or an object with the fields of a ragged or sparse tensor. Integers stand
             for their decimal digits, if some token is a number.
           unknown: `"bucket"` gives unknown strings an id of the buckets; `"error"`
-            refuses them.
+            raises an error.
 
         Returns:
           int32 ids in the container of the strings. Lists become an array, or
           `RaggedIds` if their lengths differ.
 
         Raises:
-          TypeError: if an element is no string.
+          TypeError: if an element is not a string.
           ValueError: if a string is unknown, and there are no buckets for it or
-            `unknown="error"`; or if `unknown` is neither choice.
+            `unknown="error"`; if several buckets share it and it is longer than 65,536
+            bytes; or if `unknown` is neither choice.
         """
         check_unknown(unknown, "Vocabulary.ids: unknown")
         read = read_ids(strings, "Vocabulary.ids", "Strings")
@@ -332,15 +344,27 @@ class Vocabulary:
         if is_integer(values.dtype) and self._has_numbers:
             values = values.astype(np.bytes_)
         flat = _check_strings(values, "Vocabulary.ids").tolist()
-        if not are_strings(flat):
+        kinds = set(map(type, flat))
+        if not all(issubclass(kind, str | bytes) for kind in kinds):
             encode(flat)  # It raises an error that shows the value.
-        ids = np.fromiter(
-            map(self._ids.get, flat, repeat(_UNKNOWN)), np.int32, len(flat)
-        )
-        positions = np.flatnonzero(ids == _UNKNOWN)
-        if positions.size:
-            ids[positions] = self._oov_ids([flat[i] for i in positions], unknown)
+        has_bytes = any(issubclass(kind, bytes) for kind in kinds)
+        known = self._ids_of_bytes if has_bytes else self._ids
+        ids = _look_up(flat, known)
+        places = np.flatnonzero(ids == _UNKNOWN)
+        rest = [flat[i] for i in places]
+        if self.strip_whitespace and rest:
+            rest = [_strip(string) for string in rest]
+            ids[places] = found = _look_up(rest, known)
+            rest = [rest[i] for i in np.flatnonzero(found == _UNKNOWN)]
+            places = places[found == _UNKNOWN]
+        if rest:
+            ids[places] = self._oov_ids(rest, unknown)
         return _in_container_of(strings, read, ids)
+
+    @functools.cached_property
+    def _ids_of_bytes(self) -> dict[str | bytes, int]:
+        """Ids of strings and of their bytes, which are made once some are looked up."""
+        return {**self._ids, **{x.encode(): i for x, i in self._ids.items()}}
 
     @functools.cached_property
     def _has_numbers(self) -> bool:
@@ -353,8 +377,15 @@ class Vocabulary:
                 f"tokens, and {len(strings)} such strings in all; set num_oov_buckets, "
                 "and unknown='bucket', to give unknown strings ids."
             )
+        if self.num_oov_buckets == 1:
+            return np.full(len(strings), self._first_oov_id, np.int32)
         buckets = farmhash64(encode(strings)) % np.uint64(self.num_oov_buckets)
         return buckets.astype(np.int32) + self._first_oov_id
+
+    def _special(self) -> tuple[str, ...]:
+        """Returns the strings that come before the tokens in lists of Keras."""
+        mask = () if self.mask_token is None else (self.mask_token,)
+        return mask + (self._oov_token,) * self.num_oov_buckets
 
     def _check_tokens(self) -> None:
         for i, token in enumerate(self.tokens):
@@ -368,12 +399,21 @@ class Vocabulary:
                     f"Vocabulary: token {i} must be neither empty nor the mask token, "
                     f"got {token!r}; leave it out."
                 )
+            if self.strip_whitespace and token != token.strip():
+                raise ValueError(
+                    f"Vocabulary: token {i} must have no white space around it, as "
+                    f"strip_whitespace is set, got {token!r}; strip it."
+                )
+            if not token.isascii():
+                token.encode()  # A lone surrogate raises an error.
         if not 1 <= len(self.tokens) <= MAX_IDS - self.num_oov_buckets - 1:
             raise ValueError(
                 "Vocabulary: tokens and buckets must be at least 1 and at most "
                 f"{MAX_IDS}, got {len(self.tokens)} tokens."
             )
-        if len(set(self.tokens)) < len(self.tokens):
+
+    def _check_unique(self) -> None:
+        if len(self._ids) < len(self.tokens):
             first: dict[str, int] = {}
             for i, token in enumerate(self.tokens):
                 if first.setdefault(token, i) != i:
@@ -398,6 +438,19 @@ def check_unknown(unknown: Any, owner: str) -> None:
         raise ValueError(
             f"{owner} must be one of {list(get_args(Unknown))}, got {unknown!r}."
         )
+
+
+def _look_up(strings: list[Any], known: Mapping[Any, int]) -> np.ndarray:
+    found = map(known.get, strings, itertools.repeat(_UNKNOWN))
+    return np.fromiter(found, np.int32, len(strings))
+
+
+def _strip(string: str | bytes) -> str | bytes:
+    """Strips white space, by the rules of text for bytes also."""
+    if isinstance(string, str):
+        return string.strip()
+    text = string.decode(errors="surrogateescape")
+    return text.strip().encode(errors="surrogateescape")
 
 
 def _is_int(value: Any) -> bool:

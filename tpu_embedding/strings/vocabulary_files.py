@@ -9,6 +9,7 @@ import pathlib
 from collections.abc import Mapping
 from typing import Final
 
+from tpu_embedding.strings.json_files import read_flat_json, write_atomically
 from tpu_embedding.strings.string_ids import Vocabulary
 
 VOCABULARIES_DIR: Final = "vocabularies"
@@ -22,7 +23,7 @@ def save_vocabularies(
     path = directory / VOCABULARIES_DIR
     if vocabularies:
         path.mkdir(exist_ok=True)
-        (path / _NAMES_FILE).write_text(json.dumps(list(vocabularies)))
+        write_atomically(path / _NAMES_FILE, json.dumps(list(vocabularies)))
     for number, vocabulary in enumerate(vocabularies.values()):
         vocabulary.save(path / f"{number}.json")
 
@@ -30,14 +31,40 @@ def save_vocabularies(
 def load_vocabularies(directory: pathlib.Path) -> dict[str, Vocabulary]:
     """Returns the vocabularies below a directory, by the names of their features.
 
+    The directory may come from anyone, so links, which may point elsewhere, are errors.
+
     Raises:
-      ValueError: if a file is none of `Vocabulary.save`.
+      ValueError: if a file is missing, or was not written by `save_vocabularies`; the
+        message names it.
     """
     path = directory / VOCABULARIES_DIR
-    if not path.exists():
+    if not path.exists() and not path.is_symlink():
         return {}
-    names = json.loads((path / _NAMES_FILE).read_text())
-    return {
-        name: Vocabulary.load(path / f"{number}.json")
-        for number, name in enumerate(names)
-    }
+    if path.is_symlink() or not path.is_dir():
+        raise _not_saved(path, "it must be a directory, not a link or a file")
+    names_file = path / _NAMES_FILE
+    _check_is_file(names_file)
+    try:
+        names = read_flat_json(names_file)
+        if not isinstance(names, list) or len(set(names)) < len(names):
+            raise ValueError("it must be a list of different names")
+    except ValueError as error:
+        raise _not_saved(names_file, error) from None
+    vocabularies = {}
+    for number, name in enumerate(names):
+        file = path / f"{number}.json"
+        _check_is_file(file)
+        vocabularies[name] = Vocabulary.load(file)
+    return vocabularies
+
+
+def _check_is_file(path: pathlib.Path) -> None:
+    if path.is_symlink() or not path.is_file():
+        raise _not_saved(path, "it must be a file, and not a link")
+
+
+def _not_saved(path: pathlib.Path, problem: object) -> ValueError:
+    return ValueError(
+        f"{path} is not part of saved vocabularies: {problem}; copy the directory "
+        "again."
+    )

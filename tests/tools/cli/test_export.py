@@ -76,7 +76,11 @@ def test_runs_of_own_configs_by_their_directories_alone(tmp_path, monkeypatch):
 @pytest.mark.full
 def test_a_csv_file_is_trained_exported_and_served_strings(tmp_path, capsys):
     path = tmp_path / "clicks.csv"
-    rows = [f"u{i % 7},{i % 5}|{i % 3},{i % 9}.5,{i % 2}" for i in range(300)]
+    blanks = [" " * (i % 4 == 0) for i in range(300)]
+    rows = [
+        f"u{i % 7}{x},{i % 5}{x}|{x}{i % 3},{i % 9}.5,{i % 2}"
+        for i, x in enumerate(blanks)
+    ]
     path.write_text("\n".join(["user,tags,age,click", *rows]) + "\n")
     run = ["--output-dir", str(tmp_path / "run"), "--devices", "1"]
     run += ["--label", "click", "--set", "num_steps=2", "--set", "model.dim=4"]
@@ -92,6 +96,9 @@ def test_a_csv_file_is_trained_exported_and_served_strings(tmp_path, capsys):
     served = te.export.load(tmp_path / "run" / "served", unknown_strings="error")
     batch = {"user": ["u3", ""], "tags": [["4", "0"], []]}
     outputs = served(batch, {"age": [3.5, float("nan")]})
+    spaced = {"user": ["u3 ", " "], "tags": [[" 4", "0\t"], []]}
+    again = served(spaced, {"age": [3.5, float("nan")]})
+    np.testing.assert_array_equal(again["predictions"], outputs["predictions"])
     assert ((outputs["predictions"] > 0) & (outputs["predictions"] < 1)).all()
     with pytest.raises(ValueError, match="'u9' is not one of the 7 tokens"):
         served(batch | {"user": ["u9", "u3"]}, {"age": [3.5, 3.5]})

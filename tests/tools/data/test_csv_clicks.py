@@ -1,10 +1,19 @@
-"""CSV files: kinds of columns, ids, numbers and labels, and what is refused."""
+"""CSV files: kinds of columns, ids, numbers and labels, and errors."""
 
+import collections
 import gzip
+import tracemalloc
 
+import jax
 import numpy as np
 import pytest
 
+import tpu_embedding as te
+from tpu_embedding.strings.vocabulary_files import (
+    load_vocabularies,
+    save_vocabularies,
+)
+from tpu_embedding.tools.data import csv_rows
 from tpu_embedding.tools.data.batch import DataError
 from tpu_embedding.tools.train import CsvSource
 from tpu_embedding.types import PADDING_ROW_ID
@@ -43,13 +52,123 @@ def test_columns_are_recognised(tmp_path):
         ["user", "category", "2", "4"],
         ["country", "category", "3", "3"],
         ["tags", "list", "3", "4"],
-        ["price", "number", "4", "-"],
+        ["price", "number", "3", "-"],
         ["age", "category", "2", "3"],
         ["row", "id", "category", "6", "none:", "no", "value", "repeats"],
-        ["click", "label", "3", "-"],
+        ["click", "label", "2", "-"],
     ]
     assert "6 rows, 1 of them held out; 50.0% of the labels are 1" in data.description
     assert set(data.vocabulary_sizes) == {"user", "country", "tags", "age"}
+
+
+KINDS = {
+    "decimal point": ("number", ["1.5", "-.5", "+2."]),
+    "exponent": ("number", ["1e-05", "0.5", "2E+3"]),
+    "some without a point": ("number", ["3", "4.0", "NA"]),
+    "integers": ("category", ["3", "-4", "+5"]),
+    "exponent alone": ("category", ["1e3", "2e5"]),
+    "underscore": ("category", ["10_24", "1_0.5"]),
+    "other digits": ("category", ["١.٥", "२.५"]),
+    "infinity": ("category", ["1.5", "inf"]),
+    "true and false": ("category", ["True", "False"]),
+    "true among numbers": ("category", ["True", "1.5"]),
+    "dates": ("category", ["2024-01-05", "2024-01-06"]),
+    "nothing": ("category", ["", "NA"]),
+    "lists": ("list", ["1.5|2", "3.0"]),
+}
+
+
+@pytest.mark.parametrize(("kind", "cells"), KINDS.values(), ids=KINDS)
+def test_the_kind_of_cells(kind, cells):
+    assert SOURCE.kind_of("price", cells) == kind
+
+
+def test_words_of_numbers_in_columns_that_are_named(tmp_path):
+    text = "a,b,click\nu,True,1\nu,false,0\nu,1e3,True\nu,2.50,FALSE\n"
+    source = CsvSource(label="click", numbers=("b",), split="last", held_out=0.3)
+    batch = in_file_order(open_text(tmp_path, text, source))
+    assert batch.dense["b"].tolist() == [1, 0, 1000]
+    assert batch.labels.tolist() == [1, 0, 1]
+
+
+def test_white_space_counts_neither_in_training_nor_when_served(tmp_path):
+    rows = [
+        ("u0 ", "a | b"),
+        ("u0", "a|b "),
+        (" u1", " |a"),
+        ("u1\t", "b"),
+        ("  ", "c"),
+    ]
+    text = "".join(f'"{u}",{tags},{i % 2}\n' for i, (u, tags) in enumerate(rows * 2))
+    source = CsvSource(label="click", lists=("tags",), min_count=1)
+    data = open_text(tmp_path, f"user,tags,click\n{text}", source)
+    assert sorted(data.vocabularies["user"].tokens) == ["u0", "u1"]
+    assert sorted(data.vocabularies["tags"].tokens) == ["a", "b", "c"]
+    save_vocabularies(tmp_path, data.vocabularies)  # As a run and an export do.
+    served = load_vocabularies(tmp_path)
+    batch, kept = in_file_order(data), np.flatnonzero(~source.is_held_out(10, 0))
+    users = served["user"].ids([rows[i % 5][0] for i in kept])
+    np.testing.assert_array_equal(users, batch.features["user"])
+    tags = served["tags"].ids(
+        te.RaggedIds.from_lists([rows[i % 5][1].split("|") for i in kept])
+    )
+    np.testing.assert_array_equal(tags.values, batch.features["tags"].values)
+
+
+def many_rows(path, num_rows):
+    """Writes a file of all kinds of columns."""
+    rng = np.random.default_rng(0)
+    columns = {
+        "label": rng.integers(0, 2, num_rows),
+        "user": rng.zipf(1.3, num_rows) % 5000,
+        "row": rng.permutation(num_rows) + 10**8,
+        "tags": [f"t{a}|t{b}" for a, b in rng.integers(0, 60, (num_rows, 2))],
+        "price": [f"{x:.4f}" for x in rng.random(num_rows) * 1000],
+    }
+    lines = [
+        ",".join(columns),
+        *map(",".join, zip(*(map(str, c) for c in columns.values()), strict=True)),
+    ]
+    path.write_text("\n".join(lines))
+    return columns
+
+
+@pytest.mark.full
+def test_a_cell_takes_24_bytes_at_most(tmp_path):
+    num_rows = 120_000
+    many_rows(tmp_path / "clicks.csv", num_rows)
+    tracemalloc.start()
+    data = CsvSource(label="label").open(tmp_path / "clicks.csv", batch_size=4, seed=0)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    # A block of rows is whole in memory, and each string of a vocabulary is.
+    fixed = 10_000 * 5 * 130 + 200 * sum(data.vocabulary_sizes.values())
+    assert peak < 24 * 5 * num_rows + fixed
+
+
+def test_rows_of_several_blocks(tmp_path, monkeypatch):
+    columns = many_rows(tmp_path / "clicks.csv", 1000)
+    source = CsvSource(label="label", split="last", min_count=1, numbers=("row",))
+    one = source.open(tmp_path / "clicks.csv", batch_size=4, seed=0)
+    for size in (7, 999, 1000):
+        monkeypatch.setattr(csv_rows, "BLOCK_ROWS", size)
+        several = source.open(tmp_path / "clicks.csv", batch_size=4, seed=0)
+        assert several.description == one.description
+        for name, vocabulary in one.vocabularies.items():
+            assert several.vocabularies[name].tokens == vocabulary.tokens
+        jax.tree.map(
+            np.testing.assert_array_equal, in_file_order(several), in_file_order(one)
+        )
+    batch, rows = in_file_order(one), slice(0, 899)
+    counted = collections.Counter(map(str, columns["user"][:900]))
+    assert list(one.vocabularies["user"].tokens) == [
+        x for x, _ in counted.most_common()
+    ]
+    users = strings_of(one, "user", batch.features["user"])
+    assert users[rows] == list(map(str, columns["user"][rows]))
+    assert batch.dense["row"][rows].tolist() == columns["row"][rows].tolist()
+    tags = strings_of(one, "tags", batch.features["tags"].values)
+    assert tags[:1798] == "|".join(columns["tags"][rows]).split("|")
 
 
 def test_rows_become_ids_and_numbers(tmp_path):
@@ -149,9 +268,33 @@ WRONG = {
     "label is a rating": (
         TEXT.replace("r5,true", "r5,4"),
         SOURCE,
-        "line 7, column 'click': a value must be 0 or 1, got '4'.*positive_from.*squ",
+        "line 7, column 'click': a value must be 0 or 1, got '4'.*Parquet",
     ),
-    "label is missing": (TEXT.replace("r4,1", "r4,"), SOURCE, "line 6.*got ''"),
+    "label is missing": (
+        TEXT.replace("r4,1", "r4,"),
+        SOURCE,
+        "line 6.*must be 0 or 1, got ''",
+    ),
+    "rating is missing": (
+        TEXT.replace("r4,1", "r4,NA"),
+        CsvSource(label="click", positive_from=1),
+        "line 6.*must be a number, got 'NA'",
+    ),
+    "underscore in a number": (
+        TEXT.replace("-2e1", "10_24"),
+        CsvSource(label="click", numbers=("price",)),
+        "line 4, column 'price': a value must be a number.*got '10_24'",
+    ),
+    "cell above the limit": (
+        TEXT.replace("b,-2e1", "x" * 131_073 + ",-2e1"),
+        SOURCE,
+        "clicks.csv, line 4: a field must have at most 131,072 characters",
+    ),
+    "open quote above the limit": (
+        TEXT.replace("b,-2e1", '"b,-2e1') + "4,,,,31,r2,0\n" * 20_000,
+        SOURCE,
+        "clicks.csv, line 4: a field that begins with a quote",
+    ),
     "ragged row": (
         TEXT.replace(",r2,0", ",r2"),
         SOURCE,
@@ -186,7 +329,7 @@ WRONG = {
     "label of words": (
         "click,a\nyes,1\nno,1\n",
         SOURCE,
-        "line 2, column 'click'.*got 'yes'.*write 0 and 1, or name another column",
+        "line 2, column 'click': a value must be 0 or 1, got 'yes'.*by --label",
     ),
     "equal names": (TEXT.replace("age", "user"), SOURCE, "must have different names"),
     "nothing repeats": (
@@ -195,7 +338,6 @@ WRONG = {
         "must have a category that occurs 9 times",
     ),
     "no UTF-8": (TEXT.replace("FR", "\udce9"), SOURCE, "must be a CSV file in UTF-8"),
-    "delimiter": (TEXT, CsvSource(label="click", delimiter="::"), "must be a CSV file"),
 }
 
 
@@ -211,6 +353,8 @@ def test_wrong_files(tmp_path, text, source, message):
     [
         (dict(held_out=1.0), "held_out must be between 0 and 1, got 1.0"),
         (dict(separator=""), "separator must be a text of"),
+        (dict(delimiter="::"), "delimiter must be one character.*got '::'"),
+        (dict(delimiter='"'), "delimiter must be one character"),
         (dict(numbers=("a",), lists=("a",)), "must name a column for one kind"),
         (dict(min_count=0), "min_count must be at least 1"),
     ],

@@ -10,6 +10,7 @@ import pytest
 from tests.tools.data.damage import cut, flip, samples_of_steps
 from tpu_embedding.tools.data.batch import DataError
 from tpu_embedding.tools.train import ParquetFeature, ParquetSource
+from tpu_embedding.types import PADDING_ROW_ID
 
 pa = pytest.importorskip("pyarrow")
 pq = pytest.importorskip("pyarrow.parquet")
@@ -127,6 +128,83 @@ def test_lists_of_a_fixed_size_are_a_matrix(tmp_path):
     np.testing.assert_array_equal(found, ids[batch.labels.astype(int)])
 
 
+def test_a_null_list_of_a_fixed_size_is_a_row_of_padding(tmp_path):
+    lists = [None if row % 20 == 3 else [row, row + 1] for row in range(60)]
+    array = pa.array(lists, pa.list_(pa.int16(), 2))
+    path = tmp_path / "a.parquet"
+    pq.write_table(
+        pa.table({"row": range(60), "watched": array}), path, row_group_size=8
+    )
+    feature = dataclasses.replace(SOURCE.features[1], vocabulary_size=80)
+    data = open_source(path, features=(feature,), dense=(), weight=None)
+    for step in range(4):
+        batch = data.train_batch(step)
+        expected = [lists[int(row)] or [PADDING_ROW_ID] * 2 for row in batch.labels]
+        assert batch.features["watched"].tolist() == expected
+        assert batch.features["watched"].dtype == np.int32
+
+
+@pytest.mark.parametrize("bits", [8, 16, 32, 64])
+@pytest.mark.parametrize("kind", ["int", "uint"])
+@pytest.mark.parametrize("mode", ["modulo", "keep"])
+@pytest.mark.parametrize("valence", [None, 1])
+def test_ids_of_every_width(tmp_path, bits, kind, mode, valence):
+    limits = np.iinfo(f"{kind}{bits}")
+    ids = [5, 6, int(limits.min), int(limits.max), 7, 8, int(limits.max) - 1, 100]
+    if bits == 64:
+        ids[4] = 2**53 + 1
+    values = [[x] for x in ids] if valence else ids
+    array_type = getattr(pa, f"{kind}{bits}")()
+    array = pa.array(values, pa.list_(array_type) if valence else array_type)
+    path = tmp_path / "a.parquet"
+    pq.write_table(pa.table({"row": range(8), "uid": array}), path, row_group_size=2)
+    feature = ParquetFeature(
+        name="uid", vocabulary_size=50_000, expected_valence=valence, out_of_range=mode
+    )
+    data = open_source(
+        path, 4, features=(feature,), dense=(), weight=None, num_evaluation_samples=4
+    )
+    (held_out,) = data.evaluation_batches()
+    batches = [data.train_batch(0), data.train_batch(1), held_out]
+    for batch in batches:
+        found = batch.features["uid"]
+        found = found.values if valence else found
+        expected = [ids[int(row)] for row in batch.labels]
+        if mode == "modulo":
+            expected = [x % 50_000 for x in expected]
+        assert found.tolist() == expected
+        wide = np.uint64 if limits.max == 2**64 - 1 else np.int64
+        assert found.dtype == (np.int32 if mode == "modulo" else wide)
+
+
+@pytest.mark.parametrize(
+    "types",
+    [
+        (pa.int64(), pa.uint64()),
+        (pa.list_(pa.int64()), pa.list_(pa.uint64())),
+        (pa.list_(pa.int64()), pa.list_(pa.int64(), 1)),
+        (pa.list_(pa.int64(), 1), pa.list_(pa.int64(), 2)),
+    ],
+    ids=["ids", "lists", "sizes", "fixed sizes"],
+)
+def test_a_column_of_two_types(tmp_path, types):
+    for name, array_type in zip("ab", types, strict=True):
+        size = getattr(array_type, "list_size", 1)
+        is_list = hasattr(array_type, "value_type")
+        ids = [[1] * size if is_list else 1] * 20
+        table = pa.table({"row": range(20), "uid": pa.array(ids, array_type)})
+        pq.write_table(table, tmp_path / f"{name}.parquet")
+    valence = 1 if is_list else None
+    feature = ParquetFeature(
+        name="uid", vocabulary_size=9, expected_valence=valence, out_of_range="keep"
+    )
+    data = open_source(
+        tmp_path, features=(feature,), dense=(), weight=None, num_evaluation_samples=4
+    )
+    with pytest.raises(DataError, match="column 'uid': .*one type in all files"):
+        samples_of_steps(data, 4)
+
+
 @pytest.mark.parametrize("mode", ["modulo", "keep"])
 def test_ids_outside_the_table(tmp_path, mode):
     rows = rows_of(0, 8)
@@ -144,8 +222,8 @@ BAD_VALUES = {
     "null": ("uid", None, "an id must not be null"),
     "null_in_a_list": ("watched", [1, None], "an id must not be null"),
     "null_number": ("age", None, "a value must not be null; fill it, or drop the row"),
-    "outside": ("uid", 1000, r"'user' must lie in \[0, 1000\), got 1000; correct"),
-    "outside_in_a_list": ("watched", [3, -1], r"must lie in \[0, 50\), got -1"),
+    "outside": ("uid", 1000, r"'user' must be in \[0, 1000\), got 1000; correct"),
+    "outside_in_a_list": ("watched", [3, -1], r"must be in \[0, 50\), got -1"),
 }
 BAD_TYPES = {
     "text": ("uid", "a", "ids must be integers, got string"),

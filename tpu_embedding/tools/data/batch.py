@@ -81,7 +81,7 @@ class Dataset(Protocol):
 class DataError(ValueError):
     """Raised for missing or damaged data; the message names file and line.
 
-    Data sets of your own raise it, too. The training command prints it as one line.
+    Data sets of your own also raise it. The training command prints it as one line.
     """
 
 

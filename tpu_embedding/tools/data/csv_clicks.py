@@ -1,17 +1,9 @@
 """Clicks of a CSV file, whose columns are recognised from its first rows."""
 
-import array
-import contextlib
-import csv
 import dataclasses
-import gzip
-import io
-import math
 import pathlib
-import zlib
-from collections.abc import Iterator, Sequence
-from itertools import chain
-from typing import IO, Any, Final, Literal
+from collections.abc import Sequence
+from typing import Any, Final, Literal
 
 import numpy as np
 
@@ -20,25 +12,30 @@ from tpu_embedding.plan.memory import format_table
 from tpu_embedding.strings.string_ids import Vocabulary
 from tpu_embedding.tools.data.batch import Batch, DataError, rows_of_batches
 from tpu_embedding.tools.data.block_dataset import BlockDataset
+from tpu_embedding.tools.data.csv_columns import (
+    Strings,
+    are_lists,
+    are_numbers,
+    read_labels,
+    read_numbers,
+)
+from tpu_embedding.tools.data.csv_rows import BLOCK_ROWS, read_blocks
 from tpu_embedding.tools.data.random_streams import splitmix64
 from tpu_embedding.tools.data.source import check_counts, required_files
-from tpu_embedding.types import FeatureIds, RaggedIds
+from tpu_embedding.types import FeatureIds
 
 Kind = Literal["label", "category", "number", "list", "ignored"]
 
-FIRST_ROWS: Final = 10_000
+FIRST_ROWS: Final = BLOCK_ROWS
 """Rows from which the kinds of the columns are recognised."""
-
-_WORDS: Final = {"true": 1.0, "false": 0.0} | dict.fromkeys(
-    ("", "na", "n/a", "nan", "null", "none", "\\n"), math.nan
-)
-"""Words that are numbers, in lower case; NaN stands for a missing one."""
-
-_MAX_NUMBER: Final = float(np.finfo(np.float32).max)
 
 _RULES: Final = {
     "held_out": Rule(lambda x: 0 < x < 1, "between 0 and 1"),
     "separator": Rule(bool, "a text of a character or more"),
+    "delimiter": Rule(
+        lambda x: x is None or (len(x) == 1 and x not in ' "\r\n'),
+        "one character other than a blank, a quote and a line break, or None",
+    ),
 }
 
 
@@ -59,40 +56,38 @@ class CsvClicks(BlockDataset):
     """
 
     def __init__(
-        self, table: "_Table", source: "CsvSource", *, batch_size: int, seed: int
+        self, columns: "_Columns", source: "CsvSource", *, batch_size: int, seed: int
     ):
         """Encodes the columns.
 
         Args:
-          table: cells of the file.
-          source: kinds of columns, and the choice of the held-out rows.
+          columns: the columns of the file.
+          source: the choice of the held-out rows.
           batch_size: samples per batch.
           seed: seed of the order, and of the held-out rows.
         """
-        labels = table.labels(source)
+        labels, numbers = columns.labels, columns.numbers
         is_held_out = source.is_held_out(len(labels), seed)
         features: dict[str, FeatureIds] = {}
-        numbers: dict[str, np.ndarray] = {}
         self.vocabularies: dict[str, Vocabulary] = {}
         shown = [("column", "kind", "distinct values", "table rows")]
-        for name, cells in table.cells.items():
-            kind = source.kind_of(name, cells)
-            distinct, size = len(set(cells) - {""}), "-"
-            if kind == "number":
-                numbers[name] = table.numbers(name)
+        for name, kind in columns.kinds.items():
+            distinct, size = "-", "-"
+            if kind in ("label", "number"):
+                values = labels if kind == "label" else numbers[name]
+                distinct = f"{len(np.unique(values[~np.isnan(values)])):,}"
             elif kind in ("category", "list"):
-                separator = source.separator if kind == "list" else None
-                distinct, vocabulary, ids = _encode(
-                    cells, separator, ~is_held_out, source.min_count
+                num_strings, vocabulary, ids = columns.strings.pop(name).encode(
+                    ~is_held_out, source.min_count
                 )
-                size = "none: no value repeats"
+                distinct, size = f"{num_strings:,}", "none: no value repeats"
                 if vocabulary is not None:
                     self.vocabularies[name], features[name] = vocabulary, ids
                     size = f"{vocabulary.vocabulary_size:,}"
-            shown.append((name, kind, f"{distinct:,}", size))
+            shown.append((name, kind, distinct, size))
         if not features:
             raise DataError(
-                f"{table.path} must have a category that occurs {source.min_count} "
+                f"{columns.path} must have a category that occurs {source.min_count} "
                 "times; lower data.min_count, or name its column by data.categories."
             )
         self.vocabulary_sizes = {
@@ -102,20 +97,20 @@ class CsvClicks(BlockDataset):
             name: _scale(values[~is_held_out]) for name, values in numbers.items()
         }
         self.description = (
-            f"{table.path.name}: {len(labels):,} rows, {is_held_out.sum():,} of them "
+            f"{columns.path.name}: {len(labels):,} rows, {is_held_out.sum():,} of them "
             f"held out; {labels.mean():.1%} of the labels are 1\n"
             f"{format_table(shown, num_left_aligned=2)}\n"
             "change a kind by --set data.categories=COLUMN, data.numbers, data.lists "
             "or data.ignored"
         )
         weights = np.ones(len(labels), np.float32)
-        columns = Batch(
+        rows = Batch(
             features=features, dense=numbers or None, labels=labels, weights=weights
         )
         super().__init__(
-            _Rows(columns, np.flatnonzero(~is_held_out)),
+            _Rows(rows, np.flatnonzero(~is_held_out)),
             batch_size=batch_size,
-            evaluation_reader=_Rows(columns, np.flatnonzero(is_held_out)),
+            evaluation_reader=_Rows(rows, np.flatnonzero(is_held_out)),
             seed=seed,
         )
 
@@ -124,9 +119,12 @@ class CsvClicks(BlockDataset):
 class CsvSource:
     """Source of `CsvClicks`: a CSV file whose first line names the columns.
 
-    Columns that are named in no field are recognised from the first rows: numbers with
-    a decimal point are numbers, cells with the separator are lists, and all others,
-    integers and texts, are categories.
+    White space around a cell or an element of a list does not count. Columns that are
+    named in no field are recognised from the first rows. Cells with the separator are
+    lists. A column is one of numbers if all its cells are numbers, and some of them
+    have a decimal point: ASCII digits, with a sign and an exponent if you like. All
+    others are categories: texts, integers, `true` and `false`, `1e3`, `10_24`. A label
+    and a column named in `numbers` may also have the words `true`, for 1, and `false`.
 
     Attributes:
       label: name of the column of labels, 0 or 1.
@@ -137,8 +135,8 @@ class CsvSource:
       lists: columns of several categories per row.
       ignored: columns that the model does not see.
       separator: text between the elements of a list.
-      delimiter: text between the fields of a row; None: comma, tab or semicolon, the
-        one that the first line has most.
+      delimiter: character between the fields of a row; None: comma, tab or semicolon,
+        the one that the first line has most.
       column_names: names of the columns, if the first line is a row already.
       min_count: occurrences in the training rows that a string needs for a table row
         of its own.
@@ -185,12 +183,11 @@ class CsvSource:
           DataError: if the file is missing, empty or damaged, a column is missing, or a
             cell breaks the rule of its column; the message names the line.
         """
-        path = required_files(data_dir, "a CSV file")
-        table = _Table.read(path, self)
-        return CsvClicks(table, self, batch_size=batch_size, seed=seed)
+        columns = _Columns.read(required_files(data_dir, "a CSV file"), self)
+        return CsvClicks(columns, self, batch_size=batch_size, seed=seed)
 
     def outline(self, *, batch_size: int, seed: int) -> CsvClicks:
-        """Refuses: only the file tells the sizes of the tables."""
+        """Raises a DataError: only the file tells the sizes of the tables."""
         raise DataError(
             "A CSV file tells the sizes of its tables only when it is read; to compile "
             "for a slice, write a config with a ParquetSource, which declares them."
@@ -214,12 +211,9 @@ class CsvSource:
             if name in names:
                 return kind
         first = cells[:FIRST_ROWS]
-        present = [c for c in first if not math.isnan(_word(c) or 0)]
-        if any(self.separator in cell for cell in present):
+        if are_lists(first, self.separator):
             return "list"
-        is_integer = [cell.removeprefix("-").isdecimal() for cell in present]
-        is_number = not all(is_integer) and all(map(_is_number, present))
-        return "number" if is_number else "category"
+        return "number" if are_numbers(first) else "category"
 
     def _names_of_kinds(self) -> dict[Kind, tuple[str, ...]]:
         return {
@@ -231,9 +225,7 @@ class CsvSource:
         }
 
     def check_columns(self, path: pathlib.Path, names: Sequence[str]) -> None:
-        """Refuses names of columns that a file lacks, and a file that repeats one."""
-        if len(set(names)) < len(names):
-            raise DataError(f"The columns of {path} must have different names: {names}")
+        """Raises a DataError if a file lacks a column."""
         for kind, wanted in self._names_of_kinds().items():
             if missing := [name for name in wanted if name not in names]:
                 raise DataError(
@@ -263,174 +255,54 @@ class CsvSource:
 
 
 @dataclasses.dataclass(frozen=True)
-class _Table:
-    """The cells of a file.
+class _Columns:
+    """The columns of a file.
 
     Attributes:
       path: path of the file.
-      cells: texts of each column. Equal texts are one object, so a cell takes 8 bytes.
-      lines: number of the line of each row.
+      kinds: kind of each column.
+      labels: float32 `[rows]`.
+      numbers: float64 `[rows]` by column of numbers.
+      strings: the columns of categories and of lists.
     """
 
     path: pathlib.Path
-    cells: dict[str, list[str]]
-    lines: Sequence[int]
+    kinds: dict[str, Kind]
+    labels: np.ndarray
+    numbers: dict[str, np.ndarray]
+    strings: dict[str, Strings]
 
     @classmethod
-    def read(cls, path: pathlib.Path, source: CsvSource) -> "_Table":
-        lines, shared = array.array("q"), {}
-        with open_csv(path) as binary:
-            file = io.TextIOWrapper(binary, encoding="utf-8-sig", newline="")
-            delimiter = source.delimiter
-            if delimiter is None:
-                first_line = next(filter(str.strip, file), "")
-                delimiter = max(",\t;", key=first_line.count)
-                file.seek(0)
-            rows = _rows(path, file, delimiter)
-            names = list(source.column_names)
-            if not names:
-                _, first = next(rows, (0, []))
-                names = [x.strip() or f"column {i}" for i, x in enumerate(first, 1)]
-            if not names:
-                raise DataError(f"{path} must have rows, got an empty file.")
-            source.check_columns(path, names)
-            columns: list[list[str]] = [[] for _ in names]
-            for line, row in rows:
-                if len(row) != len(names):
-                    raise DataError(
-                        f"{path}, line {line}: a row must have the {len(names)} fields "
-                        f"of the first line, got {row}; quote fields that hold "
-                        f"{delimiter!r}, or set data.delimiter."
-                    )
-                lines.append(line)
-                for column, cell in zip(columns, row, strict=True):
-                    column.append(shared.setdefault(cell, cell))
-        return cls(path, dict(zip(names, columns, strict=True)), lines)
-
-    def numbers(self, name: str, way_out: str | None = None) -> np.ndarray:
-        """Returns a column of numbers, float64 `[rows]`, NaN where one is missing.
-
-        Args:
-          name: the column.
-          way_out: what to do about a cell that is no number, for the error.
-        """
-        cells = self.cells[name]
-        if not all(map(_is_number, cells)):
-            wrong = [_is_number(cell) for cell in cells].index(False)
-            way_out = way_out or f"correct it, or set data.categories={name}"
-            raise self._error(
-                name, wrong, "must be a number of float32 or empty", way_out
-            )
-        pairs = zip(cells, map(_word, cells), strict=True)
-        return np.array([float(x) if word is None else word for x, word in pairs])
-
-    def labels(self, source: CsvSource) -> np.ndarray:
-        """Returns the labels, float32 `[rows]`."""
-        name, minimum = source.label, source.positive_from
-        labels = self.numbers(name, "write 0 and 1, or name another column by --label")
-        if minimum is not None:
-            labels = np.where(np.isnan(labels), np.nan, labels >= minimum)
-        is_label = np.isin(labels, (0, 1))
-        if not is_label.all():
-            way_out = (
-                "drop the row; for ratings, set data.positive_from=4, which makes 4 "
-                "and more a 1; to predict numbers, write a config with the loss "
-                "squared_error"
-            )
-            wrong = int(np.argmin(is_label))
-            raise self._error(name, wrong, "must be 0 or 1", way_out)
+    def read(cls, path: pathlib.Path, source: CsvSource) -> "_Columns":
+        kinds: dict[str, Kind] = {}
+        strings: dict[str, Strings] = {}
+        parts: dict[str, list[np.ndarray]] = {}
+        for block in read_blocks(path, source.delimiter, source.column_names):
+            if not kinds:
+                source.check_columns(path, list(block.cells))
+                kinds = {k: source.kind_of(k, x) for k, x in block.cells.items()}
+                for name, kind in kinds.items():
+                    separator = source.separator if kind == "list" else None
+                    if kind in ("category", "list"):
+                        strings[name] = Strings(separator)
+                    elif kind in ("label", "number"):
+                        parts[name] = []
+            for name, column in strings.items():
+                column.add(block.cells[name])
+            for name, arrays in parts.items():
+                if name == source.label:
+                    arrays.append(read_labels(block, name, source.positive_from))
+                else:
+                    arrays.append(read_numbers(block, name))
+        # Each column's parts go before the next column is joined.
+        numbers = {name: np.concatenate(parts.pop(name)) for name in list(parts)}
+        labels = numbers.pop(source.label)
         if len(np.unique(labels)) < 2:
             raise DataError(
-                f"{self.path}, column {name!r}: the labels of {len(labels)} rows must "
-                "hold both 0 and 1; give rows of both kinds."
+                f"{path}, column {source.label!r}: the labels of {len(labels)} rows "
+                "must hold both 0 and 1; give rows of both kinds."
             )
-        return labels.astype(np.float32)
-
-    def _error(self, name: str, row: int, rule: str, way_out: str) -> DataError:
-        return DataError(
-            f"{self.path}, line {self.lines[row]}, column {name!r}: a value {rule}, "
-            f"got {self.cells[name][row]!r}; {way_out}."
-        )
-
-
-@contextlib.contextmanager
-def open_csv(path: pathlib.Path) -> Iterator[IO[bytes]]:
-    """Opens a CSV file, compressed if its name ends with `.gz`.
-
-    Raises:
-      DataError: if the file cannot be read.
-    """
-    opens: Any = gzip.open if path.suffix.lower() == ".gz" else open
-    try:
-        with opens(path, "rb") as file:
-            yield file
-    except (TypeError, UnicodeDecodeError, OSError, EOFError, zlib.error) as error:
-        raise DataError(f"{path} must be a CSV file in UTF-8: {error}.") from error
-
-
-def _rows(
-    path: pathlib.Path, file: IO[str], delimiter: str
-) -> Iterator[tuple[int, list[str]]]:
-    """Yields the number of each line that is not blank, and its fields.
-
-    A quote that nothing closes would make one field of all lines up to the next quote,
-    so fields with line breaks are refused.
-    """
-    rows = csv.reader(file, delimiter=delimiter, skipinitialspace=True, strict=True)
-    line = 1
-    try:
-        for row in rows:
-            if rows.line_num > line:
-                raise csv.Error("a field of several lines")
-            if row:
-                yield line, row
-            line += 1
-    except csv.Error as error:
-        raise DataError(
-            f"{path}, line {line}: a field that begins with a quote must end with one "
-            f"on the same line, got: {error}; remove the quote or close it, double the "
-            "quotes inside, and replace line breaks by blanks; or set data.delimiter."
-        ) from error
-
-
-def _encode(
-    cells: Sequence[str],
-    separator: str | None,
-    is_trained: np.ndarray,
-    min_count: int,
-) -> tuple[int, Vocabulary | None, FeatureIds]:
-    """Numbers the strings of a column, the most frequent ones first.
-
-    Args:
-      cells: cells of the column.
-      separator: text between the elements of a list; None: one string per cell.
-      is_trained: bool `[rows]`, rows whose strings count.
-      min_count: minimum number of occurrences of a string of the vocabulary.
-
-    Returns:
-      Number of different strings; their vocabulary, or None if none is frequent
-      enough; and the ids of the rows.
-    """
-    row_splits = None
-    if separator is not None:
-        lists = [cell.split(separator) if cell else [] for cell in cells]
-        row_splits = np.cumsum([0, *map(len, lists)])
-        cells = [part.strip() for part in chain.from_iterable(lists)]
-        is_trained = np.repeat(is_trained, np.diff(row_splits))
-    numbers: dict[str, int] = {}
-    found = [numbers.setdefault(cell, len(numbers)) for cell in cells]
-    ids, strings = np.array(found, np.int32), np.array(list(numbers), object)
-    counts = np.bincount(ids[is_trained], minlength=len(strings))
-    order = np.argsort(-counts, kind="stable")
-    order = order[(counts[order] >= min_count) & (strings[order] != "")]
-    num_strings = len(numbers.keys() - {""})
-    if not order.size:
-        return num_strings, None, ids
-    vocabulary = Vocabulary(strings[order], num_oov_buckets=1, mask_token="")
-    ids = vocabulary.ids(strings)[ids]
-    if row_splits is not None:
-        return num_strings, vocabulary, RaggedIds(values=ids, row_splits=row_splits)
-    return num_strings, vocabulary, ids
+        return cls(path, kinds, labels, numbers, strings)
 
 
 class _Rows:
@@ -464,16 +336,3 @@ def _scale(values: np.ndarray) -> tuple[float, float]:
     if not scaled.size or not scaled.std() > 0:
         return 0.0, 1.0
     return float(scaled.mean()), float(scaled.std())
-
-
-def _word(cell: str) -> float | None:
-    """Returns the number that a word stands for, None if it is no such word."""
-    return _WORDS.get(cell.strip().lower())
-
-
-def _is_number(cell: str) -> bool:
-    """Returns True for a finite float32, and for the words of one or of none."""
-    try:
-        return _word(cell) is not None or abs(float(cell)) <= _MAX_NUMBER
-    except ValueError:
-        return False

@@ -21,8 +21,8 @@ class ParquetClicks(BlockDataset):
 
     Features: int32 `[batch]` for a column of integers, int32 `[batch, size]` for one of
     lists of a fixed size, and `RaggedIds` for other lists. Dense: float32
-    `[batch, num_dense]`, or None without columns. A null list is an empty one; any
-    other null is refused.
+    `[batch, num_dense]`, or None without columns. A null list is an empty one, or one
+    of `PADDING_ROW_ID` if its size is fixed; any other null raises a DataError.
 
     A batch takes consecutive rows of `num_streams` row groups. As many are decoded at a
     time, so memory is that of `num_streams + 1` row groups, whatever the files' size.

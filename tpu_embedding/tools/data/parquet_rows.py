@@ -19,7 +19,7 @@ from tpu_embedding.extras import require_extra
 from tpu_embedding.tools.data.batch import Batch, DataError, rows_of_batches
 from tpu_embedding.tools.data.block_dataset import by_part
 from tpu_embedding.tools.data.source import check_counts
-from tpu_embedding.types import RaggedIds
+from tpu_embedding.types import PADDING_ROW_ID, RaggedIds
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -33,9 +33,9 @@ class ParquetFeature:
       expected_valence: None for a column of integers, one id per row. For a column of
         lists of integers, the mean number of ids per row. The compile report sizes its
         buffers by it; the training takes lists of any length.
-      out_of_range: `"error"` refuses ids outside `[0, vocabulary_size)`, with file and
-        row. `"modulo"` takes ids modulo the size. `"keep"` leaves them to
-        `FeatureConfig.out_of_range_ids`.
+      out_of_range: `"error"` raises an error for ids outside `[0, vocabulary_size)`,
+        with file and row. `"modulo"` takes ids modulo the size. `"keep"` leaves them to
+        `FeatureConfig.out_of_range_ids`, as int64, or uint64 if the column is.
     """
 
     name: str
@@ -104,7 +104,7 @@ class RowGroup:
         return {name: table.column(name).chunk(0) for name in names}
 
     def numbers(self, array: Any, column: str) -> np.ndarray:
-        """Returns a column of numbers; refuses nulls and other types."""
+        """Returns a column of numbers; nulls and other types raise a DataError."""
         if array.null_count:
             row = int(np.argmax(array.is_null().to_numpy(zero_copy_only=False)))
             text = "a value must not be null; fill it, or drop the row"
@@ -145,6 +145,7 @@ class ParquetRows:
             raise DataError(f"{paths[0]} must hold a row, got none.")
         self.block_bounds = np.cumsum([0, *(group.num_rows for group in self._groups)])
         self._decoded = functools.lru_cache(num_kept)(self._decode)
+        self._forms: dict[str, tuple[Any, ...]] = {}
 
     def read(self, samples: np.ndarray) -> Batch:
         """Returns the given rows.
@@ -169,8 +170,17 @@ class ParquetRows:
             return group.numbers(arrays[column], column).astype(np.float32)
 
         dense = [numbers(name) for name in columns.dense]
+        features = {f.name: _read_ids(arrays, f, group) for f in columns.features}
+        for feature in columns.features:
+            # Batches join row groups, and NumPy joins int64 and uint64 as floats.
+            ids, column = features[feature.name], feature.column or feature.name
+            is_ragged = isinstance(ids, RaggedIds)
+            form = (ids.values.dtype,) if is_ragged else (ids.dtype, ids.shape[1:])
+            if self._forms.setdefault(column, form) != form:
+                text = "a column must have one type in all files, got also"
+                raise group.error(column, 0, f"{text} {arrays[column].type}")
         return Batch(
-            features={f.name: _read_ids(arrays, f, group) for f in columns.features},
+            features=features,
             dense=np.stack(dense, axis=1) if dense else None,
             labels=numbers(columns.label),
             weights=(
@@ -240,7 +250,8 @@ def _read_ids(
     """Returns the ids of all rows of a row group.
 
     A column of integers gives int32 `[rows]`, one of lists of a fixed size int32
-    `[rows, size]`, and one of other lists `RaggedIds`, where a null is an empty list.
+    `[rows, size]`, where a null is a row of `PADDING_ROW_ID`, and one of other lists
+    `RaggedIds`, where a null is an empty list.
     """
     column = feature.column or feature.name
     array = arrays[column]
@@ -253,15 +264,19 @@ def _read_ids(
     lengths = compute.list_value_length(array).fill_null(0).to_numpy()
     row_splits = np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)])
     values = _check_ids(compute.list_flatten(array), row_splits, feature, group)
-    if hasattr(array.type, "list_size") and not array.null_count:
-        return values.reshape(len(array), array.type.list_size)
+    if hasattr(array.type, "list_size"):
+        shape = (len(array), array.type.list_size)
+        matrix = np.full(shape, PADDING_ROW_ID, values.dtype)
+        is_list = array.is_valid().to_numpy(zero_copy_only=False)
+        matrix[is_list] = values.reshape(-1, array.type.list_size)
+        return matrix
     return RaggedIds(values=values, row_splits=row_splits)
 
 
 def _check_ids(
     values: Any, row_splits: np.ndarray, feature: ParquetFeature, group: RowGroup
 ) -> np.ndarray:
-    """Returns int32 ids if each is a row of the table; refuses others."""
+    """Returns ids as int32, or as int64 or uint64 if those out of range are kept."""
     column, size = feature.column or feature.name, feature.vocabulary_size
 
     def error(is_wrong: np.ndarray, text: str) -> DataError:
@@ -274,16 +289,16 @@ def _check_ids(
     ids = values.to_numpy(zero_copy_only=False)
     if ids.dtype.kind not in "iu":
         raise group.error(column, 0, f"ids must be integers, got {values.type}")
-    if feature.out_of_range == "modulo":
-        return (ids % size).astype(np.int32, copy=False)
+    if feature.out_of_range != "error":
+        is_wide = ids.dtype == np.uint64
+        ids = ids.astype(np.uint64 if is_wide else np.int64, copy=False)
+        return ids if feature.out_of_range == "keep" else (ids % size).astype(np.int32)
     is_outside = (ids < 0) | (ids >= size)
     if not is_outside.any():
         return ids.astype(np.int32, copy=False)
-    if feature.out_of_range == "keep":
-        return ids
     raise error(
         is_outside,
-        f"an id of the feature {feature.name!r} must lie in [0, {size}), got "
+        f"an id of the feature {feature.name!r} must be in [0, {size}), got "
         f"{ids[np.argmax(is_outside)]}; correct the data, or set "
         "ParquetFeature.out_of_range",
     )

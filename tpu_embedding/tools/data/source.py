@@ -51,7 +51,7 @@ def required_files(data_dir: Any, files: str) -> pathlib.Path:
       files: what the source reads, for errors.
 
     Raises:
-      DataError: if there is no path, or nothing lies there.
+      DataError: if there is no path, or nothing exists there.
     """
     if data_dir is None:
         raise DataError(f"This config reads {files}: pass their path with --data-dir.")

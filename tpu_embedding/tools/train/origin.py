@@ -9,7 +9,7 @@ import pathlib
 from typing import Any, Final, Self
 
 from tpu_embedding.paths import is_local_path, local_path
-from tpu_embedding.tools.data.csv_clicks import open_csv
+from tpu_embedding.tools.data.csv_rows import open_csv
 from tpu_embedding.tools.data.source import required_files
 from tpu_embedding.tools.train.config import (
     ConfigError,
