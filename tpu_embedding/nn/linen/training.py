@@ -157,10 +157,6 @@ class TrainState(struct.PyTreeNode):
         Raises:
           ValueError: if the variables have no tables; or if `tx` collects the gradients
             of several steps, as `optax.MultiSteps` does, and tables do not.
-
-        Warns:
-          UserWarning: if `tx` looks at all dense gradients at once, as
-            `optax.clip_by_global_norm` does: it does not see those of the tables.
         """
         check_rule("te.linen.TrainState", tx, "tx", DENSE_EXAMPLE)
         layers = layer_tables(variables)
@@ -171,7 +167,7 @@ class TrainState(struct.PyTreeNode):
         params = on_mesh.get("params", {})
         opt_state = tx.init(params)
         with_slots = [(tables.plan, slots[path]) for path, tables in layers.items()]
-        check_dense_optimizer(tx, opt_state, with_slots, stacklevel=3)
+        check_dense_optimizer(opt_state, with_slots)
         state = cls(
             step=jnp.zeros((), jnp.int32),
             apply_fn=apply_fn,
