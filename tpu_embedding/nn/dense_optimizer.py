@@ -50,5 +50,6 @@ def check_dense_optimizer(
             "  total = te.gradients.add(*parts)\n"
             "  gradients = te.gradients.scale(total, 1 / len(parts))\n"
             "  optimizer.update(model, gradients)\n"
-            "Or let the tables wait as well: te.optimizers.every_row(rule, gradient_steps=4)."
+            "Or let the tables wait as well: te.optimizers.every_row(rule, "
+            "gradient_steps=4)."
         )
