@@ -60,7 +60,7 @@ def save_tensorflow(
       batch_size: see `save`.
 
     Raises:
-      ExportError: see `save`, and if TensorFlow is missing or too old.
+      ExportError: see `save`, or if TensorFlow is missing or too old.
     """
     tf = _tensorflow()
     options: Any = {"method": method, "dtype": dtype, "batch_size": batch_size}
@@ -68,7 +68,10 @@ def save_tensorflow(
         program = pathlib.Path(scratch) / "program"
         save(model, program, *example, **options)
         served, flat = _module(read_export(program))
-        tf.saved_model.save(served, str(path), signatures={"serving_default": flat})
+        try:
+            tf.saved_model.save(served, str(path), signatures={"serving_default": flat})
+        except tf.errors.OpError as error:  # such as a full disk
+            raise OSError(error.message) from error
 
 
 def _tensorflow() -> Any:
