@@ -9,7 +9,7 @@ import functools
 import math
 import operator
 from collections.abc import Callable, Mapping
-from typing import Any, Final, NamedTuple, cast
+from typing import Any, Final, NamedTuple
 
 import jax
 import jax.numpy as jnp
