@@ -15,7 +15,7 @@ import numpy as np
 from jaxtyping import Array, ArrayLike, Bool, Float, Int
 
 from tpu_embedding.metrics.means import Mean
-from tpu_embedding.metrics.metric import check_batch
+from tpu_embedding.metrics.metric import check_batch, is_on_device
 from tpu_embedding.metrics.score_order import float32_in_order
 from tpu_embedding.types import PADDING_ROW_ID
 
@@ -158,20 +158,14 @@ class _TopK(Mean):
           >>> round(float(recall.compute()), 4)
           0.3333
         """
-        ids, labels = (
-            x if isinstance(x, jax.Array) else np.asarray(x) for x in (ids, labels)
-        )
+        ids = _as_integers(f"{cls.__name__}: ids", ids)
+        labels = _as_integers(f"{cls.__name__}: labels", labels)
         if ids.ndim != 2 or labels.shape != ids.shape[:1] or k > ids.shape[1]:
             raise ValueError(
                 f"{cls.__name__}: ids must have the shape [batch, n], n at least k="
                 f"{k}, and labels [batch], got {list(ids.shape)} and "
                 f"{list(labels.shape)}."
             )
-        for name, x in (("ids", ids), ("labels", labels)):
-            if not jnp.issubdtype(x.dtype, jnp.integer) and x.size:
-                raise ValueError(
-                    f"{cls.__name__}: {name} must be integers, got {x.dtype}."
-                )
         is_wanted = _is_wanted(ids, labels)
         ranks = jnp.argmax(is_wanted, axis=1).astype(jnp.float32)
         ranks = jnp.where(jnp.any(is_wanted, axis=1), ranks, jnp.inf)
@@ -327,6 +321,18 @@ class NDCGAtK(_TopK):
     def _values(cls, scores, labels, is_candidate, k):
         gains = cls._total_gains(scores, labels, is_candidate, k)
         return gains / cls._total_gains(labels, labels, is_candidate, k)
+
+
+def _as_integers(owner: str, ids: ArrayLike) -> Array | np.ndarray:
+    """Returns ids as an array where they are, on the host or on a device."""
+    ids = jnp.asarray(ids) if is_on_device(ids) else np.asarray(ids)
+    if ids.size == 0:  # NumPy makes empty lists float64.
+        return ids.astype(np.int32)
+    if not jnp.issubdtype(ids.dtype, jnp.integer):
+        raise ValueError(
+            f"{owner} must be integers, got {ids.dtype}, which can round ids."
+        )
+    return ids
 
 
 def _is_wanted(
