@@ -34,7 +34,7 @@ Transform = Callable[[Float[Array, "rows dim"]], Float[Array, "rows query_dim"]]
 ReadRows = Callable[[Int[Array, " n"]], tuple[Float[Array, "n dim"], Int[Array, " n"]]]
 """Returns rows by their numbers on the device, and their ids.
 
-Ids rise with the numbers. They are `PADDING_ROW_ID` for what is no row of the table."""
+Ids rise with the numbers. Rows outside the table have the id `PADDING_ROW_ID`."""
 
 ROWS_PER_BLOCK: Final = 8192
 """Rows that are scored at a time: 32 MiB of scores for 1,024 queries."""
@@ -176,7 +176,7 @@ _compiled_search = jax.jit(
 
 
 def find_table(plan: EmbeddingPlan, name: str | None) -> tuple[StackPlan, TablePlan]:
-    """Returns a table of a plan and its stack; refuses those without row numbers.
+    """Returns a table of a plan and its stack; raises ValueError for a dynamic table.
 
     Args:
       plan: plan of the layer.
@@ -200,7 +200,7 @@ def find_table(plan: EmbeddingPlan, name: str | None) -> tuple[StackPlan, TableP
 
 
 def _check_arguments(queries: Any, k: int, member: TablePlan, transform: Any) -> None:
-    """Refuses a `k`, and queries, that do not fit the table."""
+    """Raises ValueError if `k` or the queries do not fit the table."""
     if not 1 <= k <= member.num_rows:
         raise ValueError(
             f"top_k: k must be from 1 to {member.num_rows}, the rows of table "

@@ -140,7 +140,7 @@ class ClickMetric(Metric):
           **settings: settings of the class, if it has any.
 
         Raises:
-          ValueError: if shapes differ, or a label on the host lies outside of `[0, 1]`.
+          ValueError: if shapes differ, or a label on the host is outside `[0, 1]`.
         """
         batch = check_clicks(cls.__name__, logits, labels, weights)
         return cls._of_clicks(*batch, **settings)

@@ -143,8 +143,7 @@ def check_clicks(
     Values of arrays on devices are not checked, because the host would wait for them.
 
     Raises:
-      ValueError: if a shape differs, or a label of a weight other than 0 lies outside
-        of `[0, 1]`, as logits that are passed as labels do.
+      ValueError: if a shape differs, or a label of nonzero weight is outside `[0, 1]`, as logits that are passed as labels do.
     """
     batch = check_batch(owner, logits=logits, labels=labels, weights=weights)
     if is_on_device((labels, weights)):
