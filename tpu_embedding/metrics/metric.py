@@ -143,7 +143,8 @@ def check_clicks(
     Values of arrays on devices are not checked, because the host would wait for them.
 
     Raises:
-      ValueError: if a shape differs, or a label of nonzero weight is outside `[0, 1]`, as logits that are passed as labels do.
+      ValueError: if a shape differs, or a label of nonzero weight is outside
+        `[0, 1]`, such as a logit that is passed as a label.
     """
     batch = check_batch(owner, logits=logits, labels=labels, weights=weights)
     if is_on_device((labels, weights)):
