@@ -18,5 +18,6 @@ from tpu_embedding.recommenders.metric import Metric as Metric
 from tpu_embedding.recommenders.metric import compute as compute
 from tpu_embedding.recommenders.metric import merge as merge
 from tpu_embedding.recommenders.ranking_metrics import NDCGAtK as NDCGAtK
+from tpu_embedding.recommenders.ranking_metrics import Ranks as Ranks
 from tpu_embedding.recommenders.ranking_metrics import RecallAtK as RecallAtK
 from tpu_embedding.recommenders.sums import Sum as Sum

@@ -67,10 +67,9 @@ class AUC(ClickMetric):
         bins = _bins(logits, num_bins)
         # NaN scores have no place, and make the result NaN.
         labels = jnp.where(jnp.isnan(logits), jnp.nan, labels)
-        empty = jnp.zeros(num_bins, jnp.float32)
         return cls(
-            positives=Sum.of(empty.at[bins].add(weighted(labels, weights))),
-            negatives=Sum.of(empty.at[bins].add(weighted(1 - labels, weights))),
+            positives=_histogram(bins, weighted(labels, weights), num_bins),
+            negatives=_histogram(bins, weighted(1 - labels, weights), num_bins),
             num_bins=num_bins,
         )
 
@@ -109,3 +108,20 @@ def _bins(scores: Float[Array, "*shape"], num_bins: int) -> Int[Array, "*shape"]
     )  # in [-1, 1]
     bins = jnp.floor((places + 1) * (0.5 * num_bins)).astype(jnp.int32)
     return jnp.where(jnp.isnan(scores), 0, jnp.clip(bins, 0, num_bins - 1))
+
+
+def _histogram(
+    bins: Int[Array, "*shape"], weights: Float[Array, "*shape"], num_bins: int
+) -> Sum:
+    """Returns the total weight in each bin.
+
+    A float32 total of many weights is inexact, so each chunk of samples has its own.
+    """
+    num_chunks = -(-bins.size // num_bins)
+    room = (0, num_chunks * num_bins - bins.size)
+    bins, weights = (
+        jnp.pad(x.ravel(), room).reshape(num_chunks, num_bins) for x in (bins, weights)
+    )
+    chunks = jnp.arange(num_chunks, dtype=bins.dtype)[:, None]
+    of_chunks = jnp.zeros((num_chunks, num_bins), jnp.float32)
+    return Sum.of(of_chunks.at[chunks, bins].add(weights)).total()

@@ -5,12 +5,15 @@ from typing import Any, Self
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, ArrayLike, Bool, Float
 
 from tpu_embedding.recommenders.metric import (
     Metric,
+    as_float32,
     check_batch,
     check_clicks,
+    is_on_device,
     total_of,
     weighted,
 )
@@ -79,10 +82,13 @@ class _MeanOfErrors(Mean):
           labels: shaped like `predictions`.
           weights: weight of each sample; see `Mean.from_batch`.
         """
-        predictions, labels, weights = check_batch(
-            cls.__name__, predictions=predictions, labels=labels, weights=weights
-        )
-        return cls._of(cls._values(predictions - labels), weights)
+        batch = {"predictions": predictions, "labels": labels, "weights": weights}
+        rounded, rounded_labels, weights = check_batch(cls.__name__, **batch)
+        errors = rounded - rounded_labels
+        if not is_on_device((predictions, labels)):
+            # float32 has few digits for the difference of large numbers.
+            errors = as_float32(np.subtract(predictions, labels, dtype=np.float64))
+        return cls._of(cls._values(errors), weights)
 
     @classmethod
     def _values(cls, errors: Array) -> Array:
@@ -134,7 +140,7 @@ class ClickMetric(Metric):
           **settings: settings of the class, if it has any.
 
         Raises:
-          ValueError: if shapes differ, or a label on the host lies outside of `[0, 1]`.
+          ValueError: if shapes differ, or a label on the host is outside `[0, 1]`.
         """
         batch = check_clicks(cls.__name__, logits, labels, weights)
         return cls._of_clicks(*batch, **settings)

@@ -111,9 +111,7 @@ def check_batch(owner: str, **arrays: ArrayLike | None) -> list[Float[Array, "*s
       ValueError: if a shape differs.
     """
     converted = {
-        name: jnp.asarray(array).astype(jnp.float32)
-        for name, array in arrays.items()
-        if array is not None
+        name: as_float32(array) for name, array in arrays.items() if array is not None
     }
     (first, values), *others = converted.items()
     for name, array in others:
@@ -125,6 +123,18 @@ def check_batch(owner: str, **arrays: ArrayLike | None) -> list[Float[Array, "*s
     return [converted.get(name, jnp.ones(values.shape, jnp.float32)) for name in arrays]
 
 
+def as_float32(values: ArrayLike) -> Float[Array, "*shape"]:
+    """Returns values as float32; JAX alone would truncate 64-bit integers first."""
+    if is_on_device(values):
+        return jnp.asarray(values).astype(jnp.float32)
+    return jnp.asarray(np.asarray(values).astype(np.float32))
+
+
+def is_on_device(values: Any) -> bool:
+    """Returns True if values, such as a list, contain a JAX array."""
+    return any(isinstance(x, jax.Array) for x in jax.tree.leaves(values))
+
+
 def check_clicks(
     owner: str, logits: ArrayLike, labels: ArrayLike, weights: ArrayLike | None
 ) -> list[Float[Array, "*shape"]]:
@@ -133,11 +143,11 @@ def check_clicks(
     Values of arrays on devices are not checked, because the host would wait for them.
 
     Raises:
-      ValueError: if a shape differs, or a label of a weight other than 0 lies outside
-        of `[0, 1]`, as logits that are passed as labels do.
+      ValueError: if a shape differs, or a label of nonzero weight is outside
+        `[0, 1]`, such as a logit that is passed as a label.
     """
     batch = check_batch(owner, logits=logits, labels=labels, weights=weights)
-    if any(isinstance(x, jax.Array) for x in jax.tree.leaves((labels, weights))):
+    if is_on_device((labels, weights)):
         return batch
     used = np.asarray(labels, np.float32)
     used = used if weights is None else used[np.asarray(weights) != 0]

@@ -69,5 +69,17 @@ class Sum:
         return jax.lax.associative_scan(Sum.add, self)
 
     def total(self) -> "Sum":
-        """Returns the total over a vector."""
-        return jax.tree.map(lambda totals: totals[-1], self.running())
+        """Returns the total over the first axis."""
+        zero = jnp.float32(0)
+        high, low = jax.lax.reduce(
+            (self.high, self.low), (zero, zero), _add_leaves, (0,)
+        )
+        return Sum(high=high, low=low)
+
+
+def _add_leaves(
+    totals: tuple[Array, Array], others: tuple[Array, Array]
+) -> tuple[Array, Array]:
+    high, low = totals
+    sum_of_both = Sum(high=high, low=low).add(Sum(high=others[0], low=others[1]))
+    return sum_of_both.high, sum_of_both.low
