@@ -13,7 +13,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
 from tpu_embedding.metrics import Ranks
-from tpu_embedding.metrics.score_order import float32_in_order
+from tpu_embedding.recommenders.metric import float32_in_order
 
 DIFFERENCE_OF_NO_PAIR: Final = -0.5
 """Replaces `s_j - s_i` where two items are not a pair.

@@ -14,9 +14,12 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, ArrayLike, Bool, Float, Int
 
-from tpu_embedding.recommenders.means import Mean
-from tpu_embedding.recommenders.metric import check_batch, is_on_device
-from tpu_embedding.recommenders.score_order import float32_in_order
+from tpu_embedding.recommenders.click_metrics import Mean
+from tpu_embedding.recommenders.metric import (
+    check_batch,
+    float32_in_order,
+    is_on_device,
+)
 from tpu_embedding.types import PADDING_ROW_ID
 
 

@@ -12,14 +12,14 @@ from jaxtyping import Array, Float
 from tpu_embedding import functional
 from tpu_embedding.argument_checks import ArgumentType, check_type
 from tpu_embedding.config import FeatureConfig
+from tpu_embedding.functional.serving_lookup import ServedCall
+from tpu_embedding.nn.embedding import TPUEmbedding
+from tpu_embedding.plan.plan import EmbeddingPlan
 from tpu_embedding.recommenders.best_rows import (
     TopK,
     checked_exclusions,
     find_table,
 )
-from tpu_embedding.functional.serving_lookup import ServedCall
-from tpu_embedding.nn.embedding import TPUEmbedding
-from tpu_embedding.plan.plan import EmbeddingPlan
 
 _LAYER = ArgumentType(TPUEmbedding, "a te.TPUEmbedding")
 
