@@ -1,5 +1,4 @@
-"""Means of losses, errors and probabilities, and the area under the ROC curve.
-"""
+"""Means of losses, errors and probabilities, and the area under the ROC curve."""
 
 import dataclasses
 from typing import Any, Final, Self
