@@ -9,6 +9,7 @@ import functools
 from typing import TYPE_CHECKING, Any, Final, Literal
 
 import jax
+import jax.numpy as jnp
 from flax import nnx
 from flax.errors import TraceContextError
 from flax.nnx.bridge.wrappers import current_linen_module
@@ -28,10 +29,14 @@ from tpu_embedding.nn.layer_stats import (
 )
 from tpu_embedding.nn.pooled_ids import warn_of_pooled_ids
 from tpu_embedding.nn.recording import (
+    CALL_OUTSIDE,
+    LayerCalls,
+    Recorder,
     answer_call,
     have_same_values,
     is_differentiated,
     is_mapped,
+    recorder_of_trace,
     replicate_on_mesh,
     without_derivative,
 )
@@ -61,13 +66,6 @@ USE_VALUE_AND_GRAD: Final = (
     "'head')). For those of another argument, close over the model: "
     "nnx.grad(lambda x: loss_fn(model, x))(x). To keep the tables fixed, make the "
     "layer without an optimizer."
-)
-CALL_OUTSIDE: Final = (
-    "The loss calls a TPUEmbedding inside a JAX transformation, such as jax.vmap, "
-    "nnx.cond or nnx.scan, which would lose the gradient of its tables. Call the layer "
-    "before it, with the whole batch: activations = model.embedding(features). "
-    "FeatureConfig.output_shape keeps further axes. Or pass the model as an argument "
-    "of nnx.jit or nnx.remat."
 )
 NO_DERIVATIVE: Final = (
     "The tables of a TPUEmbedding have no dense derivative. Use "
@@ -100,7 +98,7 @@ class DynamicStatsVariable(nnx.Variable):
 
 
 class RecordedCalls(nnx.Variable):
-    """Inside a loss: records of calls, and what the calls are given. Empty outside."""
+    """What calls inside an inner transformation are given, and their records."""
 
 
 LAYER_VARIABLES: Final = (
@@ -225,6 +223,8 @@ class TPUEmbedding(ShortRepr):
         self.prefetched = RecordedCalls(())
         self.features_agree = RecordedCalls(())
         self.recording: Recording = "off"
+        # Equal for all copies of the layer: its path, and the number of the recorder.
+        self.recorded_as = ("", 0)
 
     def __call__(
         self, features: Any, weights: Any = None, serving_config: Any = None
@@ -294,37 +294,68 @@ class TPUEmbedding(ShortRepr):
         return functional.expand(values, index, plan)
 
     def _look_up(self, features: Any, plan: EmbeddingPlan) -> functional.LookupResult:
-        prefetched = self.prefetched.get_value()
-        if prefetched:
-            expected, result = prefetched
-            self.prefetched.set_value(())
-            self.features_agree.set_value((have_same_values(expected, features),))
+        result = self._take_prefetched(features)
+        if result is not None:
             return result
         tables = without_derivative(self.tables.get_value(), NO_DERIVATIVE)
         return functional.lookup(tables, features, plan)
 
+    def _take_prefetched(self, features: Any) -> functional.LookupResult | None:
+        """Returns the prefetched lookup if no call of the layer has taken it."""
+        prefetched = self.prefetched.get_value()
+        if not prefetched:
+            return None
+        expected, result = prefetched
+        self.prefetched.set_value(())
+        agrees = have_same_values(expected, features)
+        recorder, path = self._recorder(), self.recorded_as[0]
+        if recorder is None:
+            self.features_agree.set_value((agrees,))
+        elif path in recorder.agreements:  # Another copy has taken it.
+            return None
+        else:
+            recorder.agreements[path] = agrees
+        return result
+
+    def _recorder(self) -> Recorder | None:
+        """Returns the recorder of calls; None inside an inner transformation."""
+        return None if self.recording == "off" else recorder_of_trace(self.recorded_as)
+
     def _record_call(self, features: Any, plan: EmbeddingPlan) -> Any:
         """Answers a call inside a loss or an exported program, and records it."""
-        given, *calls = self.recorded.get_value()
+        given, *inner_calls = self.recorded.get_value()
         if self.recording == "serving":
             activations, record = serve(given, features, plan)
         else:
+            recorder, path = self._recorder(), self.recorded_as[0]
+            taps, number = given, len(inner_calls)
+            if recorder is not None:
+                taps, number = recorder.next_taps(path)
+            look_up = functools.partial(self._look_up, features, plan)
             activations, stats, record = answer_call(
-                given,
-                len(calls),
-                features,
-                plan,
-                functools.partial(self._look_up, features, plan),
+                taps, number, features, plan, look_up
             )
             if stats is not None:
                 self._keep_stats(stats)
+        self.record(record)
+        return activations
+
+    def record(self, record: Any) -> None:
+        """Keeps the record of a call, for all copies of the layer if it can.
+
+        Raises:
+          ValueError: if an inner transformation would lose it.
+        """
+        recorder = self._recorder()
+        if recorder is not None:
+            recorder.calls[self.recorded_as[0]].append(record)
+            return
         if is_mapped(record):
             raise ValueError(CALL_OUTSIDE)
         try:
-            self.recorded.set_value((given, *calls, record))
+            self.recorded.set_value((*self.recorded.get_value(), record))
         except TraceContextError as error:
             raise ValueError(CALL_OUTSIDE) from error
-        return activations
 
     def prepare(
         self,
@@ -403,24 +434,35 @@ class TPUEmbedding(ShortRepr):
         with contextlib.suppress(TraceContextError):
             self.stats.set_value(stats_of_layer(stats, self.plan))
 
-    def start_recording(self, recording: Recording, given: Any = None) -> None:
+    def start_recording(
+        self, recording: Recording, recorded_as: tuple[str, int], given: Any
+    ) -> None:
         """Starts recording calls.
 
         Args:
           recording: how calls are answered.
-          given: see `recording.answer_call`; when serving, whole tables.
+          recorded_as: path of the layer, and the number of the open recorder.
+          given: taps of the calls inside inner transformations; when serving, whole
+            tables.
         """
-        self.recording = recording
+        self.recording, self.recorded_as = recording, recorded_as
         self.recorded.set_value((given,))
 
-    def stop_recording(self) -> tuple[Any, ...]:
-        """Returns the records of the calls since the start."""
-        _, *calls = self.recorded.get_value()
-        self.recording = "off"
+    def stop_recording(self, recorder: Recorder) -> LayerCalls:
+        """Returns the records of all calls since the start, those of copies included.
+
+        Args:
+          recorder: the one that was open.
+        """
+        _, *inner_calls = self.recorded.get_value()
+        path = self.recorded_as[0]
+        if path in recorder.agreements:
+            agrees = (*self.features_agree.get_value(), recorder.agreements[path])
+            self.features_agree.set_value((jnp.all(jnp.array(agrees)),))
+        self.recording, self.recorded_as = "off", ("", 0)
         self.recorded.set_value(())
         self.prefetched.set_value(())
-        self.features_agree.set_value(())
-        return tuple(calls)
+        return tuple(recorder.calls[path]), tuple(inner_calls)
 
 
 def _check_arguments(

@@ -96,7 +96,6 @@ class PipelinedTrainStep:
                 f"PipelinedTrainStep's mode must be one of {get_args(PipelineMode)}, "
                 f"got {mode!r}."
             )
-        self._loss_fn = loss_fn
         self._features_of = features_of
         self._mode = mode
         self._compute = value_and_grad(loss_fn, wrt=wrt, has_aux=has_aux)
@@ -269,6 +268,7 @@ class PipelinedTrainStep:
             begun = _read_before_update(model, begun)
         self._prefetch(model, batch, in_flight)
         result, gradients = self._compute(model, batch)
+        self._take_agreements(model)
         if self._transform_gradients is not None:
             gradients = self._transform_gradients(gradients)
         optimizer.update(model, gradients)
@@ -279,16 +279,23 @@ class PipelinedTrainStep:
     ) -> dict[str, Any]:
         """Returns for each layer if the loss calls it with `features_of(batch)`.
 
-        XLA removes all of the loss that leads to no features. Only its prints run.
+        XLA removes all of the loss that does not lead to features. Only its prints run.
         """
         model, _ = nnx.merge(graph, state)
         lookups = _read(model, self._route(model, batch))
         self._prefetch(model, batch, lookups)
-        self._loss_fn(model, batch)
-        layers = embedding_layers(model)
-        found = {path: layers[path].features_agree.get_value() for path in lookups}
+        self._compute(model, batch)
+        found = self._take_agreements(model)
         # Empty if no call has taken the result.
-        return {path: x[0] if x else False for path, x in found.items()}
+        return {path: found[path][0] if found[path] else False for path in lookups}
+
+    def _take_agreements(self, model: nnx.Module) -> dict[str, tuple[Any, ...]]:
+        """Returns if the layers' calls had the prefetched features, and forgets it."""
+        layers = embedding_layers(model)
+        found = {path: each.features_agree.get_value() for path, each in layers.items()}
+        for layer in layers.values():
+            layer.features_agree.set_value(())
+        return found
 
     def _prefetch(self, model: nnx.Module, batch: Any, lookups: InFlight) -> None:
         """Gives the layers the lookups of a batch."""

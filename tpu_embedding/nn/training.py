@@ -12,14 +12,16 @@ from flax import nnx
 from tpu_embedding.argument_checks import ArgumentType, check_type, right_names
 from tpu_embedding.gradients import Gradients
 from tpu_embedding.nn.embedding import (
-    CALL_OUTSIDE,
     LAYER_VARIABLES,
     EmbeddingTables,
     TPUEmbedding,
 )
 from tpu_embedding.nn.recording import (
+    CALL_OUTSIDE,
+    LayerCalls,
     differentiate,
     loss_and_aux,
+    open_recorder,
     replicate_on_mesh,
 )
 from tpu_embedding.plan.plan import EmbeddingPlan
@@ -101,10 +103,12 @@ def value_and_grad(
         if any(layer.recording != "off" for layer in layers.values()):
             raise ValueError(IN_A_LOSS)
         check_filter("te.value_and_grad", wrt, model)
-        graph, dense, *others = nnx.split(model, *filters)
+        graph, dense, tables, others = nnx.split(model, *filters)
 
-        def run(dense: nnx.State, taps: dict[str, Any] | None) -> tuple[Any, Any]:
-            copy = nnx.merge(graph, dense, *others, copy=True)
+        def run(
+            dense: nnx.State, tables: nnx.State, taps: dict[str, LayerCalls] | None
+        ) -> tuple[Any, Any]:
+            copy = nnx.merge(graph, dense, tables, others, copy=True)
             with _recorded_calls(copy, taps) as calls:
                 result = loss_fn(copy, *args, **kwargs)
             loss, aux = loss_and_aux(result, has_aux)
@@ -112,7 +116,7 @@ def value_and_grad(
             return loss, ((aux, rest), calls)
 
         plans = {path: layer.plan for path, layer in layers.items()}
-        loss, (aux, new_rest), gradients = differentiate(run, dense, plans)
+        loss, (aux, new_rest), gradients = differentiate(run, dense, tables, plans)
         nnx.update(model, new_rest)
         return ((loss, aux) if has_aux else loss), gradients
 
@@ -157,9 +161,9 @@ def grad(
 
 @contextlib.contextmanager
 def _recorded_calls(
-    model: nnx.Module, taps: dict[str, Any] | None
-) -> Iterator[dict[str, tuple[Any, ...]]]:
-    """Records the calls of a model's layers in the block.
+    model: nnx.Module, taps: dict[str, LayerCalls] | None
+) -> Iterator[dict[str, LayerCalls]]:
+    """Records the calls of a model's layers in the block, and of the layers' copies.
 
     Args:
       model: a copy of the user's model.
@@ -169,17 +173,19 @@ def _recorded_calls(
       A dict. After the block, it has the records of each layer's calls by its path.
     """
     layers = embedding_layers(model)
-    for path, layer in layers.items():
-        layer.start_recording("recording", taps and taps[path])
-    calls: dict[str, tuple[Any, ...]] = {}
-    try:
-        yield calls
-    except TypeError as error:
-        # nnx.cond and nnx.scan compare a model's variables before and after.
-        if RECORDED not in str(error):
-            raise
-        raise ValueError(CALL_OUTSIDE) from error
-    calls |= {path: layer.stop_recording() for path, layer in layers.items()}
+    calls: dict[str, LayerCalls] = {}
+    with open_recorder(layers, taps) as (recorder, number):
+        for path, layer in layers.items():
+            inner_taps = None if taps is None else taps[path][1]
+            layer.start_recording("recording", (path, number), inner_taps)
+        try:
+            yield calls
+        except TypeError as error:
+            # nnx.cond and nnx.scan compare a model's variables before and after.
+            if RECORDED not in str(error):
+                raise
+            raise ValueError(CALL_OUTSIDE) from error
+    calls |= {path: layer.stop_recording(recorder) for path, layer in layers.items()}
 
 
 def check_filter(owner: str, wrt: Any, model: nnx.Module) -> None:
