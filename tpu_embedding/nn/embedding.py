@@ -17,11 +17,11 @@ from jax.sharding import Mesh
 
 from tpu_embedding import functional
 from tpu_embedding.argument_checks import ArgumentType, check_type, right_names
+from tpu_embedding.functional.following_slots import check_no_followers
 from tpu_embedding.functional.serving_lookup import serve
 from tpu_embedding.inputs.buffer_sizes import BufferSizes
 from tpu_embedding.inputs.prepare import Samples, prepare_features
 from tpu_embedding.inputs.shard_inputs import attach_weights
-from tpu_embedding.nn.followed_tables import FollowedTables
 from tpu_embedding.nn.layer_stats import (
     no_dynamic_stats,
     no_stats,
@@ -110,6 +110,20 @@ LAYER_VARIABLES: Final = (
 """Variables of embedding layers."""
 
 
+class LayerBufferSizes(BufferSizes):
+    """Buffer sizes of a layer, on the host; a compiled step does not depend on them.
+
+    All are equal, so that models with equal plans share compiled steps. Flax then gives
+    a model the attributes of the one that was compiled, and both share the sizes.
+    """
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, LayerBufferSizes)
+
+    def __hash__(self) -> int:
+        return hash(LayerBufferSizes)
+
+
 _MAKE_FEATURES: Final = (
     "feature_config={'movie': te.FeatureConfig(table=te.TableConfig("
     "vocabulary_size=..., dim=...))}"
@@ -136,7 +150,8 @@ class TPUEmbedding(ShortRepr):
       dynamic_stats: hits, new ids and evictions by table, of the latest `insert_ids`;
         only with a dynamic table.
       buffer_sizes: sizes of ragged features, which `prepare` remembers.
-      followed_tables: tables from whose values an optimizer made state.
+      followed_tables: names of tables from whose values an optimizer made state. They
+        are set together with that state.
 
     Example:
       >>> import numpy as np
@@ -215,8 +230,8 @@ class TPUEmbedding(ShortRepr):
         if any(stack.is_dynamic for stack in plan.stacks):
             counts = replicate_on_mesh(no_dynamic_stats(plan), plan)
             self.dynamic_stats = DynamicStatsVariable(counts)
-        self.buffer_sizes = BufferSizes()
-        self.followed_tables = FollowedTables()
+        self.buffer_sizes = LayerBufferSizes()
+        self.followed_tables: frozenset[str] = frozenset()
         self.recorded = RecordedCalls(())
         # Inside a pipelined step: features and the result of their lookup, until a call
         # takes it; then whether that call had these features.
@@ -400,8 +415,9 @@ class TPUEmbedding(ShortRepr):
             call `Optimizer.set_embedding_tables`.
         """
         check_values(values, self.plan)
-        self.followed_tables.check_without_optimizer(
-            values, "optimizer.set_embedding_tables(model, values)"
+        check_no_followers(
+            self.followed_tables & set(values),
+            "optimizer.set_embedding_tables(model, values)",
         )
         tables, _ = functional.with_table_values(
             self.tables.get_value(), values, self.plan, {}
