@@ -61,6 +61,17 @@ def scan_with_closure(layer, ids):
     return jax.lax.scan(lambda carry, i: (carry, layer(i)), 0, ids[None])[1]
 
 
+def mapped(function):
+    return lambda state, ids: jax.vmap(function, (None, 0))(state, ids[None])
+
+
+def differentiated(function):
+    def call(state, ids):
+        return jax.grad(lambda x: jnp.sum(x * jax.jit(function)(state, ids)))(1.0)
+
+    return call
+
+
 def plain(layer, ids):
     return layer(ids)
 
@@ -86,6 +97,8 @@ CALLS = {
     "nnx.jit of nnx.remat": lambda layer, ids: nnx.jit(nnx.remat(plain))(layer, ids),
     "jax.jit": with_split_state(jax.jit),
     "jax.checkpoint": with_split_state(jax.checkpoint),
+    "jax.vmap": with_split_state(mapped),
+    "jax.grad": with_split_state(differentiated),
     "nnx.scan": scan_with_broadcast,
     "scan": scan_with_closure,
     "nnx.cond": cond,

@@ -61,9 +61,9 @@ USE_VALUE_AND_GRAD: Final = (
     "nnx.grad and nnx.value_and_grad leave the tables of a TPUEmbedding out, "
     "so the tables would never train. Change two lines:\n"
     "  loss, gradients = te.value_and_grad(loss_fn)(model, ...)\n"
-    "  optimizer = te.Optimizer(model, tx)  # in place of nnx.Optimizer\n"
+    "  optimizer = te.Optimizer(model, tx)  # instead of nnx.Optimizer\n"
     "For gradients of a part only: te.value_and_grad(loss_fn, wrt=nnx.PathContains("
-    "'head')). For those of another argument, close over the model: "
+    "'head')). For gradients of another argument, close over the model: "
     "nnx.grad(lambda x: loss_fn(model, x))(x). To keep the tables fixed, make the "
     "layer without an optimizer."
 )
@@ -136,7 +136,7 @@ _ATTRIBUTES: Final = {
     "features": "layer.plan.features are the features, and print(layer.plan) the dims",
     "num_embeddings": "print(layer.plan) shows the rows of each table",
 }
-"""Attributes of layers of other libraries, and what stands here for them."""
+"""Attributes of layers of other libraries, and what to use here instead."""
 
 
 @right_names(features="feature_config", **dict.fromkeys(_TABLE_FIELDS, _MAKE_FEATURES))
@@ -286,7 +286,7 @@ class TPUEmbedding(ShortRepr):
 
     def __getitem__(self, name: Any) -> Any:
         raise TypeError(
-            f"A TPUEmbedding is no dict of tables, got [{name!r}]: "
+            f"A TPUEmbedding is not a dict of tables, got [{name!r}]: "
             f"layer.embedding_tables()[{name!r}] is the table as a NumPy array, and "
             f"layer(features)[{name!r}] the activations of a feature."
         )
@@ -409,7 +409,7 @@ class TPUEmbedding(ShortRepr):
           values: table name to real numbers `[vocabulary_size, dim]`.
 
         Raises:
-          TypeError: if `values` is no dict.
+          TypeError: if `values` is not a dict.
           ValueError: if a table is unknown or an array does not fit; or if an optimizer
             has made state from the values of these tables, as `adafactor` does. Then
             call `Optimizer.set_embedding_tables`.
@@ -434,7 +434,9 @@ class TPUEmbedding(ShortRepr):
         if not is_differentiated():
             return False
         try:
-            self.recording = "off"  # as it is; Flax refuses it for a layer from outside
+            self.recording = (
+                "off"  # as it is; Flax rejects this for a layer from outside
+            )
         except TraceContextError:
             return False
         return True
@@ -465,7 +467,7 @@ class TPUEmbedding(ShortRepr):
         self.recorded.set_value((given,))
 
     def stop_recording(self, recorder: Recorder) -> LayerCalls:
-        """Returns the records of all calls since the start, those of copies included.
+        """Returns the records of all calls since the start, including calls of copies.
 
         Args:
           recorder: the one that was open.
@@ -484,7 +486,7 @@ class TPUEmbedding(ShortRepr):
 def _check_arguments(
     pipeline_execution_with_tensor_core: bool, rngs: Any, plan: Any
 ) -> None:
-    """Refuses a layer within Linen modules, and arguments of another type."""
+    """Rejects a layer within Linen modules, and arguments of another type."""
     if current_linen_module() is not None:
         raise ValueError(
             "te.TPUEmbedding cannot be made inside a Linen module, such as "

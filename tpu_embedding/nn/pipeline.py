@@ -3,7 +3,7 @@
 One compiled program trains on a batch and begins the lookup of the batch after it.
 
 * `mode="exact"` moves the ids of the next batch early: flatten, dedup, route, and the
-  exchange of ids. It reads rows after the update. Numbers equal those of a plain loop.
+  exchange of ids. It reads rows after the update. Numbers equal a plain loop's.
 * `mode="stale"` also reads the rows early, before the update. Activations are one
   update old, as with TensorFlow's `pipeline_execution_with_tensor_core`.
 """
@@ -149,7 +149,7 @@ class PipelinedTrainStep:
         return result
 
     def _check_features(self, graph: Any, state: Any, batch: Any) -> None:
-        """Refuses a loss that gives other features to a layer than `features_of`."""
+        """Rejects a loss that gives other features to a layer than `features_of`."""
         check = jax.jit(self._features_agree, static_argnums=0)
         for path, agree in check(graph, state, batch).items():
             if not agree:
@@ -165,7 +165,7 @@ class PipelinedTrainStep:
     def _check_pending(
         self, pending: "_Pending", model: nnx.Module, optimizer: Optimizer, batch: Any
     ) -> None:
-        """Refuses another batch or model than the call before announced."""
+        """Rejects another batch or model than the call before announced."""
         if pending.announced is not batch:
             raise ValueError(
                 "PipelinedTrainStep must be called with the batch that the call before "
@@ -196,7 +196,7 @@ class PipelinedTrainStep:
     ) -> tuple[Any, Any]:
         """Returns the jitted functions that begin the pipeline and advance it.
 
-        The first call puts variables that lie on one device on the mesh.
+        The first call puts variables on one device on the mesh.
         """
         leaves, structure = jax.tree.flatten(nnx.state((model, optimizer)))
         if any(isinstance(leaf, Tracer) for leaf in leaves):
@@ -254,7 +254,7 @@ class PipelinedTrainStep:
           state: state of (model, optimizer).
           in_flight: what is in flight for the batch.
           batch: to train on.
-          next_batch: to look up; None: none.
+          next_batch: to look up. None looks up nothing.
 
         Returns:
           New state; what is in flight for the next batch; and the loss, or

@@ -99,7 +99,7 @@ _OPEN_RECORDERS: Final = contextvars.ContextVar[tuple[Recorder, ...]](
 def open_recorder(
     paths: Iterable[str], taps: dict[str, LayerCalls] | None
 ) -> Iterator[tuple[Recorder, int]]:
-    """Opens a recorder; yields it and its number, by which layers find it.
+    """Opens a recorder; yields it and its number, which layers find it with.
 
     A layer knows the number, not the object: a number is equal in every run, so that
     JAX compiles an inner `nnx.jit` once, and all copies of a layer have the same.
@@ -237,7 +237,7 @@ def loss_and_aux(result: Any, has_aux: bool) -> tuple[Any, Any]:
     """Returns the two parts of what a loss function returns; None without `has_aux`.
 
     Raises:
-      TypeError: if it is another number of values, or the loss is no scalar.
+      TypeError: if the number of values differs, or the loss is not a scalar.
     """
     owner = "value_and_grad: loss_fn must return"
     if has_aux and not (isinstance(result, tuple | list) and len(result) == 2):
@@ -401,13 +401,13 @@ def _without_derivative(message: str, tables: Any) -> Any:
 
 
 @_without_derivative.defjvp
-def _refuse_derivative(message, primals, tangents):
+def _reject_derivative(message, primals, tangents):
     del primals, tangents
     raise ValueError(message)
 
 
 def replicate_on_mesh(tree: Any, plan: EmbeddingPlan) -> Any:
-    """Replicates arrays that lie on one device over the mesh; tables stay.
+    """Replicates arrays on one device over the mesh; tables stay.
 
     The first step then has the same shardings as the second, and compiles once.
     """

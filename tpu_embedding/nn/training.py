@@ -1,4 +1,4 @@
-"""Computes a loss of an NNX model and its gradients, those of tables among them."""
+"""Computes a loss of an NNX model and its gradients, including tables."""
 
 import contextlib
 import reprlib
@@ -32,7 +32,7 @@ IN_A_LOSS: Final = (
     "te.value_and_grad(lambda model: first(model) + second(model))(model)."
 )
 NO_LAYER: Final = (
-    "The model has no TPUEmbedding layer. For tables, use te.TPUEmbedding in place of "
+    "The model has no TPUEmbedding layer. For tables, use te.TPUEmbedding instead of "
     "nnx.bridge.ToNNX(te.linen.TPUEmbedding(...)). For a model without tables, use"
 )
 
@@ -73,7 +73,7 @@ def value_and_grad(
       `(model, *args, **kwargs) -> (loss, Gradients)`, or `((loss, aux), Gradients)`.
 
     Raises:
-      TypeError: if `wrt` is no filter.
+      TypeError: if `wrt` is not a filter.
       ValueError: when called, if the model has no `TPUEmbedding`, or `wrt` selects
         tables or integers.
 
@@ -189,7 +189,7 @@ def _recorded_calls(
 
 
 def check_filter(owner: str, wrt: Any, model: nnx.Module) -> None:
-    """Refuses a `wrt` that is no filter, or does not select dense parameters.
+    """Rejects a `wrt` that is not a filter, or does not select dense parameters.
 
     Args:
       owner: name of the function that takes the filter.
@@ -197,7 +197,7 @@ def check_filter(owner: str, wrt: Any, model: nnx.Module) -> None:
       model: the model whose variables it selects.
 
     Raises:
-      TypeError: if it is no filter.
+      TypeError: if it is not a filter.
       ValueError: if it selects tables, or other than floats.
     """
     if not (wrt is None or wrt is False or callable(wrt)):
@@ -223,12 +223,12 @@ def checked_layers(owner: str, model: nnx.Module, line: str) -> dict[str, TPUEmb
     """Returns the model's `TPUEmbedding` layers by their path, at least one.
 
     Args:
-      owner: name of the function that takes the model, which Flax has, too.
+      owner: name of the function that takes the model; Flax has it also.
       model: the value that the user gives as model.
-      line: the line to write if it is no model.
+      line: the line to write if it is not a model.
 
     Raises:
-      TypeError: if it is no Flax module.
+      TypeError: if it is not a Flax module.
       ValueError: if it has no layer.
     """
     layers = embedding_layers(model)
@@ -258,7 +258,7 @@ def embedding_layers(model: nnx.Module) -> dict[str, TPUEmbedding]:
 
 
 def put_on_mesh(module: nnx.Module, plan: EmbeddingPlan | None = None) -> None:
-    """Replicates arrays of a model that lie on one device over the mesh; tables stay.
+    """Replicates arrays of a model on one device over the mesh; tables stay.
 
     `te.Optimizer` does so. A model that is used without one, such as a restored model
     in evaluation, otherwise gets onto the mesh by the first compiled call, and is
@@ -266,7 +266,7 @@ def put_on_mesh(module: nnx.Module, plan: EmbeddingPlan | None = None) -> None:
 
     Args:
       module: a model, which changes in place.
-      plan: plan of a layer; None: that of the model's first layer.
+      plan: plan of a layer. None uses the plan of the model's first layer.
 
     Raises:
       ValueError: if there is no plan and no layer.

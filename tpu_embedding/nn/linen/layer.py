@@ -32,7 +32,7 @@ USE_VALUE_AND_GRAD: Final = (
     "  state = te.linen.TrainState.create(apply_fn=..., variables=..., tx=...)\n"
     "The loss gets all variables: model.apply(variables, ...). To keep the tables "
     "fixed, make the plan without an optimizer. In an NNX model, use te.TPUEmbedding "
-    "in place of nnx.bridge.ToNNX."
+    "instead of nnx.bridge.ToNNX."
 )
 NO_DERIVATIVE: Final = (
     "The tables of a te.linen.TPUEmbedding have no dense derivative. Use "
