@@ -125,7 +125,12 @@ def test_each_call_of_a_copy_has_its_own_gradient(make, is_first):
 
 
 @pytest.mark.parametrize(
-    "call", quick_cases(set(CALLS) - {"plain", "nnx.cond"}, "jax.checkpoint", "nnx.jit")
+    "call",
+    quick_cases(
+        [call for call in CALLS if call not in ("plain", "nnx.cond")],
+        "jax.checkpoint",
+        "nnx.jit",
+    ),
 )
 def test_a_copy_inside_a_transformation_raises(call):
     """Also if the copy finds a program that was compiled for the layer itself."""
@@ -200,16 +205,13 @@ def check_random_losses(seeds):
     return outcomes
 
 
-QUICK_SEEDS = (1, 2)
-
-
 def test_random_losses():
-    assert check_random_losses(QUICK_SEEDS) == ["right", "error"]
+    assert check_random_losses((17, 3)) == ["right", "error"]
 
 
 @pytest.mark.full
 def test_more_random_losses():
-    outcomes = check_random_losses(range(4, 104))
+    outcomes = check_random_losses(range(100))
     assert min(outcomes.count("error"), outcomes.count("right")) > 20
 
 
