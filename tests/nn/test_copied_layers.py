@@ -92,7 +92,7 @@ COPIES = {
 CALLS = {
     "plain": plain,
     "nnx.jit": COMPILED,
-    "nnx.jit anew": lambda layer, ids: nnx.jit(lambda m, i: m(i))(layer, ids),
+    "a fresh nnx.jit": lambda layer, ids: nnx.jit(lambda m, i: m(i))(layer, ids),
     "nnx.remat": lambda layer, ids: nnx.remat(plain)(layer, ids),
     "nnx.jit of nnx.remat": lambda layer, ids: nnx.jit(nnx.remat(plain))(layer, ids),
     "jax.jit": with_split_state(jax.jit),
@@ -103,7 +103,7 @@ CALLS = {
     "scan": scan_with_closure,
     "nnx.cond": cond,
 }
-KEEP_GRADIENTS = ("nnx.jit", "nnx.jit anew", "nnx.remat", "nnx.jit of nnx.remat")
+KEEP_GRADIENTS = ("nnx.jit", "a fresh nnx.jit", "nnx.remat", "nnx.jit of nnx.remat")
 """Calls that keep the gradient of the model's own layer."""
 
 
@@ -293,6 +293,17 @@ def test_a_pipelined_step_with_a_copy(is_first):
     moved = before - model.layer.embedding_tables()["t"]
     expected = np.outer([1, 1, 10, 10, 1, 1, 10, 10], [1, 1])
     np.testing.assert_allclose(moved[:8], expected, rtol=1e-4)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("features_of", [lambda ids: ids[:1], lambda ids: ids + 1])
+def test_a_pipelined_step_with_features_of_another_call_raises(features_of):
+    model = Model()
+    step = te.PipelinedTrainStep(
+        lambda model, ids: jnp.sum(nnx.clone(model.layer)(ids)), features_of=features_of
+    )
+    with pytest.raises(ValueError, match="features_of must return the features"):
+        step(model, te.Optimizer(model, optax.sgd(1.0)), jnp.array([0, 1]), None)
 
 
 @pytest.mark.full

@@ -33,6 +33,7 @@ from tpu_embedding.nn.recording import (
     LayerCalls,
     Recorder,
     answer_call,
+    have_same_shapes,
     have_same_values,
     is_differentiated,
     is_mapped,
@@ -330,7 +331,7 @@ class TPUEmbedding(ShortRepr):
             return None
         else:
             recorder.agreements[path] = agrees
-        return result
+        return result if have_same_shapes(expected, features) else None
 
     def _recorder(self) -> Recorder | None:
         """Returns the recorder of calls; None inside an inner transformation."""

@@ -313,13 +313,20 @@ def answer_call(
     return activations, result.stats, result.routing
 
 
-def have_same_values(expected: Any, found: Any) -> jax.Array:
-    """Returns True if two pytrees have the same structure and the same values."""
+def have_same_shapes(expected: Any, found: Any) -> bool:
+    """Returns True if two pytrees have the same structure and the same shapes."""
     leaves, structure = jax.tree.flatten(expected)
     others, other_structure = jax.tree.flatten(found)
-    if structure != other_structure:
+    return structure == other_structure and [*map(jnp.shape, leaves)] == [
+        *map(jnp.shape, others)
+    ]
+
+
+def have_same_values(expected: Any, found: Any) -> jax.Array:
+    """Returns True if two pytrees have the same structure and the same values."""
+    if not have_same_shapes(expected, found):
         return jnp.array(False)
-    pairs = zip(leaves, others, strict=True)
+    pairs = zip(jax.tree.leaves(expected), jax.tree.leaves(found), strict=True)
     return jnp.all(jnp.array([jnp.array_equal(a, b) for a, b in pairs]))
 
 
