@@ -5,6 +5,7 @@ gets an error.
 """
 
 import copy
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -349,7 +350,7 @@ def linen_loss(change):
     variables = layer.init(jax.random.key(0), jnp.array([0, 1]))
 
     def loss_fn(variables):
-        rows = layer.apply(variables, jnp.array([2, 3]))
+        rows: Any = layer.apply(variables, jnp.array([2, 3]))
         return 10 * jnp.sum(rows) + change(layer, variables)
 
     return loss_fn, variables
