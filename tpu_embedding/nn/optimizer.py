@@ -100,7 +100,7 @@ class Optimizer(ShortRepr):
         params = nnx.state(model, wrt)
         warn_of_labels(self.dense, params, dict(self.plans), stacklevel=7)
         for layer in layers.values():
-            layer.followed_tables.names |= tables_with_followers(layer.plan)
+            layer.followed_tables |= tables_with_followers(layer.plan)
         put_on_mesh(self, plan)
 
     @property
