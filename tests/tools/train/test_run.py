@@ -303,3 +303,4 @@ def test_a_killed_run_resumes_from_a_whole_step(whole, tmp_path):
     process.communicate()
     result = run(tmp_path, "checkpoint_every=1", existing_run="resume")
     assert result.metrics == pytest.approx(whole[1].metrics, abs=1e-5)
+    assert reported_of(tmp_path).keys() == reported_of(whole[0]).keys()
