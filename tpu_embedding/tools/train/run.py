@@ -20,8 +20,8 @@ import orbax.checkpoint as ocp
 from jax.sharding import Mesh
 
 from tpu_embedding import distributed
+from tpu_embedding.checkpoint import describe
 from tpu_embedding.checkpoint.errors import errors_of_reading
-from tpu_embedding.checkpoint.records import describe
 from tpu_embedding.checkpoint.restoring import RestoreState
 from tpu_embedding.checkpoint.state_handler import SaveState
 from tpu_embedding.extras import require_extra
