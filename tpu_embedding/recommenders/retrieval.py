@@ -128,7 +128,6 @@ def _recorded_tables(layer: TPUEmbedding, table: str | None) -> Mapping[str, Arr
     """Returns whole tables, and records a call, whose tables an export keeps."""
     _, member = find_table(layer.plan, table)
     plan = layer.plan.with_features(FeatureConfig(table=member.config))
-    given, *calls = layer.recorded.get_value()
-    no_ids = ServedCall(ids=[jnp.zeros(0, jnp.int32)], plan=plan)
-    layer.recorded.set_value((given, *calls, no_ids))
+    layer.record(ServedCall(ids=[jnp.zeros(0, jnp.int32)], plan=plan))
+    given, *_ = layer.recorded.get_value()
     return given
