@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from tpu_embedding.checkpoint.arrays import SavedArray
+from tpu_embedding.checkpoint.arrays import OpenCheckpoint, SavedArray
 from tpu_embedding.checkpoint.dynamic_tables import (
     CLOCK,
     ID_ARRAYS,
@@ -67,6 +67,27 @@ class SavedTables:
         """
         for array in self.arrays.values():
             array.opened()
+
+    def verify(self, checkpoint: OpenCheckpoint, turn: int, num_turns: int) -> None:
+        """Reads all chunks once, before any array of the layer is donated.
+
+        Args:
+          checkpoint: the checkpoint, whose threads read.
+          turn: number of the process.
+          num_turns: processes that share the work.
+
+        Raises:
+          CheckpointError: if a chunk is missing or damaged, or is another save's.
+        """
+        parts = [
+            (array, index) for array in self.arrays.values() for index in array.parts()
+        ]
+        reads = [
+            checkpoint.threads.submit(array.verify, index)
+            for array, index in parts[turn::num_turns]
+        ]
+        for read in reads:
+            read.result()
 
 
 def placed_ids(layer: LayerState, saved: SavedTables) -> dict[str, PlacedIds]:
