@@ -237,7 +237,7 @@ class SavedArray:
             return
         step = _chunk_shape(store)[0]
         for start in range(0, store.shape[0], step):
-            yield slice(start, start + step)
+            yield slice(start, min(start + step, store.shape[0]))
 
     def _open(self) -> ts.TensorStore:
         """Opens the array, after comparing its metadata with the checkpoint's record.
