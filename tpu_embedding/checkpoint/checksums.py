@@ -10,6 +10,7 @@ import functools
 import itertools
 import json
 import os
+import stat
 import zlib
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -112,14 +113,14 @@ def read_small_file(root: epath.Path, name: str, max_bytes: int) -> bytes:
 
 def _check_is_file(root: epath.Path, name: str) -> None:
     """Raises ValueError for a pipe, a device, or a link, which may lead anywhere."""
-    path = root / name
-    if "://" not in os.fspath(root):
-        directory = root
-        for part in name.split("/"):
-            directory /= part
-            if os.path.islink(directory):
-                raise ValueError(f"{name} is a symbolic link or in one")
-    if path.exists() and not path.is_file():
+    if "://" in os.fspath(root):
+        return
+    path = os.fspath(root)
+    for part in name.split("/"):
+        path = f"{path}/{part}"
+        if os.path.islink(path):
+            raise ValueError(f"{name} is a symbolic link, or in one")
+    if not stat.S_ISREG(os.stat(path).st_mode):
         raise ValueError(f"{name} is not a file")
 
 
