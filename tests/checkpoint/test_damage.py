@@ -192,6 +192,10 @@ def restore_by_path(checkpoints, step, state, plan):
 
 
 def restore_by_manager(checkpoints, step, state, plan):
+    if not (checkpoints / str(step) / "default").exists():
+        return restore_by_path(
+            checkpoints, step, state, plan
+        )  # Orbax has its own error.
     with ocp.CheckpointManager(checkpoints) as manager:
         args = te.checkpoint.RestoreState(state, plan)
         return manager.restore(step, args=args)

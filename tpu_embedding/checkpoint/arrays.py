@@ -24,7 +24,6 @@ from tpu_embedding.checkpoint.checksums import (
     CRC_BYTES,
     MAX_METADATA_BYTES,
     METADATA_FILE,
-    Chunk,
     checksum_at,
     chunk_size_and_crc,
     chunks_of,
@@ -48,6 +47,9 @@ MAX_PENDING_BYTES: Final = 2**28
 
 _READERS: Final = 4
 """Chunks that are read at once to verify them."""
+
+_OPEN_FILES: Final = "/proc/self/fd"
+"""Links to the open files and directories of the process, on Linux."""
 
 _CODECS: Final = ["bytes", "crc32c"]
 
@@ -172,7 +174,7 @@ def open_checkpoint(directory: str | os.PathLike[str]) -> Iterator[OpenCheckpoin
             with errors_of_reading(f"The checkpoint {root}"):
                 opened = os.open(root, os.O_RDONLY | os.O_DIRECTORY)
             ends.callback(os.close, opened)
-            linked = epath.Path(f"/proc/self/fd/{opened}")
+            linked = epath.Path(_OPEN_FILES) / str(opened)
             files = linked if linked.exists() else root
         record = read_state_file(root, files)
         threads = ends.enter_context(ThreadPoolExecutor(_READERS))
@@ -218,11 +220,11 @@ class SavedArray:
           CheckpointError: if a chunk is missing or damaged, or is another save's.
         """
         store = self.opened()
-        chunks = list(chunks_of(store.shape, _chunk_shape(store), index))
         with errors_of_reading(self._owner):
-            self._check_chunks(store, chunks)
+            self._check_chunks(store, index)
             values = store[index].read().result()
-            self._check_chunks(store, chunks)
+            # They may have been overwritten.
+            self._check_chunks(store, index)
             return values
 
     def verify(self, index: Any) -> None:
@@ -261,11 +263,11 @@ class SavedArray:
         options = {"assume_metadata": True, "fill_missing_data_reads": False}
         return ts.open(spec | options, read=True).result()
 
-    def _check_chunks(self, store: ts.TensorStore, chunks: Sequence[Chunk]) -> None:
+    def _check_chunks(self, store: ts.TensorStore, index: Any) -> None:
         """Raises ValueError if a chunk's file has another size or another checksum."""
         size = math.prod(_chunk_shape(store))
         size = size * store.dtype.numpy_dtype.itemsize + CRC_BYTES
-        for chunk in chunks:
+        for chunk in chunks_of(store.shape, _chunk_shape(store), index):
             file = f"{self._name}/{chunk.name}"
             found_size, found = chunk_size_and_crc(self._files, file)
             if found_size != size:

@@ -7,12 +7,11 @@ would cost a pass over the checkpoint.
 """
 
 import functools
-import itertools
 import json
 import os
 import stat
 import zlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Final, NamedTuple
 
@@ -59,7 +58,7 @@ def chunks_of(
     parts = index if isinstance(index, tuple) else (index,)
     parts += (slice(None),) * (len(shape) - len(parts))
     grid = [-(-size // chunk) for size, chunk in zip(shape, chunk_shape, strict=True)]
-    needed: list[Iterable[int]] = []
+    needed: list[Sequence[int]] = []
     for part, size, chunk in zip(parts, shape, chunk_shape, strict=True):
         if isinstance(part, slice):
             start, stop, _ = part.indices(size)
@@ -68,11 +67,24 @@ def chunks_of(
             )
         else:
             needed.append(np.unique(part // chunk).tolist())
-    for position in itertools.product(*needed):
+    for position in _product(needed):
         number = 0
         for i, size in zip(position, grid, strict=True):
             number = number * size + i
         yield Chunk(number, "/".join(["c", *map(str, position)]))
+
+
+def _product(axes: Sequence[Sequence[int]]) -> Iterator[tuple[int, ...]]:
+    """Yields the positions of a grid; `itertools.product` would copy the axes first.
+
+    A forged size makes an axis that does not fit in memory.
+    """
+    if not axes:
+        yield ()
+    elif all(axes):
+        for i in axes[0]:
+            for rest in _product(axes[1:]):
+                yield (i, *rest)
 
 
 def chunk_size_and_crc(root: epath.Path, name: str) -> tuple[int, str]:

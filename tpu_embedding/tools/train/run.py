@@ -23,7 +23,7 @@ import orbax.checkpoint as ocp
 from jax.sharding import Mesh
 
 from tpu_embedding import distributed
-from tpu_embedding.checkpoint.restoring import RestoreState
+from tpu_embedding.checkpoint.restoring import RestoreState, restore_state
 from tpu_embedding.checkpoint.state_handler import SaveState
 from tpu_embedding.extras import require_extra
 from tpu_embedding.inputs.buffer_sizes import BufferSizes
@@ -304,8 +304,8 @@ class _Run:
         self.state = None
         if self.step:
             check_vocabularies(data, self.directory)
-            restored = RestoreState(abstract, plan=plan)
-            self.state = self.checkpoints.restore(self.step, args=restored)
+            path = self.directory / CHECKPOINTS_DIR / str(self.step)
+            self.state = restore_state(path, RestoreState(abstract, plan=plan))
         record = origin and origin.record()
         self.report = RunReport(self.directory, config, self.step, record)
         if not self.step and distributed.is_first():
