@@ -244,8 +244,8 @@ class SavedArray:
     def _open(self) -> ts.TensorStore:
         """Opens the array, after comparing its metadata with the checkpoint's record.
 
-        Tensorstore ends the process for sizes that don't fit in memory, so they are
-        bounded by the sizes of the files: in `read`, and here by those of a chunk.
+        Tensorstore ends the process for sizes that don't fit in memory. So `read`
+        compares chunks with their files, and a chunk is at most the whole array.
         """
         file = f"{self._name}/{METADATA_FILE}"
         text = read_small_file(self._files, file, MAX_METADATA_BYTES)
@@ -280,7 +280,7 @@ class SavedArray:
 
 
 def _chunk_shape(store: ts.TensorStore) -> tuple[int, ...]:
-    return store.chunk_layout.read_chunk.shape or ()
+    return tuple(size or 1 for size in store.chunk_layout.read_chunk.shape or ())
 
 
 def _check_chunk_format(metadata: dict[str, Any], chunk_shape: Sequence[int]) -> None:

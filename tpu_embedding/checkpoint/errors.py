@@ -19,7 +19,7 @@ _ERRORS_OF_FILES = (
 class CheckpointError(ValueError):
     """Raised if a checkpoint is missing, damaged, or does not fit the state.
 
-    It names the checkpoint, the array or table, and the way out.
+    It names the checkpoint, the array or table, and what to do instead.
     """
 
 

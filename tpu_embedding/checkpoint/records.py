@@ -92,7 +92,7 @@ class TableRecord:
 
     @property
     def arrays(self) -> dict[str | None, ArrayRecord]:
-        """All arrays of the table; that of the values has the name None."""
+        """All arrays of the table by name; the values have the name None."""
         return {None: self.values, **self.slots, **self.directory}
 
 
@@ -161,7 +161,7 @@ def quote(name: str) -> str:
 def checkpoint_path(path: str | os.PathLike[str]) -> epath.Path:
     """Returns the absolute path of a checkpoint, without `~`, `..` and symbolic links.
 
-    Orbax refuses relative paths, and tensorstore refuses those with `..`.
+    Orbax rejects relative paths, and tensorstore rejects paths with `..`.
 
     Args:
       path: a path as the user wrote it, local or in a bucket such as `gs://...`.

@@ -22,6 +22,7 @@ from tpu_embedding.checkpoint.dynamic_tables import (
     restored_directory,
     rows_of_sources,
 )
+from tpu_embedding.checkpoint.errors import errors_of_reading
 from tpu_embedding.checkpoint.layer_tables import slots_of
 from tpu_embedding.checkpoint.records import TableRecord
 from tpu_embedding.checkpoint.split_state import LayerState
@@ -103,8 +104,9 @@ def placed_ids(layer: LayerState, saved: SavedTables) -> dict[str, PlacedIds]:
             if table in saved.records:
                 found = {x: of[table].read() for x, of in arrays.items() if table in of}
                 dynamic = saved.records[table].dynamic
-                assert dynamic is not None, "static tables are refused"
-                placed[table] = place_saved_ids(found, dynamic["capacity"], member)
+                assert dynamic is not None, "static tables were rejected"
+                with errors_of_reading(f"The saved ids of table {table!r}"):
+                    placed[table] = place_saved_ids(found, dynamic["capacity"], member)
     left_out = ", ".join(
         f"{x.num_left_out} of {x.num_left_out + len(x.kept)} of table {table!r}"
         for table, x in placed.items()

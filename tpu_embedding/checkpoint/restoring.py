@@ -195,7 +195,7 @@ _Pairs = Sequence[tuple[LayerState, SavedTables]]
 
 
 def _check_names(args: RestoreState, layers: Sequence[LayerState]) -> None:
-    """Refuses tables= and rename= that name no tables of the state."""
+    """Raises ValueError if tables= or rename= name tables that the state lacks."""
     names = sorted(name for layer in layers for name in layer.names.values())
     for field in ("tables", "rename"):
         given = getattr(args, field) or ()
@@ -235,7 +235,7 @@ def _wanted_tables(layer: LayerState, args: RestoreState) -> dict[str, str]:
 
 
 def _check_followers(layer: LayerState, args: RestoreState) -> None:
-    """Refuses tables alone, if an optimizer has made state from their values."""
+    """Raises for tables alone if an optimizer has made state from their values."""
     names = _wanted_tables(layer, args)
     for each in layer.followed_tables if layer.slots is None else ():
         each.check_without_optimizer(names, "te.restore(directory, (model, optimizer))")

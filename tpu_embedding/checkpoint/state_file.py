@@ -119,9 +119,11 @@ def _digest_of(values: Json) -> str:
 
 
 def _record_of(values: Json) -> CheckpointRecord:
-    fields = {name: value for name, value in values.items() if name != "format"}
-    tables = {name: _table_record(of) for name, of in values["tables"].items()}
-    return CheckpointRecord(**fields | {"tables": tables})
+    fields: Json = {name: value for name, value in values.items() if name != "format"}
+    fields["tables"] = {
+        name: _table_record(of) for name, of in values["tables"].items()
+    }
+    return CheckpointRecord(**fields)
 
 
 def _table_record(values: Json) -> TableRecord:
@@ -132,7 +134,8 @@ def _table_record(values: Json) -> TableRecord:
 
 
 def _array_record(values: Json) -> ArrayRecord:
-    return ArrayRecord(**values | {"shape": tuple(values["shape"])})
+    fields: Json = values | {"shape": tuple(values["shape"])}
+    return ArrayRecord(**fields)
 
 
 def _check_record(record: CheckpointRecord) -> None:
