@@ -144,8 +144,9 @@ def restore(
       rules: `"check"`: the optimizer of each table must have a state of the types,
         names and shapes in the checkpoint. Its hyper-parameters may change.
         `"ignore"`: slot variables are taken over if names, types and shapes are equal,
-        and the others start again. A count of steps is taken over under any name: a schedule instead of a constant rate
-        continues from it, and starts at 0 if the checkpoint counts no steps.
+        and the others start again. A count of steps is taken over under any name: a
+        schedule instead of a constant rate continues from it, and starts at 0 if the
+        checkpoint counts no steps.
       dense: `"restore"`: all other leaves come from the checkpoint. `"keep"`: they
         stay.
       dtypes: `"check"`: tables must have the types of the checkpoint. `"convert"`: rows
