@@ -114,6 +114,8 @@ def forge_vocabularies(run, outside, draw):
     file = run / "vocabularies" / draw(["names.json", "0.json", "1.json"])
     texts = ["[]", "{}", "3", '["user", "user"]', '["x"', "[" * 10**5, '[["user"]]']
     texts += [json.dumps(["../../x", "/etc/passwd"]), "\0", '{"format": 1}']
+    huge = {"num_oov_buckets": 2 * 10**9, "mask_token": None, "tokens": ["x"]}
+    texts.append(json.dumps({"format": "tpu_embedding.vocabulary 1"} | huge))
     file.write_text(draw(texts))
 
 

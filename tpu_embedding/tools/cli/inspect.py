@@ -10,7 +10,8 @@ import numpy as np
 import tyro
 
 from tpu_embedding.checkpoint.arrays import read_table
-from tpu_embedding.checkpoint.records import TableRecord, describe
+from tpu_embedding.checkpoint.records import TableRecord
+from tpu_embedding.checkpoint.state_file import describe
 from tpu_embedding.paths import local_path
 from tpu_embedding.plan.memory import format_table
 from tpu_embedding.strings.string_ids import Vocabulary

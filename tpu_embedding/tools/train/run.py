@@ -22,7 +22,7 @@ from jax.sharding import Mesh
 from tpu_embedding import distributed
 from tpu_embedding.checkpoint import describe
 from tpu_embedding.checkpoint.errors import errors_of_reading
-from tpu_embedding.checkpoint.restoring import RestoreState
+from tpu_embedding.checkpoint.restoring import RestoreState, restore_state
 from tpu_embedding.checkpoint.state_handler import SaveState
 from tpu_embedding.extras import require_extra
 from tpu_embedding.inputs.buffer_sizes import BufferSizes
@@ -255,9 +255,8 @@ class _Run:
         self.state = None
         if self.step:
             check_vocabularies(data, self.directory)
-            restored = RestoreState(abstract, plan=plan)
-            self.state = self.checkpoints.restore(self.step, args=restored)
             path = self.directory / CHECKPOINTS_DIR / str(self.step)
+            self.state = restore_state(path, RestoreState(abstract, plan=plan))
             with errors_of_reading(f"The description of the checkpoint {path}"):
                 saved = dict(describe(path).description).get(_SIZES)
                 self.sizes = BufferSizes.from_json(saved) if saved else BufferSizes()
