@@ -47,8 +47,8 @@ if TYPE_CHECKING:  # Editors, type checkers and `lazy_names` read the public nam
     from tpu_embedding.nn import value_and_grad as value_and_grad
     from tpu_embedding.placement import Replicated as Replicated
     from tpu_embedding.placement import Sharded as Sharded
-    from tpu_embedding.plan.device_mesh import device_mesh as device_mesh
     from tpu_embedding.plan.make_plan import make_plan as make_plan
+    from tpu_embedding.plan.mesh_options import device_mesh as device_mesh
     from tpu_embedding.plan.plan import EmbeddingPlan as EmbeddingPlan
     from tpu_embedding.types import DenseIds as DenseIds
     from tpu_embedding.types import RaggedIds as RaggedIds

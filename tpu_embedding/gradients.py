@@ -27,8 +27,7 @@ from tpu_embedding.plan.description import count_of, summarize
 from tpu_embedding.plan.plan import EmbeddingPlan
 from tpu_embedding.plan.shard_map import on_shards
 from tpu_embedding.plan.stack_plan import TrainedStackPlan
-from tpu_embedding.rows.opaque_row_ids import Sealed
-from tpu_embedding.rows.row_gradients import RowGradients
+from tpu_embedding.rows.row_gradients import RowGradients, Sealed
 from tpu_embedding.types import RowUpdates
 from tpu_embedding.xla import run_if
 

@@ -15,7 +15,6 @@ import tpu_embedding as te
 from tests.checkpoint.test_saving import check_equal, plan_of
 from tests.tiers import quick_cases, with_ids
 from tpu_embedding.checkpoint import CheckpointError
-from tpu_embedding.tables import row_windows
 
 STEPS = (1000, 2000)
 SEEDS = 12
@@ -81,7 +80,7 @@ class Run:
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(row_windows, "_MIN_BLOCK_BYTES", 128)
+        patch.setattr(row_stream, "_MIN_BLOCK_BYTES", 128)
         return Run(tmp_path_factory.mktemp("damage") / "run")
 
 

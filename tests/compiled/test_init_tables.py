@@ -6,7 +6,7 @@ import pytest
 
 import tpu_embedding as te
 from tpu_embedding.tools import compile_report
-from tpu_embedding.tools.compile_report.table_accesses import inspect_program
+from tpu_embedding.tools.compile_report.hlo import inspect_program
 from tpu_embedding.tools.compile_report.topology import abstract_arrays, topology_mesh
 from tpu_embedding.tools.train import load_config
 from tpu_embedding.tools.train.steps import make_run_plan

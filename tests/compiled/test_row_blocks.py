@@ -9,7 +9,7 @@ import tpu_embedding as te
 from tpu_embedding.rows.packed_rows import PackedRows
 from tpu_embedding.tables.line_exchange import line_exchange, read_lines, write_lines
 from tpu_embedding.tables.row_stream import MAX_DEVICE_BYTES
-from tpu_embedding.tools.compile_report.table_accesses import inspect_program
+from tpu_embedding.tools.compile_report.hlo import inspect_program
 from tpu_embedding.tools.compile_report.topology import topology_mesh
 
 pytestmark = pytest.mark.tpu_compiler

@@ -15,19 +15,17 @@ from tpu_embedding.optimizers.rules.adafactor import adafactor
 from tpu_embedding.optimizers.rules.adagrad import (
     adagrad,
     adagrad_momentum,
+    bounded_adagrad,
+    proximal_adagrad,
     rowwise_adagrad,
 )
-from tpu_embedding.optimizers.rules.adam import adam
-from tpu_embedding.optimizers.rules.bounded_adagrad import bounded_adagrad
+from tpu_embedding.optimizers.rules.adam import adam, online_yogi, proximal_yogi
 from tpu_embedding.optimizers.rules.clippy import clippy_adagrad
 from tpu_embedding.optimizers.rules.frequency import (
     frequency_aware_adagrad,
     frequency_estimator,
 )
 from tpu_embedding.optimizers.rules.ftrl import ftrl
-from tpu_embedding.optimizers.rules.lion import lion
-from tpu_embedding.optimizers.rules.momentum import momentum
-from tpu_embedding.optimizers.rules.proximal import proximal_adagrad
 from tpu_embedding.optimizers.rules.rmsprop import adadelta, rmsprop
 from tpu_embedding.optimizers.rules.rowwise import (
     lamb,
@@ -35,9 +33,8 @@ from tpu_embedding.optimizers.rules.rowwise import (
     partial_rowwise_lamb,
     rowwise_rmsprop,
 )
-from tpu_embedding.optimizers.rules.sgd import sgd
+from tpu_embedding.optimizers.rules.sgd import lion, momentum, sgd
 from tpu_embedding.optimizers.rules.user_defined import user_defined
-from tpu_embedding.optimizers.rules.yogi import online_yogi, proximal_yogi
 
 
 def with_options(**options):

@@ -3,7 +3,7 @@
 import pytest
 
 import tpu_embedding as te
-from tpu_embedding.plan.process_samples import process_shards
+from tpu_embedding.plan.features import process_shards
 
 CASES = {
     "one_process": ((0, 0), {0: range(2)}),

@@ -5,8 +5,7 @@ import numpy as np
 import pytest
 
 from tests.tiers import full_cases, matrix, with_ids
-from tpu_embedding.rows import consecutive_rows
-from tpu_embedding.rows.consecutive_rows import blocks_of, read_block, write_block
+from tpu_embedding.rows.access import blocks_of, read_block, write_block
 from tpu_embedding.rows.packed_rows import (
     RowLayout,
     pack_rows,
@@ -37,7 +36,7 @@ LAYOUTS = dict(zip(("float32", "bfloat16"), layouts_of(37), strict=True))
     ],
 )
 def test_every_row_is_in_one_block(num_rows, first, others, monkeypatch):
-    monkeypatch.setattr(consecutive_rows, "_ROWS_PER_BLOCK", 8)
+    monkeypatch.setattr(access, "_ROWS_PER_BLOCK", 8)
     found = blocks_of(layouts_of(num_rows))
     assert found.size == 10
     assert found.first == first

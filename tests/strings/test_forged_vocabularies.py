@@ -11,7 +11,7 @@ import tracemalloc
 import pytest
 
 import tpu_embedding as te
-from tpu_embedding.strings.vocabulary_files import load_vocabularies, save_vocabularies
+from tpu_embedding.strings.string_ids import load_vocabularies, save_vocabularies
 
 MIB = 2**20
 FIELDS = {

@@ -1,7 +1,7 @@
 """Directories of vocabularies: any names of features survive."""
 
 import tpu_embedding as te
-from tpu_embedding.strings.vocabulary_files import (
+from tpu_embedding.strings.string_ids import (
     load_vocabularies,
     save_vocabularies,
 )

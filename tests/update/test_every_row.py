@@ -20,7 +20,6 @@ from tests.update.update_cases import (
     sharded,
     unshard,
 )
-from tpu_embedding.rows import consecutive_rows
 from tpu_embedding.rows.packed_rows import unpack_rows
 from tpu_embedding.update.every_row import apply_to_every_row, init_every_row
 from tpu_embedding.update.table_writer import TableWriter
@@ -43,7 +42,7 @@ def start(plan, stack, rows):
 @pytest.mark.parametrize("name", quick_cases(CASES, "packed"))
 def test_equals_the_rule_on_the_dense_gradient(name, monkeypatch):
     sizes, dim, hardware, num_devices, block, num_steps = CASES[name]
-    monkeypatch.setattr(consecutive_rows, "_ROWS_PER_BLOCK", block)
+    monkeypatch.setattr(access, "_ROWS_PER_BLOCK", block)
     plan, stack = plan_of(
         sizes,
         dim,
@@ -118,7 +117,7 @@ def wide_slots():
 
 def test_blocks_begin_at_lines_of_all_arrays(monkeypatch):
     """Lines hold 2 rows of the table and 3 of the slot, so blocks take 6 or 12."""
-    monkeypatch.setattr(consecutive_rows, "_ROWS_PER_BLOCK", 7)
+    monkeypatch.setattr(access, "_ROWS_PER_BLOCK", 7)
     plan, stack = plan_of(
         [31], 64, te.optimizers.every_row(wide_slots()), hardware="v5p"
     )

@@ -17,7 +17,6 @@ from tests.update.update_cases import (
     unshard,
 )
 from tpu_embedding.optimizers.table_rows import table_rows
-from tpu_embedding.rows import consecutive_rows
 from tpu_embedding.update.apply import apply_gradient, init_state
 from tpu_embedding.update.table_writer import TableWriter, bits_of_rows
 
@@ -117,7 +116,7 @@ def start_of(num_rows, dim, dtype=jnp.bfloat16):
 def test_every_way_to_update_rounds_alike(monkeypatch):
     """On all rows, with any devices and packing, and in blocks: the same bits."""
     dtype = jnp.bfloat16
-    monkeypatch.setattr(consecutive_rows, "_ROWS_PER_BLOCK", 4)
+    monkeypatch.setattr(access, "_ROWS_PER_BLOCK", 4)
     rows = start_of(sum(SIZES), DIM, dtype)
     gradients = np.random.default_rng(1).normal(size=rows.shape).astype(np.float32)
     gradients *= 1e-3

@@ -17,7 +17,7 @@ import jax
 
 import tpu_embedding
 from tpu_embedding.export.signature import ExportError, Signature
-from tpu_embedding.strings.vocabulary_files import VOCABULARIES_DIR
+from tpu_embedding.strings.string_ids import VOCABULARIES_DIR
 
 DOCUMENT_FILE: Final = "export.json"
 PROGRAM_FILE: Final = "program.stablehlo"

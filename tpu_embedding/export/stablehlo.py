@@ -39,9 +39,11 @@ from tpu_embedding.export.tensor_files import read_tensors, write_tensors
 from tpu_embedding.extras import require_extra
 from tpu_embedding.paths import local_path
 from tpu_embedding.plan.memory import format_bytes
-from tpu_embedding.strings.string_ids import Unknown, Vocabulary, check_unknown
-from tpu_embedding.strings.vocabulary_files import (
+from tpu_embedding.strings.string_ids import (
     VOCABULARIES_DIR,
+    Unknown,
+    Vocabulary,
+    check_unknown,
     load_vocabularies,
     save_vocabularies,
 )

@@ -19,7 +19,7 @@ from tpu_embedding.optimizers.rules._sums import CompensatedSum, is_sum
 from tpu_embedding.plan.plan import EmbeddingPlan
 from tpu_embedding.plan.shard_map import on_shards
 from tpu_embedding.plan.stack_plan import TrainedStackPlan
-from tpu_embedding.rows.consecutive_rows import blocks_of, merge_block, read_block
+from tpu_embedding.rows.access import blocks_of, merge_block, read_block
 from tpu_embedding.rows.packed_rows import PackedRows, store_rows
 from tpu_embedding.tables import table_values
 from tpu_embedding.update.apply import init_state

@@ -55,9 +55,8 @@ from tpu_embedding.plan.plan import EmbeddingPlan
 from tpu_embedding.plan.shard_map import in_auto_axes, on_shards, unchecked_values
 from tpu_embedding.plan.stack_plan import TrainedStackPlan
 from tpu_embedding.rows.id_directory import directory_name
-from tpu_embedding.rows.opaque_row_ids import Sealed
 from tpu_embedding.rows.packed_rows import PackedRows
-from tpu_embedding.rows.row_gradients import gradient_of_no_row
+from tpu_embedding.rows.row_gradients import Sealed, gradient_of_no_row
 from tpu_embedding.types import LookupStats
 from tpu_embedding.update.apply import (
     apply_gradient,

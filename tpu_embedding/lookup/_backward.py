@@ -32,8 +32,7 @@ from tpu_embedding.lookup._sum_by_row import (
     spread,
 )
 from tpu_embedding.plan.stack_plan import TrainedStackPlan
-from tpu_embedding.rows.opaque_row_ids import Sealed, seal
-from tpu_embedding.rows.row_gradients import GradientRounds, RowGradients
+from tpu_embedding.rows.row_gradients import GradientRounds, RowGradients, Sealed, seal
 from tpu_embedding.sparse_core.limits import SparseCoreIds
 from tpu_embedding.types import RowRange
 

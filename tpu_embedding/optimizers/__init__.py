@@ -51,12 +51,14 @@ from tpu_embedding.optimizers.row_optimizer import TableOptimizer as TableOptimi
 from tpu_embedding.optimizers.rules.adafactor import adafactor as adafactor
 from tpu_embedding.optimizers.rules.adagrad import adagrad as adagrad
 from tpu_embedding.optimizers.rules.adagrad import adagrad_momentum as adagrad_momentum
-from tpu_embedding.optimizers.rules.adagrad import rowwise_adagrad as rowwise_adagrad
-from tpu_embedding.optimizers.rules.adam import adam as adam
-from tpu_embedding.optimizers.rules.assign import assign as assign
-from tpu_embedding.optimizers.rules.bounded_adagrad import (
+from tpu_embedding.optimizers.rules.adagrad import (
     bounded_adagrad as bounded_adagrad,
 )
+from tpu_embedding.optimizers.rules.adagrad import proximal_adagrad as proximal_adagrad
+from tpu_embedding.optimizers.rules.adagrad import rowwise_adagrad as rowwise_adagrad
+from tpu_embedding.optimizers.rules.adam import adam as adam
+from tpu_embedding.optimizers.rules.adam import online_yogi as online_yogi
+from tpu_embedding.optimizers.rules.adam import proximal_yogi as proximal_yogi
 from tpu_embedding.optimizers.rules.clippy import clippy_adagrad as clippy_adagrad
 from tpu_embedding.optimizers.rules.frequency import (
     frequency_aware_adagrad as frequency_aware_adagrad,
@@ -70,9 +72,6 @@ from tpu_embedding.optimizers.rules.frequency import (
 from tpu_embedding.optimizers.rules.ftrl import ftrl as ftrl
 from tpu_embedding.optimizers.rules.lazy_adam import adamw as adamw
 from tpu_embedding.optimizers.rules.lazy_adam import lazy_adam as lazy_adam
-from tpu_embedding.optimizers.rules.lion import lion as lion
-from tpu_embedding.optimizers.rules.momentum import momentum as momentum
-from tpu_embedding.optimizers.rules.proximal import proximal_adagrad as proximal_adagrad
 from tpu_embedding.optimizers.rules.rmsprop import adadelta as adadelta
 from tpu_embedding.optimizers.rules.rmsprop import rmsprop as rmsprop
 from tpu_embedding.optimizers.rules.rowwise import lamb as lamb
@@ -83,8 +82,9 @@ from tpu_embedding.optimizers.rules.rowwise import (
     partial_rowwise_lamb as partial_rowwise_lamb,
 )
 from tpu_embedding.optimizers.rules.rowwise import rowwise_rmsprop as rowwise_rmsprop
+from tpu_embedding.optimizers.rules.sgd import assign as assign
+from tpu_embedding.optimizers.rules.sgd import lion as lion
+from tpu_embedding.optimizers.rules.sgd import momentum as momentum
 from tpu_embedding.optimizers.rules.sgd import sgd as sgd
 from tpu_embedding.optimizers.rules.user_defined import user_defined as user_defined
-from tpu_embedding.optimizers.rules.yogi import online_yogi as online_yogi
-from tpu_embedding.optimizers.rules.yogi import proximal_yogi as proximal_yogi
 from tpu_embedding.optimizers.table_rows import table_rows as table_rows

@@ -6,11 +6,11 @@ from typing import Any, TypeVar
 import jax
 import jax.numpy as jnp
 
-from tpu_embedding.optimizers.rules._adafactor_state import (
+from tpu_embedding.optimizers.rules.adafactor import (
     AdafactorState,
     CollectedGradients,
+    catch_up,
 )
-from tpu_embedding.optimizers.rules._averages import catch_up
 
 Params = TypeVar("Params")
 

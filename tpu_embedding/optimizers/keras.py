@@ -33,9 +33,8 @@ from tpu_embedding.optimizers.rules.adafactor import adafactor
 from tpu_embedding.optimizers.rules.adagrad import adagrad
 from tpu_embedding.optimizers.rules.adam import adam
 from tpu_embedding.optimizers.rules.ftrl import ftrl
-from tpu_embedding.optimizers.rules.lion import lion
 from tpu_embedding.optimizers.rules.rmsprop import adadelta, rmsprop
-from tpu_embedding.optimizers.rules.sgd import sgd
+from tpu_embedding.optimizers.rules.sgd import lion, sgd
 
 KerasRows = Literal["every", "touched"]
 

@@ -1,7 +1,8 @@
 """Features of a plan: their rows, and the part of a nest that a batch holds.
 
 A plan has one `FeaturePlan` per feature. `make_plan` finds their tables in new stacks,
-and `EmbeddingPlan.with_features` in the stacks of an existing plan.
+and `EmbeddingPlan.with_features` in the stacks of an existing plan. In a job of several
+processes, each process loads the samples of its own devices only.
 """
 
 import dataclasses
@@ -263,3 +264,27 @@ def _subset_of(nest: Any, batch: Any) -> Any:
             return make(*parts) if hasattr(nest, "_fields") else make(parts)
     jax.tree.structure(nest).flatten_up_to(batch)
     return nest
+
+
+def process_shards(processes: Sequence[int]) -> dict[int, range] | None:
+    """Returns the shards of samples that each process holds, by its number.
+
+    Args:
+      processes: process of each device, in the order of the mesh. Each device looks up
+        one shard.
+
+    Returns:
+      Ranges of equal length. None if the devices of some process are not consecutive,
+      or differ in number.
+
+    Example:
+      >>> process_shards([0, 0, 1, 1])
+      {0: range(0, 2), 1: range(2, 4)}
+    """
+    size = len(processes) // len(set(processes))
+    shards = {
+        processes[start]: range(start, start + size)
+        for start in range(0, len(processes), size)
+    }
+    expected = [process for process, shard in shards.items() for _ in shard]
+    return shards if expected == list(processes) else None

@@ -22,9 +22,9 @@ from tpu_embedding.plan.features import (
     find_tables,
     flatten_config,
     plan_features,
+    process_shards,
 )
 from tpu_embedding.plan.input_plan import InputPlan, without_functions
-from tpu_embedding.plan.process_samples import process_shards
 from tpu_embedding.plan.stack_plan import StackPlan, TrainedStackPlan
 from tpu_embedding.rows.packed_rows import LANE_BYTES
 from tpu_embedding.types import AxisSize

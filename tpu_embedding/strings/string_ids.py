@@ -2,6 +2,10 @@
 
 All work on any container of strings, and leave weights and structure as they are. They
 number strings as TensorFlow and Keras do, so tables that were trained there fit.
+
+Runs and exports keep the vocabularies of their features in numbered files, and the
+names in a file of their own: file systems limit the length of names, and may ignore
+case. The files may come from anyone, so they are JSON without nested values.
 """
 
 import codecs
@@ -9,16 +13,15 @@ import functools
 import itertools
 import json
 import os
+import pathlib
+import re
+import uuid
 from collections.abc import Iterable, Mapping
 from typing import Any, Final, Literal, get_args
 
 import numpy as np
 
-from tpu_embedding.inputs.containers import (
-    HostIds,
-    is_integer,
-    read_ids,
-)
+from tpu_embedding.inputs.containers import HostIds, is_integer, read_ids
 from tpu_embedding.paths import local_path
 from tpu_embedding.strings.fingerprints import (
     ByteStrings,
@@ -26,10 +29,54 @@ from tpu_embedding.strings.fingerprints import (
     farmhash64,
     siphash64,
 )
-from tpu_embedding.strings.json_files import read_flat_json, write_atomically
 from tpu_embedding.types import PADDING_ROW_ID, DenseIds
 from tpu_embedding.types import ids_of as values_of
 from tpu_embedding.types import with_ids as with_values
+
+# Possessive quantifiers (`*+`) keep no state to backtrack, so a match takes linear time
+# and no memory.
+_STRING: Final = r'"[^"\\]*+(?:\\.[^"\\]*+)*+"'
+_LIST: Final = rf"\[\s*+(?:{_STRING}\s*+,?+\s*+)*+\]"
+_FIELD: Final = rf"{_STRING}\s*+:\s*+(?:{_STRING}|{_LIST}|[-+.\w]++)"
+_FLAT: Final = re.compile(
+    rf"\s*+(?:{_LIST}|\{{\s*+(?:{_FIELD}\s*+,?+\s*+){{0,9}}+\}})\s*+", re.DOTALL
+)
+
+
+def read_flat_json(path: pathlib.Path) -> Any:
+    """Returns the list of strings, or the dict of scalars and such lists, of a file.
+
+    Nested lists take 40 times their text in memory, so the text is matched first.
+
+    Raises:
+      ValueError: if the file holds anything else.
+    """
+    text = path.read_bytes().decode()
+    if not _FLAT.fullmatch(text):
+        raise ValueError("it must be JSON, with lists of strings and nothing nested")
+    return json.loads(text)
+
+
+def write_atomically(path: pathlib.Path, text: str) -> None:
+    """Writes a text in UTF-8, whole or not at all.
+
+    Raises:
+      OSError: if it cannot be written, for example because the disk is full; the error
+        names the file. An existing file then stays as it was.
+    """
+    path = pathlib.Path(os.path.realpath(path))
+    unfinished = path.with_name(f".{uuid.uuid4().hex}.unfinished")
+    try:
+        with unfinished.open("w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        unfinished.replace(path)
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, str(path)) from error
+    finally:
+        unfinished.unlink(missing_ok=True)
+
 
 MAX_IDS: Final = PADDING_ROW_ID - 1
 """Largest number of ids: the limit of `TableConfig.vocabulary_size`."""
@@ -490,3 +537,61 @@ def _in_container_of(strings: Any, read: HostIds, ids: np.ndarray) -> Any:
     if isinstance(container, DenseIds) and not isinstance(strings, DenseIds):
         return container.ids
     return container
+
+
+VOCABULARIES_DIR: Final = "vocabularies"
+_NAMES_FILE: Final = "names.json"
+
+
+def save_vocabularies(
+    directory: pathlib.Path, vocabularies: Mapping[str, Vocabulary]
+) -> None:
+    """Writes vocabularies below a directory; nothing if there are none."""
+    path = directory / VOCABULARIES_DIR
+    if vocabularies:
+        path.mkdir(exist_ok=True)
+        write_atomically(path / _NAMES_FILE, json.dumps(list(vocabularies)))
+    for number, vocabulary in enumerate(vocabularies.values()):
+        vocabulary.save(path / f"{number}.json")
+
+
+def load_vocabularies(directory: pathlib.Path) -> dict[str, Vocabulary]:
+    """Returns the vocabularies below a directory, by the names of their features.
+
+    The directory may come from anyone, so links, which may point elsewhere, are errors.
+
+    Raises:
+      ValueError: if a file is missing, or was not written by `save_vocabularies`; the
+        message names it.
+    """
+    path = directory / VOCABULARIES_DIR
+    if not path.exists() and not path.is_symlink():
+        return {}
+    if path.is_symlink() or not path.is_dir():
+        raise _not_saved(path, "it must be a directory, not a link or a file")
+    names_file = path / _NAMES_FILE
+    _check_is_file(names_file)
+    try:
+        names = read_flat_json(names_file)
+        if not isinstance(names, list) or len(set(names)) < len(names):
+            raise ValueError("it must be a list of different names")
+    except ValueError as error:
+        raise _not_saved(names_file, error) from None
+    vocabularies = {}
+    for number, name in enumerate(names):
+        file = path / f"{number}.json"
+        _check_is_file(file)
+        vocabularies[name] = Vocabulary.load(file)
+    return vocabularies
+
+
+def _check_is_file(path: pathlib.Path) -> None:
+    if path.is_symlink() or not path.is_file():
+        raise _not_saved(path, "it must be a file, and not a link")
+
+
+def _not_saved(path: pathlib.Path, problem: object) -> ValueError:
+    return ValueError(
+        f"{path} is not part of saved vocabularies: {problem}; copy the directory "
+        "again."
+    )

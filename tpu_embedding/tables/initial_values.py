@@ -36,7 +36,7 @@ from tpu_embedding.plan.plan import EmbeddingPlan
 from tpu_embedding.plan.shard_map import constrain, in_auto_axes, on_shards
 from tpu_embedding.plan.stack_plan import StackPlan, TablePlan
 from tpu_embedding.row_random_bits import key_words
-from tpu_embedding.rows.consecutive_rows import merge_block
+from tpu_embedding.rows.access import merge_block
 from tpu_embedding.rows.id_directory import (
     IdDirectory,
     directory_name,

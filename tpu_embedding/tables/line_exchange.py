@@ -18,7 +18,7 @@ from tpu_embedding.plan.shard_map import on_shards
 from tpu_embedding.plan.stack_plan import StackPlan
 from tpu_embedding.rows.file_rows import file_row
 from tpu_embedding.rows.packed_rows import PackedRows, RowLayout, round_up
-from tpu_embedding.tables.row_windows import Window, rows_per_window
+from tpu_embedding.tables.row_stream import Window, rows_per_window
 
 _TILE_ELEMENTS: Final = 1024
 """Elements of a tile of a TPU. Parts of whole tiles are sent without a copy."""

@@ -6,11 +6,10 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from tpu_embedding.optimizers.rules._adafactor_state import AdafactorState
-from tpu_embedding.optimizers.rules._averages import catch_up
 from tpu_embedding.optimizers.rules._sums import compensated_sum
+from tpu_embedding.optimizers.rules.adafactor import AdafactorState, catch_up
 from tpu_embedding.plan.stack_plan import TrainedStackPlan
-from tpu_embedding.rows.consecutive_rows import blocks_of, read_block, write_block
+from tpu_embedding.rows.access import blocks_of, read_block, write_block
 from tpu_embedding.rows.packed_rows import PackedRows, load_rows, store_rows
 from tpu_embedding.update.every_row import KeptGradientState
 from tpu_embedding.update.tables_of_rows import tables_of_rows

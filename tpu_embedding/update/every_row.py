@@ -18,8 +18,13 @@ from jaxtyping import Array
 
 from tpu_embedding.optimizers.table_rows import AllReduce, table_rows_context
 from tpu_embedding.plan.stack_plan import TrainedStackPlan
-from tpu_embedding.rows.access import add_to_rows, gather_lines
-from tpu_embedding.rows.consecutive_rows import blocks_of, read_block, write_block
+from tpu_embedding.rows.access import (
+    add_to_rows,
+    blocks_of,
+    gather_lines,
+    read_block,
+    write_block,
+)
 from tpu_embedding.rows.packed_rows import PackedRows, full_rows
 from tpu_embedding.rows.row_gradients import GradientRounds, RowGradients
 from tpu_embedding.types import PADDING_ROW_ID, RowRange, RowUpdates

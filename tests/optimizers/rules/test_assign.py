@@ -7,7 +7,7 @@ import pytest
 
 import tpu_embedding as te
 from tests.conftest import mesh_of
-from tpu_embedding.optimizers.rules.assign import assign
+from tpu_embedding.optimizers.rules.sgd import assign
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ import pytest
 
 import tpu_embedding as te
 from tests.conftest import mesh_of
-from tpu_embedding.strings.vocabulary_files import save_vocabularies
+from tpu_embedding.strings.string_ids import save_vocabularies
 from tpu_embedding.tools import cli
 
 USER_ID = 2**40

@@ -9,11 +9,11 @@ import pytest
 from tests.conftest import mesh_of
 from tpu_embedding.hardware import hardware_of_device
 from tpu_embedding.tools import compile_report
-from tpu_embedding.tools.compile_report.slice_shapes import (
+from tpu_embedding.tools.compile_report.topology import (
     SLICE_SHAPES,
     TPU_GENERATIONS,
+    num_slices_of,
 )
-from tpu_embedding.tools.compile_report.topology import num_slices_of
 
 
 @pytest.mark.tpu_compiler
@@ -89,7 +89,7 @@ def test_grids_that_no_slice_has(generations, grid):
 
 BUILD = """
 from tpu_embedding.tools import compile_report
-from tpu_embedding.tools.compile_report.slice_shapes import SLICE_SHAPES
+from tpu_embedding.tools.compile_report.topology import SLICE_SHAPES
 
 for name, shapes in SLICE_SHAPES.items():
     side = shapes.cube_side

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import tpu_embedding as te
-from tpu_embedding.strings.vocabulary_files import (
+from tpu_embedding.strings.string_ids import (
     load_vocabularies,
     save_vocabularies,
 )

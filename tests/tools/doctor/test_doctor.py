@@ -10,13 +10,14 @@ import pytest
 from tpu_embedding.hardware import GIBIBYTE
 from tpu_embedding.tools import cli
 from tpu_embedding.tools.doctor import child, devices, examine
-from tpu_embedding.tools.doctor.devices import (
+from tpu_embedding.tools.doctor.examine import (
     ask_child,
     check_devices,
     check_holders,
+    check_variables,
+    check_versions,
     parse_expectation,
 )
-from tpu_embedding.tools.doctor.environment import check_variables, check_versions
 
 CHIPS = ["/dev/accel0", "/dev/accel1"]
 ROOT = pathlib.Path(__file__).parents[3]

@@ -1,4 +1,8 @@
-"""Keras' ways to scale and clip a gradient, for rows of tables and dense arrays."""
+"""Scaling and clipping of gradients as in Keras, and L1 and L2 regularisation.
+
+The clips work on rows of tables and on dense arrays. The closed forms of regularisation
+serve several rules.
+"""
 
 import dataclasses
 from typing import Any, Literal
@@ -85,3 +89,44 @@ def with_norm_of_arrays(
             return rule.update(updates, state, params)
 
     return optax.GradientTransformation(rule.init, update)
+
+
+def proximal_step(rows: jax.Array, step_sizes: Any, l1: Any, l2: Any) -> jax.Array:
+    """Applies the proximal operator of `l1 * |w| + l2 / 2 * w**2` to each element.
+
+    `sign(w) * max(abs(w) - step_size * l1, 0) / (1 + step_size * l2)`.
+
+    Args:
+      rows: `[rows, dim]`, after the gradient step.
+      step_sizes: learning rate of each element, `[rows, dim]`.
+      l1: strength of L1 regularisation, a non-negative scalar.
+      l2: strength of L2 regularisation, a non-negative scalar.
+    """
+    shrunk = jnp.maximum(jnp.abs(rows) - step_sizes * l1, 0)
+    return jnp.sign(rows) * shrunk / (1 + step_sizes * l2)
+
+
+def split_zero_rate(rate: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Returns True unless a learning rate is 0 or subnormal, and a safe divisor.
+
+    FTRL's linears count in units of `1 / rate`. A step at a rate of 0 therefore must
+    not change them; the caller masks it.
+    """
+    # The inverse of a subnormal number overflows.
+    moves = jnp.abs(rate) >= jnp.finfo(jnp.float32).tiny
+    return moves, jnp.where(moves, rate, 1)
+
+
+def ftrl_rows(linears: jax.Array, l1: Any, denominators: jax.Array) -> jax.Array:
+    """Returns the rows that minimise FTRL's objective, given its slot variables.
+
+    `(clip(l, -l1, l1) - l) / denominator`. A denominator of 0 gives a row of 0.
+
+    Args:
+      linears: `l`, `[rows, dim]`.
+      l1: bound of the linears that leave a row at 0, a non-negative scalar.
+      denominators: `[rows, dim]`, non-negative.
+    """
+    numerators = jnp.clip(linears, -l1, l1) - linears
+    is_zero = denominators == 0
+    return jnp.where(is_zero, 0, numerators / jnp.where(is_zero, 1, denominators))

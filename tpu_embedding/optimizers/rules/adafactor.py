@@ -4,40 +4,375 @@ Shazeer and Stern, "Adafactor: Adaptive Learning Rates with Sublinear Memory Cos
 2018), with Keras' formulas. Keras divides by the mean of the row accumulators. This
 rule divides by the mean of the column accumulators. Both means are the same moving
 average of the mean squared gradient, but the second is known on every shard.
+
+One state serves tables and dense arrays of any rank. Keras factors the last two axes of
+an array of rank 2 or more, and keeps the second moments of other arrays as they are.
+Tables have rank 2. Their totals are over all rows, and a step may skip rows.
+
+Moving averages of rows lag behind until their row moves. A row that stays still for `k`
+steps changes its average `a` in closed form,
+`a = momentum**k * a + (1 - momentum**k) * row`. So averages are updated in the steps
+that move their row, and caught up when they are read.
 """
 
 import dataclasses
-from typing import Any
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
 
 from tpu_embedding.optimizers.array_rules import for_each_array
-from tpu_embedding.optimizers.checks import (
-    PASSED,
-    finite,
-    positive_bound,
-)
+from tpu_embedding.optimizers.checks import PASSED, finite, positive_bound
 from tpu_embedding.optimizers.learning_rates import learning_rate_at
 from tpu_embedding.optimizers.options import takes_own_options
 from tpu_embedding.optimizers.row_optimizer import DeclaredRule, RowOptimizer
-from tpu_embedding.optimizers.rules._adafactor_moments import (
-    AdafactorMode,
-    Moments,
-    plus_total,
-)
-from tpu_embedding.optimizers.rules._adafactor_state import (
-    AdafactorState,
-    CollectedGradients,
-)
-from tpu_embedding.optimizers.rules._averages import Averages, EMAStart
 from tpu_embedding.optimizers.rules._clipping import (
     ClipnormOf,
     Clipping,
     with_norm_of_arrays,
 )
-from tpu_embedding.optimizers.table_rows import TableRows, table_rows
+from tpu_embedding.optimizers.rules._sums import (
+    NO_SUM,
+    CompensatedSum,
+    coarse_part,
+    compensated_sum,
+)
+from tpu_embedding.optimizers.table_rows import TableRows, is_in_layer, table_rows
+
+
+class CollectedGradients(NamedTuple):
+    """State of `adafactor` on dense arrays, with `gradient_accumulation_steps`."""
+
+    steps: optax.MultiStepsState
+
+
+class AdafactorState(NamedTuple):
+    """State of `adafactor`. A field that an array has no use for is None.
+
+    Attributes:
+      count: updates so far.
+      row_accumulators: `r`, `[rows]`; of a dense array of rank 3 or more, its shape
+        without the last axis.
+      row_clocks: `[rows]`. Mode "lazy": updates of the row so far. Mode "exact": sum of
+        the logarithms of the decays up to the row's latest update.
+      column_accumulators: `c`, `[tables, dim]`; of a dense array of rank 3 or more, its
+        shape without the axis before the last.
+      velocities: second moments of a dense array of rank 0 or 1.
+      squares: sum of the squares of all elements of each table, `[tables]`.
+      clock: mode "exact": sum of the logarithms of the decays so far.
+      averages: moving averages, with `use_ema`; of the shape of the array.
+      average_counts: `[rows]`, the `count` at the latest update of the row's average.
+      average_momentum: decay of the averages.
+    """
+
+    count: jax.Array
+    row_accumulators: Any = None
+    row_clocks: Any = None
+    column_accumulators: Any = None
+    velocities: Any = None
+    # All rows of a dense array are at hand in each step, so nothing is tracked. The
+    # sums stand there, empty, so that all states have one structure.
+    squares: CompensatedSum = NO_SUM
+    clock: CompensatedSum | None = None
+    averages: Any = None
+    average_counts: Any = None
+    average_momentum: Any = None
+
+
+EMAStart = Literal["first_update", "initial_values"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Averages:
+    """The moving averages of `adafactor`; see its arguments.
+
+    Attributes:
+      momentum: `ema_momentum`.
+      overwrite_frequency: `ema_overwrite_frequency`.
+      start: `ema_start`.
+      gradient_steps: steps of one update. The averages advance in each of them.
+    """
+
+    momentum: Any
+    overwrite_frequency: Any
+    start: EMAStart
+    gradient_steps: int
+
+    def init(self, state: AdafactorState, array: Any) -> AdafactorState:
+        """Returns the state with averages that start at the values of an array."""
+        is_table = array.ndim == 2
+        return state._replace(
+            averages=jnp.array(array, jnp.float32),
+            average_counts=jnp.zeros(array.shape[0], jnp.int32) if is_table else None,
+            average_momentum=jnp.asarray(self.momentum, jnp.float32),
+        )
+
+    def update(
+        self, old: Any, new: Any, state: AdafactorState, tables: TableRows | None
+    ) -> tuple[Any, AdafactorState]:
+        """Averages the values after an update.
+
+        Args:
+          old: values before the update.
+          new: values after it.
+          state: state before the update.
+          tables: the tables of the rows; None for a dense array.
+
+        Returns:
+          The new values, which are the averages where these replace them, and the state
+          with the new averages.
+        """
+        missed, counts = 0, state.average_counts
+        if tables is not None:
+            new = tables.stored(old, new - old)
+            missed = (state.count - counts)[:, None]
+            counts = jnp.broadcast_to(state.count + 1, counts.shape)
+        missed = missed + self.gradient_steps - 1
+        momentum = jnp.asarray(self.momentum, jnp.float32)
+        averages = catch_up(state.averages, old, missed, momentum)
+        weight = momentum
+        if self.start == "first_update":
+            weight = jnp.where(state.count == 0, 0.0, momentum)
+        averages = weight * averages + (1 - weight) * new
+        state = state._replace(
+            averages=averages, average_counts=counts, average_momentum=momentum
+        )
+        if self.overwrite_frequency is None:
+            return new, state
+        overwrites = (state.count + 1) % self.overwrite_frequency == 0
+        return jnp.where(overwrites, averages, new), state
+
+
+def catch_up(
+    averages: jax.Array, rows: jax.Array, missed_steps: Any, momentum: Any
+) -> jax.Array:
+    """Returns averages after steps in which their rows stayed as they are.
+
+    Args:
+      averages: float32, of any shape.
+      rows: values that are averaged, of the same shape.
+      missed_steps: number of steps, non-negative; broadcast against the rows.
+      momentum: decay of the averages, in [0, 1].
+
+    Example:
+      >>> catch_up(jnp.zeros(1), jnp.ones(1), 2, 0.5).tolist()
+      [0.75]
+    """
+    missed_steps = jnp.asarray(missed_steps, jnp.float32)
+    weight = jnp.power(jnp.asarray(momentum, jnp.float32), missed_steps)
+    return weight * averages + (1 - weight) * rows
+
+
+AdafactorMode = Literal["lazy", "exact"]
+
+
+class ScaledGradient(NamedTuple):
+    """A gradient divided by the root of its second moments.
+
+    Attributes:
+      values: the quotient, `u`.
+      rms: root of its mean square, a scalar; of tables, `[tables]`.
+      scale: root of the mean square of the decayed values, of the same shape.
+      state: state with the new moments.
+    """
+
+    values: jax.Array
+    rms: jax.Array
+    scale: jax.Array
+    state: AdafactorState
+
+
+@dataclasses.dataclass(frozen=True)
+class Moments:
+    """How the second moments of `adafactor` move; see its arguments."""
+
+    beta_2_decay: Any
+    epsilon_1: Any
+    mode: AdafactorMode
+
+    def init(self, array: Any) -> AdafactorState:
+        """Returns the state of the rows of one stack, or of a dense array."""
+        shape, is_exact = array.shape, self.mode == "exact"
+        state = AdafactorState(
+            count=jnp.zeros((), jnp.int32), clock=NO_SUM if is_exact else None
+        )
+        if len(shape) < 2:
+            return state._replace(velocities=jnp.zeros(shape, jnp.float32))
+        if len(shape) > 2:
+            return state._replace(
+                row_accumulators=jnp.zeros(shape[:-1], jnp.float32),
+                column_accumulators=jnp.zeros((*shape[:-2], shape[-1]), jnp.float32),
+            )
+        tables = table_rows(array)
+        start = self.epsilon_1 if is_exact else 0.0
+        return state._replace(
+            row_accumulators=jnp.full(shape[0], start, jnp.float32),
+            row_clocks=jnp.zeros(shape[0], jnp.float32),
+            column_accumulators=jnp.zeros(
+                (tables.table_sizes.shape[0], shape[1]), jnp.float32
+            ),
+            squares=sum_of_squares(array, tables),
+            clock=compensated_sum(jnp.zeros(())) if is_exact else None,
+        )
+
+    def scale_array(
+        self, gradient: jax.Array, state: AdafactorState, array: Any
+    ) -> ScaledGradient:
+        """Scales the gradient of a dense array of any rank but 2.
+
+        Args:
+          gradient: the clipped gradient.
+          state: state before the step.
+          array: values after weight decay.
+        """
+        b = self._decay_at(state.count + 1)
+        squares = jnp.square(gradient) + self.epsilon_1
+        if state.velocities is not None:
+            velocities = b * state.velocities + (1 - b) * squares
+            scaled = gradient * _inverse_root(velocities)
+            state = state._replace(velocities=velocities)
+        else:
+            rows = b * state.row_accumulators + (1 - b) * jnp.mean(squares, axis=-1)
+            columns = b * state.column_accumulators
+            columns += (1 - b) * jnp.mean(squares, axis=-2)
+            means = jnp.mean(rows, axis=-1, keepdims=True)
+            profile = columns / jnp.where(means > 0, means, 1)
+            # Two roots: the product of both could underflow.
+            scaled = gradient * _inverse_root(rows)[..., None]
+            scaled *= _inverse_root(profile)[..., None, :]
+            state = state._replace(row_accumulators=rows, column_accumulators=columns)
+        return ScaledGradient(scaled, _rms(scaled), _rms(array), state)
+
+    def scale_rows(
+        self,
+        gradient: jax.Array,
+        state: AdafactorState,
+        rows: tuple[jax.Array, jax.Array],
+        tables: TableRows,
+    ) -> ScaledGradient:
+        """Scales the gradients of the rows at hand.
+
+        Args:
+          gradient: the clipped gradient, `[rows, dim]`.
+          state: state before the step.
+          rows: the rows before and after weight decay.
+          tables: the tables of the rows.
+        """
+        before, decayed = rows
+        # Outside of the layer all rows are at hand, and may have been set since.
+        squares = state.squares if is_in_layer() else sum_of_squares(before, tables)
+        state = self._move_rows(gradient, state._replace(squares=squares), tables)
+        change = jnp.sum(jnp.square(decayed) - jnp.square(before), axis=1)
+        columns, change, num_rows = self._move_columns(gradient, state, tables, change)
+        means = jnp.mean(columns, axis=1, keepdims=True)
+        # A table that was never touched has no column moments yet.
+        profile = columns / jnp.where(means > 0, means, 1)
+        scaled = gradient * _inverse_root(state.row_accumulators)[:, None]
+        scaled *= tables.per_row(_inverse_root(profile))
+        scaled = jnp.where(self.rows_to_update(tables)[:, None], scaled, 0)
+        dim = gradient.shape[1]
+        total = tables.total(jnp.sum(jnp.square(scaled), axis=1))
+        rms = jnp.sqrt(total / (num_rows * dim))
+        num_values = jnp.maximum(tables.table_sizes, 1) * dim
+        scale = jnp.sqrt(jnp.maximum(squares.value + change, 0) / num_values)
+        state = state._replace(column_accumulators=columns)
+        return ScaledGradient(scaled, rms, scale, state)
+
+    def rows_to_update(self, tables: TableRows) -> Any:
+        """Returns the mask of the rows to update: in mode "lazy" the touched ones."""
+        return tables.is_touched if self.mode == "lazy" else tables.is_used
+
+    def _decay_at(self, t: jax.Array) -> jax.Array:
+        """Returns the decay of the accumulators in update `t`, counted from 1."""
+        return 1 - jnp.power(t.astype(jnp.float32), self.beta_2_decay)
+
+    def _move_rows(
+        self, gradient: Any, state: AdafactorState, tables: TableRows
+    ) -> AdafactorState:
+        """Returns the state with the new `r`, and the new clocks."""
+        mean = jnp.mean(jnp.square(gradient), axis=1) + self.epsilon_1
+        old = state.row_accumulators
+        if state.clock is None:  # Mode "lazy".
+            clocks = state.row_clocks + 1
+            b = self._decay_at(clocks)
+            moves = tables.is_touched
+            return state._replace(
+                row_accumulators=jnp.where(moves, b * old + (1 - b) * mean, old),
+                row_clocks=jnp.where(moves, clocks, state.row_clocks),
+            )
+        # Applies the updates that the row missed. With gradient 0, each of them is
+        # r = b * r + (1 - b) * epsilon_1.
+        missed = jnp.exp(state.clock.value - state.row_clocks)
+        old = missed * old + (1 - missed) * self.epsilon_1
+        b = self._decay_at(state.count + 1)
+        # The first step has b = 0, whose logarithm is infinite. It may be skipped: rows
+        # that it does not touch stay at epsilon_1, their initial value.
+        clock = state.clock.plus(jnp.where(b > 0, jnp.log(jnp.maximum(b, 1e-30)), 0.0))
+        return state._replace(
+            row_accumulators=b * old + (1 - b) * mean,
+            row_clocks=jnp.broadcast_to(clock.value, old.shape),
+            clock=clock,
+        )
+
+    def _move_columns(
+        self, gradient: Any, state: AdafactorState, tables: TableRows, change: Any
+    ) -> tuple[Any, Any, Any]:
+        """Returns the new `c`, the total of `change`, and the rows that means are over.
+
+        All of them are of each table. They take one all-reduce.
+        """
+        dim = gradient.shape[1]
+        moves = self.rows_to_update(tables)
+        columns = jnp.where(moves[:, None], jnp.square(gradient), 0)
+        count = moves.astype(jnp.float32)
+        parts = [columns, count[:, None], change[:, None]]
+        totals = tables.total(jnp.concatenate(parts, axis=1))
+        sums, counts, change = totals[:, :dim], totals[:, dim], totals[:, dim + 1]
+        num_rows = tables.table_sizes if self.mode == "exact" else counts
+        is_any = num_rows > 0
+        num_rows = jnp.maximum(num_rows, 1)
+        b = self._decay_at(state.count + 1)
+        old = state.column_accumulators
+        new = b * old + (1 - b) * (sums / num_rows[:, None] + self.epsilon_1)
+        return jnp.where(is_any[:, None], new, old), change, num_rows
+
+
+def sum_of_squares(rows: Any, tables: TableRows) -> CompensatedSum:
+    """Returns the sum of the squares of the elements of each table."""
+    rows = rows.astype(jnp.float32)  # Dense parameters may be narrow.
+    about = tables.total(jnp.sum(jnp.square(rows), axis=1))
+    nothing = compensated_sum(jnp.zeros_like(about))
+    return plus_total(nothing, jnp.square(rows), tables, about)
+
+
+def plus_total(
+    total: CompensatedSum, values: Any, tables: TableRows, about: Any
+) -> CompensatedSum:
+    """Adds the values of all rows of each table, `[rows, dim]`.
+
+    A float32 sum would err by a share of the largest total that a table ever had, which
+    is much for a table whose values shrink.
+
+    Args:
+      total: the sum so far, of each table.
+      values: what is added.
+      tables: the rows' tables.
+      about: total of each table, roughly.
+    """
+    coarse = coarse_part(values, tables.per_row(about)[:, None])
+    parts = [jnp.sum(coarse, axis=1), jnp.sum(values - coarse, axis=1)]
+    sums = tables.total(jnp.stack(parts, axis=1))
+    return total.plus(sums[:, 0]).plus(sums[:, 1])
+
+
+def _inverse_root(values: jax.Array) -> jax.Array:
+    """Returns `1 / sqrt(values)`; 1 for a value of 0, whose gradients were all 0."""
+    return jax.lax.rsqrt(jnp.where(values > 0, values, 1))
+
+
+def _rms(values: jax.Array) -> jax.Array:
+    return jnp.sqrt(jnp.mean(jnp.square(values)))
 
 
 @takes_own_options(

@@ -1,7 +1,8 @@
-"""Adagrad, with an accumulator per element or per row.
+"""Adagrad, with an accumulator per element or per row; bounded and proximal Adagrad.
 
 Duchi, Hazan and Singer, "Adaptive Subgradient Methods for Online Learning and
-Stochastic Optimization", JMLR 12 (2011).
+Stochastic Optimization", JMLR 12 (2011). Duchi and Singer, "Efficient Learning using
+Forward-Backward Splitting" (NIPS 2009).
 """
 
 import math
@@ -20,7 +21,9 @@ from tpu_embedding.optimizers.checks import (
     non_negative,
     positive,
 )
+from tpu_embedding.optimizers.learning_rates import learning_rate_at
 from tpu_embedding.optimizers.options import CommonOptions, takes_common_options
+from tpu_embedding.optimizers.rules._clipping import proximal_step
 
 WeightDecayMode = Literal["l2", "decoupled"]
 
@@ -240,3 +243,150 @@ def adagrad_momentum(
     return optax.chain(
         for_each_array(init, update), optax.scale_by_learning_rate(learning_rate)
     )
+
+
+class BoundedAdagradState(NamedTuple):
+    """State of `bounded_adagrad`: slot variable `[rows, dim]`, and count of updates."""
+
+    count: jax.Array
+    accumulators: jax.Array
+
+
+@takes_common_options()
+def bounded_adagrad(
+    learning_rate: optax.ScalarOrSchedule = 0.001,
+    initial_accumulator_value: float = 0.1,
+    update_accumulator_first: bool = False,
+    max_var_update: float = 0.0,
+    max_accumulator: float = 0.0,
+    **options: Unpack[CommonOptions],
+) -> optax.GradientTransformation:
+    """Makes Adagrad with upper bounds on accumulators and steps.
+
+    For a row `w` with the summed gradient `g`::
+
+        a_new = min(a + g**2, max_accumulator)
+        s = learning_rate * g / sqrt(a)
+        s = learning_rate * g / sqrt(a_new)       instead, if update_accumulator_first
+        w -= clip(s, -max_var_update, max_var_update)
+
+    A bound of 0 means no bound. The slot variable `a`, `[rows, dim]`, starts at
+    `initial_accumulator_value`, and `a_new` is its next value.
+
+    Source: `BoundedAdagradParameters` of TensorFlow's `optimization_parameters.proto`.
+    Its update is not public. This rule is a reading of that file's comments:
+    `max_var_update` bounds the step `s`, and the accumulator takes the unclipped
+    gradient.
+
+    Without bounds, and with `update_accumulator_first`, it equals `adagrad` and
+    `optax.adagrad` with an epsilon of 0.
+
+    Args:
+      learning_rate: scalar, or schedule of the step counted from 0.
+      initial_accumulator_value: start of `a`, positive.
+      update_accumulator_first: True divides by the root of the new accumulator.
+      max_var_update: largest change of an element in one step, non-negative.
+      max_accumulator: largest accumulator, non-negative. A larger initial value drops
+        to it in the row's first update.
+      **options: see `with_options`.
+
+    Raises:
+      ValueError: if a value is out of its range.
+
+    Example:
+      >>> optimizer = bounded_adagrad(1.0, 1.0, max_var_update=0.5, max_accumulator=2.0)
+      >>> rows = jnp.zeros((1, 2))
+      >>> updates, state = optimizer.update(rows + 3.0, optimizer.init(rows))
+      >>> updates.tolist(), state.accumulators.tolist()
+      ([[-0.5, -0.5]], [[2.0, 2.0]])
+    """
+
+    def init(params):
+        return BoundedAdagradState(
+            count=jnp.zeros((), jnp.int32),
+            accumulators=jnp.full_like(params, initial_accumulator_value),
+        )
+
+    def update(updates: Any, state: Any, params: Any):
+        del params
+        accumulators = jnp.minimum(
+            state.accumulators + jnp.square(updates), _or_infinite(max_accumulator)
+        )
+        used = accumulators if update_accumulator_first else state.accumulators
+        rate = learning_rate_at(learning_rate, state.count)
+        bound = _or_infinite(max_var_update)
+        steps = jnp.clip(rate * updates * jax.lax.rsqrt(used), -bound, bound)
+        return -steps, BoundedAdagradState(state.count + 1, accumulators)
+
+    return for_each_array(init, update)
+
+
+def _or_infinite(bound: Any) -> jax.Array:
+    """Returns the bound, with 0 replaced by infinity."""
+    bound = jnp.asarray(bound, jnp.float32)
+    return jnp.where(bound > 0, bound, jnp.inf)
+
+
+class ProximalAdagradState(NamedTuple):
+    """State of `proximal_adagrad`: slot variable `[rows, dim]`, count of updates."""
+
+    count: jax.Array
+    accumulators: jax.Array
+
+
+@takes_common_options()
+def proximal_adagrad(
+    learning_rate: optax.ScalarOrSchedule = 0.001,
+    *,
+    l1: float = 0.0,
+    l2: float = 0.0,
+    initial_accumulator_value: float = 0.1,
+    **options: Unpack[CommonOptions],
+) -> optax.GradientTransformation:
+    """Makes Adagrad followed by a proximal step, which shrinks rows towards zero.
+
+    For a row `w` with the summed gradient `g`::
+
+        a += g**2
+        eta = learning_rate / sqrt(a)
+        z = w - eta * g
+        w = sign(z) * max(abs(z) - eta * l1, 0) / (1 + eta * l2)
+
+    `z` is the row after Adagrad's step, whose size is `eta`. The slot variable `a`,
+    `[rows, dim]`, starts at `initial_accumulator_value`.
+
+    Source: Duchi and Singer (2009), as `ProximalAdagradParameters` of TensorFlow's
+    `optimization_parameters.proto`, and its kernel
+    `ResourceSparseApplyProximalAdagrad`.
+
+    Rows are regularised only in steps that look them up. optax has no such optimizer.
+
+    Args:
+      learning_rate: scalar, or schedule of the step counted from 0.
+      l1: strength of L1 regularisation, non-negative.
+      l2: strength of L2 regularisation, non-negative.
+      initial_accumulator_value: start of `a`, positive.
+      **options: see `with_options`.
+
+    Raises:
+      ValueError: if a value is out of its range.
+
+    Example:
+      >>> proximal_adagrad(0.1).init(jnp.ones((3, 2))).accumulators.shape
+      (3, 2)
+    """
+
+    def init(params):
+        return ProximalAdagradState(
+            count=jnp.zeros((), jnp.int32),
+            accumulators=jnp.full_like(params, initial_accumulator_value),
+        )
+
+    def update(updates: Any, state: Any, params: Any):
+        accumulators = state.accumulators + jnp.square(updates)
+        rate = learning_rate_at(learning_rate, state.count)
+        eta = rate * jax.lax.rsqrt(accumulators)
+        rows = proximal_step(params - eta * updates, eta, l1, l2)
+        return rows - params, ProximalAdagradState(state.count + 1, accumulators)
+
+    return for_each_array(init, update)

@@ -1,18 +1,26 @@
-"""Adam, by default lazy: moments move only when their row is touched.
+"""Adam and Yogi, by default lazy: moments move only when their row is touched.
 
-Kingma and Ba, "Adam: A Method for Stochastic Optimization", ICLR 2015.
+Kingma and Ba, "Adam: A Method for Stochastic Optimization", ICLR 2015. Yogi takes
+similar steps, but its second moment changes by a bounded amount: Zaheer et al.,
+"Adaptive Methods for Nonconvex Optimization" (NeurIPS 2018).
 """
 
-from typing import NamedTuple, Unpack
+from typing import Any, NamedTuple, Unpack
 
 import jax
 import jax.numpy as jnp
 import optax
 
 from tpu_embedding.optimizers.array_rules import for_each_array
-from tpu_embedding.optimizers.checks import positive
+from tpu_embedding.optimizers.checks import non_negative, positive
+from tpu_embedding.optimizers.learning_rates import learning_rate_at
 from tpu_embedding.optimizers.modes import every_row
 from tpu_embedding.optimizers.options import CommonOptions, takes_common_options
+from tpu_embedding.optimizers.rules._clipping import (
+    ftrl_rows,
+    proximal_step,
+    split_zero_rate,
+)
 
 
 class AdamState(NamedTuple):
@@ -125,3 +133,166 @@ def adam(
         for_each_array(init, update), optax.scale_by_learning_rate(learning_rate)
     )
     return rule if lazy_adam else every_row(rule)
+
+
+class ProximalYogiState(NamedTuple):
+    """State of `proximal_yogi`: slot variables `[rows, dim]`, and count of updates."""
+
+    count: jax.Array
+    v: jax.Array
+    m: jax.Array
+
+
+@takes_common_options(initial_accumulator_value=non_negative)
+def proximal_yogi(
+    learning_rate: optax.ScalarOrSchedule = 0.01,
+    beta_1: float = 0.9,
+    beta_2: float = 0.999,
+    epsilon: float = 1e-3,
+    l1: float = 0.0,
+    l2: float = 0.0,
+    initial_accumulator_value: float = 1e-6,
+    **options: Unpack[CommonOptions],
+) -> optax.GradientTransformation:
+    """Makes Yogi followed by a proximal step, which shrinks rows towards zero.
+
+    For a row `w` with the summed gradient `g`::
+
+        v -= (1 - beta_2) * sign(v - g**2) * g**2
+        m = beta_1 * m + (1 - beta_1) * g
+        eta = learning_rate / (sqrt(v) + epsilon)
+        z = w - eta * m
+        w = sign(z) * max(abs(z) - eta * l1, 0) / (1 + eta * l2)
+
+    `z` is the row after Yogi's step, whose size is `eta`. The slot variables `v` and
+    `m` are `[rows, dim]`. `v` starts at `initial_accumulator_value`, `m` at 0.
+
+    Source: Zaheer et al. (2018), as `ProximalYogiParameters` of TensorFlow's
+    `optimization_parameters.proto`. The defaults are those of
+    `tensorflow/python/tpu/tpu_embedding.py`. TensorFlow publishes the parameters but
+    not the formula; the proximal step is assumed to be that of `proximal_adagrad`.
+
+    There is no bias correction, unlike in `optax.yogi`. TensorFlow's users multiply the
+    learning rate by `sqrt(1 - beta_2**t) / (1 - beta_1**t)`, with `t` the step from 1.
+    Slot variables decay, and rows are regularised, only in steps that look the row up.
+
+    Args:
+      learning_rate: scalar, or schedule of the step counted from 0.
+      beta_1: decay of `m`, in [0, 1).
+      beta_2: decay of `v`, in [0, 1).
+      epsilon: positive.
+      l1: strength of L1 regularisation, non-negative.
+      l2: strength of L2 regularisation, non-negative.
+      initial_accumulator_value: start of `v`, non-negative.
+      **options: see `with_options`.
+
+    Raises:
+      ValueError: if a value is out of its range.
+
+    Example:
+      >>> optimizer = proximal_yogi(0.1, beta_1=0.0, beta_2=0.0, epsilon=1.0)
+      >>> rows = jnp.zeros((1, 2))
+      >>> updates, _ = optimizer.update(rows + 1.0, optimizer.init(rows), rows)
+      >>> [round(x, 4) for x in updates[0].tolist()]
+      [-0.05, -0.05]
+    """
+
+    def init(params):
+        return ProximalYogiState(
+            count=jnp.zeros((), jnp.int32),
+            v=jnp.full_like(params, initial_accumulator_value),
+            m=jnp.zeros_like(params),
+        )
+
+    def update(updates: Any, state: Any, params: Any):
+        v = _second_moment(updates, state.v, beta_2)
+        m = beta_1 * state.m + (1 - beta_1) * updates
+        rate = learning_rate_at(learning_rate, state.count)
+        eta = rate / (jnp.sqrt(v) + epsilon)
+        rows = proximal_step(params - eta * m, eta, l1, l2)
+        return rows - params, ProximalYogiState(state.count + 1, v, m)
+
+    return for_each_array(init, update)
+
+
+class OnlineYogiState(NamedTuple):
+    """State of `online_yogi`: slot variables `[rows, dim]`, and count of updates."""
+
+    count: jax.Array
+    vs: jax.Array
+    linears: jax.Array
+
+
+@takes_common_options()
+def online_yogi(
+    learning_rate: optax.ScalarOrSchedule = 0.01,
+    l1: float = 0.0,
+    l2: float = 0.0,
+    beta_2: float = 0.999,
+    **options: Unpack[CommonOptions],
+) -> optax.GradientTransformation:
+    """Makes FTRL with Yogi's second moment; rows are recomputed from slot variables.
+
+    For a row `w` with the summed gradient `g`::
+
+        v_new = v - (1 - beta_2) * sign(v - g**2) * g**2
+        l += g - (sqrt(v_new) - sqrt(v)) * w / learning_rate
+        w = (clip(l, -l1, l1) - l) / (sqrt(v_new) / learning_rate + 2 * l2)
+
+    A denominator of 0 gives a row of 0. A step at a learning rate of 0 leaves the row
+    and its slot variables as they are. The slot variables `v` and `l`, `[rows, dim]`,
+    start at 0, and `v_new` is the next `v`. So the first update of a row discards its
+    initial value. Rows change only in steps that look them up.
+
+    Source: Zaheer et al. (2018), as `OnlineYogiParameters` of TensorFlow's
+    `optimization_parameters.proto`. That file names the paper "plus some extensions
+    based on FTRL" and no formula. This rule is a reading of it: `ftrl` with the root of
+    `v` in place of the power of its accumulator.
+
+    As in `proximal_yogi`, bias correction is left to the learning rate. optax has no
+    such optimizer.
+
+    Args:
+      learning_rate: scalar, or schedule of the step counted from 0.
+      l1: strength of L1 regularisation, non-negative.
+      l2: strength of L2 regularisation, non-negative.
+      beta_2: decay of `v`, in [0, 1).
+      **options: see `with_options`.
+
+    Raises:
+      ValueError: if a value is out of its range.
+
+    Example:
+      >>> optimizer = online_yogi(0.5, beta_2=0.0)
+      >>> rows = jnp.zeros((1, 2))
+      >>> updates, _ = optimizer.update(rows + 3.0, optimizer.init(rows), rows)
+      >>> updates.tolist()
+      [[-0.5, -0.5]]
+    """
+
+    def init(params):
+        return OnlineYogiState(
+            count=jnp.zeros((), jnp.int32),
+            vs=jnp.zeros_like(params),
+            linears=jnp.zeros_like(params),
+        )
+
+    def update(updates: Any, state: Any, params: Any):
+        rate = learning_rate_at(learning_rate, state.count)
+        moves, divisor = split_zero_rate(rate)
+        updates = jnp.where(moves, updates, 0)
+        vs = _second_moment(updates, state.vs, beta_2)
+        roots = jnp.sqrt(vs)
+        change = roots - jnp.sqrt(state.vs)
+        linears = state.linears + updates - change * params / divisor
+        rows = ftrl_rows(linears, l1, roots / divisor + 2 * l2)
+        rows = jnp.where(moves, rows, params)
+        return rows - params, OnlineYogiState(state.count + 1, vs, linears)
+
+    return for_each_array(init, update)
+
+
+def _second_moment(gradients: jax.Array, v: jax.Array, beta_2: float) -> jax.Array:
+    """Moves `v` towards the squares by at most `1 - beta_2` of them, never below 0."""
+    squares = jnp.square(gradients)
+    return v - (1 - beta_2) * jnp.sign(v - squares) * squares

@@ -1,10 +1,20 @@
-"""Stochastic gradient descent."""
+"""Gradient descent, plain and with momentum; Lion; and assignment, which sets rows.
 
-from typing import Unpack
+Polyak, "Some methods of speeding up the convergence of iteration methods" (1964).
+Nesterov's variant follows Sutskever et al., "On the importance of initialization and
+momentum in deep learning" (ICML 2013). Lion moves by the sign of an interpolated
+momentum: Chen et al., "Symbolic Discovery of Optimization Algorithms" (NeurIPS 2023).
+"""
 
+from typing import Any, Unpack
+
+import jax.numpy as jnp
 import optax
 
+from tpu_embedding.optimizers.checks import fraction
+from tpu_embedding.optimizers.equal_calls import equal_calls_are_one
 from tpu_embedding.optimizers.options import CommonOptions, takes_common_options
+from tpu_embedding.optimizers.row_optimizer import declare
 
 
 @takes_common_options()
@@ -35,3 +45,127 @@ def sgd(
       [[-0.5, -0.5]]
     """
     return optax.scale_by_learning_rate(learning_rate)
+
+
+@takes_common_options()
+def momentum(
+    learning_rate: optax.ScalarOrSchedule = 0.001,
+    momentum: float = 0.9,
+    *,
+    use_nesterov: bool = False,
+    **options: Unpack[CommonOptions],
+) -> optax.GradientTransformation:
+    """Makes gradient descent with momentum.
+
+    For a row `w` with the summed gradient `g`::
+
+        m = momentum * m + g
+        w -= learning_rate * m
+        w -= learning_rate * (g + momentum * m)           instead, if use_nesterov
+
+    The slot variable `m`, `[rows, dim]`, starts at 0.
+
+    Source: `MomentumParameters` of TensorFlow's `optimization_parameters.proto`, and
+    its kernel `ResourceSparseApplyMomentum`.
+
+    `m` decays only in steps that look its row up. `optax.sgd(momentum=...)` and Keras'
+    SGD move every row in every step. At a constant learning rate,
+    `every_row(momentum(...))` gives their result.
+
+    Args:
+      learning_rate: scalar, or schedule of the step counted from 0.
+      momentum: decay of `m`, in [0, 1].
+      use_nesterov: True selects Nesterov's step.
+      **options: see `with_options`.
+
+    Raises:
+      ValueError: if a value is out of its range.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> optimizer = momentum(0.5)
+      >>> state = optimizer.init(jnp.zeros((1, 2)))
+      >>> optimizer.update(jnp.ones((1, 2)), state)[0].tolist()
+      [[-0.5, -0.5]]
+    """
+    return optax.chain(
+        optax.trace(decay=momentum, nesterov=use_nesterov),
+        optax.scale_by_learning_rate(learning_rate),
+    )
+
+
+@takes_common_options(beta_1=fraction, beta_2=fraction)
+def lion(
+    learning_rate: optax.ScalarOrSchedule = 0.001,
+    beta_1: float = 0.9,
+    beta_2: float = 0.99,
+    **options: Unpack[CommonOptions],
+) -> optax.GradientTransformation:
+    """Makes Lion, which steps by the sign of an interpolated momentum.
+
+    For a row `w` with the summed gradient `g`::
+
+        w -= learning_rate * sign(beta_1 * m + (1 - beta_1) * g)
+        m = beta_2 * m + (1 - beta_2) * g
+
+    The slot variable `m`, `[rows, dim]`, starts at 0.
+
+    Source: Chen et al. (2023), as `LionParameters` of TensorFlow's
+    `optimization_parameters.proto`.
+
+    `m` decays only in steps that look its row up. `every_row(lion(...))` is
+    TensorFlow's `use_non_lazy_lion`, and Keras' Lion. `optax.lion` also decays weights.
+
+    Args:
+      learning_rate: scalar, or schedule of the step counted from 0.
+      beta_1: weight of the momentum in the step, in [0, 1].
+      beta_2: decay of the momentum, in [0, 1].
+      **options: see `with_options`.
+
+    Raises:
+      ValueError: if a value is out of its range.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> optimizer = lion(0.5)
+      >>> state = optimizer.init(jnp.zeros((1, 2)))
+      >>> optimizer.update(jnp.ones((1, 2)), state)[0].tolist()
+      [[-0.5, -0.5]]
+    """
+    return optax.chain(
+        optax.scale_by_lion(beta_1, beta_2),
+        optax.scale_by_learning_rate(learning_rate),
+    )
+
+
+@equal_calls_are_one
+def assign() -> optax.GradientTransformation:
+    """Makes the optimizer that sets each touched row to its gradient.
+
+    For a row `w` with the summed gradient `g`::
+
+        w = g
+
+    The sum is over samples, features and devices. A row with gradient 0 becomes 0. A
+    row that the step does not look up stays. There are no slot variables and no
+    learning rate.
+
+    Source: `AssignParameters` of TensorFlow's `optimization_parameters.proto`. Under
+    `in_sequence` the last occurrence of an id wins; TensorFlow promises no order. optax
+    has no such transformation.
+
+    The layer clears a row before it adds `g`. So the row equals `g`, also if it was NaN
+    or infinite. Outside of a layer, `g - w` is added, as optax does.
+
+    Example:
+      >>> optimizer = assign()
+      >>> rows = jnp.ones((1, 2))
+      >>> updates, _ = optimizer.update(5.0 * rows, optimizer.init(rows), rows)
+      >>> (rows + updates).tolist()
+      [[5.0, 5.0]]
+    """
+
+    def replace(gradient: Any, row: Any) -> Any:
+        return jnp.subtract(gradient, row)
+
+    return declare(optax.stateless_with_tree_map(replace), sets_rows=True)

@@ -2,9 +2,8 @@
 
 import dataclasses
 
-from tpu_embedding.tools.cli.arguments import UsageError
-from tpu_embedding.tools.doctor.devices import parse_expectation
-from tpu_embedding.tools.doctor.examine import examine
+from tpu_embedding.tools.cli.command import UsageError
+from tpu_embedding.tools.doctor.examine import examine, parse_expectation
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

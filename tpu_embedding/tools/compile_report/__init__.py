@@ -6,6 +6,12 @@
 * `topology`: meshes of TPUs that are not there, of `slice_shapes` that exist.
 """
 
+from tpu_embedding.tools.compile_report.hlo import (
+    TableAccesses as TableAccesses,
+)
+from tpu_embedding.tools.compile_report.hlo import (
+    inspect_program as inspect_program,
+)
 from tpu_embedding.tools.compile_report.memory import Memory as Memory
 from tpu_embedding.tools.compile_report.step_report import (
     CompileReport as CompileReport,
@@ -15,12 +21,6 @@ from tpu_embedding.tools.compile_report.step_report import (
 )
 from tpu_embedding.tools.compile_report.step_report import (
     format_report as format_report,
-)
-from tpu_embedding.tools.compile_report.table_accesses import (
-    TableAccesses as TableAccesses,
-)
-from tpu_embedding.tools.compile_report.table_accesses import (
-    inspect_program as inspect_program,
 )
 from tpu_embedding.tools.compile_report.topology import (
     abstract_arrays as abstract_arrays,

@@ -12,14 +12,14 @@ import jax
 
 from tpu_embedding.plan.memory import format_bytes
 from tpu_embedding.plan.plan import EmbeddingPlan
+from tpu_embedding.tools.compile_report.hlo import (
+    TableAccesses,
+    inspect_program,
+)
 from tpu_embedding.tools.compile_report.memory import (
     Memory,
     memory_of,
     refused_memory,
-)
-from tpu_embedding.tools.compile_report.table_accesses import (
-    TableAccesses,
-    inspect_program,
 )
 from tpu_embedding.tools.compile_report.topology import num_slices_of
 

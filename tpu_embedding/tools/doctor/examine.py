@@ -1,21 +1,284 @@
-"""Runs all checks of a machine."""
+"""Checks a machine: versions, environment variables, devices, and rows on them."""
 
+import dataclasses
+import fnmatch
 import glob
+import importlib.metadata
+import json
+import math
+import os
+import pathlib
+import platform
+import re
+import signal
+import subprocess
+import sys
 from collections.abc import Iterator, Mapping
-from typing import Final
+from typing import Any, Final, Literal
 
-from tpu_embedding.tools.doctor.devices import (
-    ask_child,
-    check_devices,
-    check_holders,
-    sparse_core_problem,
+from tpu_embedding.hardware import (
+    EXAMPLE_TOPOLOGIES,
+    GIBIBYTE,
+    hardware_by_name,
+    hardware_of_kind,
 )
-from tpu_embedding.tools.doctor.environment import (
-    Finding,
-    check_variables,
-    check_versions,
-    user_environment,
+from tpu_embedding.sparse_core.operations import unavailable_reason
+
+Status = Literal["ok", "warning", "FAILED"]
+
+_LIBRARIES: Final = (
+    *("tpu-embedding", "jax", "jaxlib", "libtpu", "flax", "optax"),
+    *("orbax-checkpoint", "numpy"),
 )
+
+_SET_BY_JAX: Final = (
+    *("TPU_SKIP_MDS_QUERY", "LIBTPU_INIT_ARGS", "TPU_ML_PLATFORM"),
+    *("TPU_ML_PLATFORM_VERSION", "GRPC_VERBOSITY", "TPU_LIBRARY_PATH"),
+)
+"""Variables that importing libtpu or JAX (`jax/_src/cloud_tpu_init.py`) changes."""
+
+_EFFECTS: Final[Mapping[str, tuple[Status, str]]] = {
+    "JAX_PLATFORMS": ("FAILED", "hides the TPU from JAX"),
+    "JAX_PLATFORM_NAME": ("FAILED", "hides the TPU from JAX"),
+    "TPU_SKIP_MDS_QUERY": (
+        "FAILED",
+        "keeps libtpu from asking the metadata server for the slice, so chips or other "
+        "hosts are not found",
+    ),
+    "ALLOW_MULTIPLE_LIBTPU_LOAD": (
+        "warning",
+        "lets two processes open the same chips, which then fail or hang",
+    ),
+    "TPU_VISIBLE_DEVICES": ("warning", "hides all other chips"),
+    "TPU_VISIBLE_CHIPS": ("warning", "hides all other chips"),
+    "TPU_PROCESS_BOUNDS": ("warning", "sets the grid of processes that libtpu awaits"),
+    "TPU_LIBRARY_PATH": ("warning", "loads another libtpu than the installed one"),
+    "LIBTPU_INIT_ARGS": ("warning", "changes options of libtpu and of its compiler"),
+    "XLA_FLAGS": ("warning", "changes options of the compiler"),
+    "MEGASCALE_COORDINATOR_ADDRESS": ("warning", "makes libtpu wait for other slices"),
+    "MEGASCALE_NUM_SLICES": ("warning", "makes libtpu wait for other slices"),
+}
+"""Effect of each variable that changes what JAX sees of a TPU. A warning may be set on
+purpose."""
+
+_OFF_VALUES: Final = ("", "0", "false", "False")
+
+
+@dataclasses.dataclass(frozen=True)
+class Finding:
+    """The result of one check.
+
+    Attributes:
+      check: what was checked.
+      status: its result. Only `"FAILED"` changes the exit status.
+      text: what was found.
+      way_out: what to do about it, or "".
+    """
+
+    check: str
+    status: Status
+    text: str
+    way_out: str = ""
+
+
+def user_environment() -> dict[str, str]:
+    """Returns the environment without the changes that JAX made at its import."""
+    try:
+        text = pathlib.Path("/proc/self/environ").read_text("utf-8", "replace")
+    except OSError:
+        return dict(os.environ)
+    at_start = (entry.partition("=") for entry in text.split("\0"))
+    unchanged = {k: v for k, v in os.environ.items() if k not in _SET_BY_JAX}
+    return unchanged | {name: v for name, _, v in at_start if name in _SET_BY_JAX}
+
+
+def check_versions() -> list[Finding]:
+    """Lists the versions, and checks that libtpu is the one that jax asks for."""
+    found = {name: _version(name) for name in _LIBRARIES}
+    listed = (f"{name} {version or 'absent'}" for name, version in found.items())
+    text = ", ".join((f"python {platform.python_version()}", *listed))
+    findings = [Finding("versions", "ok", text)]
+    for requirement in importlib.metadata.requires("jax") or ():
+        name, _, wanted = requirement.partition(";")[0].replace(" ", "").partition("==")
+        libtpu = found["libtpu"]
+        if name == "libtpu" and libtpu and not fnmatch.fnmatchcase(libtpu, wanted):
+            text = f"jax {found['jax']} needs libtpu {wanted}, but found {libtpu}."
+            findings.append(
+                Finding("libtpu", "FAILED", text, "pip install -U 'jax[tpu]'")
+            )
+    return findings
+
+
+def _version(name: str) -> str | None:
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def check_variables(environment: Mapping[str, str], chips: list[str]) -> list[Finding]:
+    """Checks the variables that switch off or change the detection of TPUs.
+
+    Args:
+      environment: the user's variables, from `user_environment`.
+      chips: files of this host's TPU chips; without any, variables are only listed.
+    """
+    findings = []
+    for name, (status, effect) in _EFFECTS.items():
+        value = environment.get(name, "")
+        if value in _OFF_VALUES or "tpu" in value.split(","):
+            continue
+        text = f"{name}={value} is set, which {effect}."
+        if chips:
+            way_out = f"Unless you set it on purpose: unset {name}"
+            findings.append(Finding("variable", status, text, way_out))
+        else:
+            findings.append(
+                Finding("variable", "ok", f"{text} This host has no chips.")
+            )
+    return findings
+
+
+_MIN_MEMORY_SHARE: Final = 0.9
+"""Minimum of a device's memory that programs can use; the runtime reserves the rest."""
+
+
+def ask_child(
+    question: list[str], environment: Mapping[str, str], seconds: float
+) -> dict[str, Any] | str:
+    """Returns the answer of a child process, or what went wrong.
+
+    A TPU belongs to one process at a time, and a program may hang or halt it. So all
+    work on the devices happens in children, each with a time limit.
+
+    Args:
+      question: arguments of `child.py`.
+      environment: variables of the child.
+      seconds: time limit.
+    """
+    command = [sys.executable, "-m", "tpu_embedding.tools.doctor.child", *question]
+    try:
+        child = subprocess.run(
+            command, capture_output=True, text=True, env=environment, timeout=seconds
+        )
+    except subprocess.TimeoutExpired:
+        return f"hangs: no result in {seconds:g} s; killed"
+    if child.returncode == 0:
+        return json.loads(child.stdout.splitlines()[-1])
+    status = child.returncode
+    text = f"ended with exit status {status}"
+    if status < 0:
+        text = f"crashed by {signal.Signals(-status).name}"
+    lines = [line.strip() for line in child.stderr.splitlines() if line.strip()]
+    return f"{text}: {lines[-1][:300]}" if lines else text
+
+
+def parse_expectation(text: str) -> tuple[str | None, int]:
+    """Returns generation and number of the devices that `--expect` names.
+
+    Raises:
+      ValueError: if the text is neither a number of devices, nor a generation and its
+        chips.
+
+    Example:
+      >>> parse_expectation("v5e:2x4"), parse_expectation("16")
+      (('v5e', 8), (None, 16))
+    """
+    name, _, size = text.rpartition(":")
+    if re.fullmatch(r"[1-9]\d{0,5}(x[1-9]\d{0,5})*", size, re.ASCII) is None:
+        raise ValueError(
+            "--expect must be a number of devices, or a generation and its chips such "
+            f"as {' or '.join(EXAMPLE_TOPOLOGIES)}, got {text!r}."
+        )
+    per_chip = hardware_by_name(name).devices_per_chip if name else 1
+    return name or None, math.prod(map(int, size.split("x"))) * per_chip
+
+
+def check_devices(
+    found: dict[str, Any] | str, expected: str | None, chips: list[str]
+) -> list[Finding]:
+    """Checks the devices that JAX found.
+
+    Args:
+      found: answer of the child to `devices`, or its problem.
+      expected: the devices that should be there, as in `parse_expectation`.
+      chips: files of this host's TPU chips.
+    """
+    if isinstance(found, str):
+        way_out = (
+            "Another process may hold the TPU. On a slice of several hosts, start the "
+            "doctor on all of them at the same time: each waits for the others."
+        )
+        text = f"JAX did not start: {found}"
+        return [Finding("devices", "FAILED", text, way_out)]
+    platform, kinds = found["platform"], found["kinds"]
+    listed = ", ".join(f"{kinds.count(x)} x {x}" for x in dict.fromkeys(kinds))
+    findings = [Finding("devices", "ok", f"JAX runs on {listed}.")]
+    if platform != "tpu" and chips:
+        text = f"JAX runs on {platform}, although this host has {', '.join(chips)}."
+        way_out = (
+            "pip install '.[tpu]' in a clone of the repository, and unset the "
+            "variables above."
+        )
+        findings.append(Finding("fall-back", "FAILED", text, way_out))
+    try:
+        hardware = hardware_of_kind(platform, kinds[0])
+    except ValueError:
+        hardware = None
+    if expected is not None:
+        name, count = parse_expectation(expected)
+        is_kind = name is None or (hardware is not None and hardware.name == name)
+        text = f"expected {expected}: {count} devices, found {listed}"
+        if is_kind and len(kinds) == count:
+            findings.append(Finding("expected", "ok", text))
+        else:
+            way_out = "Start the doctor on all hosts; check the accelerator type."
+            findings.append(Finding("expected", "FAILED", text, way_out))
+    if hardware is not None and hardware.hbm_capacity_bytes is not None:
+        capacity = hardware.hbm_capacity_bytes / hardware.devices_per_chip
+        findings += [_check_memory(limit, capacity) for limit in set(found["memory"])]
+    return findings
+
+
+def sparse_core_problem(found: Mapping[str, Any]) -> str | None:
+    """Returns why the devices that JAX found run no SparseCore operations; or None."""
+    platform, kinds = found["platform"], found["kinds"]
+    try:
+        hardware = hardware_of_kind(platform, kinds[0])
+    except ValueError as error:
+        return str(error)
+    if not hardware.cores_per_device:
+        return f"{hardware.name} has none that XLA can use"
+    return unavailable_reason(hardware, len(kinds))
+
+
+def _check_memory(limit: int | None, capacity: float) -> Finding:
+    """Compares the memory of devices with the hardware table's."""
+    if limit is None:
+        return Finding("memory", "warning", "the devices do not report their memory")
+    gibibytes = f"{limit / GIBIBYTE:.1f} of {capacity / GIBIBYTE:.0f} GiB per device"
+    if limit >= _MIN_MEMORY_SHARE * capacity:
+        return Finding("memory", "ok", gibibytes)
+    return Finding("memory", "FAILED", gibibytes, "unset LIBTPU_INIT_ARGS XLA_FLAGS")
+
+
+def check_holders(
+    chips: list[str], processes: pathlib.Path = pathlib.Path("/proc")
+) -> list[Finding]:
+    """Names the other processes that hold the TPU chips of this host."""
+    findings = []
+    for folder in sorted(processes.glob("[0-9]*")):
+        try:
+            opened = {os.readlink(link) for link in (folder / "fd").iterdir()}
+        except OSError:
+            continue  # It ended, or belongs to another user.
+        if folder.name != str(os.getpid()) and not opened.isdisjoint(chips):
+            text = f"Process {folder.name} holds a TPU, which one process can at a time"
+            findings.append(
+                Finding("TPU in use", "FAILED", text, f"kill {folder.name}")
+            )
+    return findings
+
 
 Times = list[tuple[int, float]]
 """Pairs of a dim and the milliseconds of a step."""

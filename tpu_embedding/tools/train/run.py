@@ -29,7 +29,7 @@ from tpu_embedding.inputs.buffer_sizes import BufferSizes
 from tpu_embedding.inputs.prepare import shard_batch
 from tpu_embedding.paths import is_local_path, local_path
 from tpu_embedding.plan.plan import EmbeddingPlan
-from tpu_embedding.strings.vocabulary_files import save_vocabularies
+from tpu_embedding.strings.string_ids import save_vocabularies
 from tpu_embedding.tools.data.batch import DataError, Dataset
 from tpu_embedding.tools.train.config import RunConfig
 from tpu_embedding.tools.train.feeding import check_values, prepare_batch, train_batches

@@ -16,8 +16,11 @@ from typing import Any, Final
 import orbax.checkpoint as ocp
 
 from tpu_embedding import distributed
-from tpu_embedding.strings.string_ids import Vocabulary
-from tpu_embedding.strings.vocabulary_files import VOCABULARIES_DIR, load_vocabularies
+from tpu_embedding.strings.string_ids import (
+    VOCABULARIES_DIR,
+    Vocabulary,
+    load_vocabularies,
+)
 from tpu_embedding.tools.data.batch import DataError, Dataset
 
 RECORDS_FILE: Final = "metrics.jsonl"

@@ -24,9 +24,8 @@ from tpu_embedding.nn.embedding import TPUEmbedding
 from tpu_embedding.nn.optimizer import Optimizer
 from tpu_embedding.nn.training import embedding_layers, value_and_grad
 from tpu_embedding.placement import Sharded
-from tpu_embedding.plan.device_mesh import SLICE_AXIS
 from tpu_embedding.plan.make_plan import make_plan
-from tpu_embedding.plan.mesh_options import choose_mesh
+from tpu_embedding.plan.mesh_options import SLICE_AXIS, choose_mesh
 from tpu_embedding.plan.plan import EmbeddingPlan
 from tpu_embedding.tools.compile_report.topology import abstract_arrays, abstract_batch
 from tpu_embedding.tools.data.batch import Batch, Dataset
