@@ -15,6 +15,7 @@ import tpu_embedding as te
 from tests.checkpoint.test_saving import check_equal, plan_of
 from tests.tiers import quick_cases, with_ids
 from tpu_embedding.checkpoint import CheckpointError
+from tpu_embedding.tables import line_exchange
 
 STEPS = (1000, 2000)
 SEEDS = 12
@@ -80,7 +81,7 @@ class Run:
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(row_stream, "_MIN_BLOCK_BYTES", 128)
+        patch.setattr(line_exchange, "_MIN_BLOCK_BYTES", 128)
         return Run(tmp_path_factory.mktemp("damage") / "run")
 
 

@@ -18,6 +18,7 @@ from tests.checkpoint.test_saving import (
     with_random_slots,
 )
 from tpu_embedding.checkpoint import CheckpointError, arrays, state_file
+from tpu_embedding.tables import line_exchange
 
 
 @pytest.fixture(scope="module")
@@ -166,7 +167,7 @@ def test_a_replaced_directory(saved, plan, links, tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("rounds", [2, pytest.param(60, marks=pytest.mark.full)])
 def test_restores_while_a_directory_is_replaced(plan, rounds, tmp_path, monkeypatch):
-    monkeypatch.setattr(row_stream, "_MIN_BLOCK_BYTES", 128)
+    monkeypatch.setattr(line_exchange, "_MIN_BLOCK_BYTES", 128)
     numbers = []
     for seed in (1, 2):
         state = state_of(plan, seed)

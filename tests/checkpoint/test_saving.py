@@ -24,6 +24,7 @@ import tpu_embedding as te
 from tests.conftest import mesh_of
 from tests.tiers import quick_cases, with_ids
 from tpu_embedding.checkpoint import CheckpointError, arrays
+from tpu_embedding.tables import line_exchange
 
 SIZES = {"movie": 40, "user": 7}
 RULE = te.optimizers.adagrad(0.1)
@@ -82,7 +83,7 @@ def saved(plan, tmp_path_factory):
     """A directory with a state, and its numbers. Tables have several chunks."""
     directory = tmp_path_factory.mktemp("saved") / "checkpoint"
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(row_stream, "_MIN_BLOCK_BYTES", 128)
+        patch.setattr(line_exchange, "_MIN_BLOCK_BYTES", 128)
         state = with_random_slots(state_of(plan), plan)
         te.save(directory, state, plan=plan)
     return directory, numbers_of(state, plan)
@@ -90,7 +91,7 @@ def saved(plan, tmp_path_factory):
 
 @pytest.fixture
 def small_blocks(monkeypatch):
-    monkeypatch.setattr(row_stream, "_MIN_BLOCK_BYTES", 128)
+    monkeypatch.setattr(line_exchange, "_MIN_BLOCK_BYTES", 128)
 
 
 @pytest.mark.parametrize("devices", quick_cases([1, 3], "3"))

@@ -19,7 +19,7 @@ from flax import nnx
 
 import tpu_embedding as te
 from tests.processes.joining import start_devices
-from tpu_embedding.tables import row_stream
+from tpu_embedding.tables import line_exchange
 
 SIZES = {"sharded": 101, "replicated": 13}
 STREAM = "stream"
@@ -27,7 +27,7 @@ STREAM = "stream"
 
 def main(coordinator, num_processes, process, num_devices, work, directory, path):
     start_devices(coordinator, num_processes, process, num_devices)
-    row_stream._MIN_BLOCK_BYTES = 512  # several chunks per process
+    line_exchange._MIN_BLOCK_BYTES = 512  # several chunks per process
     dynamic = {} if work == "import" else {STREAM: te.Dynamic(capacity=1000)}
     model, optimizer = make(SIZES | dynamic, seed=0 if work == "save" else 1)
     # Each process has a copy of these.

@@ -14,14 +14,14 @@ from flax import nnx
 
 import tpu_embedding as te
 from tests.processes.joining import start_devices
-from tpu_embedding.tables import row_stream
+from tpu_embedding.tables import line_exchange
 
 SIZES = {"sharded": 101, "replicated": 13}
 
 
 def main(coordinator, num_processes, process, num_devices, directory):
     start_devices(coordinator, num_processes, process, num_devices)
-    row_stream._MIN_BLOCK_BYTES = 512  # several blocks per process
+    line_exchange._MIN_BLOCK_BYTES = 512  # several blocks per process
     model = make()
     optimizer = te.Optimizer(model, optax.sgd(0.1))
     ids = np.arange(4, dtype=np.int64) << 40

@@ -14,8 +14,9 @@ from tests.conftest import mesh_of
 from tests.tiers import each_once, matrix, quick_cases
 from tpu_embedding.rows.file_rows import file_row
 from tpu_embedding.rows.packed_rows import PackedRows
-from tpu_embedding.tables import row_stream
-from tpu_embedding.tables.row_stream import read_blocks, rows_per_block, write_blocks
+from tpu_embedding.tables import line_exchange, row_stream
+from tpu_embedding.tables.line_exchange import rows_per_block
+from tpu_embedding.tables.row_stream import read_blocks, write_blocks
 
 SIZES = {"a": 301, "b": 1, "c": 5, "d": 40}
 
@@ -114,14 +115,14 @@ def way(request, monkeypatch):
 @pytest.mark.parametrize("dim", [3, 200])
 @pytest.mark.parametrize("row", [None, "one value"])
 def test_rows_that_are_dealt_to_sparse_cores(dim, row, monkeypatch):
-    monkeypatch.setattr(row_stream, "_MIN_BLOCK_BYTES", 2000)
+    monkeypatch.setattr(line_exchange, "_MIN_BLOCK_BYTES", 2000)
     plan = plan_of(mesh_of(3), dim, backend=te.SparseCore(cores=2))
     assert_round_trip(plan, ROWS[row] if row else None)
 
 
 @pytest.fixture
 def small_blocks(monkeypatch):
-    monkeypatch.setattr(row_stream, "_MIN_BLOCK_BYTES", 200)
+    monkeypatch.setattr(line_exchange, "_MIN_BLOCK_BYTES", 200)
 
 
 def assert_round_trip(plan, row=None):
@@ -174,7 +175,7 @@ def test_round_trip(num_devices, hardware, row, small_blocks):
     ),
 )
 def test_any_dim_and_dtype(dim, dtype, hardware, monkeypatch):
-    monkeypatch.setattr(row_stream, "_MIN_BLOCK_BYTES", 32 * dim)
+    monkeypatch.setattr(line_exchange, "_MIN_BLOCK_BYTES", 32 * dim)
     assert_round_trip(plan_of(mesh_of(3), dim, dtype, hardware))
 
 

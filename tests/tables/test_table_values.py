@@ -10,6 +10,7 @@ import pytest
 import tpu_embedding as te
 from tests.conftest import mesh_of
 from tpu_embedding.rows.packed_rows import PackedRows
+from tpu_embedding.tables import line_exchange
 
 SIZES = {"a": 37, "b": 1, "c": 5}
 
@@ -101,7 +102,7 @@ def test_blocks_of_few_rows(num_devices, hardware, dtype, monkeypatch):
         return stacked, te.functional.unstack_tables(stacked, plan)
 
     expected, expected_values = read_and_write()
-    monkeypatch.setattr(row_stream, "_MIN_BLOCK_BYTES", 64)
+    monkeypatch.setattr(line_exchange, "_MIN_BLOCK_BYTES", 64)
     found, found_values = read_and_write()
     assert_equal(found_values, expected_values)
     jax.tree.map(np.testing.assert_array_equal, found, expected)
@@ -227,7 +228,7 @@ def test_infinities_of_16_bit_tables_stay():
 
 @pytest.mark.parametrize("block_bytes", [2**26, 64])
 def test_numbers_that_are_not_finite_are_counted(block_bytes, monkeypatch):
-    monkeypatch.setattr(row_stream, "_MIN_BLOCK_BYTES", block_bytes)
+    monkeypatch.setattr(line_exchange, "_MIN_BLOCK_BYTES", block_bytes)
     plan = make_plan(2)
     values = random_values(plan)
     values["a"][5, 1] = np.nan

@@ -20,6 +20,7 @@ from tests.update.update_cases import (
     sharded,
     unshard,
 )
+from tpu_embedding.rows import access
 from tpu_embedding.rows.packed_rows import unpack_rows
 from tpu_embedding.update.every_row import apply_to_every_row, init_every_row
 from tpu_embedding.update.table_writer import TableWriter

@@ -17,6 +17,7 @@ from tests.update.update_cases import (
     unshard,
 )
 from tpu_embedding.optimizers.table_rows import table_rows
+from tpu_embedding.rows import access
 from tpu_embedding.update.apply import apply_gradient, init_state
 from tpu_embedding.update.table_writer import TableWriter, bits_of_rows
 

@@ -40,7 +40,7 @@ from tpu_embedding.checkpoint.records import (
 )
 from tpu_embedding.checkpoint.state_file import read_state_file
 from tpu_embedding.rows.file_rows import decode_int8
-from tpu_embedding.tables.row_stream import rows_per_block
+from tpu_embedding.tables.line_exchange import rows_per_block
 
 MAX_PENDING_BYTES: Final = 2**28
 """Bound on the bytes that wait in host memory to be written."""

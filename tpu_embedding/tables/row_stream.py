@@ -7,18 +7,14 @@ in one all-to-all, and the host puts the rows into their order while it copies t
 write, the host deals the rows into lines, one all-to-all brings the lines to their
 owners, and these write them in place.
 
-A block is a range of consecutive rows of one table; files hold one block per chunk. A
-window is what one device reads or writes in a turn: one block, or neighbouring blocks
-of several small tables.
+No step holds a whole table. In a turn, a device needs at most `MAX_DEVICE_BYTES` beside
+its tables, and the host six blocks of 10 to 20 MB per device of its own.
 
-No step holds a whole table. In a turn, a device needs at most `MAX_DEVICE_BYTES` on top
-of its tables, and the host six blocks of 10 to 20 MB per device of its own.
-
-If the process has all devices and these are CPUs, their lines are in its memory. It
-then reads rows in place, and deals new rows to their owners, without an exchange.
+If the process has all devices and these are CPUs, their lines lie in its memory. It
+then reads rows where they lie, and deals new rows to their owners, without an exchange.
 
 The programs get their ranges as arguments. One compilation serves all tables of a
-stack, and all stacks with the same layout.
+stack, and all stacks whose rows lie alike.
 """
 
 import collections
@@ -26,7 +22,7 @@ import dataclasses
 import functools
 import itertools
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Final, Literal, NamedTuple, TypeVar
 
@@ -36,107 +32,19 @@ import numpy as np
 from tpu_embedding.plan.check_rows import check_stack
 from tpu_embedding.plan.plan import EmbeddingPlan
 from tpu_embedding.plan.stack_plan import StackPlan
-from tpu_embedding.rows.file_rows import file_row, of_file_rows, to_file_rows
+from tpu_embedding.rows.file_rows import of_file_rows, to_file_rows
 from tpu_embedding.rows.packed_rows import PackedRows
 from tpu_embedding.tables.line_exchange import (
+    NO_WINDOW,
     LineExchange,
+    RowRanges,
+    Window,
     line_exchange,
     read_lines,
+    windows_of,
     write_lines,
 )
-
-_MIN_BLOCK_BYTES: Final = 10 * 2**20
-"""A reader of a file needs no smaller part: a request takes as long as 10 MB."""
-
-RowRanges = Mapping[str, tuple[int, int]]
-"""Table name to the first row and the end of a range of its rows."""
-
-
-@dataclasses.dataclass(frozen=True)
-class Window:
-    """A range of rows of the stack that one device serves in a turn.
-
-    Attributes:
-      start: first row in the stack.
-      pieces: table, first row and number of rows of the blocks in the range.
-    """
-
-    start: int
-    pieces: tuple[tuple[str, int, int], ...]
-
-    @property
-    def num_rows(self) -> int:
-        """Rows of all pieces."""
-        return sum(num_rows for _, _, num_rows in self.pieces)
-
-
-NO_WINDOW: Final = Window(0, ())
-
-
-def rows_per_block(row_bytes: int) -> int:
-    """Returns the rows of a block: a power of two that takes 10 to 20 MB.
-
-    Args:
-      row_bytes: bytes of a row in a file.
-
-    Example:
-      >>> rows_per_block(row_bytes=128)
-      131072
-    """
-    num_rows = -(-_MIN_BLOCK_BYTES // max(1, row_bytes))
-    return 1 << (num_rows - 1).bit_length()
-
-
-def rows_per_window(packed: PackedRows) -> int:
-    """Returns the rows of a block of a stacked table or slot variable."""
-    row = file_row(packed)
-    return rows_per_block(math.prod(row.shape) * row.dtype.itemsize)
-
-
-def windows_of(
-    packed: PackedRows, stack: StackPlan, ranges: RowRanges | None
-) -> list[Window]:
-    """Returns the ranges that cover the rows; blocks of small tables share one."""
-    if ranges is None:
-        ranges = {table.name: (0, table.num_rows) for table in stack.tables}
-    _check_ranges(ranges, stack)
-    size = rows_per_window(packed)
-    windows: list[Window] = []
-    for table in stack.tables:
-        begin, end = ranges.get(table.name, (0, 0))
-        while begin < end:
-            num_rows = min(end, (begin // size + 1) * size) - begin
-            piece = (table.name, begin, num_rows)
-            position = table.row_offset + begin
-            last = windows[-1] if windows else NO_WINDOW
-            if (
-                last.pieces
-                and last.start + last.num_rows == position
-                and last.num_rows + num_rows <= size
-            ):
-                windows[-1] = Window(last.start, (*last.pieces, piece))
-            else:
-                windows.append(Window(position, (piece,)))
-            begin += num_rows
-    return windows
-
-
-def _check_ranges(ranges: RowRanges, stack: StackPlan) -> None:
-    """Refuses tables of other stacks, and rows that a table lacks."""
-    sizes = {table.name: table.num_rows for table in stack.tables}
-    unknown = sorted(set(ranges) - set(sizes))
-    if unknown:
-        raise ValueError(
-            f"ranges must name tables of stack {stack.name!r}, {sorted(sizes)}, got "
-            f"{unknown}; pass the stack of these tables."
-        )
-    for name, (begin, end) in ranges.items():
-        if not 0 <= begin <= end <= sizes[name]:
-            raise ValueError(
-                f"ranges must hold rows between 0 and {sizes[name]} for table "
-                f"{name!r}, got {begin} to {end}."
-            )
-
+from tpu_embedding.tables.line_exchange import rows_per_block as rows_per_block
 
 MAX_DEVICE_BYTES: Final = 256 * 2**20
 """Bound on the temporaries of a turn on each device."""

@@ -22,7 +22,8 @@ from tpu_embedding.plan.plan import PLAN, EmbeddingPlan
 from tpu_embedding.plan.stack_plan import StackPlan, TablePlan
 from tpu_embedding.rows.file_rows import file_rows_of_values, values_of_file_rows
 from tpu_embedding.rows.packed_rows import PackedRows
-from tpu_embedding.tables.row_stream import read_blocks, rows_per_window, write_blocks
+from tpu_embedding.tables.line_exchange import rows_per_window
+from tpu_embedding.tables.row_stream import read_blocks, write_blocks
 
 
 class NotFinite:

@@ -13,6 +13,7 @@ from tpu_embedding.checkpoint.errors import CheckpointError
 from tpu_embedding.checkpoint.imports import import_tables, open_tables
 from tpu_embedding.checkpoint.imports.source import RowArray, SourceTable, TableSource
 from tpu_embedding.rows.file_rows import decode_int8
+from tpu_embedding.tables import line_exchange
 
 SHAPES = {"a": (20, 4), "deep/b.c": (7, 8)}
 
@@ -142,7 +143,7 @@ def test_mismatches_leave_the_model(whole_model, source, options, message):
 
 
 def test_a_table_is_read_block_by_block(monkeypatch):
-    monkeypatch.setattr(row_stream, "_MIN_BLOCK_BYTES", 256)
+    monkeypatch.setattr(line_exchange, "_MIN_BLOCK_BYTES", 256)
     table, ranges = values("a", (100, 4)), []
 
     def read(start, num_rows):

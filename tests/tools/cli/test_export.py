@@ -14,7 +14,7 @@ import tpu_embedding as te
 from tests.own_config import write_config
 from tpu_embedding.checkpoint.errors import CheckpointError
 from tpu_embedding.tools import cli
-from tpu_embedding.tools.cli.command import emulated_mesh
+from tpu_embedding.tools.cli.arguments import emulated_mesh
 from tpu_embedding.tools.cli.export import Export
 from tpu_embedding.tools.train import (
     ConfigError,

@@ -1,28 +1,24 @@
 """Parses the command line by tyro, runs a command, and prints errors in one line.
 
-It also has the options that several commands share. Exit status 2 means that the
-command, the config or the data are wrong; 1 that a run failed after it had started, or
-that a program does not fit; 75 that a signal stopped a run, which saved its state.
+Exit status 2 means that the command, the config or the data are wrong; 1 that a run
+failed after it had started, or that a program does not fit; 75 that a signal stopped a
+run, which saved its state.
 """
 
-import contextlib
-import dataclasses
 import os
-import shlex
 import sys
 import traceback
 from collections.abc import Sequence
-from typing import Annotated, Any, Final
+from typing import Any, Final
 
 import jax
 import tyro
-from jax.sharding import Mesh
 
 import tpu_embedding
 from tpu_embedding.checkpoint.errors import CheckpointError
 from tpu_embedding.export.signature import ExportError
 from tpu_embedding.extras import MissingExtraError
-from tpu_embedding.plan.mesh_options import device_mesh
+from tpu_embedding.tools.cli.arguments import UsageError
 from tpu_embedding.tools.cli.compile import Compile
 from tpu_embedding.tools.cli.doctor import Doctor
 from tpu_embedding.tools.cli.export import Export
@@ -30,78 +26,8 @@ from tpu_embedding.tools.cli.inspect import Inspect
 from tpu_embedding.tools.cli.train import Evaluate, Train
 from tpu_embedding.tools.data.batch import DataError
 from tpu_embedding.tools.train.config import ConfigError
-from tpu_embedding.tools.train.origin import RunOrigin, is_csv
 from tpu_embedding.tools.train.run_directory import RunDirectoryError
 from tpu_embedding.tools.train.step_meter import TrainingDivergedError
-
-
-class UsageError(ValueError):
-    """Raised if the command line contradicts itself or names something missing."""
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class ConfigCommand:
-    """Options of a command that takes a config."""
-
-    config: Annotated[str, tyro.conf.Positional]
-    """Name of a config, or path of a Python file that defines `config`, or of a CSV
-    file."""
-
-    set: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
-    """Change of the config as KEY=VALUE, such as num_steps=100 or model.dim=8; may be
-    repeated. `--set help` lists the keys of the config."""
-
-    def origin(self) -> RunOrigin:
-        """Returns what the run is started with."""
-        return RunOrigin(config=self.config, settings=self.set)
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class RunCommand(ConfigCommand):
-    """Options of a command that opens the data, and makes a model on some devices."""
-
-    data_dir: str | None = None
-    """File or directory of the data."""
-
-    label: str | None = None
-    """Column of the labels of a CSV file: short for --set data.label=NAME."""
-
-    devices: int | None = None
-    """Emulates so many CPU devices, over all processes, in place of the machine's."""
-
-    def origin(self) -> RunOrigin:
-        """Returns what the run is started with."""
-        settings, data_dir = self.set, self.data_dir
-        if self.label is not None:
-            settings = (f"data.label={shlex.quote(self.label)}", *settings)
-        if data_dir is None and is_csv(self.config):
-            data_dir = self.config
-        return RunOrigin(config=self.config, settings=settings, data_dir=data_dir)
-
-
-def emulated_mesh(count: int, num_processes: int = 1) -> Mesh:
-    """Returns a mesh of CPU devices; creates them if JAX is not initialised yet.
-
-    Args:
-      count: devices of all processes together.
-      num_processes: processes of the job, each of which has an equal number.
-    """
-    emulate_devices(count // num_processes)
-    devices = jax.devices("cpu")
-    if count % num_processes or len(devices) < count:
-        raise UsageError(
-            f"--devices {count}: JAX has {len(devices)} CPU devices in {num_processes} "
-            "processes; give a multiple of the processes, in a process of its own."
-        )
-    return device_mesh(devices[:count])
-
-
-def emulate_devices(count: int) -> None:
-    """Lets JAX start with so many CPU devices, unless it has started already."""
-    jax.config.update("jax_platforms", "cpu")
-    with contextlib.suppress(RuntimeError):
-        jax.config.update("jax_num_cpu_devices", count)
-
 
 FAILED: Final = 1
 WRONG: Final = 2

@@ -5,7 +5,7 @@ import sys
 
 import jax
 
-from tpu_embedding.tools.cli.command import ConfigCommand, UsageError
+from tpu_embedding.tools.cli.arguments import ConfigCommand, UsageError
 from tpu_embedding.tools.compile_report.memory import (
     format_traffic,
     traffic_of_batch,

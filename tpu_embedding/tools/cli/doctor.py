@@ -2,7 +2,7 @@
 
 import dataclasses
 
-from tpu_embedding.tools.cli.command import UsageError
+from tpu_embedding.tools.cli.arguments import UsageError
 from tpu_embedding.tools.doctor.examine import examine, parse_expectation
 
 

@@ -15,7 +15,7 @@ from tpu_embedding.export.saved_model import save_tensorflow
 from tpu_embedding.export.stablehlo import check_serving_extra, save, save_tables
 from tpu_embedding.paths import local_path
 from tpu_embedding.strings.string_ids import VOCABULARIES_DIR
-from tpu_embedding.tools.cli.command import emulated_mesh
+from tpu_embedding.tools.cli.arguments import emulated_mesh
 from tpu_embedding.tools.train.origin import config_of_run
 from tpu_embedding.tools.train.run import open_data
 from tpu_embedding.tools.train.run_directory import (

@@ -15,7 +15,7 @@ from tpu_embedding.checkpoint.state_file import describe
 from tpu_embedding.paths import local_path
 from tpu_embedding.plan.memory import format_table
 from tpu_embedding.strings.string_ids import Vocabulary
-from tpu_embedding.tools.cli.command import UsageError
+from tpu_embedding.tools.cli.arguments import UsageError
 from tpu_embedding.tools.train.run_directory import (
     CHECKPOINTS_DIR,
     check_files,

@@ -9,7 +9,7 @@ from jax.sharding import Mesh
 
 from tpu_embedding import distributed
 from tpu_embedding.host_memory import keep_freed_memory
-from tpu_embedding.tools.cli.command import (
+from tpu_embedding.tools.cli.arguments import (
     RunCommand,
     emulate_devices,
     emulated_mesh,

@@ -5,6 +5,7 @@ import numpy as np
 import pytest
 
 from tests.tiers import full_cases, matrix, with_ids
+from tpu_embedding.rows import access
 from tpu_embedding.rows.access import blocks_of, read_block, write_block
 from tpu_embedding.rows.packed_rows import (
     RowLayout,
