@@ -14,6 +14,7 @@ from jax.sharding import AxisType
 import tpu_embedding as te
 from tests.conftest import mesh_of
 from tests.tiers import quick_cases
+from tpu_embedding.recommenders import unique_ids
 
 NUM_ROWS, DIM, LENGTH = 50, 4, 5
 TABLES = {
