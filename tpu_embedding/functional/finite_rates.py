@@ -7,10 +7,10 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool
 
-from tpu_embedding.optimizers.finite_rates import rates_are_finite
+from tpu_embedding.optimizers.probe import rates_are_finite
 from tpu_embedding.plan.plan import EmbeddingPlan
 from tpu_embedding.update.every_row import KeptGradientState
-from tpu_embedding.update.lazy_update import is_slot
+from tpu_embedding.update.lazy_update import values_of
 from tpu_embedding.update.table_writer import RoundedState
 
 
@@ -42,7 +42,6 @@ def finite_rates(slots: dict[str, Any], plan: EmbeddingPlan) -> Bool[Array, ""]:
         state = slots[stack.name]
         while isinstance(state, RoundedState | KeptGradientState):
             state = state.inner
-        leaves = jax.tree.leaves(state, is_leaf=is_slot)
-        is_finite = rates_are_finite(stack.optimizer, stack.dim, leaves)
+        is_finite = rates_are_finite(stack.optimizer, stack.dim, values_of(state))
         result &= True if is_finite is None else is_finite
     return result

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from jaxtyping import Array
 
 from tpu_embedding.lookup._sum_by_row import merge
+from tpu_embedding.optimizers.row_optimizer import InSequence
 from tpu_embedding.plan.stack_plan import TrainedStackPlan
 from tpu_embedding.rows.access import add_to_rows
 from tpu_embedding.rows.packed_rows import (
@@ -43,7 +44,7 @@ def gather_from_replicas(
 
     def gather(buffer: Array) -> Array:
         buffers = jax.lax.all_gather(buffer, stack.replica_axes)
-        if stack.optimizer.duplicates == "sequence":
+        if isinstance(stack.optimizer.driver, InSequence):
             return _in_sample_order(buffers, stack)
         return buffers.reshape(-1, *buffer.shape[1:])
 
