@@ -20,7 +20,7 @@ from tests.optimizers.rule_cases import (
     update,
 )
 from tests.tiers import quick_cases
-from tpu_embedding.optimizers.slots import slot_row_shapes
+from tpu_embedding.optimizers.probe import slot_row_shapes
 from tpu_embedding.optimizers.table_rows import table_rows, table_rows_context
 
 VOCABULARY_SIZE, DIM = 40, 8
