@@ -127,8 +127,8 @@ CONTRADICTIONS = {
         "every row and to duplicates in sequence",
     ),
     "sequence of every row": (
-        lambda: adam(lazy_adam=False, use_gradient_accumulation=False),
-        "use_gradient_accumulation=False",
+        lambda: te.optimizers.in_sequence(adam(lazy_adam=False)),
+        "every row and to duplicates in sequence",
     ),
     "norm of occurrences of every row": (
         lambda: te.optimizers.every_row(DRIVERS["norm"][0]),
