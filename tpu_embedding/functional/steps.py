@@ -19,6 +19,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
+from jaxtyping import Array, Bool
 
 from tpu_embedding.argument_checks import describe_value
 from tpu_embedding.functional.by_feature import (
@@ -49,6 +50,7 @@ from tpu_embedding.lookup._backward import (
     stack_gradient,
 )
 from tpu_embedding.lookup._forward import StackRouting, read_stack, route_stack
+from tpu_embedding.optimizers.probe import rates_are_finite
 from tpu_embedding.optimizers.table_rows import model_gradient_context
 from tpu_embedding.plan.check_rows import check_slots, check_tables
 from tpu_embedding.plan.plan import EmbeddingPlan
@@ -61,14 +63,14 @@ from tpu_embedding.rows.row_gradients import gradient_of_no_row
 from tpu_embedding.types import LookupStats
 from tpu_embedding.update.apply import (
     DRIVERS,
-    abstract_stack_state,
+    abstract_state,
     init_state,
-    state_structure,
     state_without_rows,
 )
-from tpu_embedding.update.lazy_update import state_specs
+from tpu_embedding.update.every_row import KeptGradientState
+from tpu_embedding.update.lazy_update import state_specs, values_of
 from tpu_embedding.update.sparse_cores import apply_on_sparse_cores
-from tpu_embedding.update.table_writer import open_state
+from tpu_embedding.update.table_writer import RoundedState, open_state
 
 
 @jax.tree_util.register_dataclass
@@ -369,7 +371,7 @@ def _init_stack(table: PackedRows, stack: TrainedStackPlan, plan: EmbeddingPlan)
         functools.partial(init_state, stack=stack),
         plan,
         in_specs=stack.rows_spec,
-        out_specs=state_specs(abstract_stack_state(stack), stack),
+        out_specs=state_specs(abstract_state(stack), stack),
     )(table)
 
 
@@ -473,10 +475,45 @@ def _update_shard(
     return table, writer.closed(state)
 
 
+@functools.partial(jax.jit, static_argnames="plan")
+def finite_rates(slots: dict[str, Any], plan: EmbeddingPlan) -> Bool[Array, ""]:
+    """Returns False if the next step has a learning rate that is NaN or infinite.
+
+    `apply_gradients` leaves the rows of such a table as they are, and advances its step
+    count. So ask before each step, as for `te.gradients.all_finite`.
+
+    Args:
+      slots: stack name to optimizer state, from `init_slots`.
+      plan: plan of the layer.
+
+    Example:
+      >>> import optax
+      >>> import tpu_embedding as te
+      >>> rule = optax.sgd(lambda step: 0.1 / step)
+      >>> table = te.TableConfig(
+      ...     vocabulary_size=10, dim=4, name="movie", optimizer=rule)
+      >>> plan = te.make_plan(te.FeatureConfig(table=table))
+      >>> tables = te.functional.init_tables(plan, jax.random.key(0))
+      >>> slots = te.functional.init_slots(tables, plan)
+      >>> bool(te.functional.finite_rates(slots, plan))
+      False
+    """
+    result = jnp.ones((), bool)
+    for stack in plan.trained_stacks:
+        state = slots[stack.name]
+        while isinstance(state, RoundedState | KeptGradientState):
+            state = state.inner
+        is_finite = rates_are_finite(stack.optimizer, stack.dim, values_of(state))
+        result &= True if is_finite is None else is_finite
+    return result
+
+
 def _check_states(slots: dict[str, Any], plan: EmbeddingPlan) -> None:
     """Rejects optimizer states of other optimizers, or of other storage types."""
     for stack in plan.trained_stacks:
-        expected, given = state_structure(stack), jax.tree.structure(slots[stack.name])
+        expected, given = map(
+            jax.tree.structure, (abstract_state(stack), slots[stack.name])
+        )
         if expected != given:
             raise ValueError(
                 f"slots[{stack.name!r}] must be the state of the plan's optimizer,\n"

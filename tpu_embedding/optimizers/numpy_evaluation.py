@@ -69,12 +69,11 @@ def evaluate_by_numpy(program: Program, *arguments: Any) -> list[Any]:
 def compute_by_numpy(equation: Equation, operands: Sequence[Any]) -> Sequence[Any]:
     """Returns the results of an equation, of arrays of NumPy."""
     name, params = equation.name, equation.traced.params
-    aval = equation.outputs[0].aval if equation.outputs else None
     operation = _ELEMENTWISE.get(name)
     if operation is None and name in _WITH_PARAMETERS:
         operation = functools.partial(_WITH_PARAMETERS[name], **params)
-    if operation is not None and not _is_key(aval):
-        return [np.asarray(operation(*operands), aval.dtype)]
+    if operation is not None and not _is_key(equation.outputs[0].aval):
+        return [np.asarray(operation(*operands), equation.outputs[0].aval.dtype)]
     results = compute_by_jax(equation, [jnp.asarray(x) for x in operands])
     return [_on_host(x) for x in results]
 

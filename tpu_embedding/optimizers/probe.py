@@ -113,7 +113,6 @@ class ProbedRule:
     Attributes:
       state: the state of a rule for some rows, as shapes and dtypes.
       leaves: for each leaf of the state, the slot variable that it is, or None.
-      first_values: the other leaves before the first step, as arrays.
       takes_totals: True if the rule asks for totals over the rows of a table.
       split: the rule, traced for some rows, in two halves. A rule that asks for totals
         got ones.
@@ -121,7 +120,6 @@ class ProbedRule:
 
     state: Any
     leaves: tuple[ProbedSlot | None, ...]
-    first_values: tuple[Any, ...]
     takes_totals: bool
     split: SplitRule
 
@@ -225,12 +223,12 @@ def rates_are_finite(
     probed = probe_rule(rule, dim)
     if not probed.split.hyperparameters_change:
         return None
-    values = [
-        # Totals of tables: their number is that of the probe.
-        jnp.asarray(now) if jnp.shape(now) == () else first
-        for now, first in zip(scalars, probed.first_values, strict=True)
+    # Totals are one per table, and the probe knows one table.
+    known = [
+        jnp.asarray(now) if x.aval.shape == () else jnp.ones(x.aval.shape)
+        for x, now in zip(probed.split.value_program.inputs, scalars, strict=True)
     ]
-    hyperparameters, _ = probed.split.values(values)
+    hyperparameters, _ = probed.split.values(known)
     ones = jnp.ones((_NUM_ROWS, dim), jnp.float32)
     slots = [
         jnp.full(
@@ -286,11 +284,9 @@ def _probe(rule: optax.GradientTransformation, dim: int) -> ProbedRule:
         )
         for row, is_moved, *values in zip(rows, moved, *firsts, strict=True)
     ]
-    values = zip(runs[0].first, is_slot, strict=True)
     return ProbedRule(
         state=traced.state,
         leaves=tuple(leaves),
-        first_values=tuple(value for value, of_rows in values if not of_rows),
         takes_totals=bool(asked),
         split=split,
     )

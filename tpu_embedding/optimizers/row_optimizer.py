@@ -104,7 +104,9 @@ class RowOptimizer:
     @property
     def gradient_steps(self) -> int:
         """Number of steps whose mean gradient the rule gets."""
-        return getattr(self.driver, "gradient_steps", 1)
+        if isinstance(self.driver, EveryRow | KeptGradient):
+            return self.driver.gradient_steps
+        return 1
 
     def init(self, params: Any) -> Any:
         """Returns the rule's state for dense rows."""

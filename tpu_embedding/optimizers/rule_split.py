@@ -132,25 +132,23 @@ class Program:
         return [read(atom) for atom in self.outputs]
 
     def needed_for(
-        self, outputs: Iterable[Atom], is_given: Callable[[Atom], bool]
-    ) -> tuple[list[Equation], list[Atom]]:
+        self, outputs: Iterable[Atom], is_given: Callable[[Variable], bool]
+    ) -> tuple[list[Equation], list[Variable]]:
         """Returns the equations that some values need, and what these start from.
 
         Args:
           outputs: the values.
           is_given: True for a value that need not be computed; it is started from.
         """
-        equations, given = [], {}
-        needed: set[Atom] = set()
+        equations: list[Equation] = []
+        needed: set[Variable] = set()
+        given: set[Variable] = set()
 
         def need(atoms: Iterable[Atom]) -> None:
             for atom in atoms:
                 if isinstance(atom, Constant):
                     continue
-                if is_given(atom):
-                    given[atom] = None
-                else:
-                    needed.add(atom)
+                (given if is_given(atom) else needed).add(atom)
 
         need(outputs)
         for equation in reversed(self.equations):
@@ -174,10 +172,10 @@ class Program:
 
 def _float_text(atom: Atom) -> str:
     """Returns the value of a constant float as text, so that NaN equals NaN."""
-    is_float = isinstance(atom, Constant) and atom.aval.shape == ()
-    if is_float and jnp.issubdtype(atom.aval.dtype, jnp.floating):
-        return str(float(atom.value))
-    return ""
+    if isinstance(atom, Variable) or atom.aval.shape != ():
+        return ""
+    is_float = jnp.issubdtype(atom.aval.dtype, jnp.floating)
+    return str(float(atom.value)) if is_float else ""
 
 
 def trace_program(function: Callable[..., Any], *examples: Any) -> tuple[Program, Any]:
@@ -306,18 +304,17 @@ def split_program(program: Program, is_slot: Sequence[bool]) -> SplitRule:
     new_slots = [atom for atom, of_rows in results if of_rows]
 
     row_arguments = {*program.inputs[:3], *slots}
-    outside = {*scalars}
 
-    def crosses(atom: Atom) -> bool:
-        is_scalar = atom.aval.shape == () and atom not in depends
-        return atom in row_arguments or atom in outside or is_scalar
+    def is_given(variable: Variable) -> bool:
+        is_scalar = variable.aval.shape == () and variable not in depends
+        return variable in row_arguments or variable in scalars or is_scalar
 
     updates = program.outputs[0]
-    row_equations, given = program.needed_for([updates, *new_slots], crosses)
+    row_equations, given = program.needed_for([updates, *new_slots], is_given)
     hyperparameters = tuple(x for x in given if x not in row_arguments)
     # A conditional may compute both: scalars, and arrays of rows that are dropped.
     value_equations, _ = program.needed_for(
-        [*hyperparameters, *new_scalars], lambda x: x in outside or x in depends
+        [*hyperparameters, *new_scalars], lambda x: x in scalars or x in depends
     )
     return SplitRule(
         value_program=Program(

@@ -31,14 +31,13 @@ from tpu_embedding.rows.packed_rows import PackedRows
 from tpu_embedding.rows.row_gradients import GradientRounds, RowGradients
 from tpu_embedding.types import PADDING_ROW_ID, RowUpdates
 from tpu_embedding.update.every_row import (
-    abstract_kept_gradient,
     init_kept_gradient,
     update_every_row,
     update_kept_gradient,
 )
 from tpu_embedding.update.lazy_update import (
     RuleStep,
-    abstract_state,
+    abstract_rule_state,
     init_rule,
     slots_of,
     start_step,
@@ -63,28 +62,24 @@ def init_state(table: PackedRows, stack: TrainedStackPlan) -> Any:
         row_ids = jnp.arange(table.layout.num_rows, dtype=jnp.int32)
         is_touched = jnp.zeros(row_ids.shape, bool)
         known = tables_of_rows(row_ids, is_touched, across_shards(stack), stack)
-    state = init_rule(stack.optimizer, table, known)
-    if isinstance(stack.optimizer.driver, KeptGradient):
-        state = init_kept_gradient(table, state)
-    if stack.layout.narrow_dtype is None:
-        return state
-    return RoundedState(step=jnp.zeros((), jnp.int32), inner=state)
+    return _state_around(init_rule(stack.optimizer, table, known), stack)
 
 
 @functools.lru_cache(maxsize=4096)
-def state_structure(stack: TrainedStackPlan) -> jax.tree_util.PyTreeDef:
-    """Returns the structure of the states of `init_state`; the rule does not run."""
-    return jax.tree.structure(abstract_stack_state(stack))
+def abstract_state(stack: TrainedStackPlan) -> Any:
+    """Returns a state of the structure of `init_state`; the rule does not run."""
+    rule_state = abstract_rule_state(stack.optimizer, stack.layout)
+    return jax.eval_shape(functools.partial(_state_around, stack=stack), rule_state)
 
 
-def abstract_stack_state(stack: TrainedStackPlan) -> Any:
-    """Returns a state like those of `init_state`, whose arrays are shapes of rows."""
-    state = abstract_state(stack.optimizer, stack.layout)
+def _state_around(rule_state: Any, stack: TrainedStackPlan) -> Any:
+    """Returns the first state of a stack, given that of its rule."""
+    state = rule_state
     if isinstance(stack.optimizer.driver, KeptGradient):
-        state = abstract_kept_gradient(stack.layout, state)
+        state = init_kept_gradient(rule_state, stack.layout)
     if stack.layout.narrow_dtype is None:
         return state
-    return RoundedState(step=jax.ShapeDtypeStruct((), jnp.int32), inner=state)
+    return RoundedState(step=jnp.zeros((), jnp.int32), inner=state)
 
 
 def state_without_rows(state: Any, stack: TrainedStackPlan) -> Any:
@@ -111,38 +106,38 @@ def update_touched(
     A rule with totals over the table runs twice if there are several rounds: first for
     the totals, then with them.
     """
-    stack = writer.stack
+    stack, takes_totals = writer.stack, writer.stack.optimizer.takes_totals
     step = start_step(stack.optimizer, state, stack.dim, stack.updates)
     gradient, all_reduce = step.only_if_finite(gradient), across_shards(stack)
+    slots = slots_of(state)
 
-    def facts_about(gradients: RowGradients, all_reduce: AllReduce) -> TableRows | None:
-        if not stack.optimizer.takes_totals:
-            return None
-        return _known_rows(gradients, all_reduce, writer)
+    def run_round(
+        gradients: RowGradients, all_reduce: AllReduce
+    ) -> tuple[Array, list[PackedRows], list[Any]]:
+        known = _known_rows(gradients, all_reduce, writer) if takes_totals else None
+        return step.update_rows(gradients.as_row_updates(), table, slots, known)
+
+    totals = None
+    if takes_totals and gradient.fold_later is not None:
+        totals = find_totals(run_round, gradient.first, gradient.fold_later, all_reduce)
+        totals, table, slots = read_before_write((totals, table, slots))
 
     def apply_round(
-        table: PackedRows, slots: list[PackedRows], gradients: RowGradients
+        carry: tuple[PackedRows, list[PackedRows]], gradients: RowGradients
     ) -> tuple[PackedRows, list[PackedRows], list[Any]]:
+        table, slots = carry
         table = writer.before_rule(table, gradients.row_ids)
         reduce = all_reduce if totals is None else known_totals(totals)
+        known = _known_rows(gradients, reduce, writer) if takes_totals else None
         updates, slots, new_values = step.update_rows(
-            gradients.as_row_updates(), table, slots, facts_about(gradients, reduce)
+            gradients.as_row_updates(), table, slots, known
         )
         return writer.add(table, gradients.row_ids, updates), slots, new_values
 
-    slots, totals = slots_of(state), None
-    if stack.optimizer.takes_totals and gradient.fold_later is not None:
-
-        def run_round(gradients: RowGradients, all_reduce: AllReduce) -> None:
-            known = facts_about(gradients, all_reduce)
-            step.update_rows(gradients.as_row_updates(), table, slots, known)
-
-        totals = _totals_over_rounds(run_round, gradient, all_reduce)
-        totals, table, slots = read_before_write((totals, table, slots))
-    table, slots, new_values = apply_round(table, slots, gradient.first)
+    table, slots, new_values = apply_round((table, slots), gradient.first)
     if gradient.fold_later is not None:
         table, slots = gradient.fold_later(
-            lambda carry, gradients, _: apply_round(*carry, gradients)[:2],
+            lambda carry, gradients, _: apply_round(carry, gradients)[:2],
             (table, slots),
         )
     return table, step.new_state(slots, new_values)
@@ -160,8 +155,12 @@ def update_in_sequence(
     step = start_step(stack.optimizer, state, stack.dim)
     gradient = step.only_if_finite(gradient)
 
-    def apply_round(carry, gradients: RowGradients, _):
-        return _update_occurrences(*carry, gradients.as_row_updates(), step, writer)
+    def apply_round(
+        carry: tuple[PackedRows, list[PackedRows]], gradients: RowGradients, _: Any
+    ) -> tuple[PackedRows, list[PackedRows]]:
+        table, slots = carry
+        updates = gradients.as_row_updates()
+        return _update_occurrences(table, slots, updates, step, writer)
 
     table, slots = gradient.fold(apply_round, (table, slots_of(state)))
     return table, step.new_state(slots, step.new_values)
@@ -190,32 +189,6 @@ def _known_rows(
     is_touched = gradients.row_ids != PADDING_ROW_ID
     known = writer.known_rows(gradients.row_ids, is_touched, all_reduce)
     return dataclasses.replace(known, occurrence_squares=occurrence_total)
-
-
-def _totals_over_rounds(
-    run_round: Callable[[RowGradients, AllReduce], None],
-    gradient: GradientRounds,
-    all_reduce: AllReduce,
-) -> list[Array]:
-    """Returns the totals that a rule asks for, over the rows of all rounds.
-
-    Args:
-      run_round: runs the rule on the rows of a round, and writes nothing.
-      gradient: gradient of several rounds.
-      all_reduce: reduces a total over the shards.
-    """
-    fold_later = gradient.fold_later
-    assert fold_later is not None
-    return find_totals(
-        functools.partial(run_round, gradient.first),
-        lambda add_round, carry: fold_later(
-            lambda carry, gradients, _: add_round(
-                carry, functools.partial(run_round, gradients)
-            ),
-            carry,
-        ),
-        all_reduce,
-    )
 
 
 def _update_occurrences(

@@ -47,32 +47,23 @@ class KeptGradientState(NamedTuple):
     inner: Any
 
 
-def init_kept_gradient(table: PackedRows, rule_state: Any) -> KeptGradientState:
-    """Returns the state of a rule with a dense gradient of zeros. Per shard."""
-    gradient, touches = _kept_rows(table.layout)
+def init_kept_gradient(rule_state: Any, layout: RowLayout) -> KeptGradientState:
+    """Returns the state of a rule with a dense gradient of zeros. Per shard.
+
+    Args:
+      rule_state: state of the rule.
+      layout: layout of the table.
+    """
+
+    def zeros(row_shape: tuple[int, ...], dtype: Any) -> PackedRows:
+        row = jax.ShapeDtypeStruct(row_shape, dtype)
+        return full_rows(0, layout.slot_layout(row), dtype)
+
     return KeptGradientState(
-        gradient=full_rows(0, table.layout.slot_layout(gradient), gradient.dtype),
-        touches=full_rows(0, table.layout.slot_layout(touches), touches.dtype),
+        gradient=zeros(layout.row_shape, jnp.float32),
+        touches=zeros((), jnp.int32),
         step=jnp.zeros((), jnp.int32),
         inner=rule_state,
-    )
-
-
-def abstract_kept_gradient(layout: RowLayout, rule_state: Any) -> KeptGradientState:
-    """Returns a state like those of `init_kept_gradient`; see `abstract_state`."""
-    gradient, touches = (
-        PackedRows(lines=row, layout=layout.slot_layout(row))
-        for row in _kept_rows(layout)
-    )
-    step = jax.ShapeDtypeStruct((), jnp.int32)
-    return KeptGradientState(gradient, touches, step, rule_state)
-
-
-def _kept_rows(layout: RowLayout) -> tuple[jax.ShapeDtypeStruct, jax.ShapeDtypeStruct]:
-    """Returns a row of the kept gradient, and one of its touches."""
-    return (
-        jax.ShapeDtypeStruct(layout.row_shape, jnp.float32),
-        jax.ShapeDtypeStruct((), jnp.int32),
     )
 
 
@@ -101,7 +92,7 @@ def update_kept_gradient(
         rows=rows,
     )
 
-    def run(carry):
+    def run(carry: tuple[PackedRows, Any, list[PackedRows]]) -> Any:
         table, inner, kept = carry
         packed, new_values = _sweep_table([table, *slots_of(inner), *kept], sweep)
         table, *slots = packed[:-2]
@@ -236,37 +227,31 @@ def _sweep_table(
     blocks = blocks_of([array.layout for array in packed])
     totals: list[Array] = []
     if sweep.step.probed.takes_totals:
-
-        def run_block(start: Any, size: int) -> Callable[[AllReduce], Any]:
-            return lambda all_reduce: _run_on_block(
-                packed, start, size, all_reduce, sweep
-            )
-
         totals = find_totals(
-            run_block(*blocks.first),
-            lambda add_block, carry: blocks.loop(
-                lambda start, carry: add_block(carry, run_block(start, blocks.size)),
-                carry,
+            lambda block, all_reduce: _run_on_block(packed, block, all_reduce, sweep),
+            blocks.first,
+            lambda add_block, total: blocks.loop(
+                lambda start, total: add_block(total, (start, blocks.size)), total
             ),
             across_shards(sweep.writer.stack),
         )
     packed, totals = read_before_write((packed, totals))
-    packed, new_values = _run_on_block(
-        packed, *blocks.first, known_totals(totals), sweep
-    )
+
+    def run(
+        packed: list[PackedRows], block: tuple[Any, int]
+    ) -> tuple[list[PackedRows], list[Any]]:
+        return _run_on_block(packed, block, known_totals(totals), sweep)
+
+    packed, new_values = run(packed, blocks.first)
     packed = blocks.loop(
-        lambda start, packed: _run_on_block(
-            packed, start, blocks.size, known_totals(totals), sweep
-        )[0],
-        packed,
+        lambda start, packed: run(packed, (start, blocks.size))[0], packed
     )
     return packed, new_values
 
 
 def _run_on_block(
     packed: list[PackedRows],
-    start: Any,
-    size: int,
+    block: tuple[Any, int],
     all_reduce: AllReduce,
     sweep: _Sweep,
 ) -> tuple[list[PackedRows], list[Any]]:
@@ -275,6 +260,7 @@ def _run_on_block(
     Returns:
       The arrays, with the new rows of this block; and the new values of the rule.
     """
+    start, size = block
     writer, num_slots = sweep.writer, len(sweep.step.probed.slots)
     rows, *others = (read_block(array, start, size) for array in packed)
     slots, kept = others[:num_slots], others[num_slots:]

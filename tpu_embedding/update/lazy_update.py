@@ -364,7 +364,7 @@ def state_specs(state: Any, stack: StackPlan) -> Any:
     )
 
 
-def abstract_state(optimizer: RowOptimizer, layout: RowLayout) -> Any:
+def abstract_rule_state(optimizer: RowOptimizer, layout: RowLayout) -> Any:
     """Returns a state like those of `init_rule`, with shapes of rows as slot variables.
 
     It has their structure, and costs no run of the rule.
