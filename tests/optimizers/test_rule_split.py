@@ -130,6 +130,26 @@ def test_calls_are_followed():
     assert [x in depends for x in program.outputs] == [True, False]
 
 
+def test_side_effects_stay():
+    """A user prints values of a rule, in either half."""
+    seen = []
+
+    def update(g, rows, is_touched, count):
+        jax.debug.callback(lambda x: seen.append(("rows", x.shape)), g)
+        jax.debug.callback(lambda x: seen.append(("values", x.shape)), count)
+        return g, count
+
+    g, count = jnp.ones((3, DIM)), jnp.float32(1)
+    program, _ = trace_program(update, g, g, jnp.ones(3, bool), count)
+    split = split_program(program, [False])
+    hyperparameters, _ = split.values([count])
+    jax.effects_barrier()
+    assert seen == [("values", ())]
+    split.rows(g, g, jnp.ones(3, bool), [], hyperparameters)
+    jax.effects_barrier()
+    assert seen == [("values", ()), ("rows", (3, DIM))]
+
+
 def counting(rule):
     """Returns a rule, and how often its functions were called."""
     calls = {"init": 0, "update": 0}

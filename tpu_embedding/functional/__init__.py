@@ -3,7 +3,6 @@
 `steps` has the calls of a training step, and `by_feature` turns what stacks return
 into activations of features. `following_slots` and `final_table_values`
 have those around training, and `serving_lookup` that of an exported model.
-`finite_rates` tells if the next step's learning rates are finite.
 `best_rows` retrieves the rows with the largest scalar products.
 `expansion` gathers the rows of unique ids into the samples. `dynamic_ids` replaces ids
 of 64 bits by rows; `ids_on_host` and `placed_ids` read and set them on the host. The

@@ -132,13 +132,17 @@ class Program:
         return [read(atom) for atom in self.outputs]
 
     def needed_for(
-        self, outputs: Iterable[Atom], is_given: Callable[[Variable], bool]
+        self,
+        outputs: Iterable[Atom],
+        is_given: Callable[[Variable], bool],
+        is_kept: Callable[[Equation], bool],
     ) -> tuple[list[Equation], list[Variable]]:
         """Returns the equations that some values need, and what these start from.
 
         Args:
           outputs: the values.
           is_given: True for a value that need not be computed; it is started from.
+          is_kept: True for an equation with a side effect that is needed.
         """
         equations: list[Equation] = []
         needed: set[Variable] = set()
@@ -152,7 +156,8 @@ class Program:
 
         need(outputs)
         for equation in reversed(self.equations):
-            if not needed.isdisjoint(equation.outputs):
+            has_effect = bool(equation.traced.effects) and is_kept(equation)
+            if has_effect or not needed.isdisjoint(equation.outputs):
                 equations.append(equation)
                 need(equation.inputs)
         order = [*self.inputs, *(x for eqn in self.equations for x in eqn.outputs)]
@@ -272,9 +277,11 @@ class SplitRule:
     @property
     def hyperparameters_change(self) -> bool:
         """True if a hyperparameter depends on a scalar of the state."""
-        outputs = self.value_program.outputs[: self.num_hyperparameters]
-        inputs = set(self.value_program.inputs)
-        return bool(self.value_program.needed_for(outputs, inputs.__contains__)[1])
+        program = self.value_program
+        outputs = program.outputs[: self.num_hyperparameters]
+        return bool(
+            program.needed_for(outputs, program.inputs.__contains__, lambda _: False)[1]
+        )
 
     def has_operations_of(self, other: "SplitRule") -> bool:
         """Returns True if a rule does the same for the rows of another split of it."""
@@ -309,12 +316,19 @@ def split_program(program: Program, is_slot: Sequence[bool]) -> SplitRule:
         is_scalar = variable.aval.shape == () and variable not in depends
         return variable in row_arguments or variable in scalars or is_scalar
 
+    def runs_on_rows(equation: Equation) -> bool:
+        return not depends.isdisjoint(equation.inputs)
+
     updates = program.outputs[0]
-    row_equations, given = program.needed_for([updates, *new_slots], is_given)
+    row_equations, given = program.needed_for(
+        [updates, *new_slots], is_given, runs_on_rows
+    )
     hyperparameters = tuple(x for x in given if x not in row_arguments)
     # A conditional may compute both: scalars, and arrays of rows that are dropped.
     value_equations, _ = program.needed_for(
-        [*hyperparameters, *new_scalars], lambda x: x in scalars or x in depends
+        [*hyperparameters, *new_scalars],
+        lambda x: x in scalars or x in depends,
+        lambda equation: not runs_on_rows(equation),
     )
     return SplitRule(
         value_program=Program(
