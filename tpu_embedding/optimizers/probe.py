@@ -212,8 +212,8 @@ def rates_are_finite(
       scalars: leaves of its state that belong to no row.
 
     Returns:
-      A bool scalar. None if no hyperparameter ever changes: those of the rule itself
-      are checked when it is made.
+      A bool scalar. None if rows need no value that may change: constants are checked
+      when the rule is made.
 
     Example:
       >>> rule = optax.sgd(lambda count: 0.1 / count)
@@ -221,7 +221,7 @@ def rates_are_finite(
       [False, True]
     """
     probed = probe_rule(rule, dim)
-    if not probed.split.hyperparameters_change:
+    if not (scalars and probed.split.num_hyperparameters):
         return None
     # Totals are one per table, and the probe knows one table.
     known = [
@@ -250,16 +250,18 @@ def _probe(rule: optax.GradientTransformation, dim: int) -> ProbedRule:
     asked: list[str] = []
     with on_its_own(), np.errstate(all="ignore"):
         with _says_why_it_does_not_run(dim):
-            traced = _trace_rule(rule, dim, asked)
+            init, state = _trace_init(rule, (_NUM_ROWS, dim), asked)
+            update = _trace_update(rule, state, (_NUM_ROWS, dim), asked)
+            traced = _TracedRule(init, update)
             runs = [traced.run(*case) for case in _cases(dim)]
         try:
             init_other, other_state = _trace_init(rule, (_OTHER_NUM_ROWS, dim), asked)
         except (TypeError, ValueError) as error:
             # Shapes that do not fit another number of rows.
             raise _mixes_rows() from error
-        rows = _slot_rows((traced.state, other_state), (_NUM_ROWS, _OTHER_NUM_ROWS))
+        rows = _slot_rows((state, other_state), (_NUM_ROWS, _OTHER_NUM_ROWS))
         is_slot = [row is not None for row in rows]
-        split = split_program(traced.update, is_slot)
+        split = split_program(update, is_slot)
         _check_row_local(traced, runs, dim)
         if split.scalars_depend_on_rows:
             raise _scalar_depends_on_rows()
@@ -285,7 +287,7 @@ def _probe(rule: optax.GradientTransformation, dim: int) -> ProbedRule:
         for row, is_moved, *values in zip(rows, moved, *firsts, strict=True)
     ]
     return ProbedRule(
-        state=traced.state,
+        state=state,
         leaves=tuple(leaves),
         takes_totals=bool(asked),
         split=split,
@@ -382,12 +384,10 @@ class _TracedRule(NamedTuple):
     Attributes:
       init: maps rows to the leaves of the state.
       update: maps gradients, rows, `is_touched` and leaves to updates and new leaves.
-      state: the state, as shapes and dtypes.
     """
 
     init: Program
     update: Program
-    state: Any
 
     def run(self, gradients: np.ndarray, rows: np.ndarray, later: int) -> _Run:
         """Takes two steps, after so many others.
@@ -408,21 +408,6 @@ class _TracedRule(NamedTuple):
         """Returns the updates and the leaves of the state after a step."""
         is_touched = np.ones(_NUM_ROWS, bool)
         return evaluate_by_numpy(self.update, gradient, rows, is_touched, list(state))
-
-
-def _trace_rule(
-    rule: optax.GradientTransformation, dim: int, asked: list[str]
-) -> _TracedRule:
-    """Traces a rule for `_NUM_ROWS` rows, with totals that say nothing.
-
-    Args:
-      rule: the rule.
-      dim: columns of the rows.
-      asked: gets an item for each total that the rule asks for.
-    """
-    shape = (_NUM_ROWS, dim)
-    init, state = _trace_init(rule, shape, asked)
-    return _TracedRule(init, _trace_update(rule, state, shape, asked), state)
 
 
 def _trace_init(

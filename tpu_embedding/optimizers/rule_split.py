@@ -274,17 +274,8 @@ class SplitRule:
         )
         return updates, new_slots
 
-    @property
-    def hyperparameters_change(self) -> bool:
-        """True if a hyperparameter depends on a scalar of the state."""
-        program = self.value_program
-        outputs = program.outputs[: self.num_hyperparameters]
-        return bool(
-            program.needed_for(outputs, program.inputs.__contains__, lambda _: False)[1]
-        )
-
     def has_operations_of(self, other: "SplitRule") -> bool:
-        """Returns True if a rule does the same for the rows of another split of it."""
+        """Returns True if another split, for other rows, does the same to each row."""
         return all(
             first.operations() == second.operations()
             for first, second in (
