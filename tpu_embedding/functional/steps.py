@@ -69,7 +69,7 @@ from tpu_embedding.update.apply import (
 )
 from tpu_embedding.update.every_row import KeptGradientState
 from tpu_embedding.update.lazy_update import state_specs, values_of
-from tpu_embedding.update.sparse_cores import apply_on_sparse_cores
+from tpu_embedding.update.sparse_cores import update_on_sparse_cores
 from tpu_embedding.update.table_writer import RoundedState, open_state
 
 
@@ -451,9 +451,9 @@ def _update_shard(
 ) -> tuple[PackedRows, Any]:
     """Updates a stack with its gradient, None if no row was looked up. Per shard."""
     writer, state = open_state(state, stack, used_rows)
-    update = DRIVERS[type(stack.optimizer.driver)]
+    update = jax.named_scope("update")(DRIVERS[type(stack.optimizer.driver)])
     squares = None if gradient_norm is None else lambda: jnp.square(gradient_norm)
-    with model_gradient_context(squares), jax.named_scope("update"):
+    with model_gradient_context(squares):
         if gradient is None:
             rounds = gradient_of_no_row(stack.dim)
             table, state = update(table, state, rounds, writer)
@@ -462,7 +462,7 @@ def _update_shard(
             table, state = update(table, state, rounds, writer)
         else:
             ids, of_samples = gradient_by_sample(gradient, stack)
-            table, state = apply_on_sparse_cores(
+            table, state = update_on_sparse_cores(
                 table,
                 state,
                 ids,

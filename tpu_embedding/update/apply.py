@@ -109,20 +109,22 @@ def update_touched(
     stack, takes_totals = writer.stack, writer.stack.optimizer.takes_totals
     step = start_step(stack.optimizer, state, stack.dim, stack.updates)
     gradient, all_reduce = step.only_if_finite(gradient), across_shards(stack)
-    slots = slots_of(state)
-
-    def run_round(
-        gradients: RowGradients, all_reduce: AllReduce
-    ) -> tuple[Array, list[PackedRows], list[Any]]:
-        known = _known_rows(gradients, all_reduce, writer) if takes_totals else None
-        return step.update_rows(gradients.as_row_updates(), table, slots, known)
-
-    totals = None
+    slots, totals = slots_of(state), None
     if takes_totals and gradient.fold_later is not None:
-        totals = find_totals(run_round, gradient.first, gradient.fold_later, all_reduce)
+        totals = find_totals(
+            lambda gradients, all_reduce: step.update_rows(
+                gradients.as_row_updates(),
+                table,
+                slots,
+                _known_rows(gradients, all_reduce, writer),
+            ),
+            gradient.first,
+            gradient.fold_later,
+            all_reduce,
+        )
         totals, table, slots = read_before_write((totals, table, slots))
 
-    def apply_round(
+    def update_round(
         carry: tuple[PackedRows, list[PackedRows]], gradients: RowGradients
     ) -> tuple[PackedRows, list[PackedRows], list[Any]]:
         table, slots = carry
@@ -134,10 +136,10 @@ def update_touched(
         )
         return writer.add(table, gradients.row_ids, updates), slots, new_values
 
-    table, slots, new_values = apply_round((table, slots), gradient.first)
+    table, slots, new_values = update_round((table, slots), gradient.first)
     if gradient.fold_later is not None:
         table, slots = gradient.fold_later(
-            lambda carry, gradients, _: apply_round(carry, gradients)[:2],
+            lambda carry, gradients, _: update_round(carry, gradients)[:2],
             (table, slots),
         )
     return table, step.new_state(slots, new_values)
@@ -155,14 +157,14 @@ def update_in_sequence(
     step = start_step(stack.optimizer, state, stack.dim)
     gradient = step.only_if_finite(gradient)
 
-    def apply_round(
+    def update_round(
         carry: tuple[PackedRows, list[PackedRows]], gradients: RowGradients, _: Any
     ) -> tuple[PackedRows, list[PackedRows]]:
         table, slots = carry
         updates = gradients.as_row_updates()
         return _update_occurrences(table, slots, updates, step, writer)
 
-    table, slots = gradient.fold(apply_round, (table, slots_of(state)))
+    table, slots = gradient.fold(update_round, (table, slots_of(state)))
     return table, step.new_state(slots, step.new_values)
 
 

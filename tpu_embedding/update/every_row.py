@@ -129,7 +129,7 @@ def update_every_row(
     stack = writer.stack
     step = start_step(stack.optimizer, state, stack.dim)
 
-    def apply_round(
+    def update_round(
         packed: list[PackedRows], gradients: RowGradients, rows: RowRange | None
     ) -> list[PackedRows]:
         in_order = _sorted_gradients(gradients.as_row_updates())
@@ -143,7 +143,7 @@ def update_every_row(
         return _sweep_table(packed, sweep)[0]
 
     gradient = step.only_if_finite(gradient)
-    table, *slots = gradient.fold(apply_round, [table, *slots_of(state)])
+    table, *slots = gradient.fold(update_round, [table, *slots_of(state)])
     return table, step.new_state(slots, step.new_values)
 
 

@@ -29,7 +29,8 @@ UpdateRows = Callable[[PackedRows, Any], tuple[PackedRows, Any]]
 """Maps table and state to new ones."""
 
 
-def apply_on_sparse_cores(
+@jax.named_scope("update")
+def update_on_sparse_cores(
     table: PackedRows,
     state: Any,
     ids: SparseCoreIds,
