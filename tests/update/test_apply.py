@@ -1,6 +1,7 @@
 """A gradient in several rounds updates like one with all rows, by any kind of rule."""
 
 import dataclasses
+import traceback
 from typing import Any
 
 import jax
@@ -32,6 +33,7 @@ from tpu_embedding.rows.packed_rows import unpack_rows
 from tpu_embedding.types import PADDING_ROW_ID as PADDING
 from tpu_embedding.update.apply import init_state
 from tpu_embedding.update.every_row import KeptGradientState
+from tpu_embedding.update.lazy_update import RuleStep
 
 NUM_ROWS = 45
 ROUNDS = {
@@ -282,3 +284,29 @@ def test_a_rate_that_is_not_finite_moves_no_row(make):
         moved.append(not np.array_equal(before, after))
         assert jnp.isfinite(after).all()
     assert found == moved == [True, False, True]
+
+
+def test_five_frames_from_a_step_to_its_rule(monkeypatch):
+    """Those of JAX, and of the mesh, are not counted."""
+    stacks, update_rows = [], RuleStep.update_rows
+
+    def record(*arguments):
+        stacks.append(
+            [
+                frame.name
+                for frame in traceback.extract_stack()
+                if "/tpu_embedding/" in frame.filename
+            ]
+        )
+        return update_rows(*arguments)
+
+    monkeypatch.setattr(RuleStep, "update_rows", record)
+    table = te.TableConfig(vocabulary_size=9, dim=4, name="t", optimizer=counted())
+    plan = te.make_plan(te.FeatureConfig(table=table), mesh_of(1))
+    tables = te.functional.init_tables(plan, jax.random.key(0))
+    slots = te.functional.init_slots(tables, plan)
+    result = te.functional.lookup(tables, jnp.arange(4), plan)
+    gradients = te.functional.compute_gradients(result.routing, jnp.ones((4, 4)), plan)
+    te.functional.apply_gradients(tables, slots, gradients, plan)
+    expected = ["apply_gradients", "_update_shard", "update_touched", "update_round"]
+    assert stacks == [expected]
