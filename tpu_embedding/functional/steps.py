@@ -312,7 +312,7 @@ def compute_gradients(
       lookups.
 
     Raises:
-      TypeError: if the lookup was given ids of a dynamic table in place of rows.
+      TypeError: if the lookup was given ids of a dynamic table instead of rows.
     """
     if routing.plan.stacks != plan.stacks:
         raise ValueError(
@@ -406,7 +406,7 @@ def apply_gradients(
       the optimizer is one for every row.
 
     Raises:
-      TypeError: if the gradients are not those of `compute_gradients`.
+      TypeError: if the gradients are not from `compute_gradients`.
       ValueError: if tables, slots or gradients belong to another plan.
     """
     _check_gradients(gradients, plan)
@@ -528,7 +528,7 @@ def takes_model_norm(plan: EmbeddingPlan) -> bool:
 
 
 def _check_gradients(gradients: TableGradients, plan: EmbeddingPlan) -> None:
-    """Refuses gradients of another type, and those of another plan."""
+    """Rejects gradients of another type, or of another plan."""
     if not isinstance(gradients, TableGradients):
         raise TypeError(
             "gradients must be the TableGradients of te.functional.compute_gradients, "

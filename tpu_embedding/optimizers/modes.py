@@ -30,7 +30,7 @@ def every_row(
     """Applies a rule to every row of the table in each step, as dense optimizers do.
 
     Rows that were not looked up have gradient zero: their moments decay, and move the
-    row. The result equals that of the same optax transformation on the dense gradient.
+    row. So the result equals the same optax transformation of the dense gradient.
     Each step costs a pass over the table and its slot variables, in place.
 
     A rule that asks for totals over a table, as Adafactor does, and one with
@@ -45,7 +45,7 @@ def every_row(
         layer, the rule is applied in each call.
 
     Raises:
-      TypeError: if `rule` is no transformation, or `gradient_steps` no int.
+      TypeError: if `rule` is not a transformation, or `gradient_steps` not an int.
       ValueError: if `gradient_steps` is below 1, or the rule has another one.
 
     Example:
@@ -80,14 +80,14 @@ def in_sequence(rule: optax.GradientTransformation) -> optax.GradientTransformat
     """Applies a rule once per occurrence of an id, in the order of the samples.
 
     This is TensorFlow's `use_gradient_accumulation=False`, which promises no order.
-    Here the order is that of the features, and of the samples within each device. Use
+    Here features come in order, and so do the samples within each device. Use
     it for comparisons: a step takes as many passes as its most frequent id occurs.
 
     Args:
       rule: a row-local optax transformation.
 
     Raises:
-      TypeError: if `rule` is no transformation.
+      TypeError: if `rule` is not a transformation.
 
     Example:
       >>> import tpu_embedding as te

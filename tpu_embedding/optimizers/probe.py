@@ -151,7 +151,7 @@ def split_rule(
 ) -> SplitRule:
     """Traces a rule that asks for no totals for a number of rows, and splits it.
 
-    Its hyperparameters are those of `probe_rule(rule, dim).split`.
+    It has the same hyperparameters as `probe_rule(rule, dim).split`.
 
     Args:
       rule: a transformation of rows, which `probe_rule` accepts.

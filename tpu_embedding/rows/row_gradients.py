@@ -52,7 +52,7 @@ class RowGradients:
         )
 
     def only_if(self, condition: Bool[Array, ""]) -> "RowGradients":
-        """Returns these gradients; those of no row if a condition does not hold."""
+        """Returns these gradients; gradients of no row if a condition does not hold."""
 
         def kept(row_ids: Array) -> Array:
             return jnp.where(condition, row_ids, PADDING_ROW_ID)
@@ -82,7 +82,7 @@ class GradientRounds:
     """The whole gradient of a stacked table at the owners of its rows. Per shard.
 
     The rows of different rounds are different, so an update may apply rounds one by
-    one. It exists while a step is traced; it is no pytree.
+    one. It exists while a step is traced; it is not a pytree.
 
     Attributes:
       first: gradients of the first round; all of them where there is no skew.

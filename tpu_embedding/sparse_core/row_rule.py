@@ -170,7 +170,7 @@ def _check_rows(program: Program, num_slots: int, num_hyperparameters: int) -> N
 
 
 def _check_uniform(aval: Any, is_uniform: bool) -> None:
-    """Rejects a value that belongs to no row, and is no scalar."""
+    """Rejects a value that belongs to no row, unless it is a scalar."""
     if not is_uniform:
         raise _NotElementwiseError(
             f"a value of shape {aval.shape} differs between the elements of a row"

@@ -41,12 +41,15 @@ from tpu_embedding.update.lazy_update import (
     init_rule,
     slots_of,
     start_step,
-    step_on_no_row,
+    with_values,
 )
 from tpu_embedding.update.table_writer import RoundedState, TableWriter, open_state
 from tpu_embedding.update.tables_of_rows import tables_of_rows
 from tpu_embedding.update.totals import across_shards, find_totals, known_totals
 from tpu_embedding.xla import read_before_write
+
+_PADDING_ROWS: Final = 8
+"""Rows of padding for a rule with totals. A single row would broadcast as totals do."""
 
 UpdateStack = Callable[
     [PackedRows, Any, GradientRounds, TableWriter], tuple[PackedRows, Any]
@@ -73,7 +76,7 @@ def abstract_state(stack: TrainedStackPlan) -> Any:
 
 
 def _state_around(rule_state: Any, stack: TrainedStackPlan) -> Any:
-    """Returns the first state of a stack, given that of its rule."""
+    """Returns the first state of a stack, given the state of its rule."""
     state = rule_state
     if isinstance(stack.optimizer.driver, KeptGradient):
         state = init_kept_gradient(rule_state, stack.layout)
@@ -94,8 +97,25 @@ def state_without_rows(state: Any, stack: TrainedStackPlan) -> Any:
       stack: gives the rule.
     """
     writer, state = open_state(state, stack)
-    sizes = [table.num_rows for table in stack.tables]
-    return writer.closed(step_on_no_row(stack.optimizer, state, stack.dim, sizes))
+    step = start_step(stack.optimizer, state, stack.dim)
+    new_values = step.new_values
+    if stack.optimizer.takes_totals:
+        # Totals over no row are zero, and the values of the rule follow them.
+        no_row = jnp.zeros(_PADDING_ROWS, bool)
+        known = TableRows(
+            table_sizes=jnp.float32([table.num_rows for table in stack.tables]),
+            tables=no_row.astype(jnp.int32) if len(stack.tables) > 1 else None,
+            is_used=no_row,
+            is_touched=no_row,
+            all_reduce=lambda totals, _: totals,
+        )
+        zeros = jnp.zeros((_PADDING_ROWS, stack.dim), jnp.float32)
+        slots = [
+            jnp.zeros((_PADDING_ROWS, *slot.row.shape), slot.row.dtype)
+            for slot in step.probed.slots
+        ]
+        _, _, new_values = step.run(zeros, zeros, slots, known)
+    return writer.closed(with_values(state, new_values))
 
 
 def update_touched(

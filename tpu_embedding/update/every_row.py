@@ -203,7 +203,7 @@ class _Sweep:
       writer: writes the rows of the table.
       gradient_of: returns the gradient of a block `[size, dim]` and the touches of its
         rows `[size]`, given its start and size, and its rows of the kept gradient.
-      rows: rows that move; None: all.
+      rows: rows that move; all of them if it is None.
     """
 
     step: RuleStep

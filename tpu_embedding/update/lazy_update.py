@@ -9,7 +9,7 @@ shards, packing or rounds. Values that belong to no row are computed once per st
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, Final
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -48,14 +48,10 @@ from tpu_embedding.xla import read_before_write
 RowsOf = Callable[[Int[Array, " rows"]], TableRows]
 """Returns the facts that a rule may ask about the rows with some ids."""
 
-_PADDING_ROWS: Final = 8
-"""Rows of padding for a rule with totals. A single row would broadcast as totals do."""
-
 
 def lift_to_rows(
     optimizer: optax.GradientTransformation | RowOptimizer,
     rows_of: RowsOf | None = None,
-    form: Updates = "whole",
 ) -> optax.GradientTransformation:
     """Turns a transformation of dense rows into one of `RowUpdates`.
 
@@ -68,7 +64,6 @@ def lift_to_rows(
         `optax.inject_hyperparams`.
       rows_of: answers rules that ask for totals over the rows of a table; without it,
         such a rule sees the given rows as one whole table.
-      form: form of the update. In `"blocks"`, slots are read before one is written.
 
     Returns:
       A transformation whose `init` takes the `PackedRows` of a table and whose
@@ -95,7 +90,7 @@ def lift_to_rows(
 
     def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
         table: PackedRows = params
-        step = start_step(optimizer, state, table.layout.dim, form)
+        step = start_step(optimizer, state, table.layout.dim)
         known = rows_of and rows_of(updates.row_ids)
         values, slots, new_values = step.update_rows(
             updates, table, slots_of(state), known
@@ -144,7 +139,7 @@ class RuleStep:
       state: the state before the step.
       hyperparameters: values that the rows need; empty for a rule with totals.
       new_values: values of the state after the step; for a rule with totals, before it.
-      form: see `lift_to_rows`.
+      form: form of the update. In `"blocks"`, slots are read before one is written.
     """
 
     optimizer: RowOptimizer
@@ -255,7 +250,7 @@ def start_step(
       optimizer: see `lift_to_rows`.
       state: from `init_rule`.
       dim: columns of the table.
-      form: see `lift_to_rows`.
+      form: see `RuleStep`.
     """
     probed = probe_rule(optimizer, dim)
     hyperparameters, values = [], values_of(state)
@@ -272,52 +267,10 @@ def start_step(
     )
 
 
-def step_on_no_row(
-    optimizer: optax.GradientTransformation | RowOptimizer,
-    state: Any,
-    dim: int,
-    table_sizes: Sequence[int] = (),
-) -> Any:
-    """Returns the state after a step that touched no row: counts and such advance.
-
-    No row of a table or slot variable is read or written, and devices communicate
-    nothing.
-
-    Args:
-      optimizer: see `lift_to_rows`.
-      state: from `init_rule`. Slot variables may be shapes.
-      dim: columns of the table.
-      table_sizes: rows of each table, if the rule asks for totals over them. It runs on
-        rows of padding then, over which totals are zero.
-    """
-    step = start_step(optimizer, state, dim)
-    new_values = step.new_values
-    if step.probed.takes_totals:
-        zeros = jnp.zeros((_PADDING_ROWS, dim), jnp.float32)
-        slots = [
-            jnp.zeros((_PADDING_ROWS, *slot.row.shape), slot.row.dtype)
-            for slot in step.probed.slots
-        ]
-        _, _, new_values = step.run(zeros, zeros, slots, _padding_rows(table_sizes))
-    return with_values(state, new_values)
-
-
 def _finite(new: Array, old: Array, is_finite: Bool[Array, ""]) -> Array:
     if not jnp.issubdtype(new.dtype, jnp.floating):
         return new
     return jnp.where(is_finite | jnp.isfinite(new), new, old)
-
-
-def _padding_rows(table_sizes: Sequence[int]) -> TableRows:
-    """Returns rows none of which belongs to a table; totals over them are zero."""
-    no_row = jnp.zeros(_PADDING_ROWS, bool)
-    return TableRows(
-        table_sizes=jnp.asarray(table_sizes, jnp.float32),
-        tables=no_row.astype(jnp.int32) if len(table_sizes) > 1 else None,
-        is_used=no_row,
-        is_touched=no_row,
-        all_reduce=lambda totals, _: totals,
-    )
 
 
 def is_slot(leaf: Any) -> bool:
@@ -365,7 +318,7 @@ def state_specs(state: Any, stack: StackPlan) -> Any:
 
 
 def abstract_rule_state(optimizer: RowOptimizer, layout: RowLayout) -> Any:
-    """Returns a state like those of `init_rule`, with shapes of rows as slot variables.
+    """Returns a state as `init_rule` makes it, with shapes of rows as slot variables.
 
     It has their structure, and costs no run of the rule.
 

@@ -68,7 +68,7 @@ class TableWriter:
     table_sizes: Float[Array, " tables"] | None = None
 
     def closed(self, state: Any) -> Any:
-        """Returns the state of the stack after the step, given that of the rule."""
+        """Returns the state of the stack after the step, around the rule's."""
         if self.step is None:
             return state
         return RoundedState(step=self.step + 1, inner=state)
