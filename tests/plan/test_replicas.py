@@ -6,6 +6,7 @@ import pytest
 
 import tpu_embedding as te
 from tests.lookup.placements import mesh_of_shape
+from tpu_embedding.optimizers.row_optimizer import InSequence, Touched
 from tpu_embedding.plan.replicas import choose_reduction
 
 
@@ -39,9 +40,9 @@ def test_one_copy_has_nothing_to_add():
     assert choose_reduction(stack_of(te.Sharded()), 10**6) == "none"
 
 
-@pytest.mark.parametrize("duplicates", ["sequence", "norm"])
-def test_occurrences_are_never_summed_on_the_way(duplicates):
+@pytest.mark.parametrize("driver", [InSequence(), Touched(occurrence_norm=True)])
+def test_occurrences_are_never_summed_on_the_way(driver):
     stack = stack_of(te.Replicated())
-    optimizer = dataclasses.replace(stack.optimizer, duplicates=duplicates)
+    optimizer = dataclasses.replace(stack.optimizer, driver=driver)
     stack = dataclasses.replace(stack, optimizer=optimizer)
     assert choose_reduction(stack, 10**6) == "rows"
