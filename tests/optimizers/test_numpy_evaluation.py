@@ -7,9 +7,8 @@ import optax
 import pytest
 
 import tpu_embedding as te
-from tpu_embedding.optimizers import numpy_evaluation
-from tpu_embedding.optimizers.numpy_evaluation import evaluate_by_numpy
-from tpu_embedding.optimizers.rule_split import trace_program
+from tpu_embedding.optimizers import rule_split
+from tpu_embedding.optimizers.rule_split import evaluate_by_numpy, trace_program
 
 X = np.float32([[0.5, -2.0, 1e-3], [3.0, 0.0, -1.5]])
 
@@ -61,7 +60,7 @@ def test_each_operation_is_used():
         for function in (elementwise, of_arrays)
         for equation in trace_program(lambda x, f=function: list(f(x)), X)[0].equations
     }
-    known = {*numpy_evaluation._ELEMENTWISE, *numpy_evaluation._WITH_PARAMETERS}
+    known = {*rule_split._ELEMENTWISE, *rule_split._WITH_PARAMETERS}
     assert known - used == set()
 
 

@@ -29,7 +29,7 @@ The files, in the order in which a reader may want them:
 * `row_optimizer`: types of optimizers, and the drivers that run them. `names`:
   optimizers by name.
 * `resolve`: finds out how the layer applies an optimizer. `probe`: runs it on a few
-  rows, by `numpy_evaluation`, and finds its slot variables. `rule_split`: a rule in two
+  rows, and finds its slot variables. `rule_split`: a rule as a program, and its two
   halves, values of a step and arithmetic on rows.
 * `array_rules`: applies a rule to pytrees of arrays. `checks`: ranges of arguments.
 * `final_dense_values`: sets variables to their averages, at the end of training.

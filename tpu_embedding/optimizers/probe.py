@@ -32,7 +32,6 @@ from jax.core import eval_context
 from jax.sharding import AbstractMesh, use_abstract_mesh
 from jaxtyping import Array
 
-from tpu_embedding.optimizers.numpy_evaluation import evaluate_by_numpy
 from tpu_embedding.optimizers.row_optimizer import (
     NotRowLocalError,
     RowOptimizer,
@@ -41,6 +40,7 @@ from tpu_embedding.optimizers.row_optimizer import (
 from tpu_embedding.optimizers.rule_split import (
     Program,
     SplitRule,
+    evaluate_by_numpy,
     split_program,
     trace_program,
 )
