@@ -17,7 +17,7 @@ from tpu_embedding.lookup._dedup import (
     dedup,
     id_at_rank,
 )
-from tpu_embedding.optimizers.row_optimizer import RowOptimizer
+from tpu_embedding.optimizers.row_optimizer import RowOptimizer, Touched
 
 NUM_IDS = 10
 SHARDS, ROWS = 3, 5
@@ -41,7 +41,7 @@ def stack_of(keeps_duplicates=False):
     stack = plan_of(1, ROWS).stacks[0]
     optimizer = RowOptimizer(
         transformation=optax.identity(),
-        duplicates="norm" if keeps_duplicates else "sum",
+        driver=Touched(occurrence_norm=keeps_duplicates),
     )
     return dataclasses.replace(stack, num_shards=SHARDS, optimizer=optimizer)
 

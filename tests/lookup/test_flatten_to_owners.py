@@ -16,7 +16,7 @@ from tpu_embedding.lookup._flatten_to_owners import (
     FeatureInput,
     flatten,
 )
-from tpu_embedding.optimizers.row_optimizer import RowOptimizer
+from tpu_embedding.optimizers.row_optimizer import InSequence, RowOptimizer, Touched
 from tpu_embedding.plan.features import FeaturePlan
 
 VOCABULARY_SIZE = 7
@@ -62,7 +62,7 @@ def stack_of(num_shards, keeps_duplicates=False):
     stack = dataclasses.replace(plan_of(1, 11).stacks[0], num_shards=num_shards)
     optimizer = RowOptimizer(
         transformation=optax.identity(),
-        duplicates="sequence" if keeps_duplicates else "sum",
+        driver=InSequence() if keeps_duplicates else Touched(),
     )
     return dataclasses.replace(stack, optimizer=optimizer)
 

@@ -1,6 +1,7 @@
 """A gradient in several rounds updates like one with all rows, by any kind of rule."""
 
 import dataclasses
+import traceback
 from typing import Any
 
 import jax
@@ -14,6 +15,7 @@ from tests.conftest import mesh_of
 from tests.update.update_cases import (
     Balanced,
     Counted,
+    apply_gradient,
     balanced,
     counted,
     gradients_of,
@@ -26,10 +28,12 @@ from tests.update.update_cases import (
     sharded,
     unshard,
 )
+from tpu_embedding.optimizers.row_optimizer import EveryRow, Touched
 from tpu_embedding.rows.packed_rows import unpack_rows
 from tpu_embedding.types import PADDING_ROW_ID as PADDING
-from tpu_embedding.update.apply import apply_gradient, init_state
+from tpu_embedding.update.apply import init_state
 from tpu_embedding.update.every_row import KeptGradientState
+from tpu_embedding.update.lazy_update import RuleStep
 
 NUM_ROWS = 45
 ROUNDS = {
@@ -89,7 +93,7 @@ def test_every_element(dim, hardware):
     """Each round moves the rows of its range, also those without a gradient."""
     rule = te.optimizers.every_row(counted(has_hits=False))
     plan, stack = plan_of([NUM_ROWS], dim, rule, hardware=hardware)
-    assert not stack.optimizer.keeps_gradient
+    assert stack.optimizer.driver == EveryRow()
     rounds = ROUNDS["three"]
     rows = integers((NUM_ROWS, dim))
     reference, table = Counted(rows), packed(rows, stack.layout)
@@ -170,7 +174,7 @@ def test_norm_of_all_occurrences():
     """Row 4 occurs three times; padding has squares, too, that must not count."""
     rule = balanced(asks_for_occurrences=True)
     plan, stack = plan_of(SIZES, 3, rule)
-    assert stack.optimizer.duplicates == "norm"
+    assert stack.optimizer.driver == Touched(occurrence_norm=True)
     rows = integers((12, 3))
     reference = Balanced(SIZES, rows)
     row_ids, values = np.array([0, 4, 11]), integers((3, 3))
@@ -280,3 +284,29 @@ def test_a_rate_that_is_not_finite_moves_no_row(make):
         moved.append(not np.array_equal(before, after))
         assert jnp.isfinite(after).all()
     assert found == moved == [True, False, True]
+
+
+def test_five_frames_from_a_step_to_its_rule(monkeypatch):
+    """Those of JAX, and of the mesh, are not counted."""
+    stacks, update_rows = [], RuleStep.update_rows
+
+    def record(*arguments):
+        stacks.append(
+            [
+                frame.name
+                for frame in traceback.extract_stack()
+                if "/tpu_embedding/" in frame.filename
+            ]
+        )
+        return update_rows(*arguments)
+
+    monkeypatch.setattr(RuleStep, "update_rows", record)
+    table = te.TableConfig(vocabulary_size=9, dim=4, name="t", optimizer=counted())
+    plan = te.make_plan(te.FeatureConfig(table=table), mesh_of(1))
+    tables = te.functional.init_tables(plan, jax.random.key(0))
+    slots = te.functional.init_slots(tables, plan)
+    result = te.functional.lookup(tables, jnp.arange(4), plan)
+    gradients = te.functional.compute_gradients(result.routing, jnp.ones((4, 4)), plan)
+    te.functional.apply_gradients(tables, slots, gradients, plan)
+    expected = ["apply_gradients", "_update_shard", "update_touched", "update_round"]
+    assert stacks == [expected]

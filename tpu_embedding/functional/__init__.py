@@ -3,7 +3,6 @@
 `steps` has the calls of a training step, and `by_feature` turns what stacks return
 into activations of features. `following_slots` and `final_table_values`
 have those around training, and `serving_lookup` that of an exported model.
-`finite_rates` tells if the next step's learning rates are finite.
 `dynamic_ids` replaces ids of 64 bits by rows; `ids_on_host` and `placed_ids` read and
 set them on the host. The arrays are the stacked tables and slot variables of a plan;
 `flax_states` lets Flax save them. `top_k` and `expand` are in
@@ -20,7 +19,6 @@ from tpu_embedding.functional.dynamic_ids import insert_ids as insert_ids
 from tpu_embedding.functional.final_table_values import (
     finalize_variable_values as finalize_variable_values,
 )
-from tpu_embedding.functional.finite_rates import finite_rates as finite_rates
 from tpu_embedding.functional.following_slots import (
     with_table_values as with_table_values,
 )
@@ -31,6 +29,7 @@ from tpu_embedding.functional.steps import Routing as Routing
 from tpu_embedding.functional.steps import activation_shapes as activation_shapes
 from tpu_embedding.functional.steps import apply_gradients as apply_gradients
 from tpu_embedding.functional.steps import compute_gradients as compute_gradients
+from tpu_embedding.functional.steps import finite_rates as finite_rates
 from tpu_embedding.functional.steps import init_slots as init_slots
 from tpu_embedding.functional.steps import lookup as lookup
 from tpu_embedding.functional.steps import read_rows as read_rows

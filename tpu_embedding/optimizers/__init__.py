@@ -26,10 +26,11 @@ The files, in the order in which a reader may want them:
 * `modes`: touched rows or every row, and how often. `table_rows`: totals for a rule.
 * `learning_rates`, `hyperparameters`: rates, and values that change between steps.
 * `slot_storage`: types and initial values of slot variables.
-* `row_optimizer`: types of optimizers. `names`: optimizers by name.
+* `row_optimizer`: types of optimizers, and the drivers that run them. `names`:
+  optimizers by name.
 * `resolve`: finds out how the layer applies an optimizer. `probe`: runs it on a few
-  rows, by `numpy_evaluation`. `slots`: which parts of its state are slot variables.
-* `finite_rates`: tells whether a learning rate is finite, before a step.
+  rows, and finds its slot variables. `rule_split`: a rule as a program, and its two
+  halves, values of a step and arithmetic on rows.
 * `array_rules`: applies a rule to pytrees of arrays. `checks`: ranges of arguments.
 * `final_dense_values`: sets variables to their averages, at the end of training.
 * `equal_calls`: equal calls make one rule, so that their tables share a stack.

@@ -132,7 +132,7 @@ class RowGradients:
         )
 
     def only_if(self, condition: Bool[Array, ""]) -> "RowGradients":
-        """Returns these gradients; those of no row if a condition does not hold."""
+        """Returns these gradients; gradients of no row if a condition does not hold."""
 
         def kept(row_ids: Array) -> Array:
             return jnp.where(condition, row_ids, PADDING_ROW_ID)
@@ -162,7 +162,7 @@ class GradientRounds:
     """The whole gradient of a stacked table at the owners of its rows. Per shard.
 
     The rows of different rounds are different, so an update may apply rounds one by
-    one. It exists while a step is traced; it is no pytree.
+    one. It exists while a step is traced; it is not a pytree.
 
     Attributes:
       first: gradients of the first round; all of them where there is no skew.
@@ -182,6 +182,33 @@ class GradientRounds:
         """Calls `carry = body(carry, gradients, rows)` for every round."""
         carry = body(carry, self.first, self.first_rows)
         return carry if self.fold_later is None else self.fold_later(body, carry)
+
+    def only_if(self, condition: Bool[Array, ""]) -> "GradientRounds":
+        """Returns this gradient; one of no row if a condition does not hold."""
+        later = self.fold_later
+
+        def kept(rows: RowRange | None) -> RowRange:
+            first_row, end_row = rows or RowRange(
+                jnp.int32(0), jnp.int32(PADDING_ROW_ID)
+            )
+            return RowRange(first_row, jnp.where(condition, end_row, 0))
+
+        def fold_later(
+            body: Callable[[Carry, RowGradients, RowRange], Carry], carry: Carry
+        ) -> Carry:
+            assert later is not None
+            return later(
+                lambda carry, gradients, rows: body(
+                    carry, gradients.only_if(condition), kept(rows)
+                ),
+                carry,
+            )
+
+        return GradientRounds(
+            first=self.first.only_if(condition),
+            first_rows=kept(self.first_rows),
+            fold_later=None if later is None else fold_later,
+        )
 
 
 def gradient_of_no_row(dim: int) -> GradientRounds:

@@ -2,10 +2,10 @@
 
 All of it is private but `lift_to_rows`, which is in `te.functional`.
 
-* `apply`: applies the gradient of a step, by one of the ways below.
-* `lazy_update`: runs a rule on touched rows.
-* `sequence`: runs a rule once per occurrence of an id.
-* `every_row`: runs a rule on every row, block by block.
+* `apply`: applies the gradient of a step by the driver of the rule: on touched rows, or
+  once per occurrence of an id.
+* `every_row`: drivers that run a rule on every row, block by block.
+* `lazy_update`: one step of a rule, on touched rows.
 * `averages`: sets rows to their moving averages, at the end of training.
 * `table_writer`: writes new rows in the table's type, rounded where it is narrow.
 * `new_rows`: initial values and slots of the rows of new ids.
