@@ -7,6 +7,7 @@ values of the tables and the parameters are no part of it.
 import collections
 import contextlib
 import dataclasses
+import threading
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Final
 
@@ -37,6 +38,8 @@ from tpu_embedding.plan.features import FeaturePlan
 from tpu_embedding.rows.id_directory import directory_name
 
 PLATFORMS: Final = ("cpu", "cuda", "tpu")
+
+_CONFIG_LOCK: Final = threading.Lock()
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -231,12 +234,13 @@ def _parameter_name(path: Sequence[Any]) -> str:
 @contextlib.contextmanager
 def _without_source_paths() -> Iterator[None]:
     """Lowers programs that do not name the files of this machine."""
-    limit = jax.config.jax_traceback_in_locations_limit
-    jax.config.update("jax_traceback_in_locations_limit", 0)
-    try:
-        yield
-    finally:
-        jax.config.update("jax_traceback_in_locations_limit", limit)
+    with _CONFIG_LOCK:  # The option is one for all threads.
+        limit = jax.config.jax_traceback_in_locations_limit
+        jax.config.update("jax_traceback_in_locations_limit", 0)
+        try:
+            yield
+        finally:
+            jax.config.update("jax_traceback_in_locations_limit", limit)
 
 
 @contextlib.contextmanager
