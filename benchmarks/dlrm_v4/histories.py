@@ -5,23 +5,24 @@ sample, and the events before it are the history.
 """
 
 import dataclasses
-from collections.abc import Iterator, Mapping
+import pathlib
+from collections.abc import Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, Final, Literal
 
 import numpy as np
-
-from tpu_embedding.tools.data.batch import Batch, DataError, padded_batches
-from tpu_embedding.tools.data.yambda.event_log import (
+from yambda import (
     ACTIONS,
     LIKED,
     LISTENED,
     SECONDS_PER_DAY,
     SECONDS_PER_HOUR,
     EventLog,
+    read_yambda,
 )
-from tpu_embedding.tools.data.yambda.xxhash64 import xxh64
-from tpu_embedding.types import RaggedIds
+
+import tpu_embedding as te
+from tpu_embedding.tools import train
 
 CROSSES: Final[Mapping[str, tuple[str, ...]]] = MappingProxyType(
     {
@@ -139,7 +140,7 @@ class EventDataset:
             ("album_id", log.item_albums),
         ):
             if ids.max() >= self.table_sizes[name]:
-                raise DataError(
+                raise train.DataError(
                     f"{log.name}: each id must be a row of its table, got {ids.max()} "
                     f"for table {name!r} of {self.table_sizes[name]} rows. Set "
                     "table_sizes to the largest id plus 1."
@@ -151,7 +152,7 @@ class EventDataset:
         listens = np.flatnonzero(is_listen[num_earlier:]) + num_earlier
         is_anchor = log.users[listens - num_earlier] == log.users[listens]
         if not is_anchor.any():
-            raise DataError(
+            raise train.DataError(
                 f"{log.name} must have a listen with {num_earlier} earlier events of "
                 "its user in the training period, got none; pass more events per user, "
                 "or lower HistorySettings.min_history."
@@ -173,31 +174,33 @@ class EventDataset:
         self.num_train_samples = len(self._train_anchors)
         self.num_evaluation_samples = len(self.evaluation_anchors)
         if not self.num_train_samples:
-            raise DataError(
+            raise train.DataError(
                 f"{self.log.name}: a day before the last must have {self.batch_size} "
                 f"anchors to fill a batch, got {len(days)} such day(s) of at most "
                 f"{max(map(len, days), default=0)}; lower batch_size, or pass more "
                 "events."
             )
 
-    def train_batch(self, step: int) -> Batch:
+    def train_batch(self, step: int) -> train.Batch:
         """Returns the batch of training step `step`, counted from 0."""
         return self.train_part(step, range(self.batch_size))
 
-    def train_part(self, step: int, samples: range) -> Batch:
+    def train_part(self, step: int, samples: range) -> train.Batch:
         """Returns some consecutive samples of the batch of a training step."""
         first = step * self.batch_size % self.num_train_samples
         places = slice(first + samples.start, first + samples.stop)
         return self.read(self._train_anchors[places])
 
-    def evaluation_batches(self) -> Iterator[Batch]:
+    def evaluation_batches(self) -> Iterator[train.Batch]:
         """Yields the last window once, by user and time.
 
         Copies of the last sample, with weight 0, pad the last batch.
         """
-        yield from padded_batches(self.read, self.evaluation_anchors, self.batch_size)
+        yield from train.padded_batches(
+            self.read, self.evaluation_anchors, self.batch_size
+        )
 
-    def read(self, anchors: np.ndarray) -> Batch:
+    def read(self, anchors: np.ndarray) -> train.Batch:
         """Returns the samples of anchors.
 
         The features `"item_id"`, `"artist_id"` and `"album_id"` are dicts with a
@@ -233,14 +236,14 @@ class EventDataset:
         }
         features: dict[str, Any] = {
             name: {
-                "history": RaggedIds(values=of_events, row_splits=row_splits),
+                "history": te.RaggedIds(values=of_events, row_splits=row_splits),
                 "candidate": of_candidates,
             }
             for name, (of_events, of_candidates) in ids.items()
         }
         times = padded(log.times)
         last_times = times[np.arange(len(anchors)), lengths - 1]
-        return Batch(
+        return train.Batch(
             features=features | self.contextual_ids(anchors),
             dense={
                 "history_length": lengths.astype(np.int32),
@@ -343,7 +346,7 @@ class EventOutline:
         self.table_sizes = dict(source.table_sizes)
         self.history_length = source.history.width
 
-    def train_batch(self, step: int) -> Batch:
+    def train_batch(self, step: int) -> train.Batch:
         """Returns the same batch for each step."""
         del step
         num_samples, width = self.batch_size, self.history_length
@@ -362,10 +365,10 @@ class EventOutline:
             # Rising with the items, so that an item has one artist and one album.
             ids = (items * (DIFFERENT_IDS[name] / item_share)).astype(np.int64) % size
             ids = ids.astype(np.int32)
-            history = RaggedIds(values=ids.ravel(), row_splits=row_splits)
+            history = te.RaggedIds(values=ids.ravel(), row_splits=row_splits)
             features[name] = {"history": history, "candidate": ids[:, 0]}
         events = np.zeros((num_samples, width), np.int32)
-        return Batch(
+        return train.Batch(
             features=features,
             dense={
                 "history_length": np.full(num_samples, num_events, np.int32),
@@ -377,6 +380,63 @@ class EventOutline:
             weights=np.ones(num_samples, np.float32),
         )
 
-    def evaluation_batches(self) -> Iterator[Batch]:
+    def evaluation_batches(self) -> Iterator[train.Batch]:
         """Yields one batch."""
         yield self.train_batch(0)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class YambdaSource(EventSource):
+    """Source of `EventDataset`, from Yambda's Parquet files."""
+
+    def open(
+        self, data_dir: pathlib.Path | None, *, batch_size: int, seed: int
+    ) -> EventDataset:
+        """Returns the data set; the seed has no effect, as nothing is shuffled.
+
+        Raises:
+          DataError: if files are missing or damaged, or an id has no row.
+        """
+        del seed
+        log = read_yambda(train.required_files(data_dir, "Yambda's Parquet files"))
+        return EventDataset(log, self, batch_size=batch_size)
+
+
+# Constants of the algorithm: xxHash's doc/xxhash_spec.md, section "XXH64".
+_PRIME_1: Final = np.uint64(0x9E3779B185EBCA87)
+_PRIME_2: Final = np.uint64(0xC2B2AE3D27D4EB4F)
+_PRIME_3: Final = np.uint64(0x165667B19E3779F9)
+_PRIME_4: Final = np.uint64(0x85EBCA77C2B2AE63)
+_PRIME_5: Final = np.uint64(0x27D4EB2F165667C5)
+
+
+def xxh64(keys: Sequence[np.ndarray]) -> np.ndarray:
+    """Returns the xxHash of each tuple of keys, uint64 in the shape of the keys.
+
+    The benchmark turns pairs and triples of ids into rows by this hash. The library
+    `xxhash` takes one call per key, which is slower than NumPy on a whole batch. The
+    hashed bytes are the keys, one after the other, as little-endian int64, and the seed
+    is 0.
+
+    Args:
+      keys: one to three integer arrays of one shape, because xxHash works in stripes
+        from 32 bytes on. Element `i` of each makes tuple `i`.
+
+    Example:
+      >>> [hex(h) for h in xxh64([np.array([1, 2]), np.array([3, 3])])]
+      ['0x9c2b5aef47d495cc', '0x1a69d6aaa3f20b98']
+    """
+    # Arithmetic is modulo 2**64, as that of unsigned arrays is in NumPy.
+    start = int(_PRIME_5) + 8 * len(keys)
+    state = np.full(np.shape(keys[0]), start, np.uint64)
+    for key in keys:
+        lane = np.asarray(key).astype(np.int64).view(np.uint64)
+        lane = _rotate_left(lane * _PRIME_2, 31) * _PRIME_1
+        state = _rotate_left(state ^ lane, 27) * _PRIME_1 + _PRIME_4
+    state = (state ^ state >> np.uint64(33)) * _PRIME_2
+    state = (state ^ state >> np.uint64(29)) * _PRIME_3
+    return state ^ state >> np.uint64(32)
+
+
+def _rotate_left(values: np.ndarray, num_bits: int) -> np.ndarray:
+    return values << np.uint64(num_bits) | values >> np.uint64(64 - num_bits)
