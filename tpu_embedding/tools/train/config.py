@@ -176,9 +176,9 @@ class RunConfig:
       evaluate_from: step before which nothing is evaluated.
       checkpoint_every: steps between checkpoints; 0 saves only at the end.
       checkpoints_kept: number of latest checkpoints to keep; older ones are deleted.
-      on_event: gets a `RunEvent` for each line of progress, evaluation and the like, on
-        the first process of a job: for a log of your own. It may be a dataclass with
-        `__call__`, whose fields `--set` can change. `evaluate` does not call it.
+      on_event: gets each `RunEvent` of `train`, on the first process of a job, for a
+        log of your own. It may be a dataclass with `__call__`, whose fields `--set`
+        can change.
     """
 
     name: str
@@ -227,13 +227,9 @@ class RunConfig:
 
     def describe(self) -> dict[str, Any]:
         """Returns the fields as values of JSON, without the functions."""
-        fields = {
-            field.name: dataclasses.asdict(value)
-            if dataclasses.is_dataclass(value := getattr(self, field.name))
-            else value
-            for field in dataclasses.fields(self)
-            if field.name not in _FUNCTIONS
-        }
+        # An object that listens may hold files, which cannot be copied.
+        fields = dataclasses.asdict(dataclasses.replace(self, on_event=ignore_event))
+        fields = {name: x for name, x in fields.items() if not callable(x)}
         return json.loads(json.dumps(fields, default=str))
 
     def evaluates_after(self, step: int) -> bool:
@@ -241,8 +237,6 @@ class RunConfig:
         is_due = self.evaluate_every > 0 and step % self.evaluate_every == 0
         return step >= self.num_steps or (is_due and step >= max(1, self.evaluate_from))
 
-
-_FUNCTIONS: Final = ("make_table_optimizer", "make_dense_optimizer", "on_event")
 
 _MINIMA: Final = {
     "batch_size": 1,

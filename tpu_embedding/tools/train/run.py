@@ -12,8 +12,7 @@ import math
 import pathlib
 import signal
 import threading
-from collections.abc import Iterator, Mapping
-from types import MappingProxyType
+from collections.abc import Callable, Iterator
 from typing import Any, Final, Literal
 
 import jax
@@ -241,7 +240,7 @@ class _Run:
         options = ocp.CheckpointManagerOptions(max_to_keep=config.checkpoints_kept)
         path = directory / CHECKPOINTS_DIR
         self.checkpoints = ocp.CheckpointManager(path, options=options)
-        self.on_event = ignore_event
+        self.on_event: Callable[[RunEvent], None] = ignore_event
         self.sizes, self.sizes_so_far = BufferSizes(), {}
 
     def restore(self, existing_run: ExistingRun) -> None:
@@ -296,10 +295,8 @@ class _Run:
         if self.state is None:
             _, self.state = init_train_state(config, data, plan)
 
-    def tell(
-        self, kind: RunEventKind, values: Mapping[str, Any] = MappingProxyType({})
-    ) -> None:
-        """Tells the listener of the config what happened."""
+    def tell(self, kind: RunEventKind, /, **values: Any) -> None:
+        """Calls the config's `on_event`."""
         event = RunEvent(
             kind=kind,
             step=self.step,
@@ -313,9 +310,9 @@ class _Run:
     def report_scalars(
         self, step: int, group: Literal["train", "evaluation"], values: dict[str, float]
     ) -> None:
-        """Reports numbers of a step, and tells them."""
+        """Reports numbers of a step, also as an event."""
         self.report.scalars(step, group, values)
-        self.tell(group, values)
+        self.tell(group, **values)
 
     def train(
         self,
@@ -408,7 +405,7 @@ class _Run:
         if target is not None and target.metric in metrics:
             is_met = target.is_met(metrics[target.metric], teacher)
         result = RunResult(step=self.step, metrics=metrics, target_met=is_met)
-        self.tell("result", dataclasses.asdict(result))
+        self.tell("result", **dataclasses.asdict(result))
         self.report.record({"result": dataclasses.asdict(result)})
         self.report.plot(metric, teacher)
         if target is not None:
