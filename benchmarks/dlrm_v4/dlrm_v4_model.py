@@ -42,7 +42,7 @@ class DLRMv4Config:
             their order.
 
         Raises:
-          ValueError: if the number of tables is not that of the contextual tokens.
+          ValueError: if the tables do not fit the number of contextual tokens.
         """
         num_contextual = len(data.table_sizes) - len(EVENT_FEATURES)
         if num_contextual != self.hstu.num_contextual:
@@ -119,7 +119,7 @@ class DLRMv4(nnx.Module):
     HSTU runs on each device for its own samples, by micro-batches of
     `HSTUSizes.micro_batch_size`. Devices exchange nothing until the gradients of the
     dense parameters are added up. The axes of the mesh must have the type `Auto`, as
-    those of `te.device_mesh` have.
+    `te.device_mesh` makes them. The model is not for export.
     """
 
     def __init__(
@@ -139,10 +139,10 @@ class DLRMv4(nnx.Module):
     def __call__(self, features: dict[str, Any], dense: Any) -> train.Outputs:
         """Returns the logit and the probability of a click on each candidate.
 
-        Attention scores are divided by a number of tokens. In training it is that of
-        the longest sequence of the global batch, as in the benchmark, on any number of
-        devices. After `eval()` it is that of the longest possible sequence. So a score
-        that is evaluated or served does not depend on the other samples of the batch.
+        Attention scores are divided by a number of tokens. In training it is the length
+        of the longest sequence of the global batch, as in the benchmark, on any number
+        of devices. After `eval()` it is the length of the longest possible sequence. So
+        an evaluated score does not depend on the other samples of the batch.
 
         Args:
           features: inputs of the tables.
@@ -189,7 +189,7 @@ class DLRMv4(nnx.Module):
         graph, state = nnx.split(self.hstu)
         batch = inputs.samples.lengths.shape[0]
 
-        def of_device(
+        def device_logits(
             inputs: HSTUInputs,
             state: nnx.State,
             normalizer: Int[Array, ""],
@@ -198,21 +198,18 @@ class DLRMv4(nnx.Module):
             hstu = nnx.merge(graph, state)
             return hstu(inputs, normalizer=normalizer, dropout_key=dropout_key)
 
-        arguments = (inputs, state, normalizer, self.hstu.dropout_key())
-        if self.embedding.recording == "serving":
-            return of_device(*arguments)
         plan = self.embedding.plan
         split, whole = plan.batch_sharding.spec, PartitionSpec()
         samples = jax.tree.map(lambda x: _fill_up(x, plan.num_shards), inputs.samples)
         on_mesh = jax.shard_map(
-            jax.named_scope("hstu")(of_device),
+            jax.named_scope("hstu")(device_logits),
             mesh=plan.mesh,
             in_specs=(split, whole, whole, whole),
             out_specs=split,
             check_vma=False,
         )
         inputs = dataclasses.replace(inputs, samples=samples)
-        return on_mesh(inputs, *arguments[1:])[:batch]
+        return on_mesh(inputs, state, normalizer, self.hstu.dropout_key())[:batch]
 
 
 def _fill_up(x: Array, num_parts: int) -> Array:

@@ -1,6 +1,6 @@
 """Trains MLPerf Training's dlrm_v4_hstu: clicks from histories of music, by HSTU.
 
-Sizes, order of the data, optimizers and schedule are those of the benchmark, v6.1, at a
+Sizes, order of the data, optimizers and schedule come from the benchmark, v6.1, at a
 global batch of 8,192; see `recommendation` in github.com/mlcommons/training. With
 --data-dir, the config reads Yambda-5b's flat Parquet files. MLPerf's prepared download
 has none, so it cannot be read. The log is sorted in memory, so the host needs 220 GB.

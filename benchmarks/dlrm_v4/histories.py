@@ -41,7 +41,7 @@ CROSSES: Final[Mapping[str, tuple[str, ...]]] = MappingProxyType(
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class HistorySettings:
-    """Settings of anchors and histories; the defaults are those of the benchmark.
+    """Settings of anchors and histories; the defaults are the benchmark's.
 
     Attributes:
       history_length: maximum events of a history. Listens, likes and skips have a third
@@ -72,7 +72,7 @@ class EventSource:
     Attributes:
       table_sizes: number of rows of the tables `"item_id"`, `"artist_id"`,
         `"album_id"`, `"uid"`, and of each of `CROSSES`.
-      history: anchors and histories; the default is that of the benchmark.
+      history: anchors and histories; the default is the benchmark's.
       whole_window: window whose length is full. `"first"` starts the windows with the
         earliest anchor, as in the benchmark. The last one can then be short, and few
         samples are evaluated. `"last"` ends the windows with the last anchor.
@@ -92,9 +92,9 @@ class EventDataset:
     """The samples of a log, day by day.
 
     Windows of a day split the anchors by time. The last window is held out for
-    evaluation. Training visits the others in the order of time, and the anchors of a
-    window by user, then by time. Anchors at the end of a window that do not fill a
-    batch are left out, as in the benchmark. Behind the last window, training starts
+    evaluation. Training visits all other windows in the order of time, and the anchors
+    of a window by user, then by time. Anchors at the end of a window that do not fill a
+    batch are left out, as in the benchmark. After the last window, training starts
     again with the first. A batch is a function of the step, so no state is saved.
 
     Attributes:
@@ -165,7 +165,7 @@ class EventDataset:
         if whole_window == "last":
             back = (times.max() - times) // SECONDS_PER_DAY
             windows = back.max() - back
-        # Equal windows keep their order, which is that of the log: by user, then time.
+        # Equal windows keep the order of the log: by user, then time.
         anchors = self.anchors[np.argsort(windows, kind="stable")]
         ends = np.cumsum(np.bincount(windows))
         *days, self.evaluation_anchors = np.split(anchors, ends[:-1])
@@ -211,7 +211,7 @@ class EventDataset:
         * `"action_weight"`, `"action_timestamp"`: int32 `[samples, width]`, the action
           and the time of each event, from the oldest on; zeros follow.
         * `"query_time"`: int32 `[samples]`, the time of the last event of the history,
-          or that of the anchor without a history.
+          or of the anchor without a history.
 
         Labels are 1 if the anchor is a listen to half of the item or more.
 
@@ -272,7 +272,7 @@ class EventDataset:
         starts = np.maximum(starts, anchors - settings.scan_window)
         number = np.arange(settings.events_per_action)
         # Offsets from the start fit int32, which sorts faster than places do. Padding
-        # is larger than all offsets, so it ends up behind them.
+        # is larger than all offsets, so it comes last.
         shape = (len(anchors), len(ACTIONS), len(number))
         offsets = np.full(shape, settings.scan_window, np.int32)
         for action, places in enumerate(self._places):
@@ -328,7 +328,7 @@ They were counted in the benchmark's batches of 1,024 samples per device."""
 
 
 class EventOutline:
-    """Batches with the shapes of those of a log, and with as many different ids.
+    """Batches with the shapes of a log's batches, and as many different ids.
 
     They serve to compile a step for the benchmark without its 227 GB of files. Their
     values mean nothing.
@@ -426,7 +426,7 @@ def xxh64(keys: Sequence[np.ndarray]) -> np.ndarray:
       >>> [hex(h) for h in xxh64([np.array([1, 2]), np.array([3, 3])])]
       ['0x9c2b5aef47d495cc', '0x1a69d6aaa3f20b98']
     """
-    # Arithmetic is modulo 2**64, as that of unsigned arrays is in NumPy.
+    # Arithmetic is modulo 2**64, as for all unsigned arrays of NumPy.
     start = int(_PRIME_5) + 8 * len(keys)
     state = np.full(np.shape(keys[0]), start, np.uint64)
     for key in keys:

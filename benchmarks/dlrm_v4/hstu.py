@@ -89,7 +89,7 @@ def append_candidate(
     candidate: Int[Array, " batch"],
     lengths: Int[Array, " batch"],
 ) -> Int[Array, "batch events_and_candidate"]:
-    """Returns the history with the candidate behind its last event.
+    """Returns the history with the candidate after its last event.
 
     Example:
       >>> history = jnp.array([[7, 8], [7, -1]])
@@ -107,8 +107,7 @@ def longest_sequence(
     """Returns the benchmark's `N`: tokens of the longest sample of the global batch.
 
     Args:
-      history_lengths: lengths of all histories of the step, those of all micro-batches
-        included.
+      history_lengths: lengths of all histories of the step, over all micro-batches.
       num_contextual: number of contextual tokens.
     """
     return jnp.max(history_lengths) + num_contextual + 1
@@ -130,7 +129,7 @@ class TokenEncoder(nnx.Module):
         event: content_mlp(item) + additional_mlp([artist, album]) + action_mlp(action)
         contextual token c: row_c @ contextual.kernel_c + contextual.bias_c
 
-    The candidate is an event, too, with an action of its own.
+    The candidate is also an event, with an action of its own.
     """
 
     def __init__(self, sizes: HSTUSizes, *, rngs: nnx.Rngs):
@@ -160,7 +159,7 @@ class TokenEncoder(nnx.Module):
         index = append_candidate(samples.history, samples.candidate, samples.lengths)
         actions = self.action_mlp(self.action.encodings())
         # A product with a matrix of zeros and ones: its derivative by the few encodings
-        # is a matrix product, too, which adds up in float32.
+        # is also a matrix product, which adds up in float32.
         one_hot = jax.nn.one_hot(
             self.action.index(samples.actions, samples.lengths),
             len(actions),
@@ -191,7 +190,7 @@ class ActionEncoder(nnx.Module):
         )
 
     def encodings(self) -> Float[Array, "actions encoding"]:
-        """Returns the encodings of all actions, and the candidate's behind them."""
+        """Returns the encodings of all actions, and then the candidate's."""
         actions = np.arange(2**NUM_ACTION_BITS)[:, None]
         is_set = (actions >> np.arange(NUM_ACTION_BITS)) & 1
         vectors = is_set[:, :, None] * self.table[...][None]
@@ -201,10 +200,10 @@ class ActionEncoder(nnx.Module):
     def index(
         self, actions: Int[Array, "batch events"], lengths: Int[Array, " batch"]
     ) -> Int[Array, "batch events_and_candidate"]:
-        """Returns the encoding of each event, and of the candidate behind the last one.
+        """Returns the encoding of each event, and of the candidate after the last one.
 
         Args:
-          actions: bits of each event's action; others than the known bits are ignored.
+          actions: bits of each event's action; unknown bits are ignored.
           lengths: number of events of each sample.
         """
         num_actions = 2**NUM_ACTION_BITS
@@ -235,10 +234,10 @@ class ContextualLinear(nnx.Module):
 class PositionEncoder(nnx.Module):
     """Returns `sqrt(dim) * token + position_table[position] + time_table[bucket]`.
 
-    The position of a contextual token is its place. Of the others, candidates have
-    position `num_contextual`, the event in front of them the next one, and so on;
-    events that are too far away share the last row. The bucket is that of the time
-    between the token and the candidates; see `time_buckets`.
+    The position of a contextual token is its index. Candidates have the position
+    `num_contextual`, the event before them the next one, and so on; events that are too
+    far away share the last row. The bucket holds the time between the token and the
+    candidates; see `time_buckets`.
     """
 
     def __init__(self, sizes: HSTUSizes, *, rngs: nnx.Rngs):
@@ -303,7 +302,7 @@ class PositionEncoder(nnx.Module):
             is_contextual = place < self.num_contextual
             positions = jnp.where(is_contextual[None, :, None], own[None], positions)
             # A product with a matrix of zeros and ones: its derivative by the table is
-            # a matrix product, too, where that of a gather adds row after row.
+            # also a matrix product. The derivative of a gather adds row after row.
             one_hot = jax.nn.one_hot(buckets, len(time_table), dtype=self.dtype)
             times = jnp.einsum(
                 "blt,td->bld",
@@ -321,9 +320,9 @@ class PositionEncoder(nnx.Module):
     def _descending_positions(
         self, length: int
     ) -> tuple[Float[Array, "places dim"], int]:
-        """Returns rows of which each sample reads a window, and a place among them.
+        """Returns rows that each sample reads a window of, and the index of the first.
 
-        Row `first - shared + i` is that of token `i`, if it is not a contextual one.
+        Token `i` reads row `first - shared + i`, unless it is a contextual one.
         Positions descend by 1 per token. So the tokens of a block read rows that follow
         each other, and the derivative adds whole blocks of rows.
         """
@@ -338,7 +337,7 @@ def time_buckets(
 ) -> Int[Array, "*shape"]:
     """Returns the largest `k` with `60 * k ** 2 <= seconds`, from 0 to `num_buckets`.
 
-    A float32 square root is off by one near a limit; integers put that right.
+    A float32 square root is off by one near a limit; integers correct it.
 
     Args:
       seconds: ages; negative ones are in bucket 0.
@@ -375,8 +374,8 @@ class HSTU(nnx.Module):
         user = user_encoder(candidate's token after all layers)
         logit = head(user * item_mlp([item, artist, album]))
 
-    The candidate follows the history directly, so that padding is always behind it.
-    What runs once per sample, behind the layers, is computed in float32.
+    The candidate follows the history directly, so padding always comes after it. What
+    runs once per sample, after the layers, is computed in float32.
 
     Tokens and layers run for `HSTUSizes.micro_batch_size` samples at a time, and their
     backward pass computes them again. Dropout needs a random stream `dropout` and runs
@@ -482,7 +481,7 @@ class HSTU(nnx.Module):
     def _dropout_keys(
         self, dropout_key: Key[Array, ""] | None, samples: Samples
     ) -> list[DropoutKeys | None]:
-        """Returns keys for the encoded tokens and for each layer; None: no dropout."""
+        """Returns keys for the encoded tokens and each layer, or a None for each."""
         num_uses = 1 + self.sizes.num_layers
         if dropout_key is None:
             return [None] * num_uses

@@ -58,7 +58,7 @@ class HSTUSizes:
       block_size: tokens per block of attention.
       micro_batch_size: largest number of samples that a device computes at a time.
         Results do not depend on it, up to rounding: tables are looked up and updated
-        once per step, and gradients are those of the whole batch. Fewer samples take
+        once per step, and gradients cover the whole batch. Fewer samples take
         less memory.
       dtype: dtype in which tokens are computed. Parameters are float32.
     """
@@ -92,7 +92,7 @@ class HSTUSizes:
 
 
 EPSILON = 1e-5
-"""Epsilon of all layer normalizations but those of the STU layers."""
+"""Epsilon of all layer normalizations outside of STU layers."""
 
 # JAX's `glorot_normal` draws from a truncated normal distribution.
 xavier_normal = nnx.initializers.variance_scaling(1.0, "fan_avg", "normal")
@@ -196,13 +196,13 @@ def silu_attention(
         output_i = sum over visible j of silu(<q_i, k_j> / sqrt(head_dim)) / N * v_j
 
     Token `i` sees itself and the shared tokens in front of it. Blocks above the
-    diagonal and behind the longest sample are skipped. The backward pass computes the
+    diagonal and beyond the longest sample are skipped. The backward pass computes the
     scores of each block again.
 
     Args:
-      queries: one vector per token and head; finite at padding, too.
-      keys: one vector per token and head; finite at padding, too.
-      values: one vector per token and head; finite at padding, too.
+      queries: one vector per token and head; finite also at padding.
+      keys: one vector per token and head; finite also at padding.
+      values: one vector per token and head; finite also at padding.
       lengths: lengths of the sequences, and `N`.
       block_size: number of queries, and of keys, per block. Results do not depend on
         it, up to rounding.
@@ -373,9 +373,9 @@ class STULayer(nnx.Module):
         """Returns the next vector of each token.
 
         Args:
-          x: one vector per token; finite at padding, too.
+          x: one vector per token; finite also at padding.
           lengths: lengths of the sequences, and the attention's divisor.
-          dropout_keys: random key of each sample's dropout; None: no dropout.
+          dropout_keys: random key of each sample's dropout, or None without dropout.
         """
         u, v, q, k = jnp.split(self.uvqk(self.norm_in(x)), 4, axis=-1)
         heads = (*x.shape[:2], self.num_heads, self.head_dim)
@@ -399,9 +399,9 @@ class STULayer(nnx.Module):
             sum over j of s_j (Wv y_j + bv) = Wv (sum of s_j y_j) + (sum of s_j) bv
 
         Args:
-          x: one vector per token; finite at padding, too.
+          x: one vector per token; finite also at padding.
           lengths: lengths of the sequences, and the attention's divisor.
-          dropout_keys: random key of each sample's dropout; None: no dropout.
+          dropout_keys: random key of each sample's dropout, or None without dropout.
         """
         y = self.norm_in(x)
         x, y_candidate = (_candidate_row(rows, lengths) for rows in (x, y))
@@ -443,13 +443,13 @@ class STULayer(nnx.Module):
 def dropout(
     x: Float[Array, "batch ..."], rate: float, keys: DropoutKeys | None
 ) -> Float[Array, "batch ..."]:
-    """Sets values to zero at random, and divides the others by `1 - rate`.
+    """Sets values to zero at random, and divides all other values by `1 - rate`.
 
     Args:
       x: one array per sample.
       rate: probability of zero, at least 0 and less than 1.
-      keys: random key of each sample, so that its dropout depends on no other sample;
-        None: returns `x`.
+      keys: random key of each sample, so that its dropout depends on no other sample.
+        None returns `x`.
     """
     if keys is None or rate == 0:
         return x

@@ -72,15 +72,15 @@ class SyntheticYambdaSource(EventSource, train.SyntheticSource):
 
     The vector `f` of a user is drawn again every 30 days, from a time of the user's own
     on. So rates of the whole log are partly out of date, and the latest events are not.
-    The vector `g` of an item is mostly that of its artist. An item has one album, and
+    The vector `g` of an item is mostly its artist's vector. An item has one album, and
     an album one artist. Three in ten events repeat the item of an earlier event of the
-    user; the others draw an item by `ZipfIds`. A user's events lie around one hour of
-    the day. The numbers of events differ between users, so some have no anchor.
+    user; all other events draw an item by `ZipfIds`. A user's events cluster around one
+    hour of the day. The numbers of events differ between users, so some have no anchor.
 
-    The default log has 375,000 training events. With the histories of
-    `small.py`, 12,499 samples are evaluated. The teacher's AUC is 0.905 there, and
-    that of the rates of users, like that of the rates of items, 0.59. Both and the
-    rates of pairs of user and artist, added up, reach 0.721.
+    The default log has 375,000 training events. With the histories of `small.py`,
+    12,499 samples are evaluated. The teacher's AUC is 0.905 there. Rates of users reach
+    0.59, and so do rates of items. Both and the rates of pairs of user and artist,
+    added up, reach 0.721.
 
     Attributes:
       num_users: number of users; ids count from 0.
@@ -91,7 +91,7 @@ class SyntheticYambdaSource(EventSource, train.SyntheticSource):
       num_days: days of the log, at least 2, because the benchmark leaves the last one
         out.
 
-    The others are those of `EventSource`.
+    It also has the fields of `EventSource`.
     """
 
     whole_window: Literal["first", "last"] = "last"
@@ -141,7 +141,7 @@ def exact_auc(labels: np.ndarray, scores: np.ndarray) -> float:
     in bins instead, which takes constant memory.
 
     Args:
-      labels: `[samples]`, 1 for positive samples and 0 for the others, both present.
+      labels: `[samples]`, 1 for positive samples and 0 for negative ones, both present.
       scores: finite numbers `[samples]`.
 
     Example:
@@ -190,7 +190,7 @@ def draw_log(source: SyntheticYambdaSource, seed: int) -> tuple[EventLog, np.nda
         item_albums=1 + item_albums,
         name="the synthetic log",
     )
-    # The events are sorted already, so those of the log keep their order.
+    # The events are sorted already, so the log keeps their order.
     return log, probabilities[in_training_period(times)]
 
 

@@ -74,15 +74,14 @@ class EventLog:
         """Returns the events of the training period, sorted by user and time.
 
         The sort is stable: events of one user at one time keep their order in the
-        columns. The benchmark leaves this order open, so its prepared files can have
-        another one.
+        columns. The benchmark leaves this order open, so its prepared files can differ.
 
         Args:
           columns: events of all times, by the names of Yambda's columns `"uid"`,
             `"timestamp"`, `"item_id"`, `"event_type"` (numbers), `"is_organic"` and
             `"played_ratio_pct"`.
-          item_artists: artist of each item; items behind its end have the artist 0.
-          item_albums: album of each item; items behind its end have the album 0.
+          item_artists: artist of each item; items past its end have the artist 0.
+          item_albums: album of each item; items past its end have the album 0.
           name: where the events are from, for errors.
 
         Raises:
@@ -138,7 +137,7 @@ ARTIST_FILE: Final = "artist_item_mapping.parquet"
 ALBUM_FILE: Final = "album_item_mapping.parquet"
 
 NUM_PARENTS: Final = 2
-"""Folders above the events in which the maps may lie: `flat/50m/` has the events."""
+"""Folders above the events that may hold the maps: `flat/50m/` has the events."""
 
 EVENT_COLUMNS: Final = (
     *("uid", "timestamp", "item_id"),

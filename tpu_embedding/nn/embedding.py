@@ -139,8 +139,6 @@ class TPUEmbedding(ShortRepr):
         only with a dynamic table.
       buffer_sizes: sizes of ragged features, which `prepare` remembers.
       followed_tables: tables from whose values an optimizer made state.
-      recording: `"serving"` in an exported program, which runs on one device;
-        `"recording"` in a loss, or else `"off"`.
 
     Example:
       >>> import numpy as np
