@@ -23,7 +23,6 @@ from tpu_embedding.extras import require_extra
 from tpu_embedding.field_checks import raise_all
 from tpu_embedding.optimizers.row_optimizer import TableOptimizer
 from tpu_embedding.paths import local_path
-from tpu_embedding.tools.data.batch import Dataset
 from tpu_embedding.tools.data.source import DataSource
 from tpu_embedding.tools.train.metrics import LOSSES, LossName
 from tpu_embedding.tools.train.models.model import ModelConfig
@@ -131,7 +130,7 @@ class RunEvent:
     step: int
     values: Mapping[str, Any]
     config: "RunConfig"
-    data: Dataset
+    data: Any
     directory: pathlib.Path
 
 
