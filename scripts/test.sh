@@ -32,7 +32,8 @@ tier=quick tests="not full" left_out=() all_checks=()
 case "${1-}" in
 --layer)
     tier=layer
-    left_out=(--ignore=tpu_embedding/tools --ignore=tests/{tools,docs,processes})
+    left_out=(--ignore=tpu_embedding/tools --ignore=benchmarks)
+    left_out+=(--ignore=tests/{tools,docs,processes,benchmarks})
     left_out+=(--ignore=tests/test_{benchmarks,readme,scripts}.py)
     shift
     ;;

@@ -5,6 +5,7 @@ The batch is cut, because compile time grows with it; it does not grow with the 
 
 import pytest
 
+from tests.benchmarks.dlrm_v4 import FULL
 from tpu_embedding.tools import compile_report
 from tpu_embedding.tools.train import apply_overrides, load_config
 from tpu_embedding.tools.train.steps import abstract_step, make_run_plan
@@ -13,14 +14,14 @@ from tpu_embedding.tools.train.steps import abstract_step, make_run_plan
 # of row-wise Adagrad one per row.
 CASES = {
     "dlrm_dcnv2": ("v5p:2x2x2", 204_184_588, 4 * 128 * 2),
-    "dlrm_v4": ("v5p:2x2x4", 293_051_712, 4 * (512 + 1)),
+    FULL: ("v5p:2x2x4", 293_051_712, 4 * (512 + 1)),
     "two_tower": ("v5p:2x2x2", 1_100_000_000, 4 * (64 + 1)),
 }
 
 
 @pytest.mark.tpu_compiler
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", CASES, ids=lambda name: name.rpartition("/")[2])
 def test_full_tables(name):
     """They fit, and are updated in place."""
     topology, num_rows, row_bytes = CASES[name]

@@ -24,9 +24,6 @@ EMBEDDING_SCOPE: Final = "embedding_layer"
 
 On a mesh of one device their names lack the scope of `shard_map`."""
 
-DENSE_SCOPE: Final = "dense_part"
-"""Scope around a model's own `shard_map`, whose operations are not the layer's."""
-
 
 def auto_mesh(plan: EmbeddingPlan) -> Mesh:
     """Returns the mesh of a plan with axes of type `Auto`: itself if it has these."""
@@ -41,7 +38,6 @@ def on_shards(
     *,
     in_specs: Any,
     out_specs: Any,
-    scope: str = EMBEDDING_SCOPE,
 ) -> Callable[..., Any]:
     """Returns a function of global arrays whose parts each device computes.
 
@@ -50,10 +46,9 @@ def on_shards(
       plan: gives the mesh.
       in_specs: partitions of the arguments; pytrees may be prefixes of theirs.
       out_specs: partitions of the results. Devices must agree where one lacks an axis.
-      scope: name of its operations in a compiled program.
     """
     mapped = jax.shard_map(
-        jax.named_scope(scope)(function),
+        jax.named_scope(EMBEDDING_SCOPE)(function),
         mesh=auto_mesh(plan),
         in_specs=in_specs,
         out_specs=out_specs,

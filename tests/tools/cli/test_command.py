@@ -51,7 +51,7 @@ def test_version(capsys):
         (["train", "syntetic"], "There is no config 'syntetic'"),
         (["train", "synthetic", "--devices", "9"], "JAX has 8 CPU devices"),
         (["train", "synthetic", "--devices", "1", "--data-dir", "."], "reads no file"),
-        (["train", "dlrm_v4", "--devices", "1"], "--data-dir"),
+        (["train", "csv_file", "--devices", "1"], "--data-dir"),
         (["train", "synthetic", "--label", "y"], "--data.label"),
         (
             ["train", "clicks.csv", "--label", "y"],

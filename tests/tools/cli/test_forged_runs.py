@@ -64,7 +64,7 @@ def forge_origin(run, outside, draw):
     paths = [None, f"{outside}/bait.csv", "/dev/zero", f"{run}/../x", 5, "gs://x/y"]
     evil = f"open({str(outside / 'executed')!r}, 'w')"
     (run / "evil.py").write_text(evil)
-    configs += ["csv_file", "synthetic", "two_tower", "dlrm_dcnv2", "dlrm_v4_small"]
+    configs += ["csv_file", "synthetic", "two_tower", "dlrm_dcnv2"]
     origin = {
         "config": draw(configs),
         "data_dir": draw(paths),

@@ -101,8 +101,6 @@ def test_warm_up_rises_and_stays():
 TINY = {
     "dlrm": ["data.vocabulary_size=100"],
     "dlrm_dcnv2": ["data.vocabulary_size=100"],
-    "dlrm_v4": ["model.hstu.num_layers=1"],
-    "dlrm_v4_small": ["model.hstu.num_layers=1"],
 }
 
 

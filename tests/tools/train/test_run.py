@@ -5,6 +5,7 @@ import dataclasses
 import os
 import shutil
 import signal
+import threading
 import time
 from unittest import mock
 
@@ -56,6 +57,37 @@ def test_a_metric_that_the_held_out_samples_do_not_determine():
     run.evaluate.return_value, run.report.line = {"log_loss": 0.5}, shown.append
     assert _Run.finish(run).target_met is None
     assert shown[0].endswith("unknown, because the held-out labels are all equal")
+
+
+@pytest.mark.full
+def test_a_run_tells_its_events(tmp_path):
+    class Listener:  # which cannot be copied
+        def __init__(self):
+            self.events, self.lock = [], threading.Lock()
+
+        def __call__(self, event):
+            assert event.directory == tmp_path and event.data.batch_size == 48
+            self.events.append(event)
+
+    def told(**options):
+        config = small_config("evaluate_every=4", "log_every=4", "checkpoint_every=4")
+        config = dataclasses.replace(config, on_event=(listener := Listener()))
+        result = train(config, tmp_path, mesh=mesh_of(1), **options)
+        evaluate(config, tmp_path, mesh=mesh_of(1))
+        return result, listener.events
+
+    _, events = told(stop_at=4)
+    assert [(x.kind, x.step) for x in events] == [
+        *(("init", 0), ("start", 0), ("train", 4)),
+    ]
+    assert events[-1].values["loss"] == losses_of(tmp_path)[4]
+    result, events = told(existing_run="resume")
+    assert [(x.kind, x.step) for x in events] == [
+        *(("init", 4), ("start", 4), ("evaluation_start", 4), ("evaluation", 4)),
+        *(("train", 6), ("evaluation_start", 6), ("evaluation", 6), ("result", 6)),
+    ]
+    assert events[-2].values == result.metrics
+    assert events[-1].values == dataclasses.asdict(result)
 
 
 @pytest.fixture

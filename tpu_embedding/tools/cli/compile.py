@@ -51,7 +51,7 @@ class Compile(ConfigCommand):
         )
         print(format_report(report))
         features = arguments[-1].features
-        if isinstance(features, dict):  # dlrm_v4 has inputs of its own.
+        if isinstance(features, dict):  # A model may make other inputs.
             print()
             print(format_traffic(traffic_of_batch(plan, features)))
         return 0 if report.memory.fits else 1

@@ -14,7 +14,6 @@ Files:
 * `csv_clicks`, `csv_rows`, `csv_columns`: a CSV file, whose columns are recognised.
 * `parquet`, `parquet_rows`: Parquet files with columns of ids and of lists.
 * `criteo`, `criteo_to_parquet`: Criteo's logs, and the converter of their text.
-* `yambda`: histories of events for MLPerf's `dlrm_v4`, from files or drawn.
 
 Synthetic samples, whose best possible loss is known:
 

@@ -147,27 +147,3 @@ def cross_entropy(labels: np.ndarray, probabilities: np.ndarray) -> np.ndarray:
     """Returns `-labels log p - (1 - labels) log(1 - p)`, in nats, in float64."""
     p = np.clip(np.asarray(probabilities, np.float64), 1e-12, 1.0 - 1e-12)
     return -(labels * np.log(p) + (1.0 - labels) * np.log1p(-p))
-
-
-def exact_auc(labels: np.ndarray, scores: np.ndarray) -> float:
-    """Returns the probability that a positive sample has a higher score than another.
-
-    Pairs of equal scores count one half. The metric of the training loop counts scores
-    in bins instead, which takes constant memory.
-
-    Args:
-      labels: `[samples]`, 1 for positive samples and 0 for the others, both present.
-      scores: finite numbers `[samples]`.
-
-    Example:
-      >>> exact_auc(np.array([0, 1, 1, 0]), np.array([0.1, 0.2, 0.7, 0.2]))
-      0.875
-    """
-    is_positive = labels == 1
-    _, groups, counts = np.unique(scores, return_inverse=True, return_counts=True)
-    # Equal scores share the mean of their ranks, which count from 1.
-    ranks = (np.cumsum(counts) - (counts - 1) / 2)[groups]
-    num_positive = np.count_nonzero(is_positive)
-    num_pairs = num_positive * np.count_nonzero(~is_positive)
-    lowest = num_positive * (num_positive + 1) / 2
-    return float((ranks[is_positive].sum() - lowest) / num_pairs)

@@ -6,7 +6,6 @@ The command `tpu-embedding train` calls `train` of this package.
 * `run`: the loop. `feeding`: batches, ahead of it. `reporting`: lines, records, plot.
 * `step_meter`: waits for steps. `run_directory`: a run's files and their lock.
 * `origin`: what a run was started with.
-* `mlperf`: the log of a benchmark.
 * `steps`: plan, state, train step and evaluation step, which XLA compiles.
 * `models/`: the models of the configs. `metrics`: their losses and metrics.
 """
@@ -14,6 +13,7 @@ The command `tpu-embedding train` calls `train` of this package.
 from tpu_embedding.tools.data.batch import Batch as Batch
 from tpu_embedding.tools.data.batch import DataError as DataError
 from tpu_embedding.tools.data.batch import Dataset as Dataset
+from tpu_embedding.tools.data.batch import padded_batches as padded_batches
 from tpu_embedding.tools.data.block_dataset import BlockDataset as BlockDataset
 from tpu_embedding.tools.data.block_dataset import SampleReader as SampleReader
 from tpu_embedding.tools.data.criteo import CriteoSource as CriteoSource
@@ -23,24 +23,29 @@ from tpu_embedding.tools.data.interactions import (
 )
 from tpu_embedding.tools.data.parquet import ParquetSource as ParquetSource
 from tpu_embedding.tools.data.parquet_rows import ParquetFeature as ParquetFeature
+from tpu_embedding.tools.data.parquet_rows import RowGroup as RowGroup
+from tpu_embedding.tools.data.parquet_rows import row_groups as row_groups
+from tpu_embedding.tools.data.random_streams import (
+    random_generator as random_generator,
+)
 from tpu_embedding.tools.data.source import DataSource as DataSource
+from tpu_embedding.tools.data.source import SyntheticSource as SyntheticSource
+from tpu_embedding.tools.data.source import required_files as required_files
 from tpu_embedding.tools.data.synthetic_clicks import (
     SyntheticClicksSource as SyntheticClicksSource,
 )
 from tpu_embedding.tools.data.synthetic_stream import (
     SyntheticStreamSource as SyntheticStreamSource,
 )
-from tpu_embedding.tools.data.yambda.synthetic_yambda import (
-    SyntheticYambdaSource as SyntheticYambdaSource,
-)
-from tpu_embedding.tools.data.yambda.yambda_files import YambdaSource as YambdaSource
+from tpu_embedding.tools.data.teacher import bias_of_rate as bias_of_rate
+from tpu_embedding.tools.data.zipf import ZipfIds as ZipfIds
 from tpu_embedding.tools.train.config import ConfigError as ConfigError
 from tpu_embedding.tools.train.config import RunConfig as RunConfig
+from tpu_embedding.tools.train.config import RunEvent as RunEvent
 from tpu_embedding.tools.train.config import Target as Target
 from tpu_embedding.tools.train.config import apply_overrides as apply_overrides
 from tpu_embedding.tools.train.config import list_configs as list_configs
 from tpu_embedding.tools.train.config import load_config as load_config
-from tpu_embedding.tools.train.mlperf import MLPerf as MLPerf
 from tpu_embedding.tools.train.models.model import MLP as MLP
 from tpu_embedding.tools.train.models.model import ModelConfig as ModelConfig
 from tpu_embedding.tools.train.models.model import Outputs as Outputs

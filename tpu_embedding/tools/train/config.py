@@ -11,7 +11,7 @@ import pathlib
 import shlex
 import sys
 import typing
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from types import ModuleType
 from typing import Any, Final, Literal
 
@@ -25,7 +25,6 @@ from tpu_embedding.optimizers.row_optimizer import TableOptimizer
 from tpu_embedding.paths import local_path
 from tpu_embedding.tools.data.source import DataSource
 from tpu_embedding.tools.train.metrics import LOSSES, LossName
-from tpu_embedding.tools.train.mlperf import MLPerf
 from tpu_embedding.tools.train.models.model import ModelConfig
 
 _PACKAGE: Final = pathlib.Path(tpu_embedding.__file__).parent
@@ -94,6 +93,51 @@ class Target:
         return f"{self.metric} at most {self.at_most:g}{unit}"
 
 
+RunEventKind = Literal[
+    "init", "start", "train", "evaluation_start", "evaluation", "result"
+]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RunEvent:
+    """Something that happened in a run, as `RunConfig.on_event` gets it.
+
+    Attributes:
+      kind: what happened.
+
+        * `"init"`: the run begins, or resumes if `step` is positive. It then repeats
+          what an earlier start told of later steps, and an evaluation after this step
+          if `config.evaluates_after(step)`.
+        * `"start"`: the state is ready, and the next step follows.
+        * `"train"`: a line of progress, with its means since the last one.
+        * `"evaluation_start"`: an evaluation begins.
+        * `"evaluation"`: it has ended, with the metrics on the held-out data.
+        * `"result"`: the run is done, with the fields of `RunResult`.
+      step: number of steps done.
+      values: values of the event by name; empty if it has none.
+      config: config of the run.
+      data: opened data set.
+      directory: directory of the run, for files of your own.
+
+    Example:
+      >>> def log(event):
+      ...     if event.kind in ("train", "evaluation"):
+      ...         print(event.step, dict(event.values))
+      >>> config = dataclasses.replace(load_config("synthetic"), on_event=log)
+    """
+
+    kind: RunEventKind
+    step: int
+    values: Mapping[str, Any]
+    config: "RunConfig"
+    data: Any
+    directory: pathlib.Path
+
+
+def ignore_event(event: RunEvent) -> None:
+    """Does nothing."""
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RunConfig:
     """Settings of a training run, apart from its devices and the paths of its files.
@@ -131,7 +175,9 @@ class RunConfig:
       evaluate_from: step before which nothing is evaluated.
       checkpoint_every: steps between checkpoints; 0 saves only at the end.
       checkpoints_kept: number of latest checkpoints to keep; older ones are deleted.
-      mlperf: benchmark of MLPerf whose log the run writes, or None.
+      on_event: gets each `RunEvent` of `train`, on the first process of a job, for a
+        log of your own. It may be a dataclass with `__call__`, whose fields `--set`
+        can change.
     """
 
     name: str
@@ -156,7 +202,7 @@ class RunConfig:
     evaluate_from: int = 0
     checkpoint_every: int = 0
     checkpoints_kept: int = 3
-    mlperf: MLPerf | None = None
+    on_event: Callable[["RunEvent"], None] = ignore_event
 
     def __post_init__(self):
         problems = [
@@ -179,8 +225,9 @@ class RunConfig:
         raise_all(problems)
 
     def describe(self) -> dict[str, Any]:
-        """Returns the fields as values of JSON, without the two functions."""
-        fields = dataclasses.asdict(self)
+        """Returns the fields as values of JSON, without the functions."""
+        # An object that listens may hold files, which cannot be copied.
+        fields = dataclasses.asdict(dataclasses.replace(self, on_event=ignore_event))
         fields = {name: x for name, x in fields.items() if not callable(x)}
         return json.loads(json.dumps(fields, default=str))
 

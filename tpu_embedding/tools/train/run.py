@@ -12,7 +12,7 @@ import math
 import pathlib
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, Final, Literal
 
 import jax
@@ -31,7 +31,12 @@ from tpu_embedding.paths import is_local_path, local_path
 from tpu_embedding.plan.plan import EmbeddingPlan
 from tpu_embedding.strings.string_ids import save_vocabularies
 from tpu_embedding.tools.data.batch import DataError, Dataset
-from tpu_embedding.tools.train.config import RunConfig
+from tpu_embedding.tools.train.config import (
+    RunConfig,
+    RunEvent,
+    RunEventKind,
+    ignore_event,
+)
 from tpu_embedding.tools.train.feeding import check_values, prepare_batch, train_batches
 from tpu_embedding.tools.train.metrics import (
     LOSSES,
@@ -39,7 +44,6 @@ from tpu_embedding.tools.train.metrics import (
     merge_batches,
     values_of,
 )
-from tpu_embedding.tools.train.mlperf import MLPerfLog
 from tpu_embedding.tools.train.origin import RunOrigin
 from tpu_embedding.tools.train.reporting import (
     RunReport,
@@ -48,7 +52,6 @@ from tpu_embedding.tools.train.reporting import (
 )
 from tpu_embedding.tools.train.run_directory import (
     CHECKPOINTS_DIR,
-    LOG_FILE,
     PROFILE_DIR,
     RunDirectoryError,
     check_files,
@@ -140,6 +143,8 @@ def train(
         stack.enter_context(claimed(directory))
         run = _Run(config, directory, data, mesh, verbose)
         stack.enter_context(run.checkpoints)
+        if distributed.is_first():
+            run.on_event = config.on_event
         run.restore(existing_run)
         run.drop_repeated()
         run.start_report(origin)
@@ -235,7 +240,7 @@ class _Run:
         options = ocp.CheckpointManagerOptions(max_to_keep=config.checkpoints_kept)
         path = directory / CHECKPOINTS_DIR
         self.checkpoints = ocp.CheckpointManager(path, options=options)
-        self.log = MLPerfLog(None, config, self.data)
+        self.on_event: Callable[[RunEvent], None] = ignore_event
         self.sizes, self.sizes_so_far = BufferSizes(), {}
 
     def restore(self, existing_run: ExistingRun) -> None:
@@ -271,11 +276,10 @@ class _Run:
 
     def drop_repeated(self) -> None:
         """Removes what the files report of the steps that a resumed run repeats."""
-        evaluates, path = self.evaluates_first, self.directory / LOG_FILE
+        evaluates = self.evaluates_first
         if distributed.is_first():
             drop_repeated_records(self.directory, self.step, evaluates=evaluates)
-        done = {"first_step": self.step, "evaluates": evaluates}
-        self.log = MLPerfLog(path, self.config, self.data, **done)
+        self.tell("init")
 
     def start_report(self, origin: RunOrigin | None = None) -> None:
         """Reports the start, and makes the state of a new run."""
@@ -290,6 +294,25 @@ class _Run:
         if self.state is None:
             _, self.state = init_train_state(config, data, plan)
 
+    def tell(self, kind: RunEventKind, /, **values: Any) -> None:
+        """Calls the config's `on_event`."""
+        event = RunEvent(
+            kind=kind,
+            step=self.step,
+            values=values,
+            config=self.config,
+            data=self.data,
+            directory=self.directory,
+        )
+        self.on_event(event)
+
+    def report_scalars(
+        self, step: int, group: Literal["train", "evaluation"], values: dict[str, float]
+    ) -> None:
+        """Reports numbers of a step, also as an event."""
+        self.report.scalars(step, group, values)
+        self.tell(group, **values)
+
     def train(
         self,
         stop: threading.Event,
@@ -298,8 +321,8 @@ class _Run:
     ) -> Literal["done", "stopped"]:
         """Runs steps, evaluates and saves when due, and saves the state at the end."""
         config = self.config
-        self.log.write_start(self.step)
-        meter = StepMeter(config, self.report)
+        self.tell("start")
+        meter = StepMeter(config, self.report_scalars)
         steps = range(self.step, max(self.step, config.num_steps))
         if self.evaluates_first and steps:
             self.evaluate()
@@ -351,7 +374,7 @@ class _Run:
                 on_devices = shard_batch(prepared, self.plan)
                 yield self.evaluation_step(self.state, on_devices)
 
-        self.log.write("block_stop", "eval_start", step=self.step)
+        self.tell("evaluation_start")
         metrics = values_of(merge_batches(evaluated()))
         if not metrics:
             raise DataError(
@@ -363,9 +386,7 @@ class _Run:
                 raise TrainingDivergedError(
                     f"The evaluation after step {self.step} has the {name} {value}."
                 )
-        self.report.scalars(self.step, "evaluation", metrics)
-        self.log.write("eval_accuracy", step=self.step, value=metrics.get("auc"))
-        self.log.write("eval_stop", "block_start", step=self.step)
+        self.report_scalars(self.step, "evaluation", metrics)
         return metrics
 
     def finish(self) -> RunResult:
@@ -383,8 +404,7 @@ class _Run:
         if target is not None and target.metric in metrics:
             is_met = target.is_met(metrics[target.metric], teacher)
         result = RunResult(step=self.step, metrics=metrics, target_met=is_met)
-        status = "success" if is_met else "aborted"
-        self.log.write("block_stop", "run_stop", step=self.step, status=status)
+        self.tell("result", **dataclasses.asdict(result))
         self.report.record({"result": dataclasses.asdict(result)})
         self.report.plot(metric, teacher)
         if target is not None:

@@ -25,7 +25,6 @@ from tpu_embedding.tools.data.batch import DataError, Dataset
 
 RECORDS_FILE: Final = "metrics.jsonl"
 PLOT_FILE: Final = "curves.png"
-LOG_FILE: Final = "mlperf.log"
 LOCK_FILE: Final = "run.lock"
 CHECKPOINTS_DIR: Final = "checkpoints"
 TENSORBOARD_DIR: Final = "tensorboard"
@@ -107,7 +106,7 @@ def check_files(directory: pathlib.Path, names: Iterable[str] | None = None) -> 
       RunDirectoryError: if an entry is a link, a pipe or a device; names it.
     """
     if names is None:
-        names = (RECORDS_FILE, PLOT_FILE, LOG_FILE, LOCK_FILE, CHECKPOINTS_DIR)
+        names = (RECORDS_FILE, PLOT_FILE, LOCK_FILE, CHECKPOINTS_DIR)
         names = (*names, TENSORBOARD_DIR, PROFILE_DIR, VOCABULARIES_DIR)
     unchecked = [directory / name for name in names]
     while unchecked:

@@ -2,14 +2,13 @@
 
 import faulthandler
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, Final
 
 import jax
 import numpy as np
 
 from tpu_embedding.tools.train.config import RunConfig
-from tpu_embedding.tools.train.reporting import RunReport
 from tpu_embedding.tools.train.steps import StepMetrics
 
 STEPS_IN_FLIGHT: Final = 2
@@ -31,7 +30,13 @@ class TrainingDivergedError(RuntimeError):
 class StepMeter:
     """Keeps the metrics of steps on the devices, and reports their means."""
 
-    def __init__(self, config: RunConfig, report: RunReport):
+    def __init__(self, config: RunConfig, report: Callable[..., None]):
+        """Starts without a step.
+
+        Args:
+          config: config of the run.
+          report: takes the number of steps done, `"train"` and their means.
+        """
         self._config, self._report = config, report
         self._steps: list[StepMetrics] = []
         self._waited = 0.0
@@ -90,5 +95,5 @@ class StepMeter:
             "input_wait": self._waited / seconds,
         }
         loss = {"loss": means.pop("loss")}
-        self._report.scalars(done, "train", loss | speed | means)
+        self._report(done, "train", loss | speed | means)
         self._steps, self._waited, self._since = [], 0.0, now

@@ -1,11 +1,10 @@
 """Models of the run configs; each owns one `TPUEmbedding`.
 
 `model` has what they share. `click`, `dlrm` and `dcn` predict clicks, and `two_tower`
-retrieves items. `dlrm_v4` predicts clicks from histories, by the layers of `hstu/`.
+retrieves items.
 """
 
 from tpu_embedding.tools.train.models.click import ClickModelConfig as ClickModelConfig
 from tpu_embedding.tools.train.models.dcn import DLRMDCNv2Config as DLRMDCNv2Config
 from tpu_embedding.tools.train.models.dlrm import DLRMConfig as DLRMConfig
-from tpu_embedding.tools.train.models.dlrm_v4 import DLRMv4Config as DLRMv4Config
 from tpu_embedding.tools.train.models.two_tower import TwoTowerConfig as TwoTowerConfig

@@ -6,8 +6,12 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
+from hstu import HSTU, HSTUInputs, Samples, time_buckets
+from hstu_layers import MAX_TIME_BUCKETS
 
-from tests.tools.train.models.hstu.golden_runs import (
+import tpu_embedding as te
+from tests.benchmarks.dlrm_v4 import FULL
+from tests.benchmarks.dlrm_v4.golden_runs import (
     GRADIENT_TOLERANCE,
     OUTPUT_TOLERANCE,
     check,
@@ -21,17 +25,9 @@ from tests.tools.train.models.hstu.golden_runs import (
     unpad,
     with_weights,
 )
-from tpu_embedding.recommenders.unique_ids import expand
 from tpu_embedding.tools.train import load_config
-from tpu_embedding.tools.train.models.hstu import (
-    HSTU,
-    HSTUInputs,
-    Samples,
-    hstu_model,
-    token_encoder,
-)
 
-BENCHMARK = load_config("dlrm_v4").model.hstu
+BENCHMARK = load_config(FULL).model.hstu
 SIZES = dataclasses.replace(
     BENCHMARK,
     dim=64,
@@ -166,14 +162,13 @@ def test_padding_and_micro_batches_change_nothing():
 def test_content_is_computed_once_per_unique_item_and_expanded_in_bfloat16(
     monkeypatch,
 ):
-    calls = []
+    calls, expand = [], te.functional.expand
 
     def recorded(values, index, plan):
         calls.append((values.shape, values.dtype, index.shape))
         return expand(values, index, plan)
 
-    for module in (token_encoder, hstu_model):
-        monkeypatch.setattr(module, "expand", recorded)
+    monkeypatch.setattr(te.functional, "expand", recorded)
     model, inputs = golden_model(dtype="bfloat16"), golden_inputs(FLOATS)
     logits = nnx.jit(lambda model: model(inputs, normalizer=N))(model)
     num_unique, dim = inputs.items.shape
@@ -212,3 +207,15 @@ def test_sizes_that_would_compute_something_else_are_refused():
         dataclasses.replace(SIZES, num_positions=8)
     with pytest.raises(ValueError, match="num_time_buckets must be at most 5981"):
         dataclasses.replace(SIZES, num_time_buckets=10**4)
+
+
+@pytest.mark.parametrize("num_buckets", [1, 2048, MAX_TIME_BUCKETS])
+def test_time_buckets_are_exact_at_their_limits(num_buckets):
+    k = np.arange(num_buckets + 1)
+    limits = 60 * k**2
+    for distance in (-5, -1, 0, 1):
+        wanted = np.clip(k - (distance < 0), 0, num_buckets)
+        ages = jnp.asarray(limits + distance, jnp.int32)
+        np.testing.assert_array_equal(time_buckets(ages, num_buckets), wanted)
+    last = time_buckets(jnp.asarray([-(2**31), 2**31 - 1]), num_buckets)
+    np.testing.assert_array_equal(last, [0, num_buckets])

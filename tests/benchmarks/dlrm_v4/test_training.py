@@ -6,16 +6,18 @@ import jax
 import numpy as np
 import optax
 import pytest
+from dlrm_v4_model import DLRMv4Config
 from flax import nnx
+from hstu_layers import HSTUSizes
 
-from tests.conftest import mesh_of
-from tests.tools.train.models.hstu.golden_runs import (
+from tests.benchmarks.dlrm_v4.golden_runs import (
     check,
     error,
     golden,
     golden_name,
     part,
 )
+from tests.conftest import mesh_of
 from tpu_embedding import optimizers
 from tpu_embedding.inputs.prepare import shard_batch
 from tpu_embedding.tools.data.batch import Batch
@@ -24,10 +26,6 @@ from tpu_embedding.tools.train import (
     warm_up,
 )
 from tpu_embedding.tools.train.feeding import prepare_batch
-from tpu_embedding.tools.train.models import DLRMv4Config
-from tpu_embedding.tools.train.models.hstu import (
-    HSTUSizes,
-)
 from tpu_embedding.tools.train.steps import (
     init_train_state,
     make_run_plan,

@@ -10,21 +10,8 @@ from collections.abc import Mapping
 from typing import Final, Literal
 
 import numpy as np
-
-from tpu_embedding.tools.data.random_streams import (
-    TEACHER_STREAM,
-    TRAIN_STREAM,
-    random_generator,
-)
-from tpu_embedding.tools.data.source import SyntheticSource
-from tpu_embedding.tools.data.teacher import (
-    bias_of_rate,
-    cross_entropy,
-    exact_auc,
-    sigmoid,
-)
-from tpu_embedding.tools.data.yambda.event_dataset import EventDataset, EventSource
-from tpu_embedding.tools.data.yambda.event_log import (
+from histories import EventDataset, EventSource
+from yambda import (
     EVENT_TYPES,
     LISTENED,
     SECONDS_PER_DAY,
@@ -32,7 +19,11 @@ from tpu_embedding.tools.data.yambda.event_log import (
     EventLog,
     in_training_period,
 )
-from tpu_embedding.tools.data.zipf import ZipfIds
+
+from tpu_embedding.tools import train
+
+TEACHER_STREAM: Final = 0
+LOG_STREAM: Final = 1
 
 TASTE_RANK: Final = 2
 TASTE_SCALE: Final = 4.0
@@ -71,7 +62,7 @@ ZIPF_EXPONENT: Final = 0.7
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class SyntheticYambdaSource(EventSource, SyntheticSource):
+class SyntheticYambdaSource(EventSource, train.SyntheticSource):
     """Source of `SyntheticEventDataset`; reads no file. The last day is held out.
 
     The logit of a listen to half of the item or more is
@@ -81,15 +72,15 @@ class SyntheticYambdaSource(EventSource, SyntheticSource):
 
     The vector `f` of a user is drawn again every 30 days, from a time of the user's own
     on. So rates of the whole log are partly out of date, and the latest events are not.
-    The vector `g` of an item is mostly that of its artist. An item has one album, and
+    The vector `g` of an item is mostly its artist's vector. An item has one album, and
     an album one artist. Three in ten events repeat the item of an earlier event of the
-    user; the others draw an item by `ZipfIds`. A user's events lie around one hour of
-    the day. The numbers of events differ between users, so some have no anchor.
+    user; all other events draw an item by `ZipfIds`. A user's events cluster around one
+    hour of the day. The numbers of events differ between users, so some have no anchor.
 
-    The default log has 375,000 training events. With the histories of the config
-    `dlrm_v4_small`, 12,499 samples are evaluated. The teacher's AUC is 0.905 there, and
-    that of the rates of users, like that of the rates of items, 0.59. Both and the
-    rates of pairs of user and artist, added up, reach 0.721.
+    The default log has 375,000 training events. With the histories of `small.py`,
+    12,499 samples are evaluated. The teacher's AUC is 0.905 there. Rates of users reach
+    0.59, and so do rates of items. Both and the rates of pairs of user and artist,
+    added up, reach 0.721.
 
     Attributes:
       num_users: number of users; ids count from 0.
@@ -100,7 +91,7 @@ class SyntheticYambdaSource(EventSource, SyntheticSource):
       num_days: days of the log, at least 2, because the benchmark leaves the last one
         out.
 
-    The others are those of `EventSource`.
+    It also has the fields of `EventSource`.
     """
 
     whole_window: Literal["first", "last"] = "last"
@@ -130,7 +121,9 @@ class SyntheticEventDataset(EventDataset):
 
     def teacher_log_loss(self) -> float:
         """Returns the log loss of the true probabilities on the held-out samples."""
-        return float(np.mean(cross_entropy(*self._labels_and_probabilities())))
+        is_listened, probabilities = self._labels_and_probabilities()
+        of_label = np.where(is_listened, probabilities, 1 - probabilities)
+        return float(-np.mean(np.log(np.maximum(of_label, 1e-12))))
 
     def teacher_auc(self) -> float:
         """Returns the AUC of the true probabilities on the held-out samples."""
@@ -141,6 +134,30 @@ class SyntheticEventDataset(EventDataset):
         return self.log.actions[anchors] == LISTENED, self.probabilities[anchors]
 
 
+def exact_auc(labels: np.ndarray, scores: np.ndarray) -> float:
+    """Returns the probability that a positive sample has a higher score than another.
+
+    Pairs of equal scores count one half. The metric of the training loop counts scores
+    in bins instead, which takes constant memory.
+
+    Args:
+      labels: `[samples]`, 1 for positive samples and 0 for negative ones, both present.
+      scores: finite numbers `[samples]`.
+
+    Example:
+      >>> exact_auc(np.array([0, 1, 1, 0]), np.array([0.1, 0.2, 0.7, 0.2]))
+      0.875
+    """
+    is_positive = labels == 1
+    _, groups, counts = np.unique(scores, return_inverse=True, return_counts=True)
+    # Equal scores share the mean of their ranks, which count from 1.
+    ranks = (np.cumsum(counts) - (counts - 1) / 2)[groups]
+    num_positive = np.count_nonzero(is_positive)
+    num_pairs = num_positive * np.count_nonzero(~is_positive)
+    lowest = num_positive * (num_positive + 1) / 2
+    return float((ranks[is_positive].sum() - lowest) / num_pairs)
+
+
 def draw_log(source: SyntheticYambdaSource, seed: int) -> tuple[EventLog, np.ndarray]:
     """Returns a log, and the probability of a listen to half of the item or more.
 
@@ -148,12 +165,12 @@ def draw_log(source: SyntheticYambdaSource, seed: int) -> tuple[EventLog, np.nda
       source: sizes of the log.
       seed: seed of the teacher and of the events, at least 0.
     """
-    teacher = random_generator(seed=seed, stream=TEACHER_STREAM)
-    artists = ZipfIds(vocabulary_size=source.num_artists, exponent=ZIPF_EXPONENT)
+    teacher = train.random_generator(seed=seed, stream=TEACHER_STREAM)
+    artists = train.ZipfIds(vocabulary_size=source.num_artists, exponent=ZIPF_EXPONENT)
     album_artists = 1 + artists.draw(teacher, source.num_albums)
     item_albums = teacher.integers(source.num_albums, size=source.num_items)
     item_artists = album_artists[item_albums]
-    events = random_generator(seed=seed, stream=TRAIN_STREAM)
+    events = train.random_generator(seed=seed, stream=LOG_STREAM)
     users, times = _draw_times(events, source)
     columns = {
         "uid": users,
@@ -162,8 +179,8 @@ def draw_log(source: SyntheticYambdaSource, seed: int) -> tuple[EventLog, np.nda
         "is_organic": events.integers(2, size=len(users)),
     }
     logits = _draw_logits(teacher, source, columns, item_artists)
-    logits += bias_of_rate(logits, LISTENED_RATE)
-    probabilities = sigmoid(logits)
+    logits += train.bias_of_rate(logits, LISTENED_RATE)
+    probabilities = 0.5 * (1.0 + np.tanh(0.5 * logits))
     is_listened = events.random(len(users)) < probabilities
     columns["event_type"] = _draw_types(events, probabilities)
     columns["played_ratio_pct"] = np.where(is_listened, 100, 0)
@@ -173,7 +190,7 @@ def draw_log(source: SyntheticYambdaSource, seed: int) -> tuple[EventLog, np.nda
         item_albums=1 + item_albums,
         name="the synthetic log",
     )
-    # The events are sorted already, so those of the log keep their order.
+    # The events are sorted already, so the log keeps their order.
     return log, probabilities[in_training_period(times)]
 
 
@@ -205,7 +222,7 @@ def _draw_items(
     # A repeated event may repeat another; each turn halves the way to the first.
     while (source[source] != source).any():
         source = source[source]
-    law = ZipfIds(vocabulary_size=num_items, exponent=ZIPF_EXPONENT)
+    law = train.ZipfIds(vocabulary_size=num_items, exponent=ZIPF_EXPONENT)
     return law.draw(generator, len(users))[source]
 
 

@@ -1,6 +1,6 @@
 """Trains MLPerf Training's dlrm_v4_hstu: clicks from histories of music, by HSTU.
 
-Sizes, order of the data, optimizers and schedule are those of the benchmark, v6.1, at a
+Sizes, order of the data, optimizers and schedule come from the benchmark, v6.1, at a
 global batch of 8,192; see `recommendation` in github.com/mlcommons/training. With
 --data-dir, the config reads Yambda-5b's flat Parquet files. MLPerf's prepared download
 has none, so it cannot be read. The log is sorted in memory, so the host needs 220 GB.
@@ -15,8 +15,8 @@ allocates nothing. By the compiler, a step needs so much memory per device:
     v6e:4x8      32 chips               25.6 of 32 GiB, temporaries 7.85 GiB
     v6e:8x8      64 chips               14.7 of 32 GiB, temporaries 5.7 GiB
 
-A device computes 32 samples at a time, `model.hstu.micro_batch_size`. `dlrm_v4_small`
-trains a small version on a laptop.
+A device computes 32 samples at a time, `model.hstu.micro_batch_size`. `small.py` trains
+a small version on a laptop.
 
 The run writes `mlperf.log` for the closed division of MLPerf. The checker of the
 package `mlperf-logging` accepts its keys and the times of its evaluations.
@@ -24,8 +24,8 @@ package `mlperf-logging` accepts its keys and the times of its evaluations.
 A checkpoint takes 601 GB. One is written every 2,800 steps and the latest is kept, so
 the disk needs 1.2 TB: the older one goes when the new one is complete.
 
-Command: tpu-embedding compile dlrm_v4 --topology v5p:2x2x4
-         tpu-embedding train dlrm_v4 --data-dir DIRECTORY
+Command: tpu-embedding compile benchmarks/dlrm_v4/full.py --topology v5p:2x2x4
+         tpu-embedding train benchmarks/dlrm_v4/full.py --data-dir DIRECTORY
 Hardware: 16 TPU v5p chips, to train
 Expected: held-out AUC of at least 0.75, the benchmark's target; never trained at full
   size. The reference needs 69 million samples, which are 8,460 steps
@@ -35,11 +35,13 @@ Wall time: unknown
 from typing import Any
 
 import optax
+from dlrm_v4_model import DLRMv4Config
+from histories import YambdaSource
+from hstu_layers import HSTUSizes
+from mlperf import MLPerfLog
 
 from tpu_embedding import optimizers
-from tpu_embedding.tools.train import MLPerf, RunConfig, Target, YambdaSource, warm_up
-from tpu_embedding.tools.train.models import DLRMv4Config
-from tpu_embedding.tools.train.models.hstu import HSTUSizes
+from tpu_embedding.tools.train import RunConfig, Target, warm_up
 
 WARM_UP_STEPS = 24_000
 
@@ -105,7 +107,7 @@ config = RunConfig(
     checkpoint_every=2800,
     checkpoints_kept=1,
     # MLPerf's log
-    mlperf=MLPerf(
+    on_event=MLPerfLog(
         benchmark="dlrmv4",
         division="closed",
         keys={

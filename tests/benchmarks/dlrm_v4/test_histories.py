@@ -5,26 +5,15 @@ import functools
 
 import numpy as np
 import pytest
+from histories import CROSSES, EventDataset, HistorySettings, YambdaSource, xxh64
+from yambda import ALBUM_FILE, ARTIST_FILE, EVENT_COLUMNS, EventLog, read_yambda
 
+from tests.benchmarks.dlrm_v4 import FULL
 from tests.conftest import GOLDEN
 from tests.tools.data.damage import cut
-from tpu_embedding.tools.data.batch import DataError
-from tpu_embedding.tools.data.yambda.event_dataset import (
-    CROSSES,
-    EventDataset,
-    HistorySettings,
-)
-from tpu_embedding.tools.data.yambda.event_log import EventLog
-from tpu_embedding.tools.data.yambda.xxhash64 import xxh64
-from tpu_embedding.tools.data.yambda.yambda_files import (
-    ALBUM_FILE,
-    ARTIST_FILE,
-    EVENT_COLUMNS,
-    read_yambda,
-)
-from tpu_embedding.tools.train import YambdaSource, load_config
+from tpu_embedding.tools.train import DataError, load_config
 
-TABLE_SIZES = load_config("dlrm_v4").data.table_sizes
+TABLE_SIZES = load_config(FULL).data.table_sizes
 
 
 @functools.cache

@@ -5,23 +5,24 @@ sample, and the events before it are the history.
 """
 
 import dataclasses
-from collections.abc import Iterator, Mapping
+import pathlib
+from collections.abc import Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, Final, Literal
 
 import numpy as np
-
-from tpu_embedding.tools.data.batch import Batch, DataError, padded_batches
-from tpu_embedding.tools.data.yambda.event_log import (
+from yambda import (
     ACTIONS,
     LIKED,
     LISTENED,
     SECONDS_PER_DAY,
     SECONDS_PER_HOUR,
     EventLog,
+    read_yambda,
 )
-from tpu_embedding.tools.data.yambda.xxhash64 import xxh64
-from tpu_embedding.types import RaggedIds
+
+import tpu_embedding as te
+from tpu_embedding.tools import train
 
 CROSSES: Final[Mapping[str, tuple[str, ...]]] = MappingProxyType(
     {
@@ -40,7 +41,7 @@ CROSSES: Final[Mapping[str, tuple[str, ...]]] = MappingProxyType(
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class HistorySettings:
-    """Settings of anchors and histories; the defaults are those of the benchmark.
+    """Settings of anchors and histories; the defaults are the benchmark's.
 
     Attributes:
       history_length: maximum events of a history. Listens, likes and skips have a third
@@ -71,7 +72,7 @@ class EventSource:
     Attributes:
       table_sizes: number of rows of the tables `"item_id"`, `"artist_id"`,
         `"album_id"`, `"uid"`, and of each of `CROSSES`.
-      history: anchors and histories; the default is that of the benchmark.
+      history: anchors and histories; the default is the benchmark's.
       whole_window: window whose length is full. `"first"` starts the windows with the
         earliest anchor, as in the benchmark. The last one can then be short, and few
         samples are evaluated. `"last"` ends the windows with the last anchor.
@@ -91,9 +92,9 @@ class EventDataset:
     """The samples of a log, day by day.
 
     Windows of a day split the anchors by time. The last window is held out for
-    evaluation. Training visits the others in the order of time, and the anchors of a
-    window by user, then by time. Anchors at the end of a window that do not fill a
-    batch are left out, as in the benchmark. Behind the last window, training starts
+    evaluation. Training visits all other windows in the order of time, and the anchors
+    of a window by user, then by time. Anchors at the end of a window that do not fill a
+    batch are left out, as in the benchmark. After the last window, training starts
     again with the first. A batch is a function of the step, so no state is saved.
 
     Attributes:
@@ -139,7 +140,7 @@ class EventDataset:
             ("album_id", log.item_albums),
         ):
             if ids.max() >= self.table_sizes[name]:
-                raise DataError(
+                raise train.DataError(
                     f"{log.name}: each id must be a row of its table, got {ids.max()} "
                     f"for table {name!r} of {self.table_sizes[name]} rows. Set "
                     "table_sizes to the largest id plus 1."
@@ -151,7 +152,7 @@ class EventDataset:
         listens = np.flatnonzero(is_listen[num_earlier:]) + num_earlier
         is_anchor = log.users[listens - num_earlier] == log.users[listens]
         if not is_anchor.any():
-            raise DataError(
+            raise train.DataError(
                 f"{log.name} must have a listen with {num_earlier} earlier events of "
                 "its user in the training period, got none; pass more events per user, "
                 "or lower HistorySettings.min_history."
@@ -164,7 +165,7 @@ class EventDataset:
         if whole_window == "last":
             back = (times.max() - times) // SECONDS_PER_DAY
             windows = back.max() - back
-        # Equal windows keep their order, which is that of the log: by user, then time.
+        # Equal windows keep the order of the log: by user, then time.
         anchors = self.anchors[np.argsort(windows, kind="stable")]
         ends = np.cumsum(np.bincount(windows))
         *days, self.evaluation_anchors = np.split(anchors, ends[:-1])
@@ -173,31 +174,33 @@ class EventDataset:
         self.num_train_samples = len(self._train_anchors)
         self.num_evaluation_samples = len(self.evaluation_anchors)
         if not self.num_train_samples:
-            raise DataError(
+            raise train.DataError(
                 f"{self.log.name}: a day before the last must have {self.batch_size} "
                 f"anchors to fill a batch, got {len(days)} such day(s) of at most "
                 f"{max(map(len, days), default=0)}; lower batch_size, or pass more "
                 "events."
             )
 
-    def train_batch(self, step: int) -> Batch:
+    def train_batch(self, step: int) -> train.Batch:
         """Returns the batch of training step `step`, counted from 0."""
         return self.train_part(step, range(self.batch_size))
 
-    def train_part(self, step: int, samples: range) -> Batch:
+    def train_part(self, step: int, samples: range) -> train.Batch:
         """Returns some consecutive samples of the batch of a training step."""
         first = step * self.batch_size % self.num_train_samples
         places = slice(first + samples.start, first + samples.stop)
         return self.read(self._train_anchors[places])
 
-    def evaluation_batches(self) -> Iterator[Batch]:
+    def evaluation_batches(self) -> Iterator[train.Batch]:
         """Yields the last window once, by user and time.
 
         Copies of the last sample, with weight 0, pad the last batch.
         """
-        yield from padded_batches(self.read, self.evaluation_anchors, self.batch_size)
+        yield from train.padded_batches(
+            self.read, self.evaluation_anchors, self.batch_size
+        )
 
-    def read(self, anchors: np.ndarray) -> Batch:
+    def read(self, anchors: np.ndarray) -> train.Batch:
         """Returns the samples of anchors.
 
         The features `"item_id"`, `"artist_id"` and `"album_id"` are dicts with a
@@ -208,7 +211,7 @@ class EventDataset:
         * `"action_weight"`, `"action_timestamp"`: int32 `[samples, width]`, the action
           and the time of each event, from the oldest on; zeros follow.
         * `"query_time"`: int32 `[samples]`, the time of the last event of the history,
-          or that of the anchor without a history.
+          or of the anchor without a history.
 
         Labels are 1 if the anchor is a listen to half of the item or more.
 
@@ -233,14 +236,14 @@ class EventDataset:
         }
         features: dict[str, Any] = {
             name: {
-                "history": RaggedIds(values=of_events, row_splits=row_splits),
+                "history": te.RaggedIds(values=of_events, row_splits=row_splits),
                 "candidate": of_candidates,
             }
             for name, (of_events, of_candidates) in ids.items()
         }
         times = padded(log.times)
         last_times = times[np.arange(len(anchors)), lengths - 1]
-        return Batch(
+        return train.Batch(
             features=features | self.contextual_ids(anchors),
             dense={
                 "history_length": lengths.astype(np.int32),
@@ -269,7 +272,7 @@ class EventDataset:
         starts = np.maximum(starts, anchors - settings.scan_window)
         number = np.arange(settings.events_per_action)
         # Offsets from the start fit int32, which sorts faster than places do. Padding
-        # is larger than all offsets, so it ends up behind them.
+        # is larger than all offsets, so it comes last.
         shape = (len(anchors), len(ACTIONS), len(number))
         offsets = np.full(shape, settings.scan_window, np.int32)
         for action, places in enumerate(self._places):
@@ -325,7 +328,7 @@ They were counted in the benchmark's batches of 1,024 samples per device."""
 
 
 class EventOutline:
-    """Batches with the shapes of those of a log, and with as many different ids.
+    """Batches with the shapes of a log's batches, and as many different ids.
 
     They serve to compile a step for the benchmark without its 227 GB of files. Their
     values mean nothing.
@@ -343,7 +346,7 @@ class EventOutline:
         self.table_sizes = dict(source.table_sizes)
         self.history_length = source.history.width
 
-    def train_batch(self, step: int) -> Batch:
+    def train_batch(self, step: int) -> train.Batch:
         """Returns the same batch for each step."""
         del step
         num_samples, width = self.batch_size, self.history_length
@@ -362,10 +365,10 @@ class EventOutline:
             # Rising with the items, so that an item has one artist and one album.
             ids = (items * (DIFFERENT_IDS[name] / item_share)).astype(np.int64) % size
             ids = ids.astype(np.int32)
-            history = RaggedIds(values=ids.ravel(), row_splits=row_splits)
+            history = te.RaggedIds(values=ids.ravel(), row_splits=row_splits)
             features[name] = {"history": history, "candidate": ids[:, 0]}
         events = np.zeros((num_samples, width), np.int32)
-        return Batch(
+        return train.Batch(
             features=features,
             dense={
                 "history_length": np.full(num_samples, num_events, np.int32),
@@ -377,6 +380,63 @@ class EventOutline:
             weights=np.ones(num_samples, np.float32),
         )
 
-    def evaluation_batches(self) -> Iterator[Batch]:
+    def evaluation_batches(self) -> Iterator[train.Batch]:
         """Yields one batch."""
         yield self.train_batch(0)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class YambdaSource(EventSource):
+    """Source of `EventDataset`, from Yambda's Parquet files."""
+
+    def open(
+        self, data_dir: pathlib.Path | None, *, batch_size: int, seed: int
+    ) -> EventDataset:
+        """Returns the data set; the seed has no effect, as nothing is shuffled.
+
+        Raises:
+          DataError: if files are missing or damaged, or an id has no row.
+        """
+        del seed
+        log = read_yambda(train.required_files(data_dir, "Yambda's Parquet files"))
+        return EventDataset(log, self, batch_size=batch_size)
+
+
+# Constants of the algorithm: xxHash's doc/xxhash_spec.md, section "XXH64".
+_PRIME_1: Final = np.uint64(0x9E3779B185EBCA87)
+_PRIME_2: Final = np.uint64(0xC2B2AE3D27D4EB4F)
+_PRIME_3: Final = np.uint64(0x165667B19E3779F9)
+_PRIME_4: Final = np.uint64(0x85EBCA77C2B2AE63)
+_PRIME_5: Final = np.uint64(0x27D4EB2F165667C5)
+
+
+def xxh64(keys: Sequence[np.ndarray]) -> np.ndarray:
+    """Returns the xxHash of each tuple of keys, uint64 in the shape of the keys.
+
+    The benchmark turns pairs and triples of ids into rows by this hash. The library
+    `xxhash` takes one call per key, which is slower than NumPy on a whole batch. The
+    hashed bytes are the keys, one after the other, as little-endian int64, and the seed
+    is 0.
+
+    Args:
+      keys: one to three integer arrays of one shape, because xxHash works in stripes
+        from 32 bytes on. Element `i` of each makes tuple `i`.
+
+    Example:
+      >>> [hex(h) for h in xxh64([np.array([1, 2]), np.array([3, 3])])]
+      ['0x9c2b5aef47d495cc', '0x1a69d6aaa3f20b98']
+    """
+    # Arithmetic is modulo 2**64, as for all unsigned arrays of NumPy.
+    start = int(_PRIME_5) + 8 * len(keys)
+    state = np.full(np.shape(keys[0]), start, np.uint64)
+    for key in keys:
+        lane = np.asarray(key).astype(np.int64).view(np.uint64)
+        lane = _rotate_left(lane * _PRIME_2, 31) * _PRIME_1
+        state = _rotate_left(state ^ lane, 27) * _PRIME_1 + _PRIME_4
+    state = (state ^ state >> np.uint64(33)) * _PRIME_2
+    state = (state ^ state >> np.uint64(29)) * _PRIME_3
+    return state ^ state >> np.uint64(32)
+
+
+def _rotate_left(values: np.ndarray, num_bits: int) -> np.ndarray:
+    return values << np.uint64(num_bits) | values >> np.uint64(64 - num_bits)

@@ -6,31 +6,18 @@ rows of different items, and expands the results into the events of the historie
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Any, Final
+from typing import Any, Final, Literal
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from hstu import HSTU, HSTUInputs, Samples, longest_sequence
+from hstu_layers import HSTUSizes
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Int, Key
 
-from tpu_embedding import initializers
-from tpu_embedding.config import FeatureConfig, TableConfig
-from tpu_embedding.inputs.buffer_sizes import BufferSizes
-from tpu_embedding.inputs.prepare import Samples as PassedSamples
-from tpu_embedding.nn.embedding import TPUEmbedding
-from tpu_embedding.plan.plan import AnyPlan, EmbeddingPlan
-from tpu_embedding.plan.shard_map import DENSE_SCOPE, in_auto_axes, on_shards
-from tpu_embedding.recommenders.unique_ids import unique_ids
-from tpu_embedding.tools.data.batch import Batch
-from tpu_embedding.tools.train.models.hstu import (
-    HSTU,
-    HSTUInputs,
-    HSTUSizes,
-    Samples,
-    longest_sequence,
-)
-from tpu_embedding.tools.train.models.model import Outputs, click_outputs
+import tpu_embedding as te
+from tpu_embedding.tools import train
 
 EVENT_FEATURES: Final = ("item_id", "artist_id", "album_id")
 """Features of each event of a history, and of the candidate."""
@@ -46,7 +33,7 @@ class DLRMv4Config:
 
     hstu: HSTUSizes
 
-    def feature_config(self, data: Any) -> dict[str, FeatureConfig]:
+    def feature_config(self, data: Any) -> dict[str, te.FeatureConfig]:
         """Returns a feature per table, by the names in `data.table_sizes`.
 
         Args:
@@ -55,7 +42,7 @@ class DLRMv4Config:
             their order.
 
         Raises:
-          ValueError: if the number of tables is not that of the contextual tokens.
+          ValueError: if the tables do not fit the number of contextual tokens.
         """
         num_contextual = len(data.table_sizes) - len(EVENT_FEATURES)
         if num_contextual != self.hstu.num_contextual:
@@ -64,11 +51,11 @@ class DLRMv4Config:
                 f"one id per sample, {num_contextual}, got {self.hstu.num_contextual}."
             )
         return {
-            name: FeatureConfig(
-                table=TableConfig(
+            name: te.FeatureConfig(
+                table=te.TableConfig(
                     vocabulary_size=size,
                     dim=self.hstu.dim,
-                    initializer=initializers.uniform(-(size**-0.5), size**-0.5),
+                    initializer=te.initializers.uniform(-(size**-0.5), size**-0.5),
                     name=name,
                 ),
                 output_shape=(-1,) if name in EVENT_FEATURES else None,
@@ -78,12 +65,12 @@ class DLRMv4Config:
 
     def with_inputs(
         self,
-        batch: Batch,
-        plan: AnyPlan | None,
-        sizes: BufferSizes | None = None,
+        batch: train.Batch,
+        plan: te.EmbeddingPlan | te.inputs.InputPlan | None,
+        sizes: te.inputs.BufferSizes | None = None,
         *,
-        samples: PassedSamples,
-    ) -> Batch:
+        samples: Literal["global", "process"],
+    ) -> train.Batch:
         """Names each item, artist and album of a device's samples once.
 
         The ids of `EVENT_FEATURES` are dicts with a `history` and a `candidate`. Those
@@ -93,13 +80,13 @@ class DLRMv4Config:
         assert isinstance(batch.dense, Mapping)
         item, *attributes = EVENT_FEATURES
         length = batch.dense["action_weight"].shape[1]
-        items = unique_ids(
+        items = te.inputs.unique_ids(
             batch.features[item], plan, item, sizes, length=length, samples=samples
         )
         features, indices = {item: items.ids}, dict(items.index)
         for name in attributes:
             ids = items.attribute_ids(batch.features[name])
-            unique = unique_ids(ids, plan, name, sizes, samples=samples)
+            unique = te.inputs.unique_ids(ids, plan, name, sizes, samples=samples)
             features[name], indices[name] = unique.ids, unique.index
         return dataclasses.replace(
             batch,
@@ -107,7 +94,7 @@ class DLRMv4Config:
             dense={**batch.dense, **indices},
         )
 
-    def build(self, data: Any, plan: EmbeddingPlan, *, rngs: nnx.Rngs) -> "DLRMv4":
+    def build(self, data: Any, plan: te.EmbeddingPlan, *, rngs: nnx.Rngs) -> "DLRMv4":
         """Returns the model with initial parameters."""
         contextual = tuple(n for n in data.table_sizes if n not in EVENT_FEATURES)
         return DLRMv4(self.hstu, contextual, data.history_length, plan, rngs=rngs)
@@ -131,7 +118,8 @@ class DLRMv4(nnx.Module):
 
     HSTU runs on each device for its own samples, by micro-batches of
     `HSTUSizes.micro_batch_size`. Devices exchange nothing until the gradients of the
-    dense parameters are added up.
+    dense parameters are added up. The axes of the mesh must have the type `Auto`, as
+    `te.device_mesh` makes them. The model is not for export.
     """
 
     def __init__(
@@ -139,22 +127,22 @@ class DLRMv4(nnx.Module):
         sizes: HSTUSizes,
         contextual_features: tuple[str, ...],
         history_length: int,
-        plan: EmbeddingPlan,
+        plan: te.EmbeddingPlan,
         *,
         rngs: nnx.Rngs,
     ):
-        self.embedding = TPUEmbedding(None, plan=plan, rngs=rngs)
+        self.embedding = te.TPUEmbedding(None, plan=plan, rngs=rngs)
         self.hstu = HSTU(sizes, rngs=rngs)
         self.contextual_features = contextual_features
         self.longest_sequence = history_length + len(contextual_features) + 1
 
-    def __call__(self, features: dict[str, Any], dense: Any) -> Outputs:
+    def __call__(self, features: dict[str, Any], dense: Any) -> train.Outputs:
         """Returns the logit and the probability of a click on each candidate.
 
-        Attention scores are divided by a number of tokens. In training it is that of
-        the longest sequence of the global batch, as in the benchmark, on any number of
-        devices. After `eval()` it is that of the longest possible sequence. So a score
-        that is evaluated or served does not depend on the other samples of the batch.
+        Attention scores are divided by a number of tokens. In training it is the length
+        of the longest sequence of the global batch, as in the benchmark, on any number
+        of devices. After `eval()` it is the length of the longest possible sequence. So
+        an evaluated score does not depend on the other samples of the batch.
 
         Args:
           features: inputs of the tables.
@@ -187,7 +175,7 @@ class DLRMv4(nnx.Module):
                 query_times=dense["query_time"],
             ),
         )
-        return click_outputs(self._logits(inputs, normalizer))
+        return train.click_outputs(self._logits(inputs, normalizer))
 
     def _logits(
         self, inputs: HSTUInputs, normalizer: Int[Array, ""]
@@ -201,7 +189,7 @@ class DLRMv4(nnx.Module):
         graph, state = nnx.split(self.hstu)
         batch = inputs.samples.lengths.shape[0]
 
-        def of_device(
+        def device_logits(
             inputs: HSTUInputs,
             state: nnx.State,
             normalizer: Int[Array, ""],
@@ -210,27 +198,18 @@ class DLRMv4(nnx.Module):
             hstu = nnx.merge(graph, state)
             return hstu(inputs, normalizer=normalizer, dropout_key=dropout_key)
 
-        arguments = (inputs, state, normalizer, self.hstu.dropout_key())
-        if self.embedding.recording == "serving":
-            return of_device(*arguments)
         plan = self.embedding.plan
         split, whole = plan.batch_sharding.spec, PartitionSpec()
-
-        def of_devices(inputs: HSTUInputs, *rest: Any) -> Float[Array, " batch"]:
-            samples = jax.tree.map(
-                lambda x: _fill_up(x, plan.num_shards), inputs.samples
-            )
-            logits = on_shards(
-                of_device,
-                plan,
-                in_specs=(split, whole, whole, whole),
-                out_specs=split,
-                scope=DENSE_SCOPE,
-            )(dataclasses.replace(inputs, samples=samples), *rest)
-            return logits[:batch]
-
-        out_spec = plan.sharding_of_samples((batch,)).spec
-        return in_auto_axes(of_devices, plan, out_spec)(*arguments)
+        samples = jax.tree.map(lambda x: _fill_up(x, plan.num_shards), inputs.samples)
+        on_mesh = jax.shard_map(
+            jax.named_scope("hstu")(device_logits),
+            mesh=plan.mesh,
+            in_specs=(split, whole, whole, whole),
+            out_specs=split,
+            check_vma=False,
+        )
+        inputs = dataclasses.replace(inputs, samples=samples)
+        return on_mesh(inputs, state, normalizer, self.hstu.dropout_key())[:batch]
 
 
 def _fill_up(x: Array, num_parts: int) -> Array:

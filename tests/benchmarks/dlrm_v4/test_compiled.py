@@ -8,6 +8,7 @@ import dataclasses
 
 import pytest
 
+from tests.benchmarks.dlrm_v4 import FULL
 from tests.compiled.test_train_step import TOPOLOGIES, WITH_SPARSE_CORE
 from tests.compiled.test_unique_ids import check, shapes_in_memory
 from tpu_embedding.tools import compile_report
@@ -23,7 +24,7 @@ TOKENS = EVENTS + 9
 
 def compile_step(topology):
     mesh = compile_report.topology_mesh(topology)
-    config = load_config("dlrm_v4")
+    config = load_config(FULL)
     config = apply_overrides(
         config,
         [

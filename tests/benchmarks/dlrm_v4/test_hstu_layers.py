@@ -5,8 +5,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from hstu_layers import SequenceLengths, STULayer, dropout, silu_attention
 
-from tests.tools.train.models.hstu.golden_runs import (
+from tests.benchmarks.dlrm_v4 import FULL
+from tests.benchmarks.dlrm_v4.golden_runs import (
     GRADIENT_TOLERANCE,
     OUTPUT_TOLERANCE,
     check,
@@ -19,8 +21,6 @@ from tests.tools.train.models.hstu.golden_runs import (
     with_weights,
 )
 from tpu_embedding.tools.train import load_config
-from tpu_embedding.tools.train.models.hstu.silu_attention import SequenceLengths
-from tpu_embedding.tools.train.models.hstu.stu_layer import STULayer, dropout
 
 FILE = golden("stu_layer")
 LENGTHS = FILE["input.lengths"]
@@ -30,7 +30,7 @@ def golden_layer(block_size=512):
     dim = FILE["input.x"].shape[1]
     num_heads = int(FILE["num_heads"])
     sizes = dataclasses.replace(
-        load_config("dlrm_v4").model.hstu,
+        load_config(FULL).model.hstu,
         dim=dim,
         num_heads=num_heads,
         head_dim=dim // num_heads,
@@ -100,3 +100,55 @@ def test_dropout():
     # That of a sample depends on its own key alone.
     np.testing.assert_array_equal(dropout(x[:7], 0.2, keys[:7]), dropped[:7])
     assert (dropped[0] != dropped[1]).any()
+
+
+HEAD_DIM = 4
+
+
+def make_arrays(length, batch=3):
+    generator = np.random.default_rng(0)
+    shape = (4, batch, length, 2, HEAD_DIM)
+    return jnp.asarray(generator.normal(size=shape), jnp.float32)
+
+
+def lengths_of(tokens, num_candidates=1):
+    tokens = jnp.asarray(tokens)
+    return SequenceLengths(
+        tokens=tokens,
+        shared=jnp.maximum(tokens - num_candidates, 0),
+        normalizer=jnp.asarray(50),
+    )
+
+
+def dense_attention(q, k, v, lengths):
+    """Returns the outputs by one array of all pairs of tokens."""
+    scores = jnp.einsum("bqhd,bkhd->bhqk", q, k) / np.sqrt(HEAD_DIM)
+    query, key = np.indices(scores.shape[2:])
+    is_shared = key[None] < np.asarray(lengths.shared)[:, None, None]
+    is_visible = (query == key)[None] | (key < query)[None] & is_shared
+    weights = jnp.where(is_visible[:, None], jax.nn.silu(scores), 0) / 50
+    return jnp.einsum("bhqk,bkhd->bqhd", weights, v)
+
+
+@pytest.mark.parametrize("block_size", [5, 512])
+def test_blocks_add_up_to_dense_attention(block_size):
+    length = 23
+    q, k, v, cotangent = make_arrays(length)
+    lengths = lengths_of([23, 1, 9], num_candidates=2)
+    is_token = np.arange(length) < np.asarray(lengths.tokens)[:, None]
+    cotangent = cotangent * is_token[:, :, None, None]
+
+    def blocks(q, k, v):
+        return silu_attention(q, k, v, lengths, block_size=block_size)
+
+    def dense(q, k, v):
+        return dense_attention(q, k, v, lengths)
+
+    outputs, pull_back = jax.vjp(jax.jit(blocks), q, k, v)
+    wanted, pull_dense_back = jax.vjp(dense, q, k, v)
+    # Tolerance: float32 sums of up to 23 numbers below 1, in another order.
+    close = dict(rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(outputs[is_token], wanted[is_token], **close)
+    gradients = zip(pull_back(cotangent), pull_dense_back(cotangent), strict=True)
+    for got, want in gradients:
+        np.testing.assert_allclose(got, want, **close)

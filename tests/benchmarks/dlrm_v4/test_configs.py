@@ -1,0 +1,58 @@
+"""The command runs both configs, which use public names only."""
+
+import ast
+import importlib
+
+import jax
+import pytest
+
+from tests.benchmarks.dlrm_v4 import FOLDER, FULL, SMALL
+from tests.conftest import mesh_of
+from tests.tools.train.runs import losses_of, start_command
+from tpu_embedding.tools.train import apply_overrides, load_config
+from tpu_embedding.tools.train.steps import abstract_step, make_run_plan
+
+PUBLIC = ("tpu_embedding", "tpu_embedding.tools.train")
+
+
+def imports_of(path):
+    """Yields the modules and names that a file imports from the package."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ImportFrom) and node.module.startswith("tpu_embedding"):
+            yield from ((node.module, alias.name) for alias in node.names)
+
+
+@pytest.mark.parametrize("path", sorted(FOLDER.glob("*.py")), ids=lambda p: p.stem)
+def test_only_public_names_are_imported(path):
+    for module, name in imports_of(path):
+        assert module in PUBLIC or f"{module}.{name}" in PUBLIC, (module, name)
+        assert hasattr(importlib.import_module(module), name)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("config", [FULL, SMALL], ids=["full", "small"])
+def test_the_step_can_be_traced(config):
+    settings = ["batch_size=8", "model.hstu.num_layers=1"]
+    config = apply_overrides(load_config(config), settings)
+    data = config.data.outline(batch_size=8, seed=0)
+    plan = make_run_plan(config, data, mesh_of(2))
+    step, state, batch = abstract_step(config, data, plan)
+    new_state, metrics = step.eval_shape(state, batch)
+    assert jax.tree.structure(new_state) == jax.tree.structure(state)
+    assert metrics["loss"].shape == ()
+
+
+@pytest.mark.full
+def test_the_command_trains_the_small_config(tmp_path):
+    settings = (
+        *("num_steps=2", "batch_size=6", "log_every=1", "evaluate_every=0"),
+        *("data.num_users=40", "data.num_days=6", "model.hstu.num_layers=1"),
+    )
+    process = start_command(
+        tmp_path / "run", "--devices", "2", settings=settings, config=SMALL
+    )
+    output, errors = process.communicate(timeout=300)
+    assert process.returncode == 0, errors
+    assert sorted(losses_of(tmp_path / "run")) == [1, 2]
+    assert "result: " in output
+    assert '"run_stop"' in (tmp_path / "run" / "mlperf.log").read_text()
