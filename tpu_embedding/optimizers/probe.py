@@ -225,7 +225,7 @@ def rates_are_finite(
         return None
     # Totals are one per table, and the probe knows one table.
     known = [
-        jnp.asarray(now) if x.aval.shape == () else jnp.ones(x.aval.shape)
+        jnp.asarray(now) if x.aval.shape == () else jnp.ones(x.aval.shape, x.aval.dtype)
         for x, now in zip(probed.split.value_program.inputs, scalars, strict=True)
     ]
     hyperparameters, _ = probed.split.values(known)
