@@ -12,7 +12,7 @@ import tpu_embedding as te
 from tests.conftest import mesh_of
 from tests.tiers import quick_cases, with_ids
 from tpu_embedding.checkpoint import dynamic_tables
-from tpu_embedding.dynamic import SLOTS_PER_BUCKET
+from tpu_embedding.dynamic.vocabulary import SLOTS_PER_BUCKET
 from tpu_embedding.plan import dynamic_rows
 
 functional = te.functional
@@ -43,7 +43,9 @@ def batch_of(step, plan):
     random = np.random.default_rng(step)
     ids = {f.name: random.integers(-400, 400, 48) for f in plan.features}
     return {
-        f.name: words(ids[f.name]) if f.table.dynamic else np.int32(ids[f.name] % 50)
+        f.name: words(ids[f.name])
+        if not f.table.vocabulary.ids_are_rows
+        else np.int32(ids[f.name] % 50)
         for f in plan.features
     }
 

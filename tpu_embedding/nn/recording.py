@@ -21,7 +21,7 @@ from jax.custom_derivatives import SymbolicZero
 
 from tpu_embedding.argument_checks import describe_value
 from tpu_embedding.functional import steps
-from tpu_embedding.functional.dynamic_ids import rows_of_batch
+from tpu_embedding.functional.by_feature import row_numbers
 from tpu_embedding.gradients import Gradients, TableGradients, add
 from tpu_embedding.plan.plan import EmbeddingPlan
 from tpu_embedding.plan.shard_map import replicate, user_mesh, zeros_like
@@ -122,9 +122,9 @@ def answer_call(
       shapes, the activations and the record are zeros, and there are no stats.
 
     Raises:
-      TypeError: if the features hold ids of a dynamic table in place of rows.
+      TypeError: if the features hold ids whose rows are not known.
     """
-    rows_of_batch(features, plan)  # refuses ids
+    row_numbers(features, plan)  # raises unless rows are known
     if taps is None:
         zeros = zeros_like(steps.activation_shapes(features, plan))
         return zeros, None, zeros

@@ -28,7 +28,6 @@ from tpu_embedding.update.lazy_update import (
 )
 from tpu_embedding.update.sequence import apply_in_sequence
 from tpu_embedding.update.table_writer import RoundedState, TableWriter
-from tpu_embedding.update.tables_of_rows import used_table_sizes
 from tpu_embedding.update.totals import across_shards, find_totals, known_totals
 from tpu_embedding.xla import read_before_write
 
@@ -57,7 +56,7 @@ def apply_gradient(
     state: Any,
     gradient: GradientRounds,
     stack: TrainedStackPlan,
-    used_rows: Int[Array, " tables"] | None = None,
+    used_rows: Any = None,
 ) -> tuple[PackedRows, Any]:
     """Updates a stacked table with the gradient of a step. Per shard.
 
@@ -71,8 +70,7 @@ def apply_gradient(
       state: from `init_state`.
       gradient: gradient of the stack, or `gradient_of_no_row`.
       stack: plan of the stack.
-      used_rows: rows of this shard that ids of dynamic tables have; None for tables
-        whose vocabulary is fixed.
+      used_rows: this shard's part of the `used_rows` of the stack's vocabulary.
 
     Returns:
       New table and state.
@@ -81,7 +79,7 @@ def apply_gradient(
     writer = TableWriter(
         stack=stack,
         step=state.step if is_rounded else None,
-        table_sizes=None if used_rows is None else used_table_sizes(used_rows, stack),
+        table_sizes=stack.vocabulary.stacks.table_sizes(used_rows, stack),
     )
     if not is_rounded:
         return _apply(table, state, gradient, writer)

@@ -19,9 +19,7 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Shaped, UInt32
 
-from tpu_embedding.dynamic import SLOTS_PER_BUCKET
 from tpu_embedding.optimizers.table_rows import AllReduce, TableRows
-from tpu_embedding.plan.dynamic_rows import dynamic_tables
 from tpu_embedding.plan.stack_plan import StackPlan, TablePlan, TrainedStackPlan
 from tpu_embedding.rows.access import (
     add_to_rows,
@@ -55,8 +53,8 @@ class TableWriter:
       stack: plan of the stack.
       step: step count of the `RoundedState` of a narrow table, whose rows are rounded
         stochastically; None: the table is float32.
-      table_sizes: float32 `[tables]`, the rows of dynamic tables that count; None: all
-        rows count.
+      table_sizes: float32 `[tables]`, the rows of each table that count; None: all rows
+        count.
     """
 
     stack: TrainedStackPlan
@@ -161,29 +159,12 @@ def _logical_rows(
 ) -> tuple[UInt32[Array, " ids"], UInt32[Array, " ids"]]:
     """Returns the row within its table, and the table's key, for rows of a shard."""
     _, of_stack = rows_of_stack(row_ids, stack)
-    if stack.is_dynamic:
-        of_stack = _as_on_one_shard(of_stack, stack)
+    of_stack = stack.vocabulary.stacks.rows_on_one_shard(of_stack, stack)
     offsets = [table.row_offset for table in stack.tables]
     keys = [_key_of(table) for table in stack.tables]
     of_stack = of_stack.astype(jnp.uint32)
     row_ids = of_stack - value_of_range(of_stack, offsets, offsets)
     return row_ids, value_of_range(of_stack, offsets, keys)
-
-
-def _as_on_one_shard(
-    of_stack: Int[Array, " ids"], stack: StackPlan
-) -> Int[Array, " ids"]:
-    """Returns numbers of a dynamic table's rows that any number of shards agrees on."""
-    result = of_stack
-    for member in dynamic_tables(stack):
-        offset = member.table.row_offset
-        on_shard, shard = jnp.divmod(of_stack - offset, member.num_shards)
-        per_shard = member.buckets_per_shard * SLOTS_PER_BUCKET
-        row = shard * per_shard + on_shard
-        # The default row follows the last place of the table.
-        row = jnp.where(on_shard == per_shard, member.dynamic.num_places, row)
-        result = jnp.where(of_stack >= offset, offset + row, result)
-    return result
 
 
 def _key_of(table: TablePlan) -> int:

@@ -19,22 +19,22 @@ from jax.sharding import PartitionSpec
 from jaxtyping import Array
 
 from tpu_embedding.argument_checks import describe_value
+from tpu_embedding.dynamic.directory import IdDirectory, NewRows, directory_name
+from tpu_embedding.dynamic.find_or_insert import Counts, no_counts
+from tpu_embedding.dynamic.id_mixing import NO_ID
+from tpu_embedding.dynamic.ids_64 import Ids64, truncated_ids
+from tpu_embedding.dynamic.new_rows import init_new_rows
+from tpu_embedding.dynamic.translation import SourceIds, find_rows, insert_rows
+from tpu_embedding.dynamic.vocabulary import Dynamic
 from tpu_embedding.field_checks import is_int
-from tpu_embedding.inputs.ids_64 import truncated_ids
 from tpu_embedding.inputs.shard_inputs import feature_shape, positions_of
-from tpu_embedding.lookup._directory import Counts, no_counts
 from tpu_embedding.lookup._flatten_to_owners import leaves_out_weights
-from tpu_embedding.lookup._translate import SourceIds, find_rows, insert_rows
 from tpu_embedding.plan.check_rows import check_slots, check_tables
 from tpu_embedding.plan.features import FeaturePlan
 from tpu_embedding.plan.plan import EmbeddingPlan
 from tpu_embedding.plan.shard_map import in_auto_axes, on_shards
 from tpu_embedding.plan.stack_plan import StackPlan
-from tpu_embedding.rows.id_directory import IdDirectory, NewRows, directory_name
-from tpu_embedding.rows.id_mixing import NO_ID
 from tpu_embedding.types import (
-    DynamicStats,
-    Ids64,
     RaggedIds,
     RowIds,
     ShardedRaggedIds,
@@ -43,7 +43,6 @@ from tpu_embedding.types import (
     with_ids,
 )
 from tpu_embedding.update.lazy_update import state_specs
-from tpu_embedding.update.new_rows import init_new_rows
 from tpu_embedding.update.totals import across_shards
 
 _CLOCK_RULE: Final = "insert_ids: now must be one integer from 1 to 2**32 - 1"
@@ -51,6 +50,31 @@ _CLOCK_LINE: Final = (
     "Write now=np.uint32(time.time() // 60), for example, or leave it out: the number "
     "of the step."
 )
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DynamicStats:
+    """Counts of one call for a dynamic table. int32 scalars, over all devices.
+
+    Attributes:
+      ids: ids of the batch, repeats included.
+      hits: those that had a row before the call.
+      inserts: different new ids that got a row.
+      evictions: ids that lost their row to a new one.
+      not_admitted: different unknown ids that the admission refused, or that no feature
+        inserts. 0 if the call only finds.
+      no_place: different admitted ids whose bucket has no place.
+      used_rows: rows that ids have after the call.
+    """
+
+    ids: Array
+    hits: Array
+    inserts: Array
+    evictions: Array
+    not_admitted: Array
+    no_place: Array
+    used_rows: Array
 
 
 @jax.tree_util.register_dataclass
@@ -151,13 +175,6 @@ def _clock(now: Any) -> Any:
     if not 1 <= int(now) < 2**32:
         raise ValueError(f"{_CLOCK_RULE}, got {int(now)}. {_CLOCK_LINE}")
     return now.astype(jnp.uint32) if isinstance(now, jax.Array) else np.uint32(now)
-
-
-def advance_clock(directory: IdDirectory) -> IdDirectory:
-    """Ends a step of dynamic tables: ids of the next one may evict its ids."""
-    last = np.uint32(2**32 - 2)
-    clock = jnp.minimum(directory.clock, last) + np.uint32(1)
-    return dataclasses.replace(directory, clock=clock)
 
 
 @functools.partial(jax.jit, static_argnames="plan")
@@ -267,7 +284,7 @@ def _source_ids(features: Any, plan: EmbeddingPlan) -> dict[int, SourceIds]:
     sources = {}
     pairs = zip(plan.flatten(features), plan.features, strict=True)
     for i, (leaf, feature) in enumerate(pairs):
-        if holds_raw_ids(leaf, feature):
+        if _holds_ids(leaf, feature):
             flatten = functools.partial(_flat_ids, feature=feature, plan=plan)
             sources[i] = in_auto_axes(flatten, plan, plan.sample_spec)(leaf)
     return sources
@@ -305,55 +322,10 @@ def _by_table(stats: DynamicStats, stack: StackPlan) -> dict[str, DynamicStats]:
     }
 
 
-def row_numbers(leaf: Any, feature: FeaturePlan) -> Any:
-    """Returns the ids that a lookup takes: int32 rows of the feature's table.
-
-    Raises:
-      TypeError: if a feature of a dynamic table holds ids, or one of a static table
-        holds numbers of rows.
-    """
-    if isinstance(leaf, RowIds):
-        if feature.table.dynamic is None:
-            raise TypeError(
-                f"Feature {feature.name!r} holds RowIds, which are for tables with a "
-                "te.Dynamic vocabulary, but its table has a fixed one; pass its ids."
-            )
-        return leaf.ids
-    if feature.table.dynamic is not None:
-        refuse_raw_ids(feature.name)
-    return leaf
-
-
-def refuse_raw_ids(feature_name: str) -> None:
-    """Raises a TypeError: a feature of a dynamic table holds ids inside a loss."""
-    raise TypeError(
-        f"Feature {feature_name!r} of a table with a te.Dynamic vocabulary must hold "
-        "RowIds inside a loss, got ids. Replace them at the beginning of the step, so "
-        "that new ids get rows: ids = optimizer.insert_ids(model, ids), state, ids = "
-        "state.insert_ids(ids), or te.functional.insert_ids. To train without new ids: "
-        "te.functional.find_ids."
-    )
-
-
-def rows_of_batch(features: Any, plan: EmbeddingPlan) -> list[Any]:
-    """Returns the `row_numbers` of all features of a batch, in the plan's order."""
-    plan = plan.for_batch(features)
-    return [
-        row_numbers(leaf, feature)
-        for leaf, feature in zip(plan.flatten(features), plan.features, strict=True)
-    ]
-
-
-def holds_raw_ids(leaf: Any, feature: FeaturePlan) -> bool:
-    """Returns True if a feature of a dynamic table holds ids in place of rows."""
-    return feature.table.dynamic is not None and not isinstance(leaf, RowIds)
-
-
-def raw_feature(features: Any, plan: EmbeddingPlan) -> str | None:
-    """Returns the name of a feature for which `holds_raw_ids`, or None."""
-    plan = plan.for_batch(features)
-    pairs = zip(plan.flatten(features), plan.features, strict=True)
-    return next((x.name for leaf, x in pairs if holds_raw_ids(leaf, x)), None)
+def _holds_ids(leaf: Any, feature: FeaturePlan) -> bool:
+    """Returns True if a feature of a dynamic table holds ids, not rows."""
+    is_dynamic = isinstance(feature.table.vocabulary, Dynamic)
+    return is_dynamic and not isinstance(leaf, RowIds)
 
 
 def _with_words(features: Any, plan: EmbeddingPlan) -> Any:
@@ -366,7 +338,7 @@ def _with_words(features: Any, plan: EmbeddingPlan) -> Any:
     plan = plan.for_batch(features)
     leaves = plan.flatten(features)
     for i, feature in enumerate(plan.features):
-        if not holds_raw_ids(leaves[i], feature):
+        if not _holds_ids(leaves[i], feature):
             continue
         if isinstance(leaves[i], RaggedIds | SparseIds):
             raise TypeError(

@@ -17,16 +17,18 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int, UInt32
 
-from tpu_embedding.lookup._dedup import dedup, unsort
-from tpu_embedding.lookup._directory import (
+from tpu_embedding.dynamic.buckets import DynamicTablePlan, dynamic_tables
+from tpu_embedding.dynamic.directory import IdDirectory, MixedIds, NewRows, Pass
+from tpu_embedding.dynamic.find_or_insert import (
     Counts,
     find_lanes,
     insert,
     local_rows,
     no_counts,
 )
+from tpu_embedding.dynamic.id_mixing import NO_ID, mix_ids, multiply_high
+from tpu_embedding.lookup._dedup import dedup, unsort
 from tpu_embedding.lookup._exchange import exchange
-from tpu_embedding.lookup._mixed_ids import MixedIds, Pass
 from tpu_embedding.lookup._rounds import (
     Round,
     SentIds,
@@ -34,10 +36,7 @@ from tpu_embedding.lookup._rounds import (
     send_unique,
 )
 from tpu_embedding.plan.capacity import RoundSize, round_size
-from tpu_embedding.plan.dynamic_rows import DynamicTablePlan, dynamic_tables
 from tpu_embedding.plan.stack_plan import StackPlan
-from tpu_embedding.rows.id_directory import IdDirectory, NewRows
-from tpu_embedding.rows.id_mixing import NO_ID, mix_ids, multiply_high
 from tpu_embedding.types import PADDING_ROW_ID
 
 _HEADROOM_STDDEVS: Final = 8

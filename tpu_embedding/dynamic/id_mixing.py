@@ -11,6 +11,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from tpu_embedding.rows.narrow_rows import mix_bits
+
 _ROUND_KEYS: Final = (0x9E3779B9, 0x7F4A7C15, 0xF39CC060, 0x5CEDC834)
 """Words of the fraction of the golden ratio."""
 
@@ -52,21 +54,6 @@ def _exchange(first: Any, second: Any) -> tuple[Any, Any]:
         xp.where(is_none, _IMAGE[0], xp.where(is_image, NO_ID, first)),
         xp.where(is_none, _IMAGE[1], xp.where(is_image, NO_ID, second)),
     )
-
-
-def mix_bits(words: Any) -> Any:
-    """Returns a pseudo-random word for each word; unequal ones for unequal words.
-
-    Each bit of the input changes each bit of the result with probability near 1/2. A
-    hash of counters, in place of a random stream, makes the result independent of the
-    order and number of the devices. Source: Wellons' "lowbias32".
-
-    Args:
-      words: uint32, NumPy or JAX.
-    """
-    words = (words ^ (words >> np.uint32(16))) * np.uint32(0x7FEB352D)
-    words = (words ^ (words >> np.uint32(15))) * np.uint32(0x846CA68B)
-    return words ^ (words >> np.uint32(16))
 
 
 def multiply_high(words: Any, factor: int) -> Any:

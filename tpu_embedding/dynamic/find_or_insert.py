@@ -16,18 +16,24 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Int, UInt32
 
-from tpu_embedding.dynamic import (
+from tpu_embedding.dynamic.admission import admit
+from tpu_embedding.dynamic.buckets import DynamicTablePlan
+from tpu_embedding.dynamic.directory import (
+    IdDirectory,
+    MixedIds,
+    NewRows,
+    Pass,
+    read_elements,
+    set_elements,
+)
+from tpu_embedding.dynamic.id_mixing import NO_ID
+from tpu_embedding.dynamic.vocabulary import (
     SLOTS_PER_BUCKET,
     Dynamic,
     LeastFrequentlyUsed,
     TimeToLive,
 )
-from tpu_embedding.lookup._admission import admit
 from tpu_embedding.lookup._dedup import rank_unique, unsort
-from tpu_embedding.lookup._mixed_ids import MixedIds, Pass, read_elements, set_elements
-from tpu_embedding.plan.dynamic_rows import DynamicTablePlan
-from tpu_embedding.rows.id_directory import IdDirectory, NewRows
-from tpu_embedding.rows.id_mixing import NO_ID
 from tpu_embedding.types import PADDING_ROW_ID
 from tpu_embedding.xla import read_before_write, running_sum, value_of_range
 

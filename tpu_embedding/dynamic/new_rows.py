@@ -7,13 +7,13 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, UInt32
 
+from tpu_embedding.dynamic.directory import NewRows
 from tpu_embedding.initializers import threefry_key
 from tpu_embedding.optimizers.rules._sums import CompensatedSum, coarse_part, is_sum
 from tpu_embedding.optimizers.table_rows import AllReduce, table_rows_context
 from tpu_embedding.plan.stack_plan import StackPlan, TrainedStackPlan
 from tpu_embedding.row_random_bits import threefry
 from tpu_embedding.rows.access import gather_rows, set_rows
-from tpu_embedding.rows.id_directory import NewRows
 from tpu_embedding.rows.packed_rows import (
     PackedRows,
     RowLayout,

@@ -8,11 +8,8 @@ row `64 * b + lane` of the table, and the table's row `that * num_shards + s`.
 
 import dataclasses
 
-from tpu_embedding.dynamic import SLOTS_PER_BUCKET, AdmitAfter, Dynamic
-from tpu_embedding.hardware import HardwareInfo
+from tpu_embedding.dynamic.vocabulary import SLOTS_PER_BUCKET, Dynamic
 from tpu_embedding.plan.stack_plan import StackPlan, TablePlan
-from tpu_embedding.plan.stacking import NamedTable
-from tpu_embedding.rows.packed_rows import round_up
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -45,25 +42,14 @@ class DynamicTablePlan:
         return self.buckets_per_shard * SLOTS_PER_BUCKET * self.num_shards
 
 
-def rows_of_dynamic_table(dynamic: Dynamic, num_shards: int) -> int:
-    """Returns the rows of a dynamic table over all shards, spare ones included."""
-    per_shard = buckets_per_shard(dynamic, num_shards) * SLOTS_PER_BUCKET
-    return num_shards * (per_shard + (dynamic.default_row == "learned"))
-
-
-def buckets_per_shard(dynamic: Dynamic, num_shards: int) -> int:
-    """Returns the buckets that each shard has room for."""
-    return -(-dynamic.num_buckets // num_shards)
-
-
 def dynamic_tables(stack: StackPlan) -> tuple[DynamicTablePlan, ...]:
     """Returns the tables of a stack of dynamic tables; none for a static stack."""
     plans, first_bucket = [], 0
     for table in stack.tables:
-        dynamic = table.config.dynamic
-        if dynamic is None:
+        dynamic = table.config.vocabulary
+        if not isinstance(dynamic, Dynamic):
             return ()
-        per_shard = buckets_per_shard(dynamic, stack.num_shards)
+        per_shard = dynamic.buckets_per_shard(stack.num_shards)
         plans.append(
             DynamicTablePlan(
                 table=table,
@@ -77,31 +63,3 @@ def dynamic_tables(stack: StackPlan) -> tuple[DynamicTablePlan, ...]:
         )
         first_bucket += per_shard
     return tuple(plans)
-
-
-def directory_bytes(stack: StackPlan, hardware: HardwareInfo) -> int:
-    """Returns the memory of the ids of a stack on each device; 0 for a static one.
-
-    The number of buckets is rounded up to whole tiles of the hardware.
-    """
-    tables = dynamic_tables(stack)
-    if not tables:
-        return 0
-    num_buckets = sum(table.buckets_per_shard for table in tables)
-    bytes_of_line = 4 * 2 * SLOTS_PER_BUCKET
-    num_arrays = 3 if isinstance(tables[0].dynamic.admit, AdmitAfter) else 2
-    return num_arrays * round_up(num_buckets, hardware.sublanes) * bytes_of_line
-
-
-def refuse_unsuited(table: NamedTable) -> None:
-    """Refuses optimizers that a dynamic table cannot have.
-
-    Raises:
-      ValueError: if the rule moves every row in every step.
-    """
-    if table.optimizer is not None and table.optimizer.rows == "every":
-        raise ValueError(
-            f"TableConfig.optimizer of table {table.name!r} moves every row in each "
-            "step, which a te.Dynamic vocabulary cannot have: rows without an id would "
-            "move, too. Leave out every_row."
-        )

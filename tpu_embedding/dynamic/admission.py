@@ -7,15 +7,16 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, UInt32
 
-from tpu_embedding.dynamic import AdmitAfter, Dynamic
-from tpu_embedding.lookup._mixed_ids import (
+from tpu_embedding.dynamic.directory import (
+    LINE_LANES,
+    IdDirectory,
     MixedIds,
     Pass,
     add_to_elements,
     read_elements,
     set_elements,
 )
-from tpu_embedding.rows.id_directory import LINE_LANES, IdDirectory
+from tpu_embedding.dynamic.vocabulary import AdmitAfter, Dynamic
 
 _COUNT_BITS: Final = 8
 _MAX_COUNT: Final = 2**_COUNT_BITS - 1
