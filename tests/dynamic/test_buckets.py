@@ -5,7 +5,7 @@ import pytest
 
 import tpu_embedding as te
 from tests.conftest import mesh_of
-from tpu_embedding.dynamic.buckets import dynamic_tables
+from tpu_embedding.dynamic.directory import dynamic_tables
 
 
 def plan_of(num_devices, *dynamic, **options):

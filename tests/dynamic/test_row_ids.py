@@ -10,7 +10,7 @@ from flax import nnx
 import tpu_embedding as te
 from tests.conftest import mesh_of
 from tests.dynamic.dynamic_reference import DynamicTable
-from tpu_embedding.dynamic.id_mixing import unmix_ids
+from tpu_embedding.dynamic.ids_64 import unmix_ids
 
 functional = te.functional
 

@@ -16,10 +16,14 @@ import numpy as np
 
 from tpu_embedding.checkpoint.records import DIRECTORY_ARRAY, ArrayRecord
 from tpu_embedding.checkpoint.split_state import LayerState
-from tpu_embedding.dynamic.buckets import DynamicTablePlan, dynamic_tables
-from tpu_embedding.dynamic.directory import LINE_LANES, IdDirectory, directory_name
-from tpu_embedding.dynamic.id_mixing import NO_ID, mix_ids
-from tpu_embedding.dynamic.ids_64 import Ids64
+from tpu_embedding.dynamic.directory import (
+    LINE_LANES,
+    DynamicTablePlan,
+    IdDirectory,
+    directory_name,
+    dynamic_tables,
+)
+from tpu_embedding.dynamic.ids_64 import NO_ID, Ids64, mix_ids
 from tpu_embedding.dynamic.ids_on_host import (
     PlacedIds,
     on_host,

@@ -25,8 +25,7 @@ from tpu_embedding.checkpoint.dynamic_tables import (
 from tpu_embedding.checkpoint.layer_tables import slots_of
 from tpu_embedding.checkpoint.records import TableRecord
 from tpu_embedding.checkpoint.split_state import LayerState
-from tpu_embedding.dynamic.buckets import dynamic_tables
-from tpu_embedding.dynamic.directory import directory_name
+from tpu_embedding.dynamic.directory import directory_name, dynamic_tables
 from tpu_embedding.dynamic.ids_on_host import PlacedIds
 from tpu_embedding.plan.plan import EmbeddingPlan
 from tpu_embedding.plan.stack_plan import StackPlan

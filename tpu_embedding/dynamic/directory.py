@@ -3,6 +3,11 @@
 A bucket is a line of 128 lanes: the first words of 64 ids, then their second words. A
 second line tells when each id was used last, and in how many steps. A lookup reads one
 line per id, without a loop over probes.
+
+A bucket and its 64 rows are on one shard, so that it finds and inserts ids without
+asking other shards. Buckets are dealt in blocks: shard `s` holds the buckets
+`s * buckets_per_shard` and on. The row in lane `lane` of bucket `b` of a shard is its
+row `64 * b + lane` of the table, and the table's row `that * num_shards + s`.
 """
 
 import dataclasses
@@ -12,8 +17,9 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int, UInt32
 
-from tpu_embedding.dynamic.id_mixing import NO_ID
-from tpu_embedding.dynamic.vocabulary import SLOTS_PER_BUCKET
+from tpu_embedding.dynamic.ids_64 import NO_ID
+from tpu_embedding.dynamic.vocabulary import SLOTS_PER_BUCKET, Dynamic
+from tpu_embedding.plan.stack_plan import StackPlan, TablePlan
 from tpu_embedding.types import PADDING_ROW_ID
 
 LINE_LANES: Final = 2 * SLOTS_PER_BUCKET
@@ -159,3 +165,56 @@ def add_to_elements(
     elements = lines.reshape(-1)
     index = jnp.where(is_added, _element(buckets, lanes), elements.shape[0])
     return elements.at[index].add(jnp.uint32(1), mode="drop").reshape(lines.shape)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DynamicTablePlan:
+    """The buckets of a dynamic table on each shard.
+
+    Attributes:
+      table: the table.
+      dynamic: vocabulary of the table.
+      num_buckets: buckets of the table, over all shards.
+      buckets_per_shard: buckets on each shard; the last shard may use fewer.
+      first_bucket: first bucket within the directory of a shard.
+      first_row: first row within the rows of a shard.
+      num_shards: shards of the table.
+    """
+
+    table: TablePlan
+    dynamic: Dynamic
+    num_buckets: int
+    buckets_per_shard: int
+    first_bucket: int
+    first_row: int
+    num_shards: int
+
+    @property
+    def default_row(self) -> int | None:
+        """Row of the table that ids without a row read, or None."""
+        if self.dynamic.default_row == "none":
+            return None
+        return self.buckets_per_shard * SLOTS_PER_BUCKET * self.num_shards
+
+
+def dynamic_tables(stack: StackPlan) -> tuple[DynamicTablePlan, ...]:
+    """Returns the tables of a stack of dynamic tables; none for a static stack."""
+    plans, first_bucket = [], 0
+    for table in stack.tables:
+        dynamic = table.config.vocabulary
+        if not isinstance(dynamic, Dynamic):
+            return ()
+        per_shard = dynamic.buckets_per_shard(stack.num_shards)
+        plans.append(
+            DynamicTablePlan(
+                table=table,
+                dynamic=dynamic,
+                num_buckets=dynamic.num_buckets,
+                buckets_per_shard=per_shard,
+                first_bucket=first_bucket,
+                first_row=table.row_offset // stack.num_shards,
+                num_shards=stack.num_shards,
+            )
+        )
+        first_bucket += per_shard
+    return tuple(plans)

@@ -11,10 +11,13 @@ import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
-from tpu_embedding.dynamic.buckets import DynamicTablePlan, dynamic_tables
-from tpu_embedding.dynamic.directory import IdDirectory, directory_name
-from tpu_embedding.dynamic.id_mixing import NO_ID, mix_ids, multiply_high, unmix_ids
-from tpu_embedding.dynamic.ids_64 import Ids64
+from tpu_embedding.dynamic.directory import (
+    DynamicTablePlan,
+    IdDirectory,
+    directory_name,
+    dynamic_tables,
+)
+from tpu_embedding.dynamic.ids_64 import NO_ID, Ids64, mix_ids, multiply_high, unmix_ids
 from tpu_embedding.dynamic.vocabulary import SLOTS_PER_BUCKET
 from tpu_embedding.plan.plan import EmbeddingPlan
 from tpu_embedding.plan.stack_plan import StackPlan

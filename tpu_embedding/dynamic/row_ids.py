@@ -21,8 +21,7 @@ from jaxtyping import Array
 from tpu_embedding.argument_checks import describe_value
 from tpu_embedding.dynamic.directory import IdDirectory, NewRows, directory_name
 from tpu_embedding.dynamic.find_or_insert import Counts, no_counts
-from tpu_embedding.dynamic.id_mixing import NO_ID
-from tpu_embedding.dynamic.ids_64 import Ids64, truncated_ids
+from tpu_embedding.dynamic.ids_64 import NO_ID, Ids64, truncated_ids
 from tpu_embedding.dynamic.new_rows import init_new_rows
 from tpu_embedding.dynamic.translation import SourceIds, find_rows, insert_rows
 from tpu_embedding.dynamic.vocabulary import Dynamic

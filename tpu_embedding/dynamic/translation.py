@@ -17,8 +17,14 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int, UInt32
 
-from tpu_embedding.dynamic.buckets import DynamicTablePlan, dynamic_tables
-from tpu_embedding.dynamic.directory import IdDirectory, MixedIds, NewRows, Pass
+from tpu_embedding.dynamic.directory import (
+    DynamicTablePlan,
+    IdDirectory,
+    MixedIds,
+    NewRows,
+    Pass,
+    dynamic_tables,
+)
 from tpu_embedding.dynamic.find_or_insert import (
     Counts,
     find_lanes,
@@ -26,7 +32,7 @@ from tpu_embedding.dynamic.find_or_insert import (
     local_rows,
     no_counts,
 )
-from tpu_embedding.dynamic.id_mixing import NO_ID, mix_ids, multiply_high
+from tpu_embedding.dynamic.ids_64 import NO_ID, mix_ids, multiply_high
 from tpu_embedding.lookup._dedup import dedup, unsort
 from tpu_embedding.lookup._exchange import exchange
 from tpu_embedding.lookup._rounds import (

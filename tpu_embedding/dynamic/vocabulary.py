@@ -207,14 +207,14 @@ class Dynamic(Vocabulary):
     @property
     def inputs(self) -> VocabularyInputs:
         """Reads ids of 64 bits, and finds their rows."""
-        from tpu_embedding.dynamic.inputs import DYNAMIC_INPUTS
+        from tpu_embedding.dynamic.seam import DYNAMIC_INPUTS
 
         return DYNAMIC_INPUTS
 
     @property
     def stacks(self) -> VocabularyStacks:
         """Keeps the directory of ids."""
-        from tpu_embedding.dynamic.stacks import DYNAMIC_STACKS
+        from tpu_embedding.dynamic.seam import DYNAMIC_STACKS
 
         return DYNAMIC_STACKS
 

@@ -15,10 +15,13 @@ from typing import Final
 import numpy as np
 from flax import nnx
 
-from tpu_embedding.dynamic.buckets import DynamicTablePlan, dynamic_tables
-from tpu_embedding.dynamic.directory import LINE_LANES, directory_name
-from tpu_embedding.dynamic.id_mixing import NO_ID
-from tpu_embedding.dynamic.ids_64 import Ids64
+from tpu_embedding.dynamic.directory import (
+    LINE_LANES,
+    DynamicTablePlan,
+    directory_name,
+    dynamic_tables,
+)
+from tpu_embedding.dynamic.ids_64 import NO_ID, Ids64
 from tpu_embedding.dynamic.ids_on_host import DynamicRows, rows_in_directory
 from tpu_embedding.dynamic.vocabulary import SLOTS_PER_BUCKET
 from tpu_embedding.export.row_formats import (

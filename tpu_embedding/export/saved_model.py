@@ -18,7 +18,7 @@ import jax.export
 from flax import nnx
 from jax.extend.mlir.dialects import stablehlo
 
-from tpu_embedding.dynamic.id_mixing import NO_ID
+from tpu_embedding.dynamic.ids_64 import NO_ID
 from tpu_embedding.export.directories import new_directory
 from tpu_embedding.export.row_formats import RowFormat
 from tpu_embedding.export.signature import WIDE_DTYPE, ExportError, Input

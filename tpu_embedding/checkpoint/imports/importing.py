@@ -23,8 +23,7 @@ from tpu_embedding.checkpoint.imports.opening import open_tables
 from tpu_embedding.checkpoint.imports.report import ImportReport
 from tpu_embedding.checkpoint.imports.source import RowArray, TableSource, array_of
 from tpu_embedding.checkpoint.split_state import LayerState, SplitState
-from tpu_embedding.dynamic.buckets import dynamic_tables
-from tpu_embedding.dynamic.directory import directory_name
+from tpu_embedding.dynamic.directory import directory_name, dynamic_tables
 from tpu_embedding.dynamic.ids_on_host import place_ids, with_placed_ids
 from tpu_embedding.functional.following_slots import with_following_slots
 from tpu_embedding.nn.optimizer import Optimizer
