@@ -8,7 +8,7 @@ of training call it. All other functions see row numbers, as those of a static t
 import dataclasses
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Final
 
 import jax
@@ -49,6 +49,12 @@ _CLOCK_LINE: Final = (
     "Write now=np.uint32(time.time() // 60), for example, or leave it out: the number "
     "of the step."
 )
+
+
+Translate = Callable[
+    [StackPlan, list[SourceIds], EmbeddingPlan], tuple[list[Array], Any]
+]
+"""Returns the rows of some features of a stack, and counts `[tables]`. Global."""
 
 
 @jax.tree_util.register_dataclass
@@ -184,18 +190,16 @@ def _insert_ids(
     now: Any,
     plan: EmbeddingPlan,
 ) -> InsertResult:
-    plan = plan.for_batch(features)
-    sources = _source_ids(features, plan)
-    features_of = _features_by_stack(sources, plan)
-    check_tables(tables, list(features_of))
-    check_slots(slots, [s for s in plan.trained_stacks if s in features_of])
     if now is not None:
         is_clock = now > 0
         if now.dtype.itemsize == 8:
             is_clock &= now < 2**32
         now = jnp.where(is_clock, now, 0).astype(jnp.uint32)
-    tables, slots, rows, stats = dict(tables), dict(slots), {}, {}
-    for stack, of_stack in features_of.items():
+    tables, slots = dict(tables), dict(slots)
+
+    def insert(stack, sources, plan):
+        check_tables(tables, [stack])
+        check_slots(slots, [x for x in plan.trained_stacks if x is stack])
         name, state = directory_name(stack.name), slots.get(stack.name)
         specs = (stack.rows_spec, stack.rows_spec, state_specs(state, stack))
         arrays, found, counts = on_shards(
@@ -203,13 +207,13 @@ def _insert_ids(
             plan,
             in_specs=(*specs, PartitionSpec(), plan.sample_spec),
             out_specs=(specs, plan.sample_spec, PartitionSpec()),
-        )(tables[name], tables[stack.name], state, now, [sources[i] for i in of_stack])
+        )(tables[name], tables[stack.name], state, now, sources)
         tables[name], tables[stack.name], state = arrays
         if state is not None:
             slots[stack.name] = state
-        rows |= zip(of_stack, found, strict=True)
-        stats |= _by_table(counts, stack)
-    features = _with_rows(features, rows, plan)
+        return found, counts
+
+    features, stats = _with_rows(features, plan, insert)
     return InsertResult(tables=tables, slots=slots, features=features, stats=stats)
 
 
@@ -255,70 +259,57 @@ def find_ids(tables: dict[str, Any], features: Any, plan: EmbeddingPlan) -> Find
 
 @functools.partial(jax.jit, static_argnames="plan")
 def _find_ids(tables: dict[str, Any], features: Any, plan: EmbeddingPlan) -> FindResult:
-    plan = plan.for_batch(features)
-    sources, rows, stats = _source_ids(features, plan), {}, {}
-
     def find_shard(directory, sources, stack):
         found, hits = find_rows(directory, sources, stack)
         counts = no_counts(len(stack.tables))
         return found, _stats(sources, hits, counts, directory, stack)
 
-    for stack, of_stack in _features_by_stack(sources, plan).items():
-        found, counts = on_shards(
+    def find(stack, sources, plan):
+        return on_shards(
             functools.partial(find_shard, stack=stack),
             plan,
             in_specs=(stack.rows_spec, plan.sample_spec),
             out_specs=(plan.sample_spec, PartitionSpec()),
-        )(tables[directory_name(stack.name)], [sources[i] for i in of_stack])
-        rows |= zip(of_stack, found, strict=True)
-        stats |= _by_table(counts, stack)
-    return FindResult(features=_with_rows(features, rows, plan), stats=stats)
+        )(tables[directory_name(stack.name)], sources)
+
+    features, stats = _with_rows(features, plan, find)
+    return FindResult(features=features, stats=stats)
 
 
-def _source_ids(features: Any, plan: EmbeddingPlan) -> dict[int, SourceIds]:
-    """Returns the ids of features of dynamic tables, by position in the plan. Global.
+def _with_rows(
+    features: Any, plan: EmbeddingPlan, translate: Translate
+) -> tuple[Any, dict[str, DynamicStats]]:
+    """Returns a batch with `RowIds` for the ids of dynamic tables, and counts.
 
-    Features that hold rows already are left out.
+    Features that hold rows already stay as they are.
     """
+    plan = plan.for_batch(features)
+    leaves, stats = plan.flatten(features), {}
     sources = {}
-    pairs = zip(plan.flatten(features), plan.features, strict=True)
-    for i, (leaf, feature) in enumerate(pairs):
+    for i, (leaf, feature) in enumerate(zip(leaves, plan.features, strict=True)):
         if _holds_ids(leaf, feature):
             flatten = functools.partial(_flat_ids, feature=feature, plan=plan)
             sources[i] = in_auto_axes(flatten, plan, plan.sample_spec)(leaf)
-    return sources
+    rows = {}
+    for stack in plan.stacks:
+        if numbers := [i for i in plan.features_of(stack) if i in sources]:
+            found, counts = translate(stack, [sources[i] for i in numbers], plan)
+            rows |= zip(numbers, found, strict=True)
+            for i, table in enumerate(stack.tables):
+                stats[table.name] = jax.tree.map(lambda x, i=i: x[i], counts)
+    for i in rows:
+        leaves[i] = RowIds(with_ids(leaves[i], _in_shape(rows[i], leaves[i], plan)))
+    return plan.unflatten(leaves), stats
 
 
-def _features_by_stack(
-    sources: dict[int, SourceIds], plan: EmbeddingPlan
-) -> dict[StackPlan, list[int]]:
-    """Returns the stacks that hold ids, in the plan's order, and their features."""
-    positions = {stack: [] for stack in plan.stacks}
-    for i in sources:
-        positions[plan.stacks[plan.features[i].stack_index]].append(i)
-    return {stack: of_stack for stack, of_stack in positions.items() if of_stack}
-
-
-def _with_rows(features: Any, rows: dict[int, Array], plan: EmbeddingPlan) -> Any:
-    """Returns the batch with `RowIds` in place of the ids that were translated."""
-    leaves = plan.flatten(features)
-    for i, of_feature in rows.items():
-        shape = ids_of(leaves[i]).shape
-
-        def unflatten(rows, shape=shape):
-            return rows[: math.prod(shape)].reshape(shape)
-
-        in_shape = in_auto_axes(unflatten, plan, _spec_of(leaves[i], plan))
-        leaves[i] = RowIds(with_ids(leaves[i], in_shape(of_feature)))
-    return plan.unflatten(leaves)
-
-
-def _by_table(stats: DynamicStats, stack: StackPlan) -> dict[str, DynamicStats]:
-    """Returns the counts of each table of a stack, by name."""
-    return {
-        table.name: jax.tree.map(lambda x, i=i: x[i], stats)
-        for i, table in enumerate(stack.tables)
-    }
+def _in_shape(rows: Array, leaf: Any, plan: EmbeddingPlan) -> Array:
+    """Returns the rows of a feature in the shape of its ids, without spare ones."""
+    shape = ids_of(leaf).shape
+    spec = plan.sample_spec
+    if not isinstance(leaf, ShardedRaggedIds):
+        spec = plan.sharding_of_samples(shape).spec
+    size = math.prod(shape)
+    return in_auto_axes(lambda rows: rows[:size].reshape(shape), plan, spec)(rows)
 
 
 def _holds_ids(leaf: Any, feature: FeaturePlan) -> bool:
@@ -394,13 +385,6 @@ def _positions(leaf: Any, plan: EmbeddingPlan) -> Array:
     spec = plan.sample_spec
     on_all = on_shards(of_shard, plan, in_specs=spec, out_specs=spec)
     return on_all(jnp.asarray(leaf.row_splits))
-
-
-def _spec_of(leaf: Any, plan: EmbeddingPlan) -> PartitionSpec:
-    """Returns the partition of the rows of a feature, on explicit axes."""
-    if isinstance(leaf, ShardedRaggedIds):
-        return plan.sample_spec
-    return plan.sharding_of_samples(ids_of(leaf).shape).spec
 
 
 def _stats(

@@ -41,7 +41,7 @@ from tpu_embedding.lookup._rounds import (
     fold_later_rounds,
     send_unique,
 )
-from tpu_embedding.plan.capacity import RoundSize, round_size
+from tpu_embedding.plan.capacity import round_size
 from tpu_embedding.plan.stack_plan import StackPlan
 from tpu_embedding.types import PADDING_ROW_ID
 
@@ -223,21 +223,13 @@ def _send(ids: MixedIds, stack: StackPlan) -> SentIds:
     inserts = inserts.at[unique.ranks].max(
         ids.may_insert[unique.order].astype(jnp.uint32), mode="promise_in_bounds"
     )
-    size = _round_size(ids.buckets.shape[0], tables)
-    return send_unique(unique, (inserts[unique.ranks],), size, stack)
-
-
-def _round_size(num_ids: int, tables: Sequence[DynamicTablePlan]) -> RoundSize:
-    """Returns the buffer sizes of a round."""
     # The first owner has the most buckets; in small tables, the last ones have none.
+    (num_ids,) = ids.buckets.shape
     mean = num_ids * max(t.buckets_per_shard / t.num_buckets for t in tables)
     room = math.ceil(mean + _HEADROOM_STDDEVS * math.sqrt(mean))
-    return round_size(
-        num_ids,
-        tables[0].num_shards,
-        num_ids,
-        capacity=max(room, _MIN_CAPACITY),
-    )
+    capacity = max(room, _MIN_CAPACITY)
+    size = round_size(num_ids, stack.num_shards, num_ids, capacity=capacity)
+    return send_unique(unique, (inserts[unique.ranks],), size, stack)
 
 
 def _reply(
