@@ -122,7 +122,7 @@ class VocabularyInputs:
         return TypeError(f"Feature {feature.name!r} must hold RowIds, got ids.")
 
     def find_rows(
-        self, tables: Mapping[str, Any], features: Any, plan: "EmbeddingPlan"
+        self, tables: dict[str, Any], features: Any, plan: "EmbeddingPlan"
     ) -> Any:
         """Returns a batch with `RowIds` for its features that need rows.
 

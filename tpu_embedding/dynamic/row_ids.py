@@ -195,7 +195,8 @@ def _insert_ids(
         if now.dtype.itemsize == 8:
             is_clock &= now < 2**32
         now = jnp.where(is_clock, now, 0).astype(jnp.uint32)
-    tables, slots = dict(tables), dict(slots)
+    new_tables: dict[str, Any] = {}
+    new_slots: dict[str, Any] = {}
 
     def insert(stack, sources, plan):
         check_tables(tables, [stack])
@@ -208,13 +209,18 @@ def _insert_ids(
             in_specs=(*specs, PartitionSpec(), plan.sample_spec),
             out_specs=(specs, plan.sample_spec, PartitionSpec()),
         )(tables[name], tables[stack.name], state, now, sources)
-        tables[name], tables[stack.name], state = arrays
+        new_tables[name], new_tables[stack.name], state = arrays
         if state is not None:
-            slots[stack.name] = state
+            new_slots[stack.name] = state
         return found, counts
 
     features, stats = _with_rows(features, plan, insert)
-    return InsertResult(tables=tables, slots=slots, features=features, stats=stats)
+    return InsertResult(
+        tables={**tables, **new_tables},
+        slots={**slots, **new_slots},
+        features=features,
+        stats=stats,
+    )
 
 
 def _insert_shard(

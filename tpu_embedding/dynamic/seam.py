@@ -126,7 +126,7 @@ class DynamicInputs(VocabularyInputs):
         )
 
     def find_rows(
-        self, tables: Mapping[str, Any], features: Any, plan: EmbeddingPlan
+        self, tables: dict[str, Any], features: Any, plan: EmbeddingPlan
     ) -> Any:
         """Returns the features of `find_ids`."""
         return find_ids(tables, features, plan).features

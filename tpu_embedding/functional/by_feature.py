@@ -44,7 +44,7 @@ def first_without_rows(features: Any, plan: EmbeddingPlan) -> str | None:
     return next(names, None)
 
 
-def find_rows(tables: Mapping[str, Any], features: Any, plan: EmbeddingPlan) -> Any:
+def find_rows(tables: dict[str, Any], features: Any, plan: EmbeddingPlan) -> Any:
     """Returns a batch with the rows of all ids, as each kind of vocabulary finds them.
 
     It changes no table.

@@ -110,8 +110,9 @@ def prepare_features(
 
 def _for_step(ids: DenseIds | ShardedRaggedIds, feature: FeaturePlan) -> Any:
     """Returns the ids of a feature in the container that the step takes."""
-    is_plain = isinstance(ids, DenseIds) and ids.weights is None
-    return feature.inputs.for_step(ids.ids if is_plain else ids)
+    if isinstance(ids, DenseIds) and ids.weights is None:
+        return feature.inputs.for_step(ids.ids)
+    return feature.inputs.for_step(ids)
 
 
 def shard_batch(batch: Any, plan: EmbeddingPlan, *, samples: Samples = "global") -> Any:
