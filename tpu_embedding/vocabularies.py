@@ -209,7 +209,7 @@ class Vocabulary:
     instead_of_row_numbers: str = ""
     """What to do where only row numbers serve, if ids are not; ends errors."""
     stacking_key: Any = None
-    """Tables share a stack if they have equal keys; a hashable value."""
+    """Tables of a class share a stack only if their keys, hashable, are equal."""
     inputs: VocabularyInputs = VocabularyInputs()
     stacks: VocabularyStacks = VocabularyStacks()
 

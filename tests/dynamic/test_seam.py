@@ -91,7 +91,6 @@ class Years(Vocabulary):
 
     number: int
     inputs = YearInputs()
-    stacking_key = "years"
 
     @property
     def max_rows(self):

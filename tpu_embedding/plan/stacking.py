@@ -120,6 +120,7 @@ def stack_tables(tables: Sequence[NamedTable]) -> list[list[NamedTable]]:
             config.quantization_config,
             table.optimizer,
             table.shard_axes,
+            type(config.vocabulary),
             config.vocabulary.stacking_key,
         )
         stacks = groups.setdefault(key, [])
