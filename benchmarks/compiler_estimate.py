@@ -1,6 +1,6 @@
 """Compares the compiler's estimate of a step with jax-tpu-embedding's estimate.
 
-    pip install jax-tpu-embedding 'tpu-embedding[tpu]'
+    pip install jax-tpu-embedding '.[tpu]'
     python benchmarks/compiler_estimate.py [--topology v5p:2x2x1 ...] [--json FILE]
     python benchmarks/record.py FILE
 

@@ -17,7 +17,7 @@ def test_what_is_there_passes():
 
 def test_the_error_names_library_extra_and_command(monkeypatch):
     monkeypatch.setitem(sys.modules, "tyro", None)
-    text = r"This test needs the library tyro.*extra `train`: pip install 'tpu-"
+    text = r"This test needs the library tyro.*extra `train`: pip install '.\[train\]'"
     with pytest.raises(MissingExtraError, match=text):
         require_extra("train", "numpy", "tyro", purpose="This test")
 

@@ -31,6 +31,6 @@ def require_extra(
         if importlib.util.find_spec(module) is None:
             raise error(
                 f"{purpose} needs the library {module}, which is not installed; it "
-                f"comes with the extra `{extra}`: pip install "
-                f"'tpu-embedding[{extra}]', or '.[{extra}]' in a checkout."
+                f"comes with the extra `{extra}`: pip install '.[{extra}]' in a clone "
+                "of the repository."
             )

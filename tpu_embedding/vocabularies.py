@@ -57,9 +57,10 @@ class VocabularyInputs:
     ) -> np.ndarray:
         """Returns a copy of the ids, as a type that `types.padding_of` knows: int32.
 
-        Ids that no int32 holds become -1, or the largest id for the policy `"clip"`.
-        That one is outside of any table, so that no other plan reads a row of its own
-        for it.
+        Ids that don't fit in int32 stay out of range, at the same end: -1, or the
+        largest int32 that isn't padding. Both are outside any table, so it doesn't
+        matter whether the step, or a served program with rules of its own, drops or
+        clips them.
 
         Args:
           ids: integers of any dtype.
@@ -90,8 +91,7 @@ class VocabularyInputs:
             )
         # The conversion would wrap ids that an int32 cannot hold. Replace them first.
         is_foreign = is_outside & ((ids < 0) | (ids >= PADDING_ROW_ID))
-        largest = PADDING_ROW_ID - 1
-        replacement = np.where(ids < 0, -1, -1 if policy != "clip" else largest)
+        replacement = np.where(ids < 0, -1, PADDING_ROW_ID - 1)
         kept = np.where(is_foreign, 0, ids).astype(np.int32)
         return np.where(is_foreign, replacement, kept).astype(np.int32)
 

@@ -1,5 +1,6 @@
 import pathlib
 import re
+import threading
 
 import jax
 import jax.export
@@ -18,6 +19,7 @@ from tests.export.served_models import (
     trained_model,
 )
 from tests.tiers import quick_cases
+from tpu_embedding.export.serving_program import _without_source_paths
 
 
 @pytest.fixture(
@@ -69,6 +71,23 @@ def test_the_program_names_no_file_of_this_machine(directory):
     program = (directory / "program.stablehlo").read_bytes()
     assert b".py" not in program
     assert str(pathlib.Path(te.__file__).parent).encode() not in program
+
+
+def test_exports_of_two_threads_leave_the_options_of_jax_alone():
+    """The second thread must not take the first one's value for the user's."""
+    before = jax.config.jax_traceback_in_locations_limit
+
+    def lower():
+        with _without_source_paths():
+            pass
+
+    thread = threading.Thread(target=lower)
+    with _without_source_paths():
+        thread.start()
+        thread.join(0.1)
+        assert thread.is_alive(), "the second thread did not wait"
+    thread.join()
+    assert jax.config.jax_traceback_in_locations_limit == before
 
 
 def test_a_served_model_prints_in_a_line(served):

@@ -11,7 +11,7 @@ from flax import nnx
 import tpu_embedding as te
 from tests.conftest import mesh_of
 from tpu_embedding.export.row_formats import decode, encode, stored_spec
-from tpu_embedding.export.tensor_files import read_tensors
+from tpu_embedding.export.tensor_files import read_tensors, write_rows, write_tensors
 
 
 def fbgemm_rows(rows):
@@ -68,6 +68,31 @@ def test_tables_of_a_stored_type_keep_their_bits(tmp_path, dtype):
         assert 0 < np.abs(error).max() < 1e-2
     with pytest.raises(te.export.ExportError, match="holds tables and no program"):
         te.export.load(tmp_path / "tables")
+
+
+ROW_IDS = {
+    "all": np.arange(40),
+    "one": np.array([39]),
+    "near": np.array([1, 3, 7, 8, 12]),
+    "far": np.array([0, 10, 39]),
+    "unsorted": np.array([20, 3, 39, 21, 0]),
+    "none": np.arange(0),
+}
+
+
+@pytest.mark.parametrize("dtype", [np.float32, ml_dtypes.bfloat16, np.uint8])
+@pytest.mark.parametrize("row_ids", ROW_IDS.values(), ids=ROW_IDS)
+def test_rows_are_written_at_their_places(row_ids, dtype, tmp_path):
+    tensors = {
+        name: np.random.default_rng(0).integers(0, 99, (40, 3)).astype(dtype)
+        for name in ("before", "written")
+    }
+    write_tensors(tmp_path / "x.safetensors", tensors)
+    rows = np.full((len(row_ids), 3), 100, dtype)
+    write_rows(tmp_path / "x.safetensors", "written", row_ids, rows)
+    tensors["written"][row_ids] = rows
+    for name, found in read_tensors(tmp_path / "x.safetensors").items():
+        np.testing.assert_array_equal(found, tensors[name], strict=True)
 
 
 @pytest.mark.full

@@ -1,6 +1,4 @@
-"""Dense optimizers that do not fit to tables: refused, or warned of."""
-
-import warnings
+"""Dense optimizers that step less often than tables are rejected."""
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +10,6 @@ import tpu_embedding as te
 from tests.conftest import mesh_of
 
 ADAM = optax.adam(1e-3)
-CLIPPED = optax.chain(optax.clip_by_global_norm(1.0), ADAM)
 MULTI_STEPS = optax.MultiSteps(ADAM, 4)
 TABLE = te.TableConfig(vocabulary_size=6, dim=4, name="movie")
 RULE = te.optimizers.adagrad(0.1)
@@ -78,85 +75,3 @@ def test_optimizers_that_collect_gradients_are_refused(tx):
 @pytest.mark.parametrize("rule", WAITING.values(), ids=WAITING.keys())
 def test_tables_that_wait_as_well_or_never_move_are_fine(make, rule):
     make(MULTI_STEPS, rule)
-
-
-@makers
-def test_one_warning_with_the_lines_to_write(make):
-    with pytest.warns(UserWarning, match="looks at all dense gradients") as found:
-        make(CLIPPED)
-    (warning,) = found
-    assert "te.gradients.clip_by_global_norm(gradients, 1.0)\n" in str(warning.message)
-    assert warning.filename == __file__
-    make(ADAM)
-    make(CLIPPED, None)
-
-
-def printing(updates, params):
-    del params
-    jax.debug.print("{}", jax.tree.leaves(updates)[0])
-    return jax.tree.map(jax.jit(lambda g: 2 * g), updates)
-
-
-SEPARATE = {
-    "adam": optax.adam(optax.cosine_decay_schedule(0.1, 9)),
-    "muon": optax.contrib.muon(0.1),
-    # The model tells it the norm of all gradients.
-    "global_clipnorm": te.optimizers.adafactor(0.1, global_clipnorm=1.0),
-    "prints": optax.stateless(printing),
-}
-
-
-@pytest.mark.parametrize("name", SEPARATE)
-def test_no_warning_of_optimizers_that_look_at_each_array_alone(name):
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        make_nnx(SEPARATE[name])
-
-
-def by_name(of_tables):
-    """Returns an optimizer with labels by name, one of them for tables."""
-
-    def labels(params):
-        return jax.tree.map_with_path(
-            lambda path, _: "t" if "embedding" in jax.tree_util.keystr(path) else "d",
-            params,
-        )
-
-    return optax.multi_transform({"t": of_tables, "d": ADAM}, labels)
-
-
-WARM_UP = optax.linear_schedule(0.0, 0.1, 100)
-MISSING_TABLES = {
-    "decay": (optax.adamw(0.1), "their rows do not decay"),
-    "late decay": (optax.adamw(WARM_UP), "their rows do not decay"),
-    "labels": (by_name(optax.adagrad(0.1)), r"It never gets tables"),
-    "frozen": (by_name(optax.set_to_zero()), r"layers \['embedding'\]"),
-}
-
-
-@pytest.mark.parametrize("case", MISSING_TABLES)
-def test_a_warning_of_parts_that_miss_the_tables(case):
-    tx, match = MISSING_TABLES[case]
-    with pytest.warns(UserWarning, match=match) as warned:
-        make_nnx(tx)
-    assert warned[0].filename == __file__
-
-
-def test_no_warning_of_parts_that_tables_have_or_nobody_expects():
-    biases = optax.multi_transform(
-        {"kernel": ADAM, "other": optax.sgd(0.1)},
-        lambda p: jax.tree.map(lambda x: "kernel" if x.ndim == 2 else "other", p),
-    )
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        make_nnx(optax.adamw(0.1), optax.adamw(0.1))
-        make_nnx(optax.adamw(0.1), optax.adamw(WARM_UP))
-        make_nnx(optax.yogi(0.1))
-        make_nnx(optax.noisy_sgd(0.1, key=0))
-        make_nnx(by_name(ADAM))
-        make_nnx(biases)
-
-
-def test_a_warning_of_apply_if_finite():
-    with pytest.warns(UserWarning, match=r"te\.gradients\.all_finite"):
-        make_nnx(optax.apply_if_finite(ADAM, 3))

@@ -38,11 +38,13 @@ REFUSED = {
     checks.positive: [
         *((x, "positive") for x in (0, -0.0, -1, NAN)),
         *((x, "finite") for x in (INF, -INF)),
+        *((x, "at least 1.18e-38 in size") for x in (1e-38, 1e-300, -1e-40)),
     ],
     checks.positive_bound: [(0, "positive"), (NAN, "positive")],
     checks.non_negative: [
         *((x, "non-negative") for x in (-1e-30, -1, NAN)),
         (INF, "finite"),
+        (1e-38, "0 or at least 1.18e-38 in size"),
     ],
     checks.non_negative_bound: [(-1e-30, "non-negative"), (NAN, "non-negative")],
     checks.non_positive: [(x, "non-positive") for x in (1e-30, 1, NAN)],
@@ -87,6 +89,12 @@ def test_refuses_what_is_no_real_scalar(check):
         with pytest.raises(error_type) as error:
             checks.check_hyperparameters("owner", x=check(value))
         assert text in str(error.value)
+
+
+def test_rounds_to_float32():
+    text = checks.fraction_below_one(1 - 1e-9).problem
+    assert text == "in [0, 1), got 0.999999999, 1 in float32"
+    assert checks.finite(1e39).problem == "finite, got 1e+39, inf in float32"
 
 
 def test_refuses_integers_beyond_floats():

@@ -9,10 +9,10 @@ from tests.processes.checkpoint_worker import STREAM
 from tests.processes.test_processes import free_port, start
 
 
-def run_job(num_processes, num_devices, work, directory, path):
-    """Runs a job to its end; returns the values that its first process wrote."""
+def start_job(num_processes, num_devices, work, directory, path):
+    """Starts the processes of a job."""
     address = f"127.0.0.1:{free_port()}" if num_processes > 1 else "none"
-    jobs = [
+    return [
         start(
             *(address, num_processes, process, num_devices, work, directory),
             path / f"{work}-{num_processes}-{process}.npz",
@@ -20,7 +20,11 @@ def run_job(num_processes, num_devices, work, directory, path):
         )
         for process in range(num_processes)
     ]
-    for job in jobs:
+
+
+def run_job(num_processes, num_devices, work, directory, path):
+    """Runs a job to its end; returns the values that its first process wrote."""
+    for job in start_job(num_processes, num_devices, work, directory, path):
         output, _ = job.communicate(timeout=300)
         assert job.returncode == 0, output
     with np.load(path / f"{work}-{num_processes}-0.npz") as values:
@@ -43,6 +47,21 @@ def test_processes_save_and_restore_together(tmp_path):
         assert len(there[":ids"]) > 1
         for name, value in there.items():
             np.testing.assert_array_equal(here[name], value)
+    check_damage_stops_all(directory, tmp_path)
+
+
+def check_damage_stops_all(directory, path):
+    """Only one of the processes verifies a chunk, and none waits for the other."""
+    chunk = directory / "2" / "default" / "tables.sharded.values" / "c" / "0" / "0"
+    data = bytearray(chunk.read_bytes())
+    data[3] ^= 1
+    chunk.write_bytes(data)
+    outputs = []
+    for job in start_job(2, 1, "restore", directory, path):
+        outputs.append(job.communicate(timeout=100)[0])
+        assert job.returncode != 0
+    assert any("array tables.sharded.values of" in text for text in outputs)
+    assert any("or one found damage; see its error" in text for text in outputs)
 
 
 def arrays_of(directory):

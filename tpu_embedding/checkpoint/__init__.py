@@ -13,7 +13,9 @@ in an ordinary orbax checkpoint.
     dense_leaves     the other leaves: as arrays to save, and restored
     array_writer     writes all leaves for orbax, tables by blocks
     arrays           one array on the disk, chunk by chunk, by tensorstore
-    records          names and descriptions of the files, read without devices
+    records          names and descriptions of the files
+    state_file       state.json: written, sealed, read and checked, without devices
+    checksums        checksums of the files of an array
     differences      everything in which a checkpoint and a state differ
     errors           the error of this folder
     imports/         tables that other libraries wrote
@@ -30,7 +32,7 @@ from tpu_embedding.checkpoint.imports import open_tables as open_tables
 from tpu_embedding.checkpoint.records import ArrayRecord as ArrayRecord
 from tpu_embedding.checkpoint.records import CheckpointRecord as CheckpointRecord
 from tpu_embedding.checkpoint.records import TableRecord as TableRecord
-from tpu_embedding.checkpoint.records import describe as describe
 from tpu_embedding.checkpoint.restoring import RestoreState as RestoreState
+from tpu_embedding.checkpoint.state_file import describe as describe
 from tpu_embedding.checkpoint.state_handler import SaveState as SaveState
 from tpu_embedding.checkpoint.state_handler import StateHandler as StateHandler

@@ -1,33 +1,57 @@
 """Reads and writes the arrays of a checkpoint with tensorstore.
 
 An array has the format zarr 3, without compression. Each chunk ends with its crc32c, so
-any reader of zarr notices a flipped bit. A missing chunk is an error, never zeros. A
-chunk of a large table is 10 to 20 MB of neighbouring rows.
+any reader of zarr notices a flipped bit. `state.json` repeats these checksums, so a
+chunk of another checkpoint is an error, as is a missing one. A chunk of a large table
+is 10 to 20 MB of neighbouring rows.
 """
 
 import collections
+import contextlib
+import dataclasses
+import json
 import math
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Final
 
 import numpy as np
 import tensorstore as ts
 from etils import epath
 
+from tpu_embedding.checkpoint.checksums import (
+    CRC_BYTES,
+    MAX_METADATA_BYTES,
+    METADATA_FILE,
+    checksum_at,
+    chunk_size_and_crc,
+    chunks_of,
+    metadata_checksum,
+    read_small_file,
+)
 from tpu_embedding.checkpoint.errors import CheckpointError, errors_of_reading
 from tpu_embedding.checkpoint.records import (
     STORES,
     ArrayRecord,
+    CheckpointRecord,
     array_keys,
-    describe,
     state_directory,
 )
+from tpu_embedding.checkpoint.state_file import read_state_file
 from tpu_embedding.rows.file_rows import decode_int8
 from tpu_embedding.tables.row_windows import rows_per_block
 
 MAX_PENDING_BYTES: Final = 2**28
 """Bound on the bytes that wait in host memory to be written."""
+
+_READERS: Final = 4
+"""Chunks that are read at once to verify them."""
+
+_OPEN_FILES: Final = "/proc/self/fd"
+"""Links to the open files and directories of the process, on Linux."""
+
+_CODECS: Final = ["bytes", "crc32c"]
 
 _MAX_PADDING: Final = 1 / 128
 """Bound on the padding of the last chunk, as a share of the array's rows."""
@@ -105,36 +129,86 @@ class PendingWrites:
         return [future for _, future in self._writes]
 
 
+@dataclasses.dataclass(frozen=True)
+class OpenCheckpoint:
+    """A checkpoint that is being read.
+
+    Attributes:
+      root: directory of the state, for messages.
+      files: path to read this directory from, even if another one gets its name.
+      record: description of the checkpoint.
+      threads: threads that open arrays, and read chunks to verify them.
+    """
+
+    root: epath.Path
+    files: epath.Path
+    record: CheckpointRecord
+    threads: ThreadPoolExecutor
+
+    def check_unchanged(self) -> None:
+        """Raises `CheckpointError` if another checkpoint has been written over it."""
+        if read_state_file(self.root, self.files).digest != self.record.digest:
+            raise CheckpointError(
+                f"The checkpoint {self.root} was replaced while it was read. Restore "
+                "it again, into a new state."
+            )
+
+
+@contextlib.contextmanager
+def open_checkpoint(directory: str | os.PathLike[str]) -> Iterator[OpenCheckpoint]:
+    """Opens a checkpoint, so that all is read from one save.
+
+    On Linux, the files are read through the open directory. A directory that takes its
+    name in the meantime isn't read.
+
+    Args:
+      directory: from `te.save`, or of one step of a `CheckpointManager`.
+
+    Raises:
+      CheckpointError: if there is no checkpoint, or its description is damaged.
+    """
+    root = state_directory(directory)
+    with contextlib.ExitStack() as ends:
+        files = root
+        if "://" not in os.fspath(root):
+            with errors_of_reading(f"The checkpoint {root}"):
+                opened = os.open(root, os.O_RDONLY | os.O_DIRECTORY)
+            ends.callback(os.close, opened)
+            linked = epath.Path(_OPEN_FILES) / str(opened)
+            files = linked if linked.exists() else root
+        record = read_state_file(root, files)
+        threads = ends.enter_context(ThreadPoolExecutor(_READERS))
+        yield OpenCheckpoint(root, files, record, threads)
+
+
 class SavedArray:
     """An array of a checkpoint, which opens in the background."""
 
     def __init__(
-        self, root: epath.Path, keys: Sequence[str], record: ArrayRecord | None = None
+        self, checkpoint: OpenCheckpoint, keys: Sequence[str], *records: ArrayRecord
     ):
         """Starts to open an array.
 
         Args:
-          root: directory of the state.
-          keys: of the array in the tree.
-          record: shape and type that it must have; None: any.
+          checkpoint: the open checkpoint.
+          keys: keys of the array in the tree.
+          *records: shape and type that it must have, or several of them.
         """
-        self._owner = f"The array {'.'.join(keys)} of {root}"
-        self._record = record
-        spec = {"driver": "zarr3", "kvstore": _kvstore(root / ".".join(keys))}
-        self._opening = ts.open(spec | {"fill_missing_data_reads": False}, read=True)
+        self._name = ".".join(keys)
+        self._owner = f"The array {self._name} of {checkpoint.root}"
+        self._files = checkpoint.files
+        self._records = list(map(str, records))
+        self._checksums = checkpoint.record.checksums.get(self._name, "")
+        self._opening = checkpoint.threads.submit(self._open)
 
     def opened(self) -> ts.TensorStore:
         """Returns the open array.
 
         Raises:
-          CheckpointError: if it is not there, or has another shape or type.
+          CheckpointError: if it is missing, or has another shape or type.
         """
         with errors_of_reading(self._owner):
-            store = self._opening.result()
-            found = ArrayRecord(shape=store.shape, dtype=store.dtype.name)
-            if self._record is not None and str(found) != str(self._record):
-                raise ValueError(f"it is {found} instead of {self._record}")
-            return store
+            return self._opening.result()
 
     def read(self, index: Any = ()) -> np.ndarray:
         """Reads a part of the array, or all of it.
@@ -143,11 +217,87 @@ class SavedArray:
           index: slices within the array, or row ids `[n]`.
 
         Raises:
-          CheckpointError: if a chunk is missing or damaged.
+          CheckpointError: if a chunk is missing or damaged, or is another save's.
         """
         store = self.opened()
         with errors_of_reading(self._owner):
-            return store[index].read().result()
+            self._check_chunks(store, index)
+            values = store[index].read().result()
+            # They may have been overwritten.
+            self._check_chunks(store, index)
+            return values
+
+    def verify(self, index: Any) -> None:
+        """Reads a part of the array, and keeps nothing; see `read`."""
+        self.read(index)
+
+    def parts(self) -> Iterator[slice | tuple[()]]:
+        """Yields indices of parts of one chunk's rows, which make up the array."""
+        store = self.opened()
+        if not store.shape:
+            yield ()
+            return
+        step = _chunk_shape(store)[0]
+        for start in range(0, store.shape[0], step):
+            yield slice(start, min(start + step, store.shape[0]))
+
+    def _open(self) -> ts.TensorStore:
+        """Opens the array, after comparing its metadata with the checkpoint's record.
+
+        Tensorstore ends the process for sizes that don't fit in memory. So `read`
+        compares chunks with their files, and a chunk is at most the whole array.
+        """
+        file = f"{self._name}/{METADATA_FILE}"
+        text = read_small_file(self._files, file, MAX_METADATA_BYTES)
+        wanted = checksum_at(self._checksums, 0)
+        if wanted and metadata_checksum(text) != wanted:
+            raise ValueError(f"{METADATA_FILE} doesn't have the recorded checksum")
+        metadata = json.loads(text)
+        shape, dtype = tuple(metadata["shape"]), metadata["data_type"]
+        found = ArrayRecord(shape=shape, dtype=dtype)
+        if str(found) not in self._records:
+            raise ValueError(f"it is {found} instead of {' or '.join(self._records)}")
+        chunk_shape = metadata["chunk_grid"]["configuration"]["chunk_shape"]
+        _check_chunk_format(metadata, chunk_shape)
+        spec = array_spec(self._files / self._name, dtype, shape, chunk_shape)
+        options = {"assume_metadata": True, "fill_missing_data_reads": False}
+        return ts.open(spec | options, read=True).result()
+
+    def _check_chunks(self, store: ts.TensorStore, index: Any) -> None:
+        """Raises ValueError if a chunk's file has another size or another checksum."""
+        size = math.prod(_chunk_shape(store))
+        size = size * store.dtype.numpy_dtype.itemsize + CRC_BYTES
+        for chunk in chunks_of(store.shape, _chunk_shape(store), index):
+            file = f"{self._name}/{chunk.name}"
+            found_size, found = chunk_size_and_crc(self._files, file)
+            if found_size != size:
+                text = f"{chunk.name} has {found_size} bytes instead of {size}"
+                raise ValueError(text)
+            wanted = checksum_at(self._checksums, 1 + chunk.number)
+            if wanted and found != wanted:
+                text = f"{chunk.name} doesn't have the recorded checksum"
+                raise ValueError(text)
+
+
+def _chunk_shape(store: ts.TensorStore) -> tuple[int, ...]:
+    return tuple(size or 1 for size in store.chunk_layout.read_chunk.shape or ())
+
+
+def _check_chunk_format(metadata: dict[str, Any], chunk_shape: Sequence[int]) -> None:
+    """Raises ValueError for chunks that no save writes, such as compressed ones."""
+    codecs, shape = metadata["codecs"], metadata["shape"]
+    endian = codecs[0].get("configuration", {}).get("endian", "little")
+    if (
+        [codec["name"] for codec in codecs] != _CODECS
+        or endian != "little"
+        or metadata["chunk_grid"]["name"] != "regular"
+        or metadata["chunk_key_encoding"] != {"name": "default"}
+        or not all(
+            type(chunk) is int and 0 < chunk <= max(1, size)
+            for chunk, size in zip(chunk_shape, shape, strict=True)
+        )
+    ):
+        raise ValueError(f"{METADATA_FILE} describes chunks that no save writes")
 
 
 def read_table(
@@ -175,20 +325,22 @@ def read_table(
       IndexError: if a row is not in the table.
       TypeError: if the row ids are no integers along one axis.
     """
-    root = state_directory(directory)
-    tables = describe(root).tables
-    if table not in tables:
-        raise CheckpointError(
-            f"The checkpoint {root} has no table {table!r}, only {sorted(tables)}."
-        )
-    arrays = tables[table].arrays
-    if slot not in arrays:
-        raise CheckpointError(
-            f"Table {table!r} of the checkpoint {root} has no slot variable "
-            f"{slot!r}, only {sorted(filter(None, arrays))}."
-        )
-    array = SavedArray(root, array_keys(table, slot), arrays[slot])
-    values = array.read(_index_of(rows, arrays[slot]))
+    with open_checkpoint(directory) as checkpoint:
+        tables = checkpoint.record.tables
+        if table not in tables:
+            raise CheckpointError(
+                f"The checkpoint {checkpoint.root} has no table {table!r}, only "
+                f"{sorted(tables)}."
+            )
+        arrays = tables[table].arrays
+        if slot not in arrays:
+            raise CheckpointError(
+                f"Table {table!r} of the checkpoint {checkpoint.root} has no slot "
+                f"variable {slot!r}, only {sorted(filter(None, arrays))}."
+            )
+        array = SavedArray(checkpoint, array_keys(table, slot), arrays[slot])
+        values = array.read(_index_of(rows, arrays[slot]))
+        checkpoint.check_unchanged()
     if slot is None and tables[table].dtype == "int8":
         return decode_int8(values)
     return values

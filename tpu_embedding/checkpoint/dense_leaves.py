@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from tpu_embedding.checkpoint.arrays import SavedArray
+from tpu_embedding.checkpoint.records import ArrayRecord
 
 
 def array_of_leaf(leaf: Any) -> np.ndarray | jax.Array:
@@ -17,6 +18,16 @@ def array_of_leaf(leaf: Any) -> np.ndarray | jax.Array:
     if _is_key(leaf):
         leaf = jax.random.key_data(leaf)
     return leaf if isinstance(leaf, jax.Array) else np.asarray(leaf)
+
+
+def leaf_records(leaf: Any) -> list[ArrayRecord]:
+    """Returns the shape and type of a leaf's saved array; an int may have two."""
+    if isinstance(leaf, int) and not isinstance(leaf, bool):
+        return [ArrayRecord(shape=(), dtype=name) for name in ("int64", "uint64")]
+    data = leaf if hasattr(leaf, "dtype") else np.asarray(leaf)
+    if _is_key(leaf):
+        data = jax.eval_shape(jax.random.key_data, leaf)
+    return [ArrayRecord(shape=tuple(data.shape), dtype=np.dtype(data.dtype).name)]
 
 
 def restored_leaf(

@@ -4,11 +4,22 @@ import contextlib
 import os
 from collections.abc import Iterator
 
+_ERRORS_OF_FILES = (
+    ArithmeticError,
+    AttributeError,
+    LookupError,
+    OSError,
+    RuntimeError,
+    TypeError,
+    ValueError,
+)
+"""Errors of libraries, and of values that have another type than a save writes."""
+
 
 class CheckpointError(ValueError):
     """Raised if a checkpoint is missing, damaged, or does not fit the state.
 
-    It names the checkpoint, the array or table, and the way out.
+    It names the checkpoint, the array or table, and what to do instead.
     """
 
 
@@ -41,7 +52,9 @@ def errors_of_reading(owner: str) -> Iterator[None]:
     """
     try:
         yield
-    except (OSError, RuntimeError, ValueError, KeyError, TypeError) as error:
+    except CheckpointError:
+        raise
+    except _ERRORS_OF_FILES as error:
         raise CheckpointError(
             f"{owner} is missing or damaged: {_first_words(error)}. Restore an earlier "
             "checkpoint, or copy the files again."

@@ -1,4 +1,4 @@
-"""The contents of a checkpoint, as its file `state.json` describes them.
+"""The names and contents of a checkpoint, as its file `state.json` describes them.
 
 A checkpoint is an orbax checkpoint of a pytree, with one file more::
 
@@ -15,7 +15,6 @@ devices.
 """
 
 import dataclasses
-import json
 import os
 import urllib.parse
 from collections.abc import Mapping
@@ -23,11 +22,8 @@ from typing import Any, Final
 
 from etils import epath
 
-from tpu_embedding.checkpoint.errors import CheckpointError, errors_of_reading
+from tpu_embedding.checkpoint.errors import CheckpointError
 from tpu_embedding.paths import local_path
-
-FORMAT_VERSION: Final = 2
-"""Version of the files. Version 1 was never released."""
 
 STATE_FILE: Final = "state.json"
 TABLES: Final = "tables"
@@ -96,7 +92,7 @@ class TableRecord:
 
     @property
     def arrays(self) -> dict[str | None, ArrayRecord]:
-        """All arrays of the table; that of the values has the name None."""
+        """All arrays of the table by name; the values have the name None."""
         return {None: self.values, **self.slots, **self.directory}
 
 
@@ -105,14 +101,32 @@ class CheckpointRecord:
     """All that a checkpoint says about itself.
 
     Attributes:
-      tables: by name.
+      tables: tables by name.
       dense: type and shape of each other leaf, by its path.
       description: JSON values that were saved with the state.
+      step: name of the step's directory if a `CheckpointManager` saved it, else empty.
+      checksums: checksums of each array's files, by the array's name: the CRC-32 of its
+        metadata, then the CRC-32C of each chunk, in hexadecimal. Empty in format 2.
+      digest: digest of all of the above, which identifies the save.
     """
 
     tables: Mapping[str, TableRecord]
     dense: Mapping[str, str]
     description: Json
+    step: str = ""
+    checksums: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    digest: str = ""
+
+    @property
+    def array_names(self) -> list[str]:
+        """Names of all arrays, which are also the names of their directories."""
+        keys = [
+            array_keys(table, slot)
+            for table, record in self.tables.items()
+            for slot in record.arrays
+        ]
+        keys += map(dense_keys, self.dense)
+        return [".".join(parts) for parts in keys]
 
 
 def array_keys(table: str, slot: str | None = None) -> tuple[str, ...]:
@@ -147,7 +161,7 @@ def quote(name: str) -> str:
 def checkpoint_path(path: str | os.PathLike[str]) -> epath.Path:
     """Returns the absolute path of a checkpoint, without `~`, `..` and symbolic links.
 
-    Orbax refuses relative paths, and tensorstore refuses those with `..`.
+    Orbax rejects relative paths, and tensorstore rejects paths with `..`.
 
     Args:
       path: a path as the user wrote it, local or in a bucket such as `gs://...`.
@@ -189,47 +203,3 @@ def state_directory(directory: str | os.PathLike[str]) -> epath.Path:
     raise CheckpointError(
         f"The directory {path} holds no checkpoint: {STATE_FILE} is missing.{hint}"
     )
-
-
-def write_state_file(root: epath.Path, record: CheckpointRecord) -> None:
-    """Writes the description of a state."""
-    values = dataclasses.asdict(record) | {"format": FORMAT_VERSION}
-    (root / STATE_FILE).write_text(json.dumps(values, indent=1))
-
-
-def describe(directory: str | os.PathLike[str]) -> CheckpointRecord:
-    """Returns the description of a checkpoint; reads no arrays.
-
-    Args:
-      directory: from `te.save`, or of one step of a `CheckpointManager`.
-
-    Raises:
-      CheckpointError: if there is no checkpoint, or its description is damaged.
-    """
-    path = state_directory(directory) / STATE_FILE
-    with errors_of_reading(f"The file {path}"):
-        values = json.loads(path.read_text())
-        version = values["format"]
-    if version != FORMAT_VERSION:
-        raise CheckpointError(
-            f"The checkpoint {path.parent} has format {version!r}, and this package "
-            f"reads format {FORMAT_VERSION}. Restore it with the tpu_embedding that "
-            "wrote it, and save it again with this one."
-        )
-    with errors_of_reading(f"The file {path}"):
-        return CheckpointRecord(
-            tables={name: _table_record(x) for name, x in values["tables"].items()},
-            dense=values["dense"],
-            description=values["description"],
-        )
-
-
-def _table_record(values: Json) -> TableRecord:
-    def array(of: Json) -> ArrayRecord:
-        of["shape"] = tuple(of["shape"])
-        return ArrayRecord(**of)
-
-    arrays: Json = {"values": array(values["values"])}
-    for field in ("slots", "directory"):
-        arrays[field] = {name: array(of) for name, of in values[field].items()}
-    return TableRecord(**values | arrays)

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from tpu_embedding.checkpoint.arrays import SavedArray
+from tpu_embedding.checkpoint.arrays import OpenCheckpoint, SavedArray
 from tpu_embedding.checkpoint.dynamic_tables import (
     CLOCK,
     ID_ARRAYS,
@@ -22,6 +22,7 @@ from tpu_embedding.checkpoint.dynamic_tables import (
     restored_directory,
     rows_of_sources,
 )
+from tpu_embedding.checkpoint.errors import errors_of_reading
 from tpu_embedding.checkpoint.layer_tables import slots_of
 from tpu_embedding.checkpoint.records import TableRecord
 from tpu_embedding.checkpoint.split_state import LayerState
@@ -67,6 +68,27 @@ class SavedTables:
         for array in self.arrays.values():
             array.opened()
 
+    def verify(self, checkpoint: OpenCheckpoint, turn: int, num_turns: int) -> None:
+        """Reads all chunks once, before any array of the layer is donated.
+
+        Args:
+          checkpoint: the checkpoint, whose threads read.
+          turn: number of the process.
+          num_turns: processes that share the work.
+
+        Raises:
+          CheckpointError: if a chunk is missing or damaged, or is another save's.
+        """
+        parts = [
+            (array, index) for array in self.arrays.values() for index in array.parts()
+        ]
+        reads = [
+            checkpoint.threads.submit(array.verify, index)
+            for array, index in parts[turn::num_turns]
+        ]
+        for read in reads:
+            read.result()
+
 
 def placed_ids(layer: LayerState, saved: SavedTables) -> dict[str, PlacedIds]:
     """Returns the places of the saved ids of each dynamic table of a layer.
@@ -81,8 +103,9 @@ def placed_ids(layer: LayerState, saved: SavedTables) -> dict[str, PlacedIds]:
             if table in saved.records:
                 found = {x: of[table].read() for x, of in arrays.items() if table in of}
                 dynamic = saved.records[table].dynamic
-                assert dynamic is not None, "static tables are refused"
-                placed[table] = place_saved_ids(found, dynamic["capacity"], member)
+                assert dynamic is not None, "static tables were rejected"
+                with errors_of_reading(f"The saved ids of table {table!r}"):
+                    placed[table] = place_saved_ids(found, dynamic["capacity"], member)
     left_out = ", ".join(
         f"{x.num_left_out} of {x.num_left_out + len(x.kept)} of table {table!r}"
         for table, x in placed.items()

@@ -1,5 +1,6 @@
 """Restores a state from a checkpoint, under any plan."""
 
+import contextlib
 import dataclasses
 import os
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -7,10 +8,14 @@ from typing import Any, get_args
 
 import jax
 import orbax.checkpoint as ocp
-from etils import epath
 
-from tpu_embedding.checkpoint.arrays import SavedArray
-from tpu_embedding.checkpoint.dense_leaves import restored_leaf
+from tpu_embedding import distributed
+from tpu_embedding.checkpoint.arrays import (
+    OpenCheckpoint,
+    SavedArray,
+    open_checkpoint,
+)
+from tpu_embedding.checkpoint.dense_leaves import leaf_records, restored_leaf
 from tpu_embedding.checkpoint.differences import (
     DenseChoice,
     Difference,
@@ -30,8 +35,6 @@ from tpu_embedding.checkpoint.records import (
     CheckpointRecord,
     array_keys,
     dense_keys,
-    describe,
-    state_directory,
 )
 from tpu_embedding.checkpoint.restored_tables import (
     SavedTables,
@@ -40,7 +43,11 @@ from tpu_embedding.checkpoint.restored_tables import (
     restored_tables,
 )
 from tpu_embedding.checkpoint.split_state import LayerState, SplitState
-from tpu_embedding.functional.following_slots import with_following_slots
+from tpu_embedding.dynamic.ids_on_host import PlacedIds
+from tpu_embedding.functional.following_slots import (
+    check_no_followers,
+    with_following_slots,
+)
 from tpu_embedding.functional.steps import init_slots
 from tpu_embedding.plan.plan import EmbeddingPlan
 from tpu_embedding.tables.slot_values import slot_values, with_slot_values
@@ -94,28 +101,96 @@ def restore_state(directory: str | os.PathLike[str], args: RestoreState) -> Any:
       directory: from `te.save`, or of one step of a `CheckpointManager`.
       args: the state, and the args.
     """
-    root = state_directory(directory)
-    record = describe(root)
     parts = SplitState(args.state, args.plan)
     _check_names(args, parts.layers)
-    pairs = [
-        (layer, _saved_tables(layer, root, record, args)) for layer in parts.layers
-    ]
     for layer in parts.layers:
         _check_followers(layer, args)
-    found = list(_differences(record, pairs, parts.dense, args))
+    with contextlib.ExitStack() as ends:
+        with _checked_by_all(directory, parts.layers) as digests:
+            checkpoint = ends.enter_context(open_checkpoint(directory))
+            digests.append(checkpoint.record.digest)
+            pairs = [
+                (layer, _saved_tables(layer, checkpoint, args))
+                for layer in parts.layers
+            ]
+            _check_fit(checkpoint, pairs, parts.dense, args)
+            dense = {}
+            if args.dense == "restore":
+                dense = _restored_leaves(checkpoint, parts)
+            placed = [placed_ids(layer, saved) for layer, saved in pairs]
+            for layer, saved in pairs:
+                if not _is_abstract((layer.tables, layer.slots)):
+                    saved.verify(checkpoint, *_turn_of(layer))
+        layers = [
+            _restored(layer, saved, of_layer, args)
+            for (layer, saved), of_layer in zip(pairs, placed, strict=True)
+        ]
+        checkpoint.check_unchanged()
+    return parts.rebuilt(layers, dense)
+
+
+@contextlib.contextmanager
+def _checked_by_all(
+    directory: str | os.PathLike[str], layers: Sequence[LayerState]
+) -> Iterator[list[str]]:
+    """Raises on all processes that share the layers, if one of them finds damage.
+
+    Otherwise some processes would write rows, and wait for those that raised.
+
+    Args:
+      directory: the checkpoint.
+      layers: layers of the state.
+
+    Yields:
+      A list that gets the digest of the checkpoint.
+
+    Raises:
+      CheckpointError: if a process raises one, or processes read different saves.
+    """
+    digests: list[str] = []
+    error = None
+    try:
+        yield digests
+    except CheckpointError as found:
+        error = found
+    is_shared = any(not _is_local(layer) for layer in layers)
+    value = digests[0] if error is None else ""
+    values = distributed.exchange("restore", value) if is_shared else [value]
+    if error is not None:
+        raise error
+    if len(set(values)) > 1:
+        raise CheckpointError(
+            f"Processes of the job read different saves from {directory}, or one found "
+            "damage; see its error."
+        )
+
+
+def _is_local(layer: LayerState) -> bool:
+    return layer.plan.replicated.is_fully_addressable
+
+
+def _turn_of(layer: LayerState) -> tuple[int, int]:
+    """Returns the number of this process, and how many verify a layer's chunks."""
+    if _is_local(layer):
+        return 0, 1
+    return jax.process_index(), distributed.num_processes()
+
+
+def _check_fit(
+    checkpoint: OpenCheckpoint,
+    pairs: "_Pairs",
+    dense: Mapping[str, Any],
+    args: RestoreState,
+) -> None:
+    """Raises `CheckpointError` if the checkpoint and the state differ."""
+    found = list(_differences(checkpoint.record, pairs, dense, args))
     if found := found or list(_shared_differences(pairs)):
         raise CheckpointError(
-            f"The checkpoint {root} does not fit the state:\n"
+            f"The checkpoint {checkpoint.root} does not fit the state:\n"
             f"{format_differences(found)}"
         )
     for _, saved in pairs:
         saved.check_files()
-    dense = {}
-    if args.dense == "restore":
-        dense = _restored_leaves(root, parts)
-    layers = [_restored(layer, saved, args) for layer, saved in pairs]
-    return parts.rebuilt(layers, dense)
 
 
 _Pairs = Sequence[tuple[LayerState, SavedTables]]
@@ -123,7 +198,7 @@ _Pairs = Sequence[tuple[LayerState, SavedTables]]
 
 
 def _check_names(args: RestoreState, layers: Sequence[LayerState]) -> None:
-    """Refuses tables= and rename= that name no tables of the state."""
+    """Raises ValueError if tables= or rename= name tables that the state lacks."""
     names = sorted(name for layer in layers for name in layer.names.values())
     for field in ("tables", "rename"):
         given = getattr(args, field) or ()
@@ -134,10 +209,10 @@ def _check_names(args: RestoreState, layers: Sequence[LayerState]) -> None:
 
 
 def _saved_tables(
-    layer: LayerState, root: epath.Path, record: CheckpointRecord, args: RestoreState
+    layer: LayerState, checkpoint: OpenCheckpoint, args: RestoreState
 ) -> SavedTables:
     """Returns the tables and slot variables that a layer takes over."""
-    wanted = table_records(layer)
+    wanted, record = table_records(layer), checkpoint.record
     records, arrays = {}, {}
     for table, saved_name in _wanted_tables(layer, args).items():
         if saved_name not in record.tables:
@@ -149,7 +224,7 @@ def _saved_tables(
             slots |= saved_slots(saved, wanted[layer.name_of(table)])
         for slot, saved_slot in slots.items():
             keys = array_keys(saved_name, saved_slot)
-            arrays[table, slot] = SavedArray(root, keys, saved.arrays[saved_slot])
+            arrays[table, slot] = SavedArray(checkpoint, keys, saved.arrays[saved_slot])
     return SavedTables(records, arrays)
 
 
@@ -163,10 +238,10 @@ def _wanted_tables(layer: LayerState, args: RestoreState) -> dict[str, str]:
 
 
 def _check_followers(layer: LayerState, args: RestoreState) -> None:
-    """Refuses tables alone, if an optimizer has made state from their values."""
-    names = _wanted_tables(layer, args)
-    for each in layer.followed_tables if layer.slots is None else ():
-        each.check_without_optimizer(names, "te.restore(directory, (model, optimizer))")
+    """Raises for tables alone if an optimizer has made state from their values."""
+    if layer.slots is None:
+        names = layer.followed_tables & set(_wanted_tables(layer, args))
+        check_no_followers(names, "te.restore(directory, (model, optimizer))")
 
 
 def _differences(
@@ -217,20 +292,27 @@ def _is_abstract(tree: Any) -> bool:
     return any(isinstance(x, jax.ShapeDtypeStruct) for x in jax.tree.leaves(tree))
 
 
-def _restored_leaves(root: epath.Path, parts: SplitState) -> dict[str, Any]:
+def _restored_leaves(checkpoint: OpenCheckpoint, parts: SplitState) -> dict[str, Any]:
     """Returns all other leaves; their copies lie on the mesh of the layers."""
     sharding: Any = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
     if parts.layers:
         sharding = parts.layers[0].plan.replicated
-    arrays = {name: SavedArray(root, dense_keys(name)) for name in parts.dense}
+    arrays = {
+        name: SavedArray(checkpoint, dense_keys(name), *leaf_records(leaf))
+        for name, leaf in parts.dense.items()
+    }
     return {
         name: restored_leaf(arrays[name], leaf, sharding)
         for name, leaf in parts.dense.items()
     }
 
 
-def _restored(layer: LayerState, saved: SavedTables, args: RestoreState) -> LayerState:
-    placed = placed_ids(layer, saved)
+def _restored(
+    layer: LayerState,
+    saved: SavedTables,
+    placed: Mapping[str, PlacedIds],
+    args: RestoreState,
+) -> LayerState:
     new = restored_tables(layer, saved, placed)
     if new.slots is None:
         return new

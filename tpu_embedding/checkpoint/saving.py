@@ -33,7 +33,7 @@ def save(
 ) -> None:
     """Saves the state of a training in a new directory.
 
-    The directory appears when all is written. A table lies in it as one array, rows in
+    The directory appears when all is written. A table is one array in it, rows in
     natural order, so `te.restore` reads it under any plan. A `CheckpointManager` of
     orbax keeps the latest of several; see `te.checkpoint.SaveState`.
 
@@ -47,8 +47,9 @@ def save(
     Raises:
       CheckpointError: if the directory exists, or the files cannot be written, as with
         a dtype that no file can hold.
-      TypeError: if a leaf is no number.
-      ValueError: if the plan of some tables is not known.
+      TypeError: if a leaf is not a number.
+      ValueError: if the plan of some tables is not known, or the description has
+        more than 4 MiB as JSON.
 
     Example:
       >>> import tempfile, jax, optax
@@ -75,7 +76,7 @@ def save(
 
 @contextlib.contextmanager
 def _new_path(path: epath.Path) -> Iterator[None]:
-    """Refuses a path that exists; another save into its folder waits meanwhile.
+    """Rejects a path that exists; another save into its folder waits meanwhile.
 
     Orbax writes under a temporary name, which two saves to one path would share. The
     first process of a job decides for all. Stores such as `gs://` have no locks.
@@ -121,7 +122,11 @@ def restore(
     Number of devices, mesh, stacking, packing and placement may all differ.
     Rows are written in place, so the arrays of `state` are donated. Rows and tables
     that the checkpoint lacks keep the values of `state`: the initial ones if the model
-    is new. All differences are found before anything changes.
+    is new. All differences and all damage are found before anything changes. For that,
+    the files are read twice if `state` has arrays, and once if it has shapes.
+
+    All is read from one save, even if another checkpoint takes the directory's name in
+    the meantime.
 
     Args:
       directory: from `save`, or of one step of a `CheckpointManager`.
@@ -134,14 +139,14 @@ def restore(
         of a stack share a count of steps: it must be equal, or 0 in those that stay.
       rename: name of a table to its name in the checkpoint.
       slots: `"restore"`: slot variables come from the checkpoint. `"initialize"`: those
-        of the restored tables start anew. Their counts do, too, unless tables that
+        of the restored tables start again. So do their counts, unless tables that
         stay share them.
       rules: `"check"`: the optimizer of each table must have a state of the types,
         names and shapes in the checkpoint. Its hyper-parameters may change.
-        `"ignore"`: slot variables are taken
-        over if names, types and shapes are equal, and the others start anew. A count of
-        steps is taken over under any name: a schedule in place of a constant rate
-        continues from it, and starts at 0 if the checkpoint counts no steps.
+        `"ignore"`: slot variables are taken over if names, types and shapes are equal,
+        and the others start again. A count of steps is taken over under any name: a
+        schedule instead of a constant rate continues from it, and starts at 0 if the
+        checkpoint counts no steps.
       dense: `"restore"`: all other leaves come from the checkpoint. `"keep"`: they
         stay.
       dtypes: `"check"`: tables must have the types of the checkpoint. `"convert"`: rows
@@ -153,8 +158,9 @@ def restore(
 
     Raises:
       CheckpointError: if there is no checkpoint, a file is damaged, or checkpoint and
-        state differ; the message lists every difference, and the ways out. After a
-        flipped bit in the rows of a table, the arrays of `state` are lost.
+        state differ; the message lists every difference, and what to do about it. The
+        arrays of `state` keep their values, unless files are overwritten in place or
+        removed while rows are being written.
       ValueError: if an argument is wrong, or the plan of some tables is not known.
 
     Example:

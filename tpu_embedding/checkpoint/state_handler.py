@@ -12,7 +12,6 @@ and the next step may then donate its arrays.
 """
 
 import dataclasses
-import json
 from collections.abc import Mapping
 from typing import Any
 
@@ -30,10 +29,14 @@ from tpu_embedding.checkpoint.records import (
     CheckpointRecord,
     array_keys,
     dense_keys,
-    write_state_file,
 )
 from tpu_embedding.checkpoint.restoring import RestoreState, restore_state
 from tpu_embedding.checkpoint.split_state import SplitState
+from tpu_embedding.checkpoint.state_file import (
+    description_as_json,
+    seal_state_file,
+    write_state_file,
+)
 from tpu_embedding.plan.plan import EmbeddingPlan
 
 
@@ -68,6 +71,10 @@ class StateHandler(ocp.AsyncCheckpointHandler):
         """Saves a state, and returns when all is written."""
         self._pytree.save(directory, args=_tree_to_save(directory, args))
 
+    def finalize(self, directory: epath.Path) -> None:
+        """Records the checksums of all files, once they are complete."""
+        seal_state_file(directory)
+
     def restore(self, directory: epath.Path, args: RestoreState) -> Any:
         """Restores a state; see `te.restore`."""
         return restore_state(directory, args)
@@ -96,7 +103,7 @@ class SaveState(ocp.args.CheckpointArgs):
     def __post_init__(self):
         # Errors of the user are raised here, and those of the disk later.
         self.parts = SplitState(self.state, self.plan)
-        self.description = json.loads(json.dumps(dict(self.description)))
+        self.description = description_as_json(self.description)
 
 
 register_with_handler(StateHandler, for_restore=True)(RestoreState)

@@ -6,8 +6,8 @@ tables/NAME.safetensors     of a table that differs: the rows that do, and their
 others                      whole files of the newer export that differ
 
 A tensor `T` of a table, `[rows, ...]`, becomes two: `rows`, the rows that differ, in
-`T`, and their numbers in `T:rows`. Ids of dynamic tables lie at fixed places, so those
-that came or were evicted are rows that differ, too.
+`T`, and their numbers in `T:rows`. Ids of dynamic tables have fixed places, so ids
+that came or were evicted are also rows that differ.
 """
 
 import pathlib
@@ -15,7 +15,6 @@ import shutil
 from typing import Final
 
 import numpy as np
-import safetensors.numpy
 
 from tpu_embedding.export.directories import new_directory
 from tpu_embedding.export.documents import (
@@ -26,7 +25,7 @@ from tpu_embedding.export.documents import (
 )
 from tpu_embedding.export.layer_tables import TABLES_DIR
 from tpu_embedding.export.signature import ExportError
-from tpu_embedding.export.tensor_files import read_tensors, writable_tensor
+from tpu_embedding.export.tensor_files import read_tensors, write_rows, write_tensors
 from tpu_embedding.paths import local_path
 
 BASE_FILE: Final = "base.json"
@@ -50,7 +49,8 @@ def save_delta(
 
     Raises:
       ExportError: a ValueError, if an export is damaged, or if their tables have
-        other names, shapes or types; or if the directory holds files.
+        other names, shapes or types; or if the directory holds files or cannot be
+        written.
 
     Example:
       >>> import tempfile
@@ -86,7 +86,7 @@ def save_delta(
             (path / name).parent.mkdir(parents=True, exist_ok=True)
             if source.parent.name == TABLES_DIR:
                 changed = _changed_rows(source, old / name)
-                safetensors.numpy.save_file(changed, path / name)
+                write_tensors(path / name, changed)
             else:
                 shutil.copyfile(source, path / name)
         shutil.copyfile(new / DOCUMENT_FILE, path / DOCUMENT_FILE)
@@ -99,14 +99,14 @@ def _changed_rows(new: pathlib.Path, old: pathlib.Path) -> dict[str, np.ndarray]
     changed: dict[str, np.ndarray] = {}
     for name, tensor in tensors.items():
         other = before.get(name, np.zeros(0))
-        if (tensor.shape, tensor.dtype) != (other.shape, other.dtype):
+        is_table = tensor.ndim == 2 and tensor.size
+        if not is_table or (tensor.shape, tensor.dtype) != (other.shape, other.dtype):
             raise ExportError(
                 f"Tensor {name!r} of {new} and {old} must have one shape and dtype, "
                 f"got {tensor.dtype}{list(tensor.shape)} and "
                 f"{other.dtype}{list(other.shape)}; serve the whole newer export."
             )
-        row_bytes = max(1, tensor.nbytes // max(1, len(tensor)))
-        size = max(1, _BLOCK_BYTES // row_bytes)
+        size = max(1, _BLOCK_BYTES // tensor[0].nbytes)
         numbers = [np.zeros(0, np.int64)]
         for start in range(0, len(tensor), size):
             pair = (x[start : start + size] for x in (tensor, other))
@@ -134,12 +134,13 @@ def apply_delta(
 
     Raises:
       ExportError: a ValueError, if the delta belongs to another export, files are
-        missing or damaged, or the directory holds files.
+        missing, damaged or symbolic links, or the directory holds files or cannot be
+        written.
     """
     old, change = local_path(export), local_path(delta)
     later = read_document(change)
     read_document(old)
-    base = change / BASE_FILE
+    changed, base = files_of(change), change / BASE_FILE
     if not base.is_file() or base.read_bytes() != (old / DOCUMENT_FILE).read_bytes():
         raise ExportError(
             f"The delta {change} does not follow the export {old}: it has another "
@@ -149,7 +150,6 @@ def apply_delta(
     with new_directory(directory) as path:
         if path is None:
             return
-        changed = files_of(change)
         for name, source in files_of(old).items():
             (path / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copyfile(source, path / name)
@@ -158,18 +158,27 @@ def apply_delta(
             elif name in changed:
                 shutil.copyfile(changed[name], path / name)
         shutil.copyfile(change / DOCUMENT_FILE, path / DOCUMENT_FILE)
-        check_files(path, later.files)
+        check_files(path, later.files, f"{old} with the delta {change}")
 
 
 def _set_rows(table: pathlib.Path, source: pathlib.Path) -> None:
     """Sets the rows of a delta; whether they are right, the digest will tell."""
     changed = read_tensors(source)
-    for name in read_tensors(table):
-        try:
-            numbers, rows = changed[f"{name}:rows"], changed[name]
-            writable_tensor(table, name)[numbers] = rows
-        except (LookupError, TypeError, ValueError) as error:
+    for name, tensor in read_tensors(table).items():
+        row_ids = changed.get(f"{name}:rows", np.zeros(0))
+        rows = changed.get(name, np.zeros(0))
+        is_valid = (
+            tensor.ndim > 0
+            and (row_ids.ndim, row_ids.dtype) == (1, np.int64)
+            and rows.dtype == tensor.dtype
+            and rows.shape == (row_ids.size, *tensor.shape[1:])
+            and ((row_ids >= 0) & (row_ids < tensor.shape[0])).all()
+            and (row_ids[1:] > row_ids[:-1]).all()
+        )
+        if not is_valid:
             raise ExportError(
-                f"{source} must hold rows of {name!r}, and their numbers in "
-                f"'{name}:rows': {error}; make the delta again."
-            ) from None
+                f"{source} must hold rows of {name!r}, {tensor.dtype} of shape "
+                f"{list(tensor.shape[1:])}, and their rising int64 numbers in "
+                f"'{name}:rows'; make the delta again."
+            )
+        write_rows(table, name, row_ids, rows)

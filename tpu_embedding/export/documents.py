@@ -1,8 +1,8 @@
 """The document `export.json` of an export, and the digests of its files.
 
 Exports come from elsewhere. No name in a document becomes the path of a file: files
-have fixed names or are those that lie in the directory, and are then compared with the
-digests in the document.
+have fixed names or are found in the directory, and are then compared with the digests
+in the document. Symbolic links are rejected, because they may lead out of it.
 """
 
 import dataclasses
@@ -23,8 +23,11 @@ DOCUMENT_FILE: Final = "export.json"
 PROGRAM_FILE: Final = "program.stablehlo"
 DENSE_FILE: Final = "dense.safetensors"
 
+MAX_DOCUMENT_BYTES: Final = 2**23
+"""Largest document, enough for 50,000 tables. Parsing needs some 25 times its size."""
+
 _SUFFIXES: Final = (".safetensors", ".stablehlo")
-_AGAIN: Final = "export the model again, or copy the whole directory again."
+AGAIN: Final = "export the model again, or copy the whole directory again."
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -72,26 +75,38 @@ def read_document(directory: pathlib.Path) -> ExportDocument:
       ExportError: if the directory holds none that this release reads.
     """
     path = directory / DOCUMENT_FILE
-    if not path.is_file():
+    if path.is_symlink() or not path.is_file():
         raise ExportError(
             f"{directory} must be a directory that te.export.save wrote, but it has no "
-            f"{path.name}."
+            f"file {path.name} of its own."
         )
     try:
-        document = ExportDocument(**json.loads(path.read_text(encoding="utf-8")))
+        with path.open("rb") as file:
+            content = file.read(MAX_DOCUMENT_BYTES + 1)
+        if len(content) > MAX_DOCUMENT_BYTES:
+            raise ValueError(f"it must have at most {MAX_DOCUMENT_BYTES} bytes")
+        document = ExportDocument(**json.loads(content.decode()))
         if document.format != ExportDocument.format:
             raise ValueError(
                 f"format must be {ExportDocument.format!r}, got {document.format!r}"
             )
+        digests = list(document.files.values())
+        if not all(isinstance(digest, str) for digest in digests):
+            raise ValueError("files must be the SHA-256 of each file by its path")
         signature: Any = document.signature
-        return dataclasses.replace(
-            document,
-            signature=signature and Signature.of_json(signature),
-            files=dict(document.files),
-        )
-    except (LookupError, TypeError, ValueError, RecursionError, OSError) as error:
-        problem = str(error) or type(error).__name__
-        raise ExportError(f"{path} cannot be read: {problem}; {_AGAIN}") from None
+        if signature is not None:
+            signature = Signature.of_json(signature)
+        return dataclasses.replace(document, signature=signature)
+    except (
+        AttributeError,
+        LookupError,
+        TypeError,
+        ValueError,
+        RecursionError,
+        OSError,
+    ) as error:
+        problem = (str(error) or type(error).__name__)[:300]
+        raise ExportError(f"{path} cannot be read: {problem}; {AGAIN}") from None
 
 
 def file_digest(path: pathlib.Path) -> str:
@@ -101,13 +116,25 @@ def file_digest(path: pathlib.Path) -> str:
 
 
 def files_of(directory: pathlib.Path) -> dict[str, pathlib.Path]:
-    """Returns the files of an export or delta beside its documents, by path."""
-    return {
-        path.relative_to(directory).as_posix(): path
-        for path in sorted(directory.rglob("*"))
-        if path.is_file()
-        and (path.suffix in _SUFFIXES or path.parent.name == VOCABULARIES_DIR)
-    }
+    """Returns the files of an export or delta, except its documents, by path.
+
+    Raises:
+      ExportError: if there is a symbolic link, or something else that isn't a file.
+    """
+    found = {}
+    for path in sorted(directory.rglob("*")):
+        is_link = path.is_symlink()
+        if is_link or not (path.is_file() or path.is_dir()):
+            raise ExportError(
+                f"{path} must be a file or directory, got a "
+                f"{'symbolic link' if is_link else 'special file'}; copy the export "
+                "with the files that its links lead to, if you trust them."
+            )
+        if not path.is_dir() and (
+            path.suffix in _SUFFIXES or path.parent.name == VOCABULARIES_DIR
+        ):
+            found[path.relative_to(directory).as_posix()] = path
+    return found
 
 
 def digests_of_files(directory: pathlib.Path) -> dict[str, str]:
@@ -115,20 +142,26 @@ def digests_of_files(directory: pathlib.Path) -> dict[str, str]:
     return {name: file_digest(path) for name, path in files_of(directory).items()}
 
 
-def check_files(directory: pathlib.Path, files: Mapping[str, str]) -> None:
+def check_files(
+    directory: pathlib.Path, files: Mapping[str, str], owner: str = ""
+) -> None:
     """Compares the files of an export with their digests.
 
     Args:
       directory: the export.
       files: path of each file to its SHA-256.
+      owner: names the files in the error; the directory by default.
 
     Raises:
-      ExportError: if a file is missing, another one, or has no digest.
+      ExportError: if a file is missing, has another digest, or has none.
     """
-    found = digests_of_files(directory)
+    try:
+        found = digests_of_files(directory)
+    except OSError as error:
+        raise ExportError(f"{directory} cannot be read: {error}; {AGAIN}") from None
     if found != files:
         differ = [k for k in {*found, *files} if found.get(k) != files.get(k)]
         raise ExportError(
-            f"The files {sorted(differ)} of {directory} must have the SHA-256 that "
-            f"{DOCUMENT_FILE} lists; {_AGAIN}"
+            f"The files {sorted(differ)} of {owner or directory} must have the SHA-256 "
+            f"that {DOCUMENT_FILE} lists; {AGAIN}"
         )

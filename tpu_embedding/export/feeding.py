@@ -17,7 +17,7 @@ from tpu_embedding.dynamic.vocabulary import Dynamic
 from tpu_embedding.export.example import nest_of
 from tpu_embedding.export.signature import WIDE_DTYPE, ExportError, Input, Signature
 from tpu_embedding.inputs.buffer_sizes import BufferSizes
-from tpu_embedding.inputs.containers import is_integer
+from tpu_embedding.inputs.containers import is_integer, read_ids
 from tpu_embedding.inputs.prepare import prepare_features
 from tpu_embedding.plan.features import FeaturePlan
 from tpu_embedding.plan.input_plan import InputPlan
@@ -85,10 +85,7 @@ class Feeder:
                 dtype = self._arrays[each.ids_name].dtype
                 arrays[each.ids_name] = _as_dtype(value, dtype, each.name)
                 continue
-            ids = {each.name: _ragged(value, each)}
-            plan = self._plans[each.name]
-            ids = prepare_features(ids, plan, sizes=self._sizes)[each.name]
-            arrays |= _arrays_of_ids(each, ids)
+            arrays |= _arrays_of_ids(each, self._prepare(value, each))
         if arrays.keys() != self._arrays.keys():
             raise ExportError(
                 "Each input must be dense or ragged, and have weights or none, as in "
@@ -96,6 +93,25 @@ class Feeder:
                 f"{sorted(self._arrays)}, got {sorted(arrays)}."
             )
         return arrays
+
+    def _prepare(self, value: Any, each: Input) -> Any:
+        """Returns the checked ids of an input, ragged if the program takes them so."""
+
+        def check(ids: Any) -> Any:
+            ids = {each.name: ids}
+            plan = self._plans[each.name]
+            return prepare_features(ids, plan, sizes=self._sizes)[each.name]
+
+        if each.kind != "ragged_ids":
+            return check(value)
+        if isinstance(value, list):
+            value = read_ids(value, f"feature {each.name!r}")
+            value = value.ids if isinstance(value, DenseIds) else value
+        if isinstance(value, np.ndarray | jax.Array):
+            # Dense int64 ids may hold padding, and ragged ones may not.
+            is_wide = self._arrays[each.ids_name].dtype == WIDE_DTYPE
+            value = _ragged(value if is_wide else check(value))
+        return check(value)
 
 
 def by_input(
@@ -147,17 +163,11 @@ def _value_at(nest: Any, each: Input) -> Any:
     return nest
 
 
-def _ragged(value: Any, each: Input) -> Any:
-    """Returns lists and samples of equal length as ragged ids, if the program does."""
-    if each.kind != "ragged_ids":
-        return value
-    if isinstance(value, list):
-        return RaggedIds.from_lists(value)
-    if not isinstance(value, np.ndarray | jax.Array):
-        return value
-    valence = math.prod(value.shape[1:])
-    splits = np.arange(len(value) + 1, dtype=np.int32) * np.int32(valence)
-    return RaggedIds(values=value.reshape(-1), row_splits=splits)
+def _ragged(ids: Any) -> RaggedIds:
+    """Returns samples of equal length as ragged ids."""
+    valence = math.prod(ids.shape[1:])
+    splits = np.arange(len(ids) + 1, dtype=np.int32) * np.int32(valence)
+    return RaggedIds(values=ids.reshape(-1), row_splits=splits)
 
 
 def _input_plan(each: Input, is_wide: bool) -> InputPlan:

@@ -30,7 +30,7 @@ from tpu_embedding.export.row_formats import (
     stored_spec,
 )
 from tpu_embedding.export.signature import ExportError, refuse_repeated
-from tpu_embedding.export.tensor_files import TensorSpec, create_file, writable_tensor
+from tpu_embedding.export.tensor_files import TensorSpec, create_file, write_rows
 from tpu_embedding.nn.embedding import TPUEmbedding
 from tpu_embedding.nn.training import embedding_layers
 from tpu_embedding.plan.stack_plan import TablePlan
@@ -156,18 +156,17 @@ def write_table_files(
             file = directory / _file_of_table(name)
             create_file(file, table.tensor_specs(name, row_format))
             if table.ids is not None:
-                tensor = writable_tensor(file, directory_name(name))
-                tensor[...] = table.ids.lines
+                lines = table.ids.lines
+                write_rows(file, directory_name(name), np.arange(len(lines)), lines)
     for name, start, rows in _blocks(tables):
-        places: slice | np.ndarray = slice(start, start + len(rows))
+        places = np.arange(start, start + len(rows))
         if (ids := tables[name].ids) is not None:
             places = ids.places[start : start + len(rows)]
             rows, places = rows[places >= 0], places[places >= 0]
         stored = encode(rows, row_format, f"table {name!r}")
-        if directory is not None and len(rows):
+        if directory is not None:
             # Not kept open: a model may have more tables than a process may open files.
-            tensor = writable_tensor(directory / _file_of_table(name), name)
-            tensor[places] = stored
+            write_rows(directory / _file_of_table(name), name, places, stored)
 
 
 def _file_of_table(name: str) -> str:

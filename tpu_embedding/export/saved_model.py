@@ -21,7 +21,7 @@ from jax.extend.mlir.dialects import stablehlo
 from tpu_embedding.dynamic.ids_64 import NO_ID
 from tpu_embedding.export.directories import new_directory
 from tpu_embedding.export.row_formats import RowFormat
-from tpu_embedding.export.signature import WIDE_DTYPE, ExportError, Input
+from tpu_embedding.export.signature import WIDE_DTYPE, ExportError, Input, InputKind
 from tpu_embedding.export.stablehlo import (
     SavedProgram,
     arrays_of_program,
@@ -60,7 +60,7 @@ def save_tensorflow(
       batch_size: see `save`.
 
     Raises:
-      ExportError: see `save`, and if TensorFlow is missing or too old.
+      ExportError: see `save`, or if TensorFlow is missing or too old.
     """
     tf = _tensorflow()
     options: Any = {"method": method, "dtype": dtype, "batch_size": batch_size}
@@ -68,7 +68,10 @@ def save_tensorflow(
         program = pathlib.Path(scratch) / "program"
         save(model, program, *example, **options)
         served, flat = _module(read_export(program))
-        tf.saved_model.save(served, str(path), signatures={"serving_default": flat})
+        try:
+            tf.saved_model.save(served, str(path), signatures={"serving_default": flat})
+        except tf.errors.OpError as error:  # such as a full disk
+            raise OSError(error.message) from error
 
 
 def _tensorflow() -> Any:
@@ -204,7 +207,7 @@ def _converted(
     if arrays[each.ids_name].dtype == WIDE_DTYPE:
         ids, padding = tf.bitcast(ids, tf.uint32), [[NO_ID, NO_ID]]
     else:
-        ids = _to_int32(ids)
+        ids = _to_int32(ids, each.kind)
     if each.kind != "ragged_ids":
         return {each.ids_name: ids}
     converted = {
@@ -217,9 +220,13 @@ def _converted(
     return converted
 
 
-def _to_int32(ids: Any) -> Any:
-    """Keeps ids that no int32 holds out of range, at the same end."""
+def _to_int32(ids: Any, kind: InputKind) -> Any:
+    """Keeps ids that don't fit in int32 out of range, at the same end.
+
+    Dense ids may hold padding. Ragged ones need none, so for them the same number is an
+    id, as `prepare_features` takes int64 ids.
+    """
     tf = _tensorflow()
-    fits = (ids >= 0) & (ids <= PADDING_ROW_ID)
+    largest = PADDING_ROW_ID if kind == "dense_ids" else PADDING_ROW_ID - 1
     outside = tf.where(ids > 0, PADDING_ROW_ID - 1, -1)
-    return tf.where(fits, tf.cast(ids, tf.int32), outside)
+    return tf.where((ids >= 0) & (ids <= largest), tf.cast(ids, tf.int32), outside)

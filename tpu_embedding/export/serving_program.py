@@ -7,6 +7,8 @@ values of the tables and the parameters are no part of it.
 import collections
 import contextlib
 import dataclasses
+import itertools
+import threading
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Final
 
@@ -33,10 +35,13 @@ from tpu_embedding.export.signature import (
 )
 from tpu_embedding.functional.serving_lookup import ServedCall, table_of
 from tpu_embedding.nn.embedding import LAYER_VARIABLES
+from tpu_embedding.nn.recording import open_recorder
 from tpu_embedding.nn.training import embedding_layers
 from tpu_embedding.plan.features import FeaturePlan
 
 PLATFORMS: Final = ("cpu", "cuda", "tpu")
+
+_CONFIG_LOCK: Final = threading.Lock()
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -146,18 +151,19 @@ class _ServedMethod:
         model = nnx.merge(self._graph, *others, state)
         model.eval()
         layers = embedding_layers(model)
-        for path, layer in layers.items():
-            prefix = table_prefix(path, layers)
-            names = [t.name for stack in layer.plan.stacks for t in stack.tables]
-            names += [directory_name(name) for name in names]
-            own = {k: tables[prefix + k] for k in names if prefix + k in tables}
-            layer.start_recording("serving", own)
-        arguments, owners = self._example.rebuild(arrays)
-        outputs = getattr(model, self._method)(*arguments)
+        with open_recorder(layers, None) as (recorder, number):
+            for path, layer in layers.items():
+                prefix = table_prefix(path, layers)
+                names = [t.name for stack in layer.plan.stacks for t in stack.tables]
+                names += [directory_name(name) for name in names]
+                own = {k: tables[prefix + k] for k in names if prefix + k in tables}
+                layer.start_recording("serving", (path, number), own)
+            arguments, owners = self._example.rebuild(arrays)
+            outputs = getattr(model, self._method)(*arguments)
         self.used_tables.clear()
         self.lookups.clear()
         for path, layer in layers.items():
-            for call in layer.stop_recording():
+            for call in itertools.chain(*layer.stop_recording(recorder)):
                 self._keep(call, table_prefix(path, layers), owners)
         return _named_outputs(outputs)
 
@@ -232,12 +238,13 @@ def _parameter_name(path: Sequence[Any]) -> str:
 @contextlib.contextmanager
 def _without_source_paths() -> Iterator[None]:
     """Lowers programs that do not name the files of this machine."""
-    limit = jax.config.jax_traceback_in_locations_limit
-    jax.config.update("jax_traceback_in_locations_limit", 0)
-    try:
-        yield
-    finally:
-        jax.config.update("jax_traceback_in_locations_limit", limit)
+    with _CONFIG_LOCK:  # The option is one for all threads.
+        limit = jax.config.jax_traceback_in_locations_limit
+        jax.config.update("jax_traceback_in_locations_limit", 0)
+        try:
+            yield
+        finally:
+            jax.config.update("jax_traceback_in_locations_limit", limit)
 
 
 @contextlib.contextmanager

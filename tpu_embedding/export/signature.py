@@ -50,9 +50,9 @@ class Input:
 
     def __post_init__(self):
         size = self.vocabulary_size
-        texts = all(isinstance(text, str) for text in (self.name, *self.path))
         is_size = size is None or (type(size) is int and size > 0)
-        if self.kind not in get_args(InputKind) or not texts or not is_size:
+        is_kind = self.kind in get_args(InputKind)
+        if not is_kind or not isinstance(self.name, str) or not is_size:
             raise ValueError(f"no input has these fields: {self}")
 
     @property
@@ -100,10 +100,16 @@ class Signature:
           LookupError, TypeError, ValueError: if it is none.
         """
         inputs = tuple(
-            Input(**{**entry, "path": tuple(entry["path"])})
+            Input(**{**entry, "path": _texts(entry["path"])})
             for entry in value["inputs"]
         )
-        return cls(arguments=tuple(value["arguments"]), inputs=inputs)
+        return cls(arguments=_texts(value["arguments"]), inputs=inputs)
+
+
+def _texts(value: Any) -> tuple[str, ...]:
+    if not isinstance(value, list) or not all(isinstance(x, str) for x in value):
+        raise ValueError(f"a signature needs lists of names, got {value!r}")
+    return tuple(value)
 
 
 def keys_of(path: Sequence[Any]) -> tuple[str, ...]:

@@ -10,18 +10,19 @@ import jax
 import jax.export
 import jax.numpy as jnp
 import numpy as np
-import safetensors.numpy
 from flax import nnx
 from jax.experimental.layout import Format, Layout
 from jax.sharding import SingleDeviceSharding
 
 from tpu_embedding.export.directories import check_new_directory, new_directory
 from tpu_embedding.export.documents import (
+    AGAIN,
     DENSE_FILE,
     DOCUMENT_FILE,
     PROGRAM_FILE,
     ExportDocument,
     check_files,
+    files_of,
     read_document,
     write_document,
 )
@@ -34,12 +35,13 @@ from tpu_embedding.export.layer_tables import (
 from tpu_embedding.export.row_formats import RowFormat, check_row_format
 from tpu_embedding.export.serving_program import make_program
 from tpu_embedding.export.signature import ExportError, Signature
-from tpu_embedding.export.tensor_files import read_tensors
+from tpu_embedding.export.tensor_files import read_tensors, write_tensors
 from tpu_embedding.extras import require_extra
 from tpu_embedding.paths import local_path
 from tpu_embedding.plan.memory import format_bytes
 from tpu_embedding.strings.string_ids import Unknown, Vocabulary, check_unknown
 from tpu_embedding.strings.vocabulary_files import (
+    VOCABULARIES_DIR,
     load_vocabularies,
     save_vocabularies,
 )
@@ -75,10 +77,10 @@ def save(
         last key of the input's path, or its name in the signature.
 
     Raises:
-      ExportError: a ValueError, if the directory holds files, the example does not fit,
-        or the model cannot run on one device or with any batch size; if a vocabulary
-        belongs to no input, to several, or has more ids than its table; or if the extra
-        `serving` is not installed.
+      ExportError: a ValueError, if the directory holds files or cannot be written, as
+        on a full disk; if the example does not fit, or the model cannot run on one
+        device or with any batch size; if a vocabulary belongs to no input, to several,
+        or has more ids than its table; or if the extra `serving` is not installed.
 
     Example:
       >>> import pathlib, tempfile
@@ -105,7 +107,7 @@ def save(
     with new_directory(directory) as path:
         assert path is not None, "make_program refuses jobs of several processes"
         write_table_files(path, program.tables, dtype)
-        safetensors.numpy.save_file(program.dense, path / DENSE_FILE)
+        write_tensors(path / DENSE_FILE, program.dense)
         (path / PROGRAM_FILE).write_bytes(serialized)
         save_vocabularies(path, of_inputs)
         write_document(path, program.signature)
@@ -131,7 +133,7 @@ def save_tables(
       dtype: see `save`.
 
     Raises:
-      ExportError: a ValueError, if the directory holds files.
+      ExportError: a ValueError, if the directory holds files or cannot be written.
 
     Example:
       >>> import pathlib, tempfile
@@ -221,7 +223,8 @@ def load(
         refuses them, as a vocabulary without buckets does.
 
     Raises:
-      ExportError: a ValueError, if the directory holds no program, or a damaged file.
+      ExportError: a ValueError, if the directory holds no program, a damaged file, or a
+        symbolic link.
       ValueError: if `unknown_strings` is neither choice.
     """
     check_unknown(unknown_strings, "load: unknown_strings")
@@ -236,10 +239,22 @@ def load(
         _feeder=Feeder(
             saved.signature,
             arrays_of_program(saved.exported),
-            load_vocabularies(local_path(directory)),
+            _read_vocabularies(local_path(directory), saved.signature),
             unknown_strings,
         ),
     )
+
+
+def _read_vocabularies(
+    path: pathlib.Path, signature: Signature
+) -> dict[str, Vocabulary]:
+    try:
+        return by_input(load_vocabularies(path), signature)
+    except (AttributeError, LookupError, OSError, TypeError, ValueError) as error:
+        raise ExportError(
+            f"{path / VOCABULARIES_DIR} must hold the vocabularies of the inputs: "
+            f"{str(error)[:300]}; {AGAIN}"
+        ) from None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -267,12 +282,14 @@ def read_export(path: pathlib.Path, *, verify: bool = True) -> SavedProgram:
             f"{path} holds tables and no program of te.export.save; read them with "
             "safetensors."
         )
+    files = files_of(path)
     if verify:
         check_files(path, document.files)
     exported = _read_program(path, document)
     tables: dict[str, np.ndarray] = {}
-    for file in sorted((path / TABLES_DIR).glob("*.safetensors")):
-        tables |= read_tensors(file)
+    for file in files.values():
+        if file.parent == path / TABLES_DIR:
+            tables |= read_tensors(file)
     dense = read_tensors(path / DENSE_FILE)
     _check_fits(path, exported, document.signature, (tables, dense))
     return SavedProgram(
@@ -286,7 +303,9 @@ def read_export(path: pathlib.Path, *, verify: bool = True) -> SavedProgram:
 def _read_program(path: pathlib.Path, document: ExportDocument) -> jax.export.Exported:
     try:
         serialized = (path / PROGRAM_FILE).read_bytes()
-        return jax.export.deserialize(bytearray(serialized))
+        exported = jax.export.deserialize(bytearray(serialized))
+        arrays_of_program(exported)
+        return exported
     except Exception as error:  # Damaged bytes raise anything.
         raise ExportError(
             f"{path / PROGRAM_FILE} cannot be read by jax {jax.__version__}: {error}. "
@@ -317,14 +336,16 @@ def _check_fits(
         jax.eval_shape(exported.call, *weights, arrays)
     except (TypeError, ValueError) as error:
         raise ExportError(
-            f"The tensors of {path} must be those that its program takes: {error}"
+            f"The tensors of {path} must be the ones that its program takes: "
+            f"{str(error)[:1000]}"
         ) from None
+    if flat := [name for name, table in weights[0].items() if table.ndim != 2]:
+        raise ExportError(f"The tables {flat} of {path} must have two axes; {AGAIN}")
     names = [name for each in signature.inputs for name in each.array_names(arrays)]
     if sorted(names) != sorted(arrays):
         raise ExportError(
             f"The signature in {path / DOCUMENT_FILE} must have the arrays that the "
-            f"program takes, {sorted(arrays)}, got {sorted(names)}; export the model "
-            "again."
+            f"program takes, {sorted(arrays)}, got {sorted(names)}; {AGAIN}"
         )
 
 

@@ -2,7 +2,9 @@
 
 The library `safetensors` writes whole tensors, but a table may be larger than the
 memory of the host. So the header is written here, and the rows follow. The library
-checks the header of a file that is read; its tensors are then mapped to memory.
+checks the header of a file that is read; its tensors are then mapped to memory. Nothing
+is written through such a map, because the kernel kills a process that writes to a map
+on a full disk.
 """
 
 import json
@@ -16,11 +18,16 @@ import numpy as np
 from tpu_embedding.checkpoint.imports.safetensors import (
     DTYPES,
     LENGTH_BYTES,
+    MAX_HEADER_BYTES,
     map_tensors,
+    read_header,
 )
 from tpu_embedding.export.signature import ExportError
 
 _NAMES: Final = {dtype: name for name, dtype in DTYPES.items()}
+
+_MAX_STRIDE: Final = 4
+"""Rows that are closer are written together, with the ones in between."""
 
 
 class TensorSpec(NamedTuple):
@@ -31,16 +38,25 @@ class TensorSpec(NamedTuple):
 
 
 def create_file(path: pathlib.Path, specs: Mapping[str, TensorSpec]) -> None:
-    """Creates a file of tensors that hold zeros until `writable_tensor` fills them.
+    """Creates a file of tensors that hold zeros until `write_rows` fills them.
 
     Args:
       path: the new file, which must not exist.
       specs: name to shape and dtype of each tensor.
+
+    Raises:
+      ExportError: if a dtype has no name in such files, or the header is too long.
+      OSError: if the disk is full.
     """
     header, end = {}, 0
     # Readers expect aligned tensors, so the widest elements come first.
     for name in sorted(specs, key=lambda name: (-specs[name].dtype.itemsize, name)):
         shape, dtype = specs[name]
+        if dtype not in _NAMES:
+            raise ExportError(
+                f"{path.name} cannot hold {name!r}: its dtype must be one of "
+                f"{sorted(map(str, _NAMES))}, got {dtype}."
+            )
         begin, end = end, end + math.prod(shape) * dtype.itemsize
         header[name] = {
             "dtype": _NAMES[dtype],
@@ -49,9 +65,59 @@ def create_file(path: pathlib.Path, specs: Mapping[str, TensorSpec]) -> None:
         }
     encoded = json.dumps(header).encode()
     encoded += b" " * (-len(encoded) % LENGTH_BYTES)
+    if len(encoded) > MAX_HEADER_BYTES:
+        raise ExportError(
+            f"{path.name} cannot hold {len(specs)} tensors: its header must have at "
+            f"most {MAX_HEADER_BYTES} bytes, got {len(encoded)}."
+        )
     with path.open("xb") as file:
         file.write(len(encoded).to_bytes(LENGTH_BYTES, "little") + encoded)
         file.truncate(LENGTH_BYTES + len(encoded) + end)
+
+
+def write_tensors(path: pathlib.Path, tensors: Mapping[str, np.ndarray]) -> None:
+    """Writes arrays to a new file; see `create_file`."""
+    create_file(path, {k: TensorSpec(x.shape, x.dtype) for k, x in tensors.items()})
+    for name, tensor in tensors.items():
+        rows = np.atleast_1d(tensor)
+        write_rows(path, name, np.arange(len(rows)), rows)
+
+
+def write_rows(
+    path: pathlib.Path, name: str, row_ids: np.ndarray, rows: np.ndarray
+) -> None:
+    """Writes some rows of a tensor.
+
+    Args:
+      path: file of `create_file`.
+      name: the tensor, `[num_rows, ...]`, or one number.
+      row_ids: int64 `[rows]`, each in `[0, num_rows)`.
+      rows: `[rows, ...]` of the tensor's dtype.
+
+    Raises:
+      OSError: if the disk is full.
+    """
+    if not rows.size:
+        return
+    if not (row_ids[1:] > row_ids[:-1]).all():
+        order = np.argsort(row_ids)
+        row_ids, rows = row_ids[order], rows[order]
+    content = np.ascontiguousarray(rows).reshape(len(rows), -1).view(np.uint8)
+    start, row_bytes = read_header(path, ExportError)[name].start, content.shape[1]
+    is_first = np.diff(row_ids, prepend=-1 - _MAX_STRIDE) > _MAX_STRIDE
+    bounds = [*np.flatnonzero(is_first).tolist(), len(row_ids)]
+    with path.open("r+b") as file:
+        for run in map(slice, bounds[:-1], bounds[1:]):
+            first, last = int(row_ids[run][0]), int(row_ids[run][-1])
+            position = start + first * row_bytes
+            file.seek(position)
+            written = content[run]
+            if len(written) <= last - first:  # Keeps the rows in between.
+                stored = bytearray(file.read((last - first + 1) * row_bytes))
+                written = np.frombuffer(stored, np.uint8).reshape(-1, row_bytes)
+                written[row_ids[run] - first] = content[run]
+                file.seek(position)
+            file.write(written.data)
 
 
 def read_tensors(path: pathlib.Path) -> dict[str, np.ndarray]:
@@ -67,9 +133,4 @@ def read_tensors(path: pathlib.Path) -> dict[str, np.ndarray]:
       >>> read_tensors(path)["movie"].shape
       (2, 3)
     """
-    return map_tensors(path, "r", ExportError)
-
-
-def writable_tensor(path: pathlib.Path, name: str) -> np.ndarray:
-    """Returns a tensor of a file, mapped to memory; what is set is written."""
-    return map_tensors(path, "r+", ExportError)[name]
+    return map_tensors(path, ExportError)

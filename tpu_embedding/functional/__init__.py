@@ -49,6 +49,6 @@ if TYPE_CHECKING:
     from tpu_embedding.dynamic.row_ids import insert_ids as insert_ids
     from tpu_embedding.recommenders.best_rows import TopK as TopK
     from tpu_embedding.recommenders.best_rows import top_k as top_k
-    from tpu_embedding.recommenders.expansion import expand as expand
+    from tpu_embedding.recommenders.unique_ids import expand as expand
 
 __getattr__ = _import_when_used(__name__)

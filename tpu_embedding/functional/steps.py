@@ -46,7 +46,7 @@ from tpu_embedding.lookup._forward import StackRouting, read_stack, route_stack
 from tpu_embedding.optimizers.table_rows import model_gradient_context
 from tpu_embedding.plan.check_rows import check_slots, check_tables
 from tpu_embedding.plan.plan import EmbeddingPlan
-from tpu_embedding.plan.shard_map import in_auto_axes, on_shards
+from tpu_embedding.plan.shard_map import in_auto_axes, on_shards, unchecked_values
 from tpu_embedding.plan.stack_plan import TrainedStackPlan
 from tpu_embedding.rows.opaque_row_ids import Sealed
 from tpu_embedding.rows.packed_rows import PackedRows
@@ -195,7 +195,9 @@ def route(features: Any, plan: EmbeddingPlan) -> Routing:
         # NumPy arrays are converted before JAX sees them: it would cut int64.
         if not all(isinstance(array, jax.Array) for array in jax.tree.leaves(ids)):
             leaves[i] = to_shardable(ids, shapes[i], plan)
-    return Routing(stacks=_route(leaves, shapes, plan), shapes=shapes, plan=plan)
+    with unchecked_values():
+        stacks = _route(leaves, shapes, plan)
+    return Routing(stacks=stacks, shapes=shapes, plan=plan)
 
 
 @functools.partial(jax.jit, static_argnames=("shapes", "plan"))
@@ -249,7 +251,8 @@ def read_rows(
         )
     check_tables(tables, routed.plan.used_stacks)
     used = {stack.name: tables[stack.name] for stack in routed.plan.used_stacks}
-    return _read_routed(used, routed)
+    with unchecked_values():
+        return _read_routed(used, routed)
 
 
 @jax.jit

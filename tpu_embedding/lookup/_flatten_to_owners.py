@@ -239,13 +239,15 @@ def _apply_id_policies(
 
 def _value_of_each_id(values: Sequence[int], sizes: Sequence[AxisSize]) -> Array:
     """Returns the value of the feature of each id, `[all_ids]`, or a scalar of all."""
+    # Not the default integer type, which jax_enable_x64 changes.
+    dtype = jnp.bool_ if isinstance(values[0], bool) else jnp.int32
     if len(set(values)) == 1:
-        return jnp.asarray(values[0])
+        return jnp.asarray(values[0], dtype)
     if len(set(sizes)) == 1:
-        by_feature = jnp.asarray(values)[:, None]
+        by_feature = jnp.asarray(values, dtype)[:, None]
         return jnp.broadcast_to(by_feature, (len(values), sizes[0])).reshape(-1)
     pairs = zip(values, sizes, strict=True)
-    return jnp.concatenate([jnp.full(size, value) for value, size in pairs])
+    return jnp.concatenate([jnp.full(size, value, dtype) for value, size in pairs])
 
 
 def _count_by_feature(

@@ -14,7 +14,7 @@ from tpu_embedding.functional.following_slots import (
     with_table_values,
 )
 from tpu_embedding.gradients import Gradients
-from tpu_embedding.nn.dense_optimizer import check_dense_optimizer, warn_of_labels
+from tpu_embedding.nn.dense_optimizer import check_dense_optimizer
 from tpu_embedding.nn.embedding import TPUEmbedding
 from tpu_embedding.nn.model_tables import (
     LayerTables,
@@ -69,19 +69,14 @@ class Optimizer(ShortRepr):
 
         Args:
           model: owns at least one `TPUEmbedding`.
-          tx: optimizer of the dense parameters. Tables have the optimizers of their
-            layers.
+          tx: optimizer of the dense parameters. It never sees tables, which have the
+            optimizers of their layers: clip the gradients of the whole model with
+            `te.gradients.clip_by_global_norm`.
           wrt: filter of the dense parameters.
 
         Raises:
           ValueError: if the model has no `TPUEmbedding`; or if `tx` collects the
             gradients of several steps, as `optax.MultiSteps` does, and tables do not.
-
-        Warns:
-          UserWarning: if `tx` looks at all dense gradients at once, as
-            `optax.clip_by_global_norm` does: it does not see those of the tables; if it
-            decays weights and the tables' optimizers do not; or if it has labels or
-            masks for tables, as of `optax.multi_transform`.
         """
         layers = checked_layers("te.Optimizer", model, "te.Optimizer(model, tx)")
         check_rule("te.Optimizer", tx, "tx", DENSE_EXAMPLE)
@@ -92,15 +87,11 @@ class Optimizer(ShortRepr):
         self.plans = tuple((path, layer.plan) for path, layer in layers.items())
         self.slots = SlotVariables(init_model_slots(_tables_of(layers)))
         check_dense_optimizer(
-            tx,
             self.dense.opt_state,
             [(plan, self.slots.get_value()[path]) for path, plan in self.plans],
-            stacklevel=7,  # Four frames are Flax's, and that of the names.
         )
-        params = nnx.state(model, wrt)
-        warn_of_labels(self.dense, params, dict(self.plans), stacklevel=7)
         for layer in layers.values():
-            layer.followed_tables.names |= tables_with_followers(layer.plan)
+            layer.followed_tables |= tables_with_followers(layer.plan)
         put_on_mesh(self, plan)
 
     @property

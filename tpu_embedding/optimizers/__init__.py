@@ -33,7 +33,8 @@ The files, in the order in which a reader may want them:
 * `array_rules`: applies a rule to pytrees of arrays. `checks`: ranges of arguments.
 * `final_dense_values`: sets variables to their averages, at the end of training.
 * `equal_calls`: equal calls make one rule, so that their tables share a stack.
-* `keras`: translation of Keras' optimizers, which `keras_instances` recognises.
+* `keras`: translation of Keras' optimizers, which `keras_instances` recognises, and
+  `keras_schedules` of their learning rates.
 """
 
 from tpu_embedding.optimizers.hyperparameters import (

@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, Final, Literal, NamedTuple, get_args, get_origin
 
 import jax.numpy as jnp
+import numpy as np
 from jax.core import Tracer
 
 from tpu_embedding.argument_checks import describe_value
@@ -30,6 +31,9 @@ class Check(NamedTuple):
 
 
 PASSED = Check(None)
+
+_SMALLEST: Final = float(np.finfo(np.float32).tiny)
+"""Smallest positive float32 that XLA does not round to 0."""
 
 DENSE_EXAMPLE: Final = "optax.adam(0.1)"
 
@@ -74,7 +78,10 @@ def real_scalar(value: Any) -> Check:
 def _in_range(
     text: str, is_in_range: Callable[[float], bool]
 ) -> Callable[[Any], Check]:
-    """Returns a function that checks a number; a traced one passes.
+    """Returns a function that checks a number as float32 rounds it.
+
+    A traced number passes. A number other than 0 that float32 rounds to 0 fails: a
+    rule would divide by it. XLA also rounds float32's subnormal numbers to 0.
 
     Args:
       text: says what the number must be.
@@ -89,9 +96,15 @@ def _in_range(
             number = float(value)
         except OverflowError:
             return Check(f"within float32's range, got {str(value)[:9]}...")
-        if is_in_range(number):
+        if 0 < abs(number) < _SMALLEST:
+            zero = "0 or " if is_in_range(0.0) else ""
+            return Check(f"{zero}at least {_SMALLEST:.3g} in size, got {value}")
+        with np.errstate(over="ignore"):
+            rounded = float(np.float32(number))
+        if is_in_range(rounded):
             return PASSED
-        return Check(f"{'finite' if math.isinf(number) else text}, got {value}")
+        note = f", {rounded:g} in float32" if is_in_range(number) else ""
+        return Check(f"{'finite' if math.isinf(rounded) else text}, got {value}{note}")
 
     return check
 
@@ -195,7 +208,7 @@ RANGES: Final[Mapping[str, Callable[[Any], Check]]] = {
     "probability_exponent": non_negative,
     "rho": fraction,
     "tau": open_fraction,
-    "variable_relative_threshold": non_negative_bound,
+    "variable_relative_threshold": non_negative,
     "weight_decay": non_negative,
     "weight_exponent": finite,
 }

@@ -22,6 +22,10 @@ from tpu_embedding.optimizers.keras_instances import (
     is_keras_optimizer,
     keras_class_name,
 )
+from tpu_embedding.optimizers.keras_schedules import (
+    keras_schedule,
+    serialized_schedule,
+)
 from tpu_embedding.optimizers.learning_rates import check_takes_a_step
 from tpu_embedding.optimizers.modes import every_row
 from tpu_embedding.optimizers.options import with_options
@@ -29,7 +33,8 @@ from tpu_embedding.optimizers.rules.adafactor import adafactor
 from tpu_embedding.optimizers.rules.adagrad import adagrad
 from tpu_embedding.optimizers.rules.adam import adam
 from tpu_embedding.optimizers.rules.ftrl import ftrl
-from tpu_embedding.optimizers.rules.rmsprop import rmsprop
+from tpu_embedding.optimizers.rules.lion import lion
+from tpu_embedding.optimizers.rules.rmsprop import adadelta, rmsprop
 from tpu_embedding.optimizers.rules.sgd import sgd
 
 KerasRows = Literal["every", "touched"]
@@ -57,6 +62,9 @@ _OWN_FIELDS: Final[Mapping[str, Mapping[str, Any]]] = {
         "amsgrad": False,
         "adaptive_epsilon": False,
     },
+    "adamw": {"beta_1": 0.9, "beta_2": 0.999, "epsilon": 1e-7, "amsgrad": False},
+    "adadelta": {"rho": 0.95, "epsilon": 1e-7},
+    "lion": {"beta_1": 0.9, "beta_2": 0.99},
     "rmsprop": {"rho": 0.9, "momentum": 0.0, "epsilon": 1e-7, "centered": False},
     "ftrl": {
         "learning_rate_power": -0.5,
@@ -108,8 +116,8 @@ def from_keras_config(
 
     * `SGD`: `sgd`, followed by `optax.trace` if there is momentum.
     * `Adagrad`: `adagrad` with an epsilon.
-    * `Adam`: `adam(sum_inside_sqrt=False, bias_correction=True)`.
-    * `RMSprop`, `Ftrl`, `Adafactor`: the optimizer of that name.
+    * `Adam`, `AdamW`: `adam(sum_inside_sqrt=False, bias_correction=True)`.
+    * `RMSprop`, `Adadelta`, `Lion`, `Ftrl`, `Adafactor`: the optimizer of that name.
 
     Keras' optimizers move every row of a table in each step, also rows that no id
     names. Moments decay, weights decay, and Ftrl recomputes each row from its slot
@@ -125,9 +133,9 @@ def from_keras_config(
     `adafactor` with `clipnorm_of="sum"`. `clipvalue` and `global_clipnorm` clip sums
     here, so numbers differ from those of `tf_keras` where an id repeats in a step.
 
-    A Keras schedule is called with the step in each compiled step, so it must run on
-    JAX: Keras 3 with its JAX backend does. Write another one as a function of the step,
-    such as `optax.exponential_decay`.
+    The six schedules of `keras.optimizers.schedules` are translated from their
+    configurations, whatever Keras' backend is. A schedule of your own class is called
+    with the step in each compiled step, so JAX must be able to trace it.
 
     Fields with an equivalent are `weight_decay`, `clipvalue`, `loss_scale_factor` and
     `gradient_accumulation_steps`. Fields without one are
@@ -138,8 +146,8 @@ def from_keras_config(
 
     Args:
       config: the Keras optimizer, or what its `get_config()` returns. A missing field
-        has Keras' default. `learning_rate` is required: a number, or a function of the
-        step counted from 0, such as a Keras schedule.
+        has Keras' default. `learning_rate` is required: a number, a Keras schedule or
+        its serialized form, or a function of the step counted from 0.
       class_name: Keras' class, such as `"Adam"`. None takes the class of the optimizer,
         or the field `name`, which Keras derives from the class by default.
       rows: `"every"` moves every row, as Keras does. `"touched"` moves the rows that
@@ -161,23 +169,24 @@ def from_keras_config(
     """
     if is_keras_optimizer(config):
         class_name = class_name or keras_class_name(config)
-        config = _fields_of(config)
+        config = {**config.get_config(), **_users_schedule(config)}
     if not isinstance(config, Mapping):
         raise ValueError(
             "config must be a Keras optimizer, or a mapping as get_config() of one "
             f"returns it, got {config!r}."
         )
+    rate = config.get("learning_rate")
+    config = {**config, "learning_rate": serialized_schedule(rate) or rate}
     return _translate(str(class_name or config.get("name")), config, rows)
 
 
-def _fields_of(optimizer: KerasOptimizer) -> Mapping[str, Any]:
-    """Returns the configuration of an optimizer, with its schedule as a function."""
-    config = optimizer.get_config()
+def _users_schedule(optimizer: KerasOptimizer) -> Mapping[str, Any]:
+    """Returns the schedule of an optimizer as a function if its class is a user's."""
     # The public `learning_rate` is its value at the step that Keras counts itself.
     schedule = getattr(optimizer, "_learning_rate", None)
-    if isinstance(config.get("learning_rate"), Mapping) and callable(schedule):
-        return {**config, "learning_rate": schedule}
-    return config
+    is_function = isinstance(optimizer.get_config().get("learning_rate"), Mapping)
+    is_users = is_function and serialized_schedule(schedule) is None
+    return {"learning_rate": schedule} if is_users and callable(schedule) else {}
 
 
 @equal_calls_are_one
@@ -196,10 +205,14 @@ def _translate(
             + "".join(f"\n  {problem}." for problem in problems)
         )
     rate = values["learning_rate"]
+    if isinstance(rate, Mapping):
+        rate = keras_schedule(rate)
     own, common = (
         {field: values.get(field, default) for field, default in fields.items()}
         for fields in (_OWN_FIELDS[class_key], _COMMON_FIELDS)
     )
+    if class_key == "adamw" and "weight_decay" not in values:
+        common["weight_decay"] = 0.004
     if class_key == "adafactor":
         is_tf_keras = not _OF_TF_KERAS.isdisjoint(values)
         return adafactor(
@@ -281,11 +294,17 @@ def _rate_problem(rate: Any) -> str | None:
     """Says why a value cannot be the learning rate; returns None if it can."""
     if isinstance(rate, numbers.Real) and not isinstance(rate, bool):
         return None
+    if (serialized := serialized_schedule(rate)) is not None:
+        try:
+            keras_schedule(serialized)
+        except ValueError as error:
+            return f"learning_rate={rate!r}: {error}"
+        return None
     if not callable(rate):
         return (
-            f"learning_rate={rate!r}: must be a number or a function of the step; in "
-            "place of a serialized schedule, give the schedule itself, or see "
-            "te.nn.set_each_step for a function without arguments"
+            f"learning_rate={rate!r}: must be a number, one of Keras' six schedules, "
+            "or a function of the step. Pass the optimizer itself if its schedule is "
+            "your own class; see te.nn.set_each_step for a function without arguments"
         )
     check_takes_a_step("from_keras_config", rate, "learning_rate")
     try:
@@ -293,8 +312,8 @@ def _rate_problem(rate: Any) -> str | None:
     except Exception as error:  # Keras may run on any backend, and raise anything.
         return (
             f"learning_rate={rate!r}: JAX cannot trace it, which raises "
-            f"{type(error).__name__}. Set KERAS_BACKEND=jax before Keras is imported, "
-            "or write the schedule with optax, such as optax.exponential_decay"
+            f"{type(error).__name__}. Use one of Keras' six schedules, or write yours "
+            "with jax.numpy or optax, such as optax.exponential_decay"
         )
     return None
 
@@ -350,7 +369,11 @@ def _rule_of_class(
             return optax.adagrad(rate, 0.0, own["epsilon"])
         case "adagrad":
             return adagrad(rate, **own)
-        case "adam":
+        case "adadelta":
+            return adadelta(rate, **own)
+        case "lion":
+            return lion(rate, **own)
+        case "adam" | "adamw":
             return adam(
                 rate,
                 own["beta_1"],

@@ -18,7 +18,8 @@ def is_keras_optimizer(value: Any) -> TypeGuard[KerasOptimizer]:
     """Returns True for an optimizer of Keras, or of a class that inherits from one."""
     has_config = callable(getattr(value, "get_config", None))
     is_instance = has_config and not isinstance(value, type)
-    return is_instance and any(map(_is_of_keras, inspect.getmro(type(value))))
+    classes = inspect.getmro(type(value))
+    return is_instance and any(is_of_keras(cls.__module__) for cls in classes)
 
 
 def keras_class_name(optimizer: KerasOptimizer) -> str:
@@ -27,8 +28,11 @@ def keras_class_name(optimizer: KerasOptimizer) -> str:
     A class of the user may have the name of Keras', and other formulas.
     """
     cls = type(optimizer)
-    return cls.__name__ if _is_of_keras(cls) else f"{cls.__module__}.{cls.__qualname__}"
+    if is_of_keras(cls.__module__):
+        return cls.__name__
+    return f"{cls.__module__}.{cls.__qualname__}"
 
 
-def _is_of_keras(cls: type) -> bool:
-    return cls.__module__.partition(".")[0] in _PACKAGES
+def is_of_keras(module: str) -> bool:
+    """Returns True for the path of a module of Keras, `tf_keras` or TensorFlow."""
+    return module.partition(".")[0] in _PACKAGES

@@ -55,7 +55,7 @@ class TableRows:
         values = jnp.where(_beside(self.is_used, values), values, 0)
         if self.tables is None:
             return self.all_reduce(jnp.sum(values, axis=0, keepdims=True), "sum")
-        members = jax.nn.one_hot(self.tables, self._num_tables, axis=0)
+        members = jax.nn.one_hot(self.tables, self._num_tables, axis=0, dtype="float32")
         flat = values.reshape(values.shape[0], -1)
         # In a product, a value that is not finite would reach all tables, as 0 * inf.
         is_finite = jnp.isfinite(flat)

@@ -25,7 +25,8 @@ def check_tables(tables: Any, stacks: Sequence[StackPlan]) -> None:
 
     Raises:
       TypeError: if `tables` is no mapping of packed rows.
-      ValueError: if a stack is missing, or its rows lie elsewhere than the plan says.
+      ValueError: if a stack is missing, or its rows lie elsewhere than the plan says;
+        or if arithmetic on packed narrow rows changed their dtype.
     """
     for stack in stacks:
         rows = _entry("tables", tables, stack, "init_tables")
@@ -35,6 +36,7 @@ def check_tables(tables: Any, stacks: Sequence[StackPlan]) -> None:
                 f"{type(rows).__name__}. Set single tables by with_table_values."
             )
         _check_layout(f"tables[{stack.name!r}]", rows.layout, stack.layout)
+        _check_words(f"tables[{stack.name!r}]", rows, stack)
 
 
 def check_slots(slots: Any, stacks: Sequence[TrainedStackPlan]) -> None:
@@ -81,6 +83,23 @@ def check_stack(rows: PackedRows, stack: StackPlan) -> None:
             "the step. Inside of it, layer(ids) looks rows up."
         )
     _check_rows_of(f"stacked[{stack.name!r}]", rows.layout, stack)
+    _check_words(f"stacked[{stack.name!r}]", rows, stack)
+
+
+def _check_words(owner: str, rows: PackedRows, stack: StackPlan) -> None:
+    """Raises if arithmetic made numbers of the words that narrow rows share."""
+    layout = rows.layout
+    if layout.narrow_dtype is None or rows.lines.dtype == layout.stored_dtype:
+        return
+    names = [table.name for table in stack.tables]
+    raise ValueError(
+        f"{owner} must hold the int32 words that {layout.narrow_dtype} rows are packed "
+        f"in, got {rows.lines.dtype} for the tables {names}. Arithmetic on words, such "
+        "as an average by jax.tree.map or optax.incremental_update, doesn't give rows, "
+        "even if the result is cast back to int32. Average the float32 values: "
+        "layer.embedding_tables() or unstack_tables reads them, and "
+        "layer.set_embedding_tables or with_table_values sets them."
+    )
 
 
 def _check_rows_of(owner: str, layout: RowLayout, stack: StackPlan) -> None:

@@ -59,7 +59,24 @@ def on_shards(
         out_specs=out_specs,
         check_vma=False,
     )
-    return in_auto_axes(mapped, plan, out_specs)
+
+    def run(*arguments: Any) -> Any:
+        with unchecked_values():
+            return mapped(*arguments)
+
+    return in_auto_axes(run, plan, out_specs)
+
+
+@contextlib.contextmanager
+def unchecked_values() -> Iterator[None]:
+    """Turns `jax_debug_nans` and `jax_debug_infs` off.
+
+    Outside of `jit` they check each operation of a `shard_map`, and look for the origin
+    of a NaN in an endless recursion. SparseCores' buffers hold NaN in unused positions.
+    The results are checked where they are used.
+    """
+    with jax.debug_nans(False), jax.debug_infs(False):
+        yield
 
 
 def in_auto_axes(

@@ -169,6 +169,21 @@ def test_damaged_checkpoints_of_orbax(tmp_path):
         open_tables(path)
 
 
+def test_an_array_of_orbax_that_declares_huge_chunks(tmp_path):
+    """A read of one row would take 16 GB for a file of a few bytes."""
+    key = {"key": "movie", "key_type": 2}
+    leaf = {"key_metadata": [key], "value_metadata": {"value_type": "jax.Array"}}
+    metadata = {"tree_metadata": {"('movie',)": leaf}}
+    (tmp_path / "_METADATA").write_text(json.dumps(metadata))
+    array = {"zarr_format": 2, "shape": [2**40, 4], "chunks": [2**30, 4]}
+    array |= {"dtype": "<f4", "compressor": None, "fill_value": 0, "order": "C"}
+    array |= {"filters": None, "dimension_separator": "."}
+    (tmp_path / "movie").mkdir()
+    (tmp_path / "movie" / ".zarray").write_text(json.dumps(array))
+    with pytest.raises(CheckpointError, match=r"'movie' .*\(1073741824, 4\)"):
+        open_tables(tmp_path)
+
+
 DIM, NUM_KEYS, NUM_RANKS = 4, 90, 3
 KEYS = np.random.default_rng(0).integers(-(2**62), 2**62, NUM_KEYS)
 VALUES = np.random.default_rng(1).normal(size=(NUM_KEYS, DIM)).astype(np.float32)

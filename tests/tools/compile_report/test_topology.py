@@ -122,7 +122,7 @@ def test_number_of_slices(num_slices):
 
 def test_without_libtpu(monkeypatch):
     monkeypatch.setitem(sys.modules, "libtpu", None)
-    with pytest.raises(ImportError, match=r"needs libtpu.*tpu-embedding\[tpu\]"):
+    with pytest.raises(ImportError, match=r"needs libtpu.*\.\[tpu\]"):
         compile_report.topology_mesh("v5e:2x4")
 
 

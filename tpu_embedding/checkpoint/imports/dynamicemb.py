@@ -69,8 +69,9 @@ def _table(path: pathlib.Path, num_ranks: int) -> SourceTable:
 
 def _read(path: pathlib.Path, item: str, num_ranks: int, dtype: Any) -> np.ndarray:
     """Returns the numbers in the files of all ranks."""
-    names = [f"_{item}.rank_{i}.world_size_{num_ranks}" for i in range(num_ranks)]
-    files = [path.with_name(path.name + name) for name in names]
+    # Not lists: the number comes from a file's name, and may be any.
+    names = (f"_{item}.rank_{i}.world_size_{num_ranks}" for i in range(num_ranks))
+    files = (path.with_name(path.name + name) for name in names)
     return np.concatenate([np.fromfile(file, dtype) for file in files])
 
 

@@ -1,10 +1,15 @@
-"""Opens arrays by name: dicts, and files of `.safetensors`.
+"""Opens arrays by name: dicts, what `np.load` returns, and files of `.safetensors`.
 
 The files are mapped to memory, so only the rows that are read take memory.
 """
 
 import pathlib
+import zipfile
+import zlib
 from collections.abc import Mapping
+from typing import Any, Final
+
+import numpy as np
 
 from tpu_embedding.checkpoint.errors import CheckpointError
 from tpu_embedding.checkpoint.imports.safetensors import map_tensors
@@ -14,6 +19,10 @@ from tpu_embedding.checkpoint.imports.source import (
     TableSource,
     array_of,
 )
+
+_MAX_EXPANSION: Final = 10
+_SMALL_BYTES: Final = 200 * 2**20
+"""An archive may need this much memory, whatever its size."""
 
 
 def tables_by_name(arrays: Mapping[str, RowArray], origin: str) -> TableSource:
@@ -47,6 +56,40 @@ def tables_by_name(arrays: Mapping[str, RowArray], origin: str) -> TableSource:
             for name, found in slots.items()
         },
     )
+
+
+def arrays_of_mapping(source: Mapping[str, Any]) -> dict[str, RowArray]:
+    """Returns the arrays of a dict, or of an `.npz` archive that `np.load` opened.
+
+    Raises:
+      CheckpointError: if an archive is damaged, or would need far more memory than it
+        has bytes, as a small file of compressed zeros does.
+    """
+    if not isinstance(source, np.lib.npyio.NpzFile):
+        return {name: array_of(values) for name, values in source.items()}
+    archive: Any = source.zip
+    path, members = archive.filename or "the .npz archive", archive.infolist()
+    num_bytes = sum(member.file_size for member in members)
+    packed_bytes = sum(member.compress_size for member in members)
+    if num_bytes > _MAX_EXPANSION * packed_bytes + _SMALL_BYTES:
+        raise CheckpointError(
+            f"The arrays of {path} must need at most {_MAX_EXPANSION} times the bytes "
+            f"of the file, got {num_bytes} for {packed_bytes}; write them with "
+            "np.savez, which doesn't compress."
+        )
+    try:
+        return {name: array_of(values) for name, values in source.items()}
+    except (
+        EOFError,
+        MemoryError,
+        OSError,
+        ValueError,
+        zipfile.BadZipFile,
+        zlib.error,
+    ) as error:
+        raise CheckpointError(
+            f"{path} cannot be read: {str(error)[:300]}; write or copy it again."
+        ) from None
 
 
 def arrays_of_path(path: pathlib.Path) -> dict[str, RowArray]:

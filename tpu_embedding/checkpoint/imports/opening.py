@@ -7,11 +7,12 @@ from typing import Any
 from tpu_embedding.checkpoint.errors import CheckpointError
 from tpu_embedding.checkpoint.imports import dynamicemb, tensorflow, torchrec
 from tpu_embedding.checkpoint.imports.named_arrays import (
+    arrays_of_mapping,
     arrays_of_path,
     tables_by_name,
 )
 from tpu_embedding.checkpoint.imports.orbax import arrays_of_checkpoint
-from tpu_embedding.checkpoint.imports.source import RowArray, TableSource, array_of
+from tpu_embedding.checkpoint.imports.source import RowArray, TableSource
 from tpu_embedding.paths import local_path
 
 
@@ -45,8 +46,7 @@ def open_tables(source: str | pathlib.Path | Mapping[str, Any]) -> TableSource:
         movie: float32[10, 4]
     """
     if isinstance(source, Mapping):
-        arrays = {name: array_of(values) for name, values in source.items()}
-        return _named_tables(arrays, "arrays")
+        return _named_tables(arrays_of_mapping(source), "arrays")
     try:
         return _open(local_path(source))
     except OSError as error:

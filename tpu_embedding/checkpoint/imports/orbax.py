@@ -5,6 +5,7 @@ either in directories of their own or in one database (OCDBT), which tensorstore
 """
 
 import json
+import math
 import pathlib
 from typing import Any, Final
 
@@ -19,6 +20,10 @@ LeafPath = tuple[str, ...]
 
 _METADATA: Final = "_METADATA"
 _ROWS_PER_CHECK: Final = 2**16
+
+_MAX_EXPANSION: Final = 10
+_SMALL_BYTES: Final = 200 * 2**20
+"""A chunk may take ten times the bytes of all files, and 200 MiB, in memory."""
 
 _CONTEXT: Final = {"cache_pool": {"total_bytes_limit": 2**29}}
 """Keeps decoded chunks, of which a range of rows may need a part only."""
@@ -61,16 +66,19 @@ def _arrays_of_item(item: pathlib.Path) -> dict[LeafPath, RowArray]:
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise CheckpointError(f"{file} cannot be read: {error!r}.") from None
     driver = "zarr3" if metadata.get("use_zarr3") else "zarr"
+    num_bytes = sum(x.stat().st_size for x in item.rglob("*") if x.is_file())
     arrays = {
-        path: _open(item, path, driver)
+        path: _open(item, path, driver, _MAX_EXPANSION * num_bytes + _SMALL_BYTES)
         for path, kind in leaves.items()
         if kind in ("jax.Array", "np.ndarray")
     }
     return {path: array for path, array in arrays.items() if array.shape}
 
 
-def _open(item: pathlib.Path, path: LeafPath, driver: str) -> RowArray:
-    """Opens one array; reads its shape and dtype only."""
+def _open(
+    item: pathlib.Path, path: LeafPath, driver: str, max_chunk_bytes: int
+) -> RowArray:
+    """Opens one array; reads its shape, its dtype and the size of its chunks only."""
     name = ".".join(path)
     directory = item.resolve().as_posix()
     # As a URL, tensorstore would decode a percent sign.
@@ -93,6 +101,12 @@ def _open(item: pathlib.Path, path: LeafPath, driver: str) -> RowArray:
 
     store = result_of(ts.open(spec, open=True))
     shape = tuple(store.shape)
+    chunk_shape = store.chunk_layout.read_chunk.shape or shape
+    if math.prod(chunk_shape) * store.dtype.numpy_dtype.itemsize > max_chunk_bytes:
+        raise CheckpointError(
+            f"The array {name!r} of {item} declares chunks of shape {chunk_shape}, "
+            "which its files are too small for. Copy the checkpoint again."
+        )
 
     def read(start: int, num_rows: int) -> np.ndarray:
         return np.asarray(result_of(store[start : start + num_rows].read()))

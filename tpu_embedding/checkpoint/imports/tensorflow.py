@@ -93,8 +93,8 @@ def _arrays(prefix: pathlib.Path) -> dict[str, RowArray]:
     if importlib.util.find_spec("tensorflow") is None:
         raise CheckpointError(
             f"{prefix} is a TensorFlow checkpoint, which needs tensorflow 2.18 or "
-            "later to be read. Install it by pip install 'tpu-embedding[tf]', or "
-            "convert the checkpoint once on a machine that has it: call "
+            "later to be read. Install it with pip install '.[tf]' in a clone of the "
+            "repository, or convert the checkpoint once on a machine that has it: call "
             "te.checkpoint.import_tables and te.save there, and te.restore here."
         )
     tf: Any = importlib.import_module("tensorflow")

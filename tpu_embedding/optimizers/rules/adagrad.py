@@ -4,11 +4,14 @@ Duchi, Hazan and Singer, "Adaptive Subgradient Methods for Online Learning and
 Stochastic Optimization", JMLR 12 (2011).
 """
 
-from typing import Any, Literal, NamedTuple, Unpack
+import math
+from typing import Any, Final, Literal, NamedTuple, Unpack
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
+from jax.core import Tracer
 
 from tpu_embedding.optimizers.array_rules import for_each_array
 from tpu_embedding.optimizers.checks import (
@@ -20,6 +23,8 @@ from tpu_embedding.optimizers.checks import (
 from tpu_embedding.optimizers.options import CommonOptions, takes_common_options
 
 WeightDecayMode = Literal["l2", "decoupled"]
+
+_LOG_OF_LARGEST: Final = math.log(np.finfo(np.float32).max)
 
 
 class AdagradState(NamedTuple):
@@ -200,7 +205,7 @@ def adagrad_momentum(
       use_nesterov: True selects Nesterov's step.
       exponent: root that divides the gradient, positive; 2 is the square root.
       beta2: decay of `a`, in [0, 1]. 1 sums the squares.
-      epsilon: positive.
+      epsilon: positive; `epsilon**(-1 / exponent)` must be finite in float32.
       **options: see `with_options`.
 
     Raises:
@@ -210,6 +215,12 @@ def adagrad_momentum(
       >>> adagrad_momentum(0.1).init(jnp.ones((3, 2)))[0].momenta.shape
       (3, 2)
     """
+    is_traced = isinstance(epsilon, Tracer) or isinstance(exponent, Tracer)
+    if not is_traced and -math.log(epsilon) / exponent > _LOG_OF_LARGEST:
+        raise ValueError(
+            "adagrad_momentum: epsilon**(-1 / exponent) must be finite in float32, got "
+            f"epsilon {epsilon} and exponent {exponent}. Raise one of them."
+        )
 
     def init(params):
         return AdagradMomentumState(

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import optax
 
 from tpu_embedding.optimizers.array_rules import for_each_array
+from tpu_embedding.optimizers.checks import positive
 from tpu_embedding.optimizers.modes import every_row
 from tpu_embedding.optimizers.options import CommonOptions, takes_common_options
 
@@ -69,7 +70,8 @@ def adam(
       learning_rate: scalar, or schedule of the step counted from 0.
       beta_1: decay of `m`, in [0, 1).
       beta_2: decay of `v`, in [0, 1).
-      epsilon: positive.
+      epsilon: positive; at least 1.1e-19 with `sum_inside_sqrt=True`, because the
+        square of a smaller one is 0 in float32.
       lazy_adam: False moves every row in every step, as dense Adam does.
       sum_inside_sqrt: True adds epsilon inside the root.
       bias_correction: True multiplies the learning rate by `c`.
@@ -90,6 +92,12 @@ def adam(
             "adam: lazy_adam=False moves every row once by its summed gradient, so "
             "use_gradient_accumulation must be True, got False. Leave it out, or set "
             "lazy_adam=True."
+        )
+    if sum_inside_sqrt and positive(epsilon**2).problem:
+        raise ValueError(
+            "adam: epsilon must be at least 1.1e-19 with sum_inside_sqrt=True, which "
+            f"squares it in float32, got {epsilon}. Raise it, or set "
+            "sum_inside_sqrt=False."
         )
 
     def init(params):

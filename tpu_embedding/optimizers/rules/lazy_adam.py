@@ -4,6 +4,8 @@ Kingma and Ba, "Adam: A Method for Stochastic Optimization", ICLR 2015. Loshchil
 Hutter, "Decoupled Weight Decay Regularization", ICLR 2019.
 """
 
+import dataclasses
+import functools
 from typing import Any, Final, Literal, NamedTuple, Unpack
 
 import jax
@@ -117,7 +119,28 @@ def lazy_adam(
             "skipped_steps='ignore'."
         )
 
-    def init(params: Any) -> LazyAdamState:
+    rule = _CatchUpAdam(learning_rate, beta_1, beta_2, epsilon)
+    return for_each_array(rule.init, rule.update)
+
+
+@dataclasses.dataclass(frozen=True)
+class _CatchUpAdam:
+    """`lazy_adam(..., skipped_steps="catch_up")` on rows `[rows, dim]`.
+
+    Attributes:
+      learning_rate: scalar, or schedule of the step counted from 0.
+      beta_1: decay of `mu`.
+      beta_2: decay of `nu`.
+      epsilon: see `lazy_adam`.
+    """
+
+    learning_rate: optax.ScalarOrSchedule
+    beta_1: Any
+    beta_2: Any
+    epsilon: Any
+
+    def init(self, params: Any) -> LazyAdamState:
+        """Returns the state of rows that no step has touched."""
         if params.ndim != 2:
             raise ValueError(
                 "lazy_adam: skipped_steps='catch_up' is for rows [rows, dim], got an "
@@ -132,53 +155,10 @@ def lazy_adam(
             last_counts=jnp.zeros(params.shape[:1], jnp.int32),
         )
 
-    def step_sizes(t: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """Returns the rate over the correction of `m`, and the correction of `v`."""
-        rates = jax.vmap(lambda x: learning_rate_at(learning_rate, x))(t - 1)
-        t = t.astype(jnp.float32)
-        return rates / (1 - beta_1**t), 1 - beta_2**t
-
-    def moves(mu: Any, nu: Any, t: Any) -> jax.Array:
-        """Returns the moves of rows `[rows, dim]` in their steps `t`, `[rows]`."""
-        sizes, corrections = step_sizes(t)
-        return sizes[:, None] * mu / (jnp.sqrt(nu / corrections[:, None]) + epsilon)
-
-    def skipped_moves(state: LazyAdamState, num_skipped: jax.Array) -> jax.Array:
-        """Returns the sum of the moves in the steps since the latest of each row.
-
-        In the `k`-th step after the latest one, `t`, the gradient is 0. The move is::
-
-            step_size(t + k) * beta_1**k * mu
-            / (sqrt(beta_2**k * nu / correction(t + k)) + epsilon)
-        """
-        roots = jnp.sqrt(state.nu)
-        # A row without momentum does not move, such as padding and new rows.
-        is_moving = jnp.any(state.mu != 0, axis=1)
-        shrink = beta_1 / jnp.sqrt(jnp.asarray(beta_2, jnp.float32))
-        # Moves shrink about as `shrink**k`; those after `enough` add nothing.
-        enough = jnp.log(_NEGLIGIBLE * (1 - shrink)) / jnp.log(shrink)
-        enough = jnp.where(shrink < 1, jnp.ceil(enough), jnp.inf)
-        num_moves = jnp.where(is_moving, jnp.minimum(num_skipped, enough), 0)
-
-        def turn(carry: tuple[Any, Any]) -> tuple[Any, Any]:
-            k, total = carry
-            for _ in range(_STEPS_PER_TURN):
-                k += 1
-                t = state.last_counts + k.astype(jnp.int32)
-                sizes, corrections = step_sizes(jnp.maximum(t, 1))
-                is_taken = (k <= num_moves) & jnp.isfinite(sizes)
-                sizes = jnp.where(is_taken, sizes * beta_1**k, 0)
-                scales = jnp.sqrt(beta_2**k / corrections)
-                total += sizes[:, None] / (roots * scales[:, None] + epsilon)
-            return k, total
-
-        start = jnp.zeros(()), jnp.zeros_like(roots)
-        most = jnp.max(num_moves, initial=0)
-        _, total = jax.lax.while_loop(lambda carry: carry[0] < most, turn, start)
-        # Without a gradient so far, the total may be infinite.
-        return jnp.where(state.mu == 0, 0, total * state.mu)
-
-    def update(updates: Any, state: LazyAdamState, params: Any) -> tuple[Any, Any]:
+    def update(
+        self, updates: Any, state: LazyAdamState, params: Any
+    ) -> tuple[Any, LazyAdamState]:
+        """Takes the steps that each row skipped, and then its own."""
         del params
         updates = updates.astype(state.mu.dtype)
         count = state.count + 1
@@ -186,15 +166,81 @@ def lazy_adam(
         num_skipped = jnp.maximum(state.count - state.last_counts, 0)
         num_skipped = jnp.where(state.last_counts == 0, 0, num_skipped)
         num_skipped = num_skipped.astype(jnp.float32)
-        skipped = skipped_moves(state, num_skipped)
-        decays = [jnp.power(x, num_skipped + 1)[:, None] for x in (beta_1, beta_2)]
-        mu = decays[0] * state.mu + (1 - beta_1) * updates
-        nu = decays[1] * state.nu + (1 - beta_2) * jnp.square(updates)
+        skipped = self.skipped_moves(state, num_skipped)
+        decays = [
+            jnp.power(x, num_skipped + 1)[:, None] for x in (self.beta_1, self.beta_2)
+        ]
+        mu = decays[0] * state.mu + (1 - self.beta_1) * updates
+        nu = decays[1] * state.nu + (1 - self.beta_2) * jnp.square(updates)
         counts = jnp.broadcast_to(count, state.last_counts.shape)
-        new = -(skipped + moves(mu, nu, counts))
-        return new, LazyAdamState(count, mu, nu, counts)
+        sizes, corrections = self.step_sizes(counts)
+        own = sizes[:, None] * mu / (jnp.sqrt(nu / corrections[:, None]) + self.epsilon)
+        return -(skipped + own), LazyAdamState(count, mu, nu, counts)
 
-    return for_each_array(init, update)
+    def skipped_moves(self, state: LazyAdamState, num_skipped: jax.Array) -> jax.Array:
+        """Returns the sum of the moves in the steps since the latest of each row.
+
+        In the `k`-th step after the latest one, `t`, the gradient is 0. The move is::
+
+            step_size(t + k) * beta_1**k * mu
+            / (sqrt(beta_2**k * nu / correction(t + k)) + epsilon)
+        """
+        num_moves = self.num_moves(state, num_skipped)
+        most = jnp.max(num_moves, initial=0)
+        roots = jnp.sqrt(state.nu)
+        turn = functools.partial(self.take_turn, state.last_counts, roots, num_moves)
+        start = jnp.zeros((), jnp.float32), jnp.zeros_like(roots)
+        _, total = jax.lax.while_loop(lambda carry: carry[0] < most, turn, start)
+        # Without a gradient so far, the total may be infinite.
+        return jnp.where(state.mu == 0, 0, total * state.mu)
+
+    def num_moves(self, state: LazyAdamState, num_skipped: jax.Array) -> jax.Array:
+        """Returns the skipped moves that add something to each row, float32 `[rows]`.
+
+        Moves shrink about as `shrink**k`; those after `enough` are negligible.
+        """
+        shrink = self.beta_1 / jnp.sqrt(jnp.asarray(self.beta_2, jnp.float32))
+        enough = jnp.log(_NEGLIGIBLE * (1 - shrink)) / jnp.log(shrink)
+        enough = jnp.where(shrink < 1, jnp.ceil(enough), jnp.inf)
+        # A row without momentum does not move, such as padding and new rows.
+        is_moving = jnp.any(state.mu != 0, axis=1)
+        return jnp.where(is_moving, jnp.minimum(num_skipped, enough), 0)
+
+    def take_turn(
+        self,
+        last_counts: jax.Array,
+        roots: jax.Array,
+        num_moves: jax.Array,
+        carry: tuple[Any, Any],
+    ) -> tuple[Any, Any]:
+        """Adds the next `_STEPS_PER_TURN` moves, in units of `mu`, to the total.
+
+        Args:
+          last_counts: see `LazyAdamState`.
+          roots: square roots of `nu`.
+          num_moves: moves of each row to add.
+          carry: the moves added so far, and their total.
+        """
+        k, total = carry
+        for _ in range(_STEPS_PER_TURN):
+            k += 1
+            t = last_counts + k.astype(jnp.int32)
+            sizes, corrections = self.step_sizes(jnp.maximum(t, 1))
+            is_taken = (k <= num_moves) & jnp.isfinite(sizes)
+            sizes = jnp.where(is_taken, sizes * self.beta_1**k, 0)
+            scales = jnp.sqrt(self.beta_2**k / corrections)
+            total += sizes[:, None] / (roots * scales[:, None] + self.epsilon)
+        return k, total
+
+    def step_sizes(self, t: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """Returns the rate over the correction of `mu`, and the correction of `nu`.
+
+        Args:
+          t: steps counted from 1, `[rows]`.
+        """
+        rates = jax.vmap(lambda x: learning_rate_at(self.learning_rate, x))(t - 1)
+        t = t.astype(jnp.float32)
+        return rates / (1 - self.beta_1**t), 1 - self.beta_2**t
 
 
 @takes_common_options()

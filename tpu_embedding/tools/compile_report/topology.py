@@ -74,7 +74,7 @@ def topology_mesh(topology: str, *, num_slices: int = 1) -> Mesh:
     except ImportError:
         raise ImportError(
             "Compiling for a TPU topology needs libtpu; install it with "
-            "pip install 'tpu-embedding[tpu]'."
+            "pip install '.[tpu]' in a clone of the repository."
         ) from None
     options: dict[str, Any] = {}
     if hardware.name in CHIP_CONFIG_NAMES:

@@ -97,7 +97,10 @@ def check_devices(
     findings = [Finding("devices", "ok", f"JAX runs on {listed}.")]
     if platform != "tpu" and chips:
         text = f"JAX runs on {platform}, although this host has {', '.join(chips)}."
-        way_out = "pip install 'tpu-embedding[tpu]', and unset the variables above."
+        way_out = (
+            "pip install '.[tpu]' in a clone of the repository, and unset the "
+            "variables above."
+        )
         findings.append(Finding("fall-back", "FAILED", text, way_out))
     try:
         hardware = hardware_of_kind(platform, kinds[0])

@@ -1,0 +1,85 @@
+"""Files of arrays need little more memory than they have bytes."""
+
+import io
+import os
+import zipfile
+
+import numpy as np
+import pytest
+import safetensors.numpy
+
+from tests.tiers import full_cases
+from tpu_embedding.checkpoint.errors import CheckpointError
+from tpu_embedding.checkpoint.imports.opening import open_tables
+from tpu_embedding.checkpoint.imports.safetensors import MAX_HEADER_BYTES, map_tensors
+
+
+def npy(shape, num_bytes=0):
+    """Returns a file of NumPy whose header has any shape, and some zeros."""
+    file = io.BytesIO()
+    header = {"descr": "<f4", "fortran_order": False, "shape": shape}
+    np.lib.format.write_array_header_1_0(file, header)
+    return file.getvalue() + bytes(num_bytes)
+
+
+ARCHIVES = {
+    "beyond_64_bits": (lambda: npy((2**60, 2**60)), "cannot be read"),
+    "huge": (lambda: npy((2**34, 4)), "cannot be read"),
+    "no_header": (lambda: b"\x93NUMPY\x01\0", "cannot be read"),
+    "zeros": (lambda: npy((75 * 2**20,), 300 * 2**20), "at most 10 times the bytes"),
+}
+
+
+@pytest.mark.parametrize("name", full_cases(ARCHIVES, "zeros"))
+def test_an_archive_that_claims_more_than_it_has(name, tmp_path):
+    content, message = ARCHIVES[name]
+    method = zipfile.ZIP_DEFLATED if name == "zeros" else zipfile.ZIP_STORED
+    with zipfile.ZipFile(tmp_path / "a.npz", "w", method, compresslevel=1) as archive:
+        archive.writestr("movie.npy", content())
+    with np.load(tmp_path / "a.npz") as arrays:
+        with pytest.raises(CheckpointError, match=f"a.npz .*{message}"):
+            open_tables(arrays)
+
+
+HEADERS = {
+    "long": (2**63, f"at most {MAX_HEADER_BYTES} bytes, got {2**63}"),
+    "just_too_long": (MAX_HEADER_BYTES + 8, f"at most {MAX_HEADER_BYTES} bytes"),
+    "beyond_the_file": (MAX_HEADER_BYTES - 8, "cannot be read"),
+}
+
+
+@pytest.mark.parametrize(("length", "message"), HEADERS.values(), ids=HEADERS)
+def test_a_header_that_claims_more_than_the_file_has(length, message, tmp_path):
+    path = tmp_path / "a.safetensors"
+    path.write_bytes(length.to_bytes(8, "little") + b"{}")
+    with pytest.raises(CheckpointError, match=f"a.safetensors .*{message}"):
+        open_tables(path)
+
+
+def test_a_pipe_is_rejected(tmp_path):
+    os.mkfifo(tmp_path / "a.safetensors")
+    with pytest.raises(CheckpointError, match="not a regular file"):
+        open_tables(tmp_path / "a.safetensors")
+
+
+def test_a_dump_of_more_ranks_than_files(tmp_path):
+    name = f"movie_emb_{{}}.rank_0.world_size_{10**18}"
+    np.arange(3).tofile(tmp_path / name.format("keys"))
+    with pytest.raises(CheckpointError, match=r"emb_keys.rank_1\.world"):
+        open_tables(tmp_path)
+
+
+@pytest.mark.skipif(not os.path.exists("/proc/self/fd"), reason="it lists open files")
+def test_all_tensors_of_a_file_share_a_map(tmp_path):
+    """Each map needs an open file, and a process may open 1024."""
+    path = tmp_path / "a.safetensors"
+    arrays = {f"{i}": np.full((2, 3), i, np.float16) for i in range(20)}
+    arrays["none"] = np.zeros((0, 4), np.float32)
+    safetensors.numpy.save_file(arrays, path)
+    before = len(os.listdir("/proc/self/fd"))
+    tensors = map_tensors(path)
+    assert len(os.listdir("/proc/self/fd")) <= before + 1
+    assert tensors.keys() == arrays.keys()
+    for name, values in arrays.items():
+        np.testing.assert_array_equal(tensors[name], values, strict=True)
+        assert not tensors[name].size or not tensors[name].flags.writeable

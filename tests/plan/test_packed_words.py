@@ -1,0 +1,63 @@
+"""Arithmetic on the lines of tables: an error for narrow rows, right for float32."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+import tpu_embedding as te
+
+IDS = jnp.arange(8)
+
+
+def layer_of(dtype, seed):
+    table = te.TableConfig(vocabulary_size=10, dim=8, name="t", dtype=dtype)
+    return te.TPUEmbedding(te.FeatureConfig(table=table), rngs=nnx.Rngs(seed))
+
+
+def averaged(dtype):
+    """Returns a layer whose tables are averaged as arrays, and the two it averages."""
+    layer, *sources = (layer_of(dtype, seed) for seed in (0, 0, 1))
+    states = [nnx.state(x, te.nn.EmbeddingTables) for x in sources]
+    nnx.update(layer, optax.incremental_update(*states, 0.25))
+    return layer, sources
+
+
+USES = {
+    "lookup": lambda layer: layer(IDS),
+    "compiled": lambda layer: nnx.jit(lambda layer: layer(IDS))(layer),
+    "tables": lambda layer: layer.embedding_tables(),
+}
+
+
+@pytest.mark.parametrize("use", USES.values(), ids=USES.keys())
+@pytest.mark.parametrize("dtype", ["bfloat16", "int8"])
+def test_an_average_of_words_raises_at_its_use(dtype, use):
+    layer, sources = averaged(dtype)
+    text = f"int32 words that {dtype} .*float32 .*'t'.*layer.embedding_tables"
+    with pytest.raises(ValueError, match=text):
+        use(layer)
+    # What the error says to write.
+    new, old = (x.embedding_tables()["t"] for x in sources)
+    repaired = layer_of(dtype, 2)
+    repaired.set_embedding_tables({"t": 0.25 * new + 0.75 * old})
+    # The values are rounded to 8 bits.
+    np.testing.assert_allclose(
+        repaired(IDS), (0.25 * new + 0.75 * old)[:8], rtol=2**-8, atol=2**-8
+    )
+
+
+def test_an_average_of_float32_lines_is_right():
+    layer, (new, old) = averaged("float32")
+    np.testing.assert_allclose(layer(IDS), 0.25 * new(IDS) + 0.75 * old(IDS), rtol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "int8"])
+def test_copies_of_words_go_on(dtype):
+    layer = layer_of(dtype, 0)
+    expected = layer(IDS)
+    state = jax.tree.map(jnp.copy, nnx.state(layer, te.nn.EmbeddingTables))
+    nnx.update(layer, state)
+    np.testing.assert_array_equal(layer(IDS), expected)
