@@ -1,7 +1,7 @@
 """What the ids of a table are, and what gives them rows: a seam of the core.
 
-`TableConfig.vocabulary` is an object of this module. The core asks it, and never asks
-of which class it is. `FixedVocabulary` is the core's own: ids are row numbers. The
+`TableConfig.vocabulary` is an object of this module. The core calls it, and never
+asks for its class. `FixedVocabulary` is the core's own: ids are row numbers. The
 defaults of the three classes below are its answers, so another vocabulary overrides
 what differs:
 
@@ -148,8 +148,8 @@ class VocabularyInputs:
 class VocabularyStacks:
     """Arrays that a stack has in addition to its rows; by default, there are none.
 
-    They are in the dict of the tables under names of their own, and their shards follow
-    those of the rows.
+    They are in the dict of the tables under names of their own, and the shards are
+    the same as for the rows.
     """
 
     def array_names(self, stack: "StackPlan") -> tuple[str, ...]:
@@ -179,7 +179,7 @@ class VocabularyStacks:
         return {}
 
     def used_rows(self, tables: Mapping[str, Any], stack: "StackPlan") -> Any:
-        """Returns the array whose shards `table_sizes` gets; None: there is none."""
+        """Returns the array whose shards `table_sizes` gets; None if there is none."""
         return None
 
     def table_sizes(
@@ -187,7 +187,7 @@ class VocabularyStacks:
     ) -> Float[Array, " tables"] | None:
         """Returns the rows of each table that count in its totals. Per shard.
 
-        None: all rows count.
+        None if all rows count.
         """
         return None
 
@@ -228,7 +228,7 @@ class Vocabulary:
         """Yields what other fields of the `TableConfig` must not be.
 
         Args:
-          dtype_name: storage type of the rows; None: an unknown type.
+          dtype_name: storage type of the rows; None if it is unknown.
           initializer: the table's own.
           owner: the table, for errors.
         """

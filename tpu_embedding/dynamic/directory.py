@@ -24,7 +24,7 @@ from tpu_embedding.types import PADDING_ROW_ID
 
 LINE_LANES: Final = 2 * SLOTS_PER_BUCKET
 DIRECTORY: Final = ":ids"
-"""Ending of the name of a directory, behind the name of its stack."""
+"""What the name of a directory adds to the name of its stack."""
 
 
 @jax.tree_util.register_dataclass
@@ -62,7 +62,7 @@ class NewRows:
     """Rows that new ids have got. Per shard.
 
     Attributes:
-      rows: int32 `[ids]`, rows of this shard, rising; `PADDING_ROW_ID` behind the last.
+      rows: int32 `[ids]`, rows of this shard, rising, then `PADDING_ROW_ID`.
       first: uint32 `[ids]`, first mixed word of the id.
       second: uint32 `[ids]`, second mixed word.
       tables: int32 `[ids]`, position of the table in the stack.
@@ -139,7 +139,7 @@ class Pass(NamedTuple):
 
 
 def read_elements(lines: Array, buckets: Array, lanes: Array) -> Array:
-    """Reads single elements; those of ids without a lane are undefined."""
+    """Reads single elements; without a lane, the element is undefined."""
     index = _element(buckets, jnp.maximum(lanes, 0))
     return lines.reshape(-1).at[index].get(mode="clip")
 

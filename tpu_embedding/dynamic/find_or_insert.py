@@ -3,7 +3,7 @@
 It runs at the owner of the buckets. Everything is integer arithmetic on the set of all
 ids of a call, so neither their order, nor repeats, nor the number of devices changes a
 result. Most ids are known, and one line of the directory answers for each. Unknown ids
-are sorted by bucket. The rules stand in docs/guides/dynamic_tables.md.
+are sorted by bucket. docs/guides/dynamic_tables.md has the rules.
 """
 
 import dataclasses
@@ -240,7 +240,7 @@ class _Groups(NamedTuple):
 
     Attributes:
       buckets: int32 `[ids]`, buckets with admitted ids, one after the other.
-      starts: int32 `[ids + 1]`, number of admitted ids before those of the bucket.
+      starts: int32 `[ids + 1]`, number of admitted ids before the bucket's own.
       count: int32 scalar, number of buckets.
       sources: int32 `[ids]`, position of each admitted id among all ids.
     """
@@ -343,7 +343,7 @@ def _groups_of_turn(
 ) -> tuple[Int[Array, " size"], Int[Array, " size"], Int[Array, " size"]]:
     """Returns bucket, first admitted id and number of ids of the groups of a turn.
 
-    A position behind the last group has no ids, and any bucket.
+    A position after all groups has no ids, and any bucket.
     """
     group = turn * size + jnp.arange(size, dtype=jnp.int32)
     in_bounds = jnp.minimum(group, groups.buckets.shape[0] - 1)
@@ -373,7 +373,7 @@ def _ids_of_lanes(
 def _lanes_by_value(
     keys: Array, scores: Array, dynamic: Dynamic, now: Array
 ) -> tuple[Array, Array]:
-    """Sorts the lanes of buckets: empty ones, then those to evict, then the others.
+    """Sorts the lanes of buckets: empty ones, then evictable, then taken ones.
 
     Returns:
       The kind of each lane and the lanes, both `[buckets, 64]` in that order.

@@ -21,7 +21,7 @@ from tpu_embedding.types import IdArray
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Ids64:
-    """Ids of 64 bits, for dynamic tables. It stands wherever an array of ids may stand.
+    """Ids of 64 bits, for dynamic tables. It replaces an array of ids anywhere.
 
     JAX has no integers of 64 bits by default, so each id is two words. Signed and
     unsigned integers of equal bits are one id. `prepare` makes it of int64 and uint64

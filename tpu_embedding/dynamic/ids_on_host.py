@@ -73,7 +73,7 @@ def rows_in_directory(
 
 
 def on_host(array: Any) -> np.ndarray:
-    """Returns the whole of an array that may lie on devices of several processes."""
+    """Returns a whole array, which may be on devices of several processes."""
     if isinstance(array, jax.Array) and not array.is_fully_addressable:
         array = multihost_utils.process_allgather(array, tiled=True)
     return np.asarray(array)
@@ -189,7 +189,7 @@ def with_placed_ids(
       placed: name of a table to its ids.
       stack: the stack.
       plan: plan of the layer.
-      clock: clock of the result; None: that of the directory, at least 1.
+      clock: clock of the result; None keeps the directory's, at least 1.
     """
     new = jax.tree.map(lambda x: np.array(on_host(x)), directory)
     shards, members = stack.num_shards, dynamic_tables(stack)

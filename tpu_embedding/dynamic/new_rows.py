@@ -38,8 +38,8 @@ def init_new_rows(
 ) -> tuple[PackedRows, Any]:
     """Writes the rows of new ids, in place where donated. Per shard.
 
-    Totals over the values of a table, such as Adafactor's sum of squares, lose those of
-    the rows before, and gain those of the new rows.
+    Totals over the values of a table, such as Adafactor's sum of squares, lose what the
+    rows before added, and gain what the new rows add.
 
     Args:
       table: rows of this shard.
@@ -99,7 +99,7 @@ def _init_rows(
     changes: list[CompensatedSum],
     stack: StackPlan,
 ) -> tuple[PackedRows, list[PackedRows], list[CompensatedSum]]:
-    """Sets some rows and their slots; returns how they change each total, too."""
+    """Sets some rows and their slots; also returns the change of each total."""
     stored = load_rows(store_rows(values, table.layout), table.layout)
     new = _initial_state(stored, row_ids, state, stack)
     if changes:
@@ -155,7 +155,7 @@ def _rows_of(
     def row(key, *parameters):
         return function(threefry_key(key), row_ids, dim, *parameters)[0]
 
-    # The parameters of one table round as those of several do.
+    # The parameters of one table round as the parameters of several do.
     keys, parameters = as_variables((keys, parameters))
     return jax.vmap(row)(keys, *parameters)
 

@@ -2,7 +2,7 @@
 
 `insert_ids` runs at the beginning of a training step, in the same compiled program:
 new ids get rows, and the rows start as new. `find_ids` changes nothing; lookups outside
-of training call it. All other functions see row numbers, as those of a static table.
+of training call it. All other functions see row numbers, as in a static table.
 """
 
 import dataclasses
@@ -67,7 +67,7 @@ class DynamicStats:
       hits: those that had a row before the call.
       inserts: different new ids that got a row.
       evictions: ids that lost their row to a new one.
-      not_admitted: different unknown ids that the admission refused, or that no feature
+      not_admitted: different unknown ids that were not admitted, or that no feature
         inserts. 0 if the call only finds.
       no_place: different admitted ids whose bucket has no place.
       used_rows: rows that ids have after the call.
@@ -130,7 +130,7 @@ def insert_ids(
     Args:
       tables: stack name to rows, from `init_tables`.
       slots: stack name to optimizer state, from `init_slots`.
-      features: see `lookup`; those of dynamic tables hold `Ids64`, which
+      features: see `lookup`; features of dynamic tables hold `Ids64`, which
         `prepare_features` makes.
       plan: plan of the layer.
       now: time of the step, an integer from 1 to 2**32 - 1, the same in all calls of
@@ -144,7 +144,7 @@ def insert_ids(
 
     Raises:
       TypeError, ValueError: if a feature has the wrong form, tables or slots belong to
-        another plan, or `now` is no such integer.
+        another plan, or `now` is not such an integer.
 
     Example:
       >>> import tpu_embedding as te
@@ -167,7 +167,7 @@ def _clock(now: Any) -> Any:
     """Returns the `now` of a call, as uint32 if its value is known.
 
     Raises:
-      TypeError: if it is no integer.
+      TypeError: if it is not an integer.
       ValueError: if its value is known and out of range.
     """
     if now is None:

@@ -203,7 +203,7 @@ class DynamicStacks(VocabularyStacks):
         return {directory_name(stack.name): directory}
 
     def end_step(self, tables: Mapping[str, Any], stack: StackPlan) -> dict[str, Any]:
-        """Advances the clock: ids of the next step may evict those of this one."""
+        """Advances the clock: ids of the next step may evict ids of this one."""
         name = directory_name(stack.name)
         directory, last = tables[name], np.uint32(2**32 - 2)
         clock = jnp.minimum(directory.clock, last) + np.uint32(1)
@@ -243,7 +243,7 @@ class DynamicStacks(VocabularyStacks):
     ) -> Float[Array, " tables"]:
         """Returns the rows that ids have over all shards, and the learned default row.
 
-        So a table of which every row is used has the sizes of one with a fixed
+        So a table in full use has the sizes of one with a fixed
         vocabulary.
         """
         if stack.num_shards > 1:

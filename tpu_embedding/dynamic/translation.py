@@ -5,7 +5,7 @@ the rounds that all ids travel in. The owner finds it, or inserts it, and answer
 the row. A single device answers its own ids as they are.
 
 To insert, an owner must know all ids of a bucket. If they take several rounds, all
-rounds run once to note the ids, and once more to insert them.
+rounds run twice: to note the ids, then to insert them.
 """
 
 import dataclasses

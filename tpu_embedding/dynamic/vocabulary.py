@@ -71,7 +71,7 @@ class LeastFrequentlyUsed:
 
     Attributes:
       half_life: steps, or units of `now`, after which an unused id counts half as much;
-        None: counts stay. 1 to 2**32 - 1.
+        None keeps counts as they are. 1 to 2**32 - 1.
 
     Example:
       >>> LeastFrequentlyUsed(half_life=1000).half_life
@@ -89,15 +89,15 @@ class LeastFrequentlyUsed:
 class AdmitAfter:
     """Admits an id when `count` calls of `insert_ids` saw it; rarer ids get no row.
 
-    Counts lie in a sketch of 8 bytes per row. Ids that share its counters may be
-    admitted early. So that few are, counts are halved again and again: those of a
-    bucket each time that `16 * (count - 1)` unknown ids were counted in it, a quarter
+    A sketch of 8 bytes per row has the counts. Ids that share its counters may be
+    admitted early. So that few are, the counts of a bucket are
+    halved each time that `16 * (count - 1)` unknown ids were counted in it, a quarter
     of its places for each count. Of ids that come once, less than 1 % are admitted by
     `AdmitAfter(3)`, and 4 % by `AdmitAfter(2)`.
 
     Attributes:
       count: calls, this one included, 1 to 255; a step usually has one.
-      window: steps, or units of `now`; counts also start anew at each multiple of it,
+      window: steps, or units of `now`; counts also start from 0 at each multiple of it,
         so an id that is seen before and after one is admitted later. None: they are
         only halved. 1 to 2**32 - 1.
 
@@ -149,8 +149,8 @@ class Dynamic(Vocabulary):
     Attributes:
       capacity: number of rows, rounded up to a multiple of 64; 1 to 2**31 - 2**21.
       evict: whose row a new id takes in a full bucket: `LeastRecentlyUsed`,
-        `TimeToLive` or `LeastFrequentlyUsed`. None: no one's.
-      admit: which unknown ids get a row: an `AdmitAfter`. None: all.
+        `TimeToLive` or `LeastFrequentlyUsed`. None evicts no id.
+      admit: which unknown ids get a row: an `AdmitAfter`. None admits all.
       default_row: row that ids without a row read. `"none"`: they contribute nothing,
         like ids outside a static table. `"learned"`: one row, which they share and
         train together.
