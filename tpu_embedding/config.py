@@ -14,7 +14,6 @@ import jax.numpy as jnp
 import numpy as np
 
 from tpu_embedding.argument_checks import right_names
-from tpu_embedding.dynamic import Dynamic
 from tpu_embedding.field_checks import (
     BOOL_RULE,
     Rule,
@@ -27,12 +26,13 @@ from tpu_embedding.field_checks import (
     optional,
     raise_all,
 )
-from tpu_embedding.initializers import Initializer, starts_any_row, takes_key
+from tpu_embedding.initializers import Initializer, takes_key
 from tpu_embedding.optimizers.names import optimizer_problem
 from tpu_embedding.optimizers.row_optimizer import TableOptimizer
 from tpu_embedding.placement import Placement
 from tpu_embedding.rows.narrow_rows import NARROW_DTYPES
 from tpu_embedding.types import PADDING_ROW_ID
+from tpu_embedding.vocabularies import FixedVocabulary, Vocabulary
 
 Combiner = Literal["sum", "mean", "sqrtn"]
 
@@ -98,7 +98,7 @@ _ROWS_RULE: Final = int_rule(1, MAX_VOCABULARY_SIZE)
 
 _TABLE_RULES: Final = {
     "vocabulary_size": Rule(
-        lambda x: isinstance(x, Dynamic) or _ROWS_RULE.is_met(x),
+        lambda x: isinstance(x, Vocabulary) or _ROWS_RULE.is_met(x),
         f"{_ROWS_RULE.text}, or a te.Dynamic",
         "give the number of different ids",
     ),
@@ -158,7 +158,7 @@ class TableConfig:
     `table_0`, `table_1`, ... in the order of first use.
 
     Attributes:
-      vocabulary_size: number of rows, 1 to 2**31 - 2, or a `Dynamic` for a table of
+      vocabulary_size: number of rows, 1 to 2**31 - 2, or a `te.Dynamic` for a table of
         any 64-bit ids.
       dim: number of columns, at least 1.
       initializer: function `(key, shape, dtype) -> array`, as in
@@ -191,7 +191,7 @@ class TableConfig:
       16
     """
 
-    vocabulary_size: int | Dynamic
+    vocabulary_size: int | Vocabulary
     dim: int
     initializer: Initializer | None = None
     optimizer: TableOptimizer | None = None
@@ -222,22 +222,9 @@ class TableConfig:
         problem = optimizer_problem("TableConfig.optimizer", self.optimizer, owner)
         if problem is not None:
             yield problem
-        if isinstance(self.vocabulary_size, Dynamic):
-            yield from self._dynamic_problems(owner)
-
-    def _dynamic_problems(self, owner: str):
-        """Says what a table of any ids cannot have."""
-        if _dtype_name(self.dtype) == "int8":
-            yield (
-                "TableConfig.dtype must not be int8 for a te.Dynamic vocabulary, got "
-                f"int8{owner}; a new row has float values, so give bfloat16"
-            )
-        if callable(self.initializer) and not starts_any_row(self.initializer):
-            yield (
-                "TableConfig.initializer must be able to start one row at a time for a "
-                f"te.Dynamic vocabulary, got {self.initializer!r}{owner}; take one of "
-                "te.initializers, or te.initializers.rowwise(initializer)"
-            )
+        if isinstance(self.vocabulary_size, Vocabulary):
+            dtype_name = _dtype_name(self.dtype)
+            yield from self.vocabulary.table_problems(dtype_name, initializer, owner)
 
     @property
     def says_combiner(self) -> bool:
@@ -245,16 +232,15 @@ class TableConfig:
         return not isinstance(self.combiner, _UnsaidCombiner)
 
     @property
-    def dynamic(self) -> Dynamic | None:
-        """The vocabulary of a dynamic table; None: ids are row numbers."""
+    def vocabulary(self) -> Vocabulary:
+        """What gives rows to the ids of the table."""
         size = self.vocabulary_size
-        return size if isinstance(size, Dynamic) else None
+        return size if isinstance(size, Vocabulary) else FixedVocabulary(size)
 
     @property
     def max_rows(self) -> int:
         """Rows that ids may have: the vocabulary size, or the capacity."""
-        size = self.vocabulary_size
-        return size.capacity if isinstance(size, Dynamic) else size
+        return self.vocabulary.max_rows
 
     @property
     def dtype_name(self) -> str:
@@ -389,26 +375,9 @@ class FeatureConfig:
                 f"{self.combiner!r} with max_sequence_length="
                 f"{self.max_sequence_length!r}{owner}; leave out one of the two"
             )
-        yield from self._problems_of_vocabulary(owner)
-
-    def _problems_of_vocabulary(self, owner: str):
-        """Says what is wrong with fields that depend on the table's vocabulary."""
-        if not self.table.dynamic:
-            row = optional(int_rule(0, self.table.max_rows - 1, "give a row's number"))
-            yield from broken_rules(self, {"default_id": row}, owner)
-            if self.find_only is True:
-                yield (
-                    "FeatureConfig.find_only is for a table with a te.Dynamic "
-                    f"vocabulary, got True{owner}; leave it out"
-                )
-            return
-        if self.default_id is not None:
+        yield from self.table.vocabulary.feature_problems(self, owner)
+        if self.find_only is True and self.table.vocabulary.ids_are_rows:
             yield (
-                "FeatureConfig.default_id must be None for a te.Dynamic vocabulary, "
-                f"got {self.default_id!r}{owner}; put the id into empty samples"
-            )
-        if self.out_of_range_ids == "clip":
-            yield (
-                "FeatureConfig.out_of_range_ids must be 'error' or 'drop' for a "
-                f"te.Dynamic vocabulary, got 'clip'{owner}; its ids have no nearest row"
+                "FeatureConfig.find_only is for a table with a te.Dynamic vocabulary, "
+                f"got True{owner}; leave it out"
             )

@@ -9,7 +9,6 @@ from collections.abc import Sequence
 from typing import Any, Final, NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
@@ -20,6 +19,18 @@ PADDING_ROW_ID: Final = 2**31 - 1
 
 It is positive because JAX wraps -1 to the last row even under `mode="drop"`.
 """
+
+NO_ID_64: Final = np.uint64(2**64 - 1)
+"""Marks a position without an id among uint64 ids."""
+
+
+def padding_of(dtype: np.dtype) -> np.generic:
+    """Returns what marks a position without an id among checked ids of this dtype.
+
+    Checked ids are int32 if they number rows, and else uint64.
+    """
+    return NO_ID_64 if dtype == np.uint64 else np.int32(PADDING_ROW_ID)
+
 
 IdArray = Array | np.ndarray
 
@@ -163,66 +174,13 @@ class ShardedRaggedIds:
 
 
 @jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Ids64:
-    """Ids of 64 bits, for dynamic tables. It stands wherever an array of ids may stand.
-
-    JAX has no integers of 64 bits by default, so each id is two words. Signed and
-    unsigned integers of equal bits are one id. `prepare` makes it of int64 and uint64
-    arrays. The id with all bits set, `2**64 - 1` or -1, means "no id".
-
-    Attributes:
-      high: uint32, the upper words of the ids.
-      low: uint32, the lower words; of the shape of `high`.
-    """
-
-    high: IdArray
-    low: IdArray
-
-    @classmethod
-    def of_array(cls, ids: Any) -> "Ids64":
-        """Makes the words of an integer array, NumPy or JAX.
-
-        Args:
-          ids: integers of any shape. Negative ones of 32 bits are extended to 64.
-
-        Raises:
-          TypeError: if they are no integers.
-
-        Example:
-          >>> Ids64.of_array(np.array([5, 2**40 + 1])).high.tolist()
-          [0, 256]
-        """
-        xp: Any = jnp if isinstance(ids, jax.Array) else np
-        ids = xp.asarray(ids)
-        if not xp.issubdtype(ids.dtype, np.integer):
-            raise TypeError(f"Ids64.of_array takes integers, got dtype {ids.dtype}.")
-        if ids.dtype.itemsize == 8:
-            low, high = ids & 0xFFFFFFFF, ids >> 32
-        else:
-            low = ids
-            high = xp.where(ids < 0, -1, 0).astype(np.int32)
-        return cls(high=high.astype(np.uint32), low=low.astype(np.uint32))
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """Shape of the array of ids."""
-        return self.high.shape
-
-    def to_numpy(self) -> np.ndarray:
-        """Returns the ids as NumPy uint64."""
-        high, low = (np.asarray(x, np.uint64) for x in (self.high, self.low))
-        return (high << np.uint64(32)) | low
-
-
-@jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class RowIds:
-    """A feature whose 64-bit ids were replaced by the numbers of their rows.
+    """A feature whose ids were replaced by the numbers of their rows.
 
-    `insert_ids` and `find_ids` make it, and lookups of a dynamic table take it. It is
-    good until the next `insert_ids`, which may give its rows to other ids. Between
-    steps, keep ids, never `RowIds`.
+    Lookups take it for tables whose ids are not row numbers. It is good for one step:
+    the next one may give its rows to other ids. Between steps, keep ids, never
+    `RowIds`.
 
     Attributes:
       ids: int32, in the form of the feature: an array, `DenseIds` or
@@ -232,9 +190,7 @@ class RowIds:
     ids: Any
 
 
-FeatureIds = (
-    IdArray | Ids64 | DenseIds | RaggedIds | SparseIds | ShardedRaggedIds | RowIds
-)
+FeatureIds = IdArray | DenseIds | RaggedIds | SparseIds | ShardedRaggedIds | RowIds
 
 
 def ids_of(feature: Any) -> Any:
@@ -305,28 +261,3 @@ class LookupStats:
     out_of_range: dict[str, Int[Array, ""]]
     num_ids: dict[str, Int[Array, ""]]
     requested_rows: dict[str, Int[Array, " shards"]]
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class DynamicStats:
-    """Counts of one call for a dynamic table. int32 scalars, over all devices.
-
-    Attributes:
-      ids: ids of the batch, repeats included.
-      hits: those that had a row before the call.
-      inserts: different new ids that got a row.
-      evictions: ids that lost their row to a new one.
-      not_admitted: different unknown ids that the admission refused, or that no feature
-        inserts. 0 if the call only finds.
-      no_place: different admitted ids whose bucket has no place.
-      used_rows: rows that ids have after the call.
-    """
-
-    ids: Array
-    hits: Array
-    inserts: Array
-    evictions: Array
-    not_admitted: Array
-    no_place: Array
-    used_rows: Array

@@ -12,8 +12,8 @@ import tpu_embedding as te
 from tests.conftest import mesh_of
 from tests.tiers import quick_cases, with_ids
 from tpu_embedding.checkpoint import dynamic_tables
-from tpu_embedding.dynamic import SLOTS_PER_BUCKET
-from tpu_embedding.plan import dynamic_rows
+from tpu_embedding.dynamic import directory
+from tpu_embedding.dynamic.vocabulary import SLOTS_PER_BUCKET
 
 functional = te.functional
 ROW_FIELDS = ("ids", "natural_rows", "last_used", "counts")
@@ -43,7 +43,9 @@ def batch_of(step, plan):
     random = np.random.default_rng(step)
     ids = {f.name: random.integers(-400, 400, 48) for f in plan.features}
     return {
-        f.name: words(ids[f.name]) if f.table.dynamic else np.int32(ids[f.name] % 50)
+        f.name: words(ids[f.name])
+        if not f.table.vocabulary.ids_are_rows
+        else np.int32(ids[f.name] % 50)
         for f in plan.features
     }
 
@@ -219,7 +221,7 @@ def test_another_capacity_keeps_the_most_valuable_ids(tmp_path, capacity, num_de
 )
 def test_a_smaller_table_keeps_what_its_policy_would(evict, value):
     plan = plan_of(capacity=SLOTS_PER_BUCKET, names=("user",), evict=evict)
-    (member,) = dynamic_rows.dynamic_tables(plan.stacks[0])
+    (member,) = directory.dynamic_tables(plan.stacks[0])
     arrays = {
         dynamic_tables.IDS: np.arange(len(USED), dtype=np.uint64),
         dynamic_tables.LAST_USED: np.uint32(USED),

@@ -50,7 +50,7 @@ class StackToSave:
 
         Of dynamic tables, each process has all rows on its host for that time.
         """
-        if not self.stack.is_dynamic:
+        if self.stack.vocabulary.ids_are_rows:
             for turn in read_blocks(self.packed, self.stack, self.plan):
                 yield from turn
             return

@@ -16,14 +16,23 @@ import numpy as np
 
 from tpu_embedding.checkpoint.records import DIRECTORY_ARRAY, ArrayRecord
 from tpu_embedding.checkpoint.split_state import LayerState
-from tpu_embedding.dynamic import Dynamic, Eviction, LeastFrequentlyUsed
-from tpu_embedding.functional.ids_on_host import on_host, rows_in_directory
-from tpu_embedding.functional.placed_ids import PlacedIds, place_ids, with_placed_ids
-from tpu_embedding.plan.dynamic_rows import DynamicTablePlan, dynamic_tables
+from tpu_embedding.dynamic.directory import (
+    LINE_LANES,
+    DynamicTablePlan,
+    IdDirectory,
+    directory_name,
+    dynamic_tables,
+)
+from tpu_embedding.dynamic.ids_64 import NO_ID, Ids64, mix_ids
+from tpu_embedding.dynamic.ids_on_host import (
+    PlacedIds,
+    on_host,
+    place_ids,
+    rows_in_directory,
+    with_placed_ids,
+)
+from tpu_embedding.dynamic.vocabulary import Dynamic, Eviction, LeastFrequentlyUsed
 from tpu_embedding.plan.stack_plan import StackPlan
-from tpu_embedding.rows.id_directory import LINE_LANES, IdDirectory, directory_name
-from tpu_embedding.rows.id_mixing import NO_ID, mix_ids
-from tpu_embedding.types import Ids64
 
 IDS: Final = f"{DIRECTORY_ARRAY}ids"
 NATURAL_ROWS: Final = f"{DIRECTORY_ARRAY}natural_rows"

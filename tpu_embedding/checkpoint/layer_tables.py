@@ -14,6 +14,7 @@ from tpu_embedding.checkpoint.dynamic_tables import (
 )
 from tpu_embedding.checkpoint.records import ArrayRecord, Json, TableRecord
 from tpu_embedding.checkpoint.split_state import LayerState
+from tpu_embedding.dynamic.vocabulary import Dynamic
 from tpu_embedding.optimizers.row_optimizer import Driver, InSequence, Touched
 from tpu_embedding.plan.stack_plan import StackPlan, TablePlan, TrainedStackPlan
 from tpu_embedding.rows.file_rows import file_row
@@ -33,7 +34,7 @@ def tables_to_save(layer: LayerState) -> tuple[dict[str, TableRecord], Leaves]:
     records: dict[str, TableRecord] = {}
     leaves: Leaves = {}
     for stack in layer.plan.stacks:
-        ids = saved_ids(layer, stack) if stack.is_dynamic else {}
+        ids = {} if stack.vocabulary.ids_are_rows else saved_ids(layer, stack)
         records |= _records_of_stack(layer, stack, ids)
         for table, of_table in ids.items():
             for slot, array in of_table.arrays.items():
@@ -84,7 +85,7 @@ def _records_of_stack(
     for table in stack.tables:
         of_table = ids.get(table.name)
         size = table.config.max_rows
-        if stack.is_dynamic:
+        if not stack.vocabulary.ids_are_rows:
             size = 0 if of_table is None else len(of_table.rows)
         records[layer.name_of(table.name)] = TableRecord(
             vocabulary_size=size,
@@ -147,7 +148,7 @@ def _type_names(structure: jax.tree_util.PyTreeDef) -> list[str]:
 
 
 def _dynamic_record(table: TablePlan) -> Json | None:
-    dynamic = table.config.dynamic
-    if dynamic is None:
+    dynamic = table.config.vocabulary
+    if not isinstance(dynamic, Dynamic):
         return None
     return {"capacity": dynamic.capacity, "default_row": dynamic.default_row}

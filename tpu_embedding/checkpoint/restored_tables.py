@@ -26,12 +26,11 @@ from tpu_embedding.checkpoint.errors import errors_of_reading
 from tpu_embedding.checkpoint.layer_tables import slots_of
 from tpu_embedding.checkpoint.records import TableRecord
 from tpu_embedding.checkpoint.split_state import LayerState
-from tpu_embedding.functional.placed_ids import PlacedIds
-from tpu_embedding.plan.dynamic_rows import dynamic_tables
+from tpu_embedding.dynamic.directory import directory_name, dynamic_tables
+from tpu_embedding.dynamic.ids_on_host import PlacedIds
 from tpu_embedding.plan.plan import EmbeddingPlan
 from tpu_embedding.plan.stack_plan import StackPlan
 from tpu_embedding.rows.file_rows import decode_int8, file_row
-from tpu_embedding.rows.id_directory import directory_name
 from tpu_embedding.rows.packed_rows import PackedRows
 from tpu_embedding.tables.row_stream import write_blocks
 from tpu_embedding.tables.slot_values import NamedSlot
@@ -141,7 +140,7 @@ def restored_tables(
     for stack in layer.plan.stacks:
         reader = _StackReader(saved, placed, stack, layer.plan)
         tables[stack.name] = reader.with_rows(layer.tables[stack.name], None)
-        if stack.is_dynamic:
+        if not stack.vocabulary.ids_are_rows:
             clocks = {
                 x: int(of.read()) for x, of in saved.of_stack(stack, CLOCK).items()
             }
@@ -205,7 +204,7 @@ class _StackReader:
             return self._converted(rows, table, dtype)
 
         sizes = {x: self.saved.records[x].vocabulary_size for x in arrays}
-        if not self.stack.is_dynamic and arrays:
+        if self.stack.vocabulary.ids_are_rows and arrays:
             ranges = {table: (0, size) for table, size in sizes.items()}
             return write_blocks(packed, self.stack, self.plan, read, ranges)
         for table, size in sizes.items():

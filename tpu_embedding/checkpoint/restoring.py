@@ -43,11 +43,11 @@ from tpu_embedding.checkpoint.restored_tables import (
     restored_tables,
 )
 from tpu_embedding.checkpoint.split_state import LayerState, SplitState
+from tpu_embedding.dynamic.ids_on_host import PlacedIds
 from tpu_embedding.functional.following_slots import (
     check_no_followers,
     with_following_slots,
 )
-from tpu_embedding.functional.placed_ids import PlacedIds
 from tpu_embedding.functional.steps import init_slots
 from tpu_embedding.plan.plan import EmbeddingPlan
 from tpu_embedding.tables.slot_values import slot_values, with_slot_values

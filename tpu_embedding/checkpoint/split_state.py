@@ -16,6 +16,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from tpu_embedding.checkpoint.records import quote
+from tpu_embedding.dynamic.directory import IdDirectory
 from tpu_embedding.functional.steps import init_slots
 from tpu_embedding.nn.embedding import (
     DynamicStatsVariable,
@@ -26,7 +27,6 @@ from tpu_embedding.nn.linen.variables import LayerTables
 from tpu_embedding.nn.optimizer import Optimizer
 from tpu_embedding.nn.training import embedding_layers
 from tpu_embedding.plan.plan import EmbeddingPlan
-from tpu_embedding.rows.id_directory import IdDirectory, directory_name
 from tpu_embedding.rows.packed_rows import PackedRows
 from tpu_embedding.tables.initial_values import init_tables
 
@@ -309,7 +309,11 @@ def _are_tables(value: Any, plans: Iterable[EmbeddingPlan]) -> bool:
 
 
 def _directories(plan: EmbeddingPlan) -> set[str]:
-    return {directory_name(stack.name) for stack in plan.stacks if stack.is_dynamic}
+    return {
+        name
+        for stack in plan.stacks
+        for name in stack.vocabulary.stacks.array_names(stack)
+    }
 
 
 def _are_slots(value: Any, plans: Iterable[EmbeddingPlan]) -> bool:

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from tpu_embedding import types
+from tpu_embedding.dynamic.ids_64 import Ids64
 from tpu_embedding.export.signature import (
     WIDE_DTYPE,
     ExportError,
@@ -23,7 +24,7 @@ from tpu_embedding.export.signature import (
     keys_of,
     quoted_path,
 )
-from tpu_embedding.types import DenseIds, Ids64, ShardedRaggedIds
+from tpu_embedding.types import DenseIds, ShardedRaggedIds
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

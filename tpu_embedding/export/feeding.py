@@ -12,7 +12,8 @@ import jax
 import numpy as np
 
 from tpu_embedding.config import FeatureConfig, TableConfig
-from tpu_embedding.dynamic import Dynamic
+from tpu_embedding.dynamic.ids_64 import Ids64
+from tpu_embedding.dynamic.vocabulary import Dynamic
 from tpu_embedding.export.example import nest_of
 from tpu_embedding.export.signature import WIDE_DTYPE, ExportError, Input, Signature
 from tpu_embedding.inputs.buffer_sizes import BufferSizes
@@ -24,7 +25,6 @@ from tpu_embedding.strings.string_ids import Unknown, Vocabulary
 from tpu_embedding.types import (
     PADDING_ROW_ID,
     DenseIds,
-    Ids64,
     RaggedIds,
     ShardedRaggedIds,
 )

@@ -15,7 +15,15 @@ from typing import Final
 import numpy as np
 from flax import nnx
 
-from tpu_embedding.dynamic import SLOTS_PER_BUCKET
+from tpu_embedding.dynamic.directory import (
+    LINE_LANES,
+    DynamicTablePlan,
+    directory_name,
+    dynamic_tables,
+)
+from tpu_embedding.dynamic.ids_64 import NO_ID, Ids64
+from tpu_embedding.dynamic.ids_on_host import DynamicRows, rows_in_directory
+from tpu_embedding.dynamic.vocabulary import SLOTS_PER_BUCKET
 from tpu_embedding.export.row_formats import (
     RowFormat,
     encode,
@@ -23,15 +31,10 @@ from tpu_embedding.export.row_formats import (
 )
 from tpu_embedding.export.signature import ExportError, refuse_repeated
 from tpu_embedding.export.tensor_files import TensorSpec, create_file, write_rows
-from tpu_embedding.functional.ids_on_host import DynamicRows, rows_in_directory
 from tpu_embedding.nn.embedding import TPUEmbedding
 from tpu_embedding.nn.training import embedding_layers
-from tpu_embedding.plan.dynamic_rows import DynamicTablePlan, dynamic_tables
 from tpu_embedding.plan.stack_plan import TablePlan
-from tpu_embedding.rows.id_directory import LINE_LANES, directory_name
-from tpu_embedding.rows.id_mixing import NO_ID
 from tpu_embedding.tables.row_stream import read_blocks
-from tpu_embedding.types import Ids64
 
 TABLES_DIR: Final = "tables"
 
@@ -109,7 +112,7 @@ def tables_of_model(model: nnx.Module) -> dict[str, LayerTable]:
 def _tables_of_layer(layer: TPUEmbedding) -> Iterator[LayerTable]:
     packed = layer.tables.get_value()
     for stack in layer.plan.stacks:
-        if not stack.is_dynamic:
+        if stack.vocabulary.ids_are_rows:
             for table in stack.tables:
                 yield LayerTable(layer=layer, place=table)
             continue

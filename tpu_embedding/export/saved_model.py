@@ -18,6 +18,7 @@ import jax.export
 from flax import nnx
 from jax.extend.mlir.dialects import stablehlo
 
+from tpu_embedding.dynamic.ids_64 import NO_ID
 from tpu_embedding.export.directories import new_directory
 from tpu_embedding.export.row_formats import RowFormat
 from tpu_embedding.export.signature import WIDE_DTYPE, ExportError, Input, InputKind
@@ -28,7 +29,6 @@ from tpu_embedding.export.stablehlo import (
     save,
 )
 from tpu_embedding.extras import require_extra
-from tpu_embedding.rows.id_mixing import NO_ID
 from tpu_embedding.types import PADDING_ROW_ID
 
 

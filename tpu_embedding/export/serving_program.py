@@ -17,6 +17,7 @@ import jax.export
 import numpy as np
 from flax import nnx
 
+from tpu_embedding.dynamic.directory import directory_name
 from tpu_embedding.export.example import Example, ids_of
 from tpu_embedding.export.layer_tables import (
     LayerTable,
@@ -37,7 +38,6 @@ from tpu_embedding.nn.embedding import LAYER_VARIABLES
 from tpu_embedding.nn.recording import open_recorder
 from tpu_embedding.nn.training import embedding_layers
 from tpu_embedding.plan.features import FeaturePlan
-from tpu_embedding.rows.id_directory import directory_name
 
 PLATFORMS: Final = ("cpu", "cuda", "tpu")
 
@@ -196,10 +196,10 @@ def _wide_inputs(lookups: Mapping[str, Sequence[FeaturePlan]]) -> set[str]:
     wide = {
         name
         for name, features in lookups.items()
-        if any(feature.table.dynamic is not None for feature in features)
+        if not all(feature.table.vocabulary.ids_are_rows for feature in features)
     }
     for name in sorted(wide):
-        if any(feature.table.dynamic is None for feature in lookups[name]):
+        if any(feature.table.vocabulary.ids_are_rows for feature in lookups[name]):
             raise ExportError(
                 f"The ids of the input {name!r} are looked up in tables with a "
                 "te.Dynamic vocabulary and in others; make two inputs of them."
@@ -212,7 +212,8 @@ def _with_lookups(each: Input, features: Sequence[FeaturePlan]) -> Input:
     limits = [
         feature.table.max_rows
         for feature in features
-        if feature.table.dynamic is None and feature.config.out_of_range_ids == "error"
+        if feature.table.vocabulary.ids_are_rows
+        and feature.config.out_of_range_ids == "error"
     ]
     kind = "dense_ids" if features and each.kind == "array" else each.kind
     limit = min(limits, default=None)

@@ -3,27 +3,20 @@
 `steps` has the calls of a training step, and `by_feature` turns what stacks return
 into activations of features. `following_slots` and `final_table_values`
 have those around training, and `serving_lookup` that of an exported model.
-`dynamic_ids` replaces ids of 64 bits by rows; `ids_on_host` and `placed_ids` read and
-set them on the host. The arrays are the stacked tables and slot variables of a plan;
-`flax_states` lets Flax save them. `top_k` and `expand` are in
-`tpu_embedding.recommenders`.
+The arrays are the stacked tables and slot variables of a plan; `flax_states` lets Flax
+save them. `insert_ids` and its like are in `tpu_embedding.dynamic`, `top_k` and
+`expand` in `tpu_embedding.recommenders`.
 """
 
 from typing import TYPE_CHECKING
 
 from tpu_embedding.functional import flax_states as _flax_states  # noqa: F401
-from tpu_embedding.functional.dynamic_ids import FindResult as FindResult
-from tpu_embedding.functional.dynamic_ids import InsertResult as InsertResult
-from tpu_embedding.functional.dynamic_ids import find_ids as find_ids
-from tpu_embedding.functional.dynamic_ids import insert_ids as insert_ids
 from tpu_embedding.functional.final_table_values import (
     finalize_variable_values as finalize_variable_values,
 )
 from tpu_embedding.functional.following_slots import (
     with_table_values as with_table_values,
 )
-from tpu_embedding.functional.ids_on_host import DynamicRows as DynamicRows
-from tpu_embedding.functional.ids_on_host import dynamic_rows as dynamic_rows
 from tpu_embedding.functional.steps import LookupResult as LookupResult
 from tpu_embedding.functional.steps import Routing as Routing
 from tpu_embedding.functional.steps import activation_shapes as activation_shapes
@@ -39,14 +32,20 @@ from tpu_embedding.tables.initial_values import init_tables as init_tables
 from tpu_embedding.tables.slot_values import slot_values as slot_values
 from tpu_embedding.tables.slot_values import with_slot_values as with_slot_values
 from tpu_embedding.tables.table_values import unstack_tables as unstack_tables
-from tpu_embedding.types import DynamicStats as DynamicStats
-from tpu_embedding.types import Ids64 as Ids64
 from tpu_embedding.types import LookupStats as LookupStats
 from tpu_embedding.types import RowIds as RowIds
 from tpu_embedding.types import RowUpdates as RowUpdates
 from tpu_embedding.update.lazy_update import lift_to_rows as lift_to_rows
 
 if TYPE_CHECKING:
+    from tpu_embedding.dynamic.ids_64 import Ids64 as Ids64
+    from tpu_embedding.dynamic.ids_on_host import DynamicRows as DynamicRows
+    from tpu_embedding.dynamic.ids_on_host import dynamic_rows as dynamic_rows
+    from tpu_embedding.dynamic.row_ids import DynamicStats as DynamicStats
+    from tpu_embedding.dynamic.row_ids import FindResult as FindResult
+    from tpu_embedding.dynamic.row_ids import InsertResult as InsertResult
+    from tpu_embedding.dynamic.row_ids import find_ids as find_ids
+    from tpu_embedding.dynamic.row_ids import insert_ids as insert_ids
     from tpu_embedding.recommenders.best_rows import TopK as TopK
     from tpu_embedding.recommenders.best_rows import top_k as top_k
     from tpu_embedding.recommenders.unique_ids import expand as expand

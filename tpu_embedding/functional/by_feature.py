@@ -23,6 +23,37 @@ from tpu_embedding.plan.plan import EmbeddingPlan
 from tpu_embedding.types import LookupStats
 
 
+def row_numbers(features: Any, plan: EmbeddingPlan) -> list[Any]:
+    """Returns the rows that a lookup takes for each feature of a batch.
+
+    Raises:
+      TypeError: if a feature holds ids whose rows are not known.
+    """
+    plan = plan.for_batch(features)
+    return [
+        feature.inputs.row_numbers(ids, feature)
+        for ids, feature in zip(plan.flatten(features), plan.features, strict=True)
+    ]
+
+
+def first_without_rows(features: Any, plan: EmbeddingPlan) -> str | None:
+    """Returns the name of the first feature whose ids need rows, or None."""
+    plan = plan.for_batch(features)
+    pairs = zip(plan.flatten(features), plan.features, strict=True)
+    names = (feature.name for ids, feature in pairs if feature.inputs.needs_rows(ids))
+    return next(names, None)
+
+
+def find_rows(tables: dict[str, Any], features: Any, plan: EmbeddingPlan) -> Any:
+    """Returns a batch with the rows of all ids, as each kind of vocabulary finds them.
+
+    It changes no table.
+    """
+    for inputs in dict.fromkeys(feature.inputs for feature in plan.features):
+        features = inputs.find_rows(tables, features, plan)
+    return features
+
+
 def feature_shapes(
     leaves: Sequence[Any], plan: EmbeddingPlan
 ) -> tuple[FeatureShape, ...]:

@@ -7,36 +7,26 @@ of a batch may be symbolic: `jax.export` then makes one program for all batch si
 """
 
 import dataclasses
-import functools
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int, Shaped, UInt8, UInt32
+from jaxtyping import Array, Float, Int, Shaped, UInt8
 
-from tpu_embedding.dynamic import SLOTS_PER_BUCKET, Dynamic
 from tpu_embedding.inputs.shard_inputs import (
     feature_shape,
     to_feature_input,
     to_shardable,
 )
 from tpu_embedding.lookup._combine import gather_and_pool, scale_samples
-from tpu_embedding.lookup._directory import find_lane
 from tpu_embedding.lookup._exchange import quantize
 from tpu_embedding.lookup._flatten_to_owners import rows_and_poolings
 from tpu_embedding.plan.features import FeaturePlan
 from tpu_embedding.plan.input_plan import InputPlan
 from tpu_embedding.plan.plan import EmbeddingPlan
 from tpu_embedding.rows.file_rows import SCALE_AND_BIAS_BYTES
-from tpu_embedding.rows.id_directory import directory_name
-from tpu_embedding.rows.id_mixing import NO_ID, mix_ids, multiply_high
-from tpu_embedding.types import (
-    PADDING_ROW_ID,
-    Ids64,
-    ids_of,
-    with_ids,
-)
+from tpu_embedding.types import PADDING_ROW_ID
 
 
 @jax.tree_util.register_dataclass
@@ -60,9 +50,8 @@ def serve(
 
     Args:
       tables: table name to its rows in logical order: `[vocabulary_size, dim]` of a
-        float type, or uint8 `[vocabulary_size, dim + 8]` in FBGEMM's layout. A dynamic
-        table has 64 rows per bucket, maybe a default row behind them, and under its
-        `directory_name` the upper and lower words of its ids, uint32 `[buckets, 128]`.
+        float type, or uint8 `[vocabulary_size, dim + 8]` in FBGEMM's layout. If the ids
+        of a table are not row numbers, also what `served_rows` of its vocabulary reads.
       features: see `tpu_embedding.functional.lookup`; ragged ids are of one shard.
       plan: plan of the layer.
 
@@ -79,9 +68,7 @@ def serve(
     activations = []
     for ids, feature in zip(plan.flatten(features), plan.features, strict=True):
         name = table_of(feature, plan)
-        if feature.table.dynamic is not None:
-            keys = tables[directory_name(name)]
-            ids = with_ids(ids, _find(ids_of(ids), feature.table.dynamic, keys))
+        ids = feature.inputs.served_rows(ids, feature, tables, name)
         activations.append(_serve_feature(tables[name], ids, feature, plan, one_shard))
     call = ServedCall(ids=plan.flatten(features), plan=plan)
     return plan.unflatten(activations), call
@@ -104,23 +91,6 @@ def rows_of_table(
     """
     rows = table.at[row_ids].get(mode="fill", fill_value=0)
     return _decode(rows) if table.dtype == jnp.uint8 else rows.astype(jnp.float32)
-
-
-def _find(ids: Any, dynamic: Dynamic, keys: UInt32[Array, "buckets _"]) -> Array:
-    """Returns the row of each id; the default row for those without one."""
-    if not isinstance(ids, Ids64):
-        ids = Ids64.of_array(ids)  # jnp.asarray would cut NumPy's int64.
-    high, low = (jnp.asarray(x).reshape(-1) for x in (ids.high, ids.low))
-    mixed, _ = mix_ids(high, low)
-    buckets = multiply_high(mixed, dynamic.num_buckets)
-    is_id = ~((high == NO_ID) & (low == NO_ID))
-    lanes = jax.vmap(functools.partial(find_lane, keys))(buckets, high, low)
-    missing = PADDING_ROW_ID
-    if dynamic.default_row == "learned":
-        missing = dynamic.num_places
-    rows = jnp.where(lanes < 0, missing, SLOTS_PER_BUCKET * buckets + lanes)
-    rows = jnp.where(is_id, rows, PADDING_ROW_ID)
-    return rows.astype(jnp.int32).reshape(ids.high.shape)
 
 
 def _decode(rows: UInt8[Array, "ids bytes"]) -> Float[Array, "ids dim"]:

@@ -27,15 +27,9 @@ from tpu_embedding.functional.by_feature import (
     collect_stats,
     cotangent_of_samples,
     feature_shapes,
-)
-from tpu_embedding.functional.dynamic_ids import (
-    advance_clock,
-    find_ids,
-    holds_raw_ids,
-    raw_feature,
-    refuse_raw_ids,
+    find_rows,
+    first_without_rows,
     row_numbers,
-    rows_of_batch,
 )
 from tpu_embedding.gradients import TableGradients, global_norm
 from tpu_embedding.inputs.shard_inputs import (
@@ -56,7 +50,6 @@ from tpu_embedding.plan.check_rows import check_slots, check_tables
 from tpu_embedding.plan.plan import EmbeddingPlan
 from tpu_embedding.plan.shard_map import in_auto_axes, on_shards, unchecked_values
 from tpu_embedding.plan.stack_plan import TrainedStackPlan
-from tpu_embedding.rows.id_directory import directory_name
 from tpu_embedding.rows.packed_rows import PackedRows
 from tpu_embedding.rows.row_gradients import Sealed, gradient_of_no_row
 from tpu_embedding.types import LookupStats
@@ -82,8 +75,8 @@ class Routing:
         missing.
       shapes: per lookup.
       plan: plan of the batch's features.
-      raw_feature: a feature of a dynamic table whose ids `lookup` only found, which
-        trains no new id; None: there is none.
+      raw_feature: a feature whose rows `lookup` had to find: new ids have none, so it
+        cannot be trained; None: there is no such feature.
     """
 
     stacks: dict[str, StackRouting]
@@ -121,8 +114,8 @@ def activation_shapes(features: Any, plan: EmbeddingPlan) -> Any:
     """
     plan = plan.for_batch(features)
     leaves = [
-        leaf if holds_raw_ids(leaf, feature) else row_numbers(leaf, feature)
-        for leaf, feature in zip(plan.flatten(features), plan.features, strict=True)
+        ids if x.inputs.needs_rows(ids) else x.inputs.row_numbers(ids, x)
+        for ids, x in zip(plan.flatten(features), plan.features, strict=True)
     ]
     structs = [
         jax.ShapeDtypeStruct(
@@ -166,10 +159,10 @@ def lookup(
       >>> te.functional.lookup(tables, ids, plan).activations["watched"].shape
       (2, 4)
     """
-    raw = raw_feature(features, plan)
+    raw = first_without_rows(features, plan)
     if raw is None:
         return read_rows(tables, route(features, plan), plan)
-    routed = route(find_ids(tables, features, plan).features, plan)
+    routed = route(find_rows(tables, features, plan), plan)
     return read_rows(tables, dataclasses.replace(routed, raw_feature=raw), plan)
 
 
@@ -200,7 +193,7 @@ def route(features: Any, plan: EmbeddingPlan) -> Routing:
       (2, 4)
     """
     plan = plan.for_batch(features)
-    leaves = rows_of_batch(features, plan)
+    leaves = row_numbers(features, plan)
     shapes = feature_shapes(leaves, plan)
     for i, ids in enumerate(leaves):
         # NumPy arrays are converted before JAX sees them: it would cut int64.
@@ -314,7 +307,7 @@ def compute_gradients(
       lookups.
 
     Raises:
-      TypeError: if the lookup was given ids of a dynamic table instead of rows.
+      TypeError: if the lookup had to find the rows of a feature.
     """
     if routing.plan.stacks != plan.stacks:
         raise ValueError(
@@ -322,7 +315,9 @@ def compute_gradients(
             "tables; use one plan for the whole step."
         )
     if routing.raw_feature is not None:
-        refuse_raw_ids(routing.raw_feature)
+        features = {feature.name: feature for feature in routing.plan.features}
+        raw = features[routing.raw_feature]
+        raise raw.inputs.unknown_rows(raw)
     layer_plan, plan = plan, routing.plan
     cotangents = plan.flatten(cotangents, "cotangents")
 
@@ -420,9 +415,7 @@ def apply_gradients(
     new_tables: dict[str, Any] = dict(tables)
     new_slots = dict(slots)
     for stack in plan.stacks:
-        if stack.is_dynamic:
-            name = directory_name(stack.name)
-            new_tables[name] = advance_clock(new_tables[name])
+        new_tables |= stack.vocabulary.stacks.end_step(tables, stack)
     for stack in plan.trained_stacks:
         gradient, state = gradients.stacks.get(stack.name), slots[stack.name]
         specs = state_specs(state, stack)
@@ -430,9 +423,7 @@ def apply_gradients(
             step = functools.partial(state_without_rows, stack=stack)
             new_slots[stack.name] = in_auto_axes(step, plan, specs)(state)
             continue
-        used_rows = None
-        if stack.is_dynamic:
-            used_rows = new_tables[directory_name(stack.name)].used_rows
+        used_rows = stack.vocabulary.stacks.used_rows(tables, stack)
         rows_spec = stack.rows_spec
         new_tables[stack.name], new_slots[stack.name] = on_shards(
             functools.partial(_update_shard, stack=stack),

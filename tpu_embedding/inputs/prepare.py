@@ -20,12 +20,6 @@ from tpu_embedding.inputs.containers import (
     is_real,
     read_ids,
 )
-from tpu_embedding.inputs.ids_64 import (
-    check_ids_64,
-    join_words,
-    refuse_unreadable,
-    with_words,
-)
 from tpu_embedding.inputs.ragged_shards import demand_of, pad_to_shards
 from tpu_embedding.inputs.shard_inputs import (
     check_dtypes,
@@ -37,7 +31,6 @@ from tpu_embedding.plan.features import FeaturePlan
 from tpu_embedding.plan.input_plan import InputPlan
 from tpu_embedding.plan.plan import AnyPlan, EmbeddingPlan
 from tpu_embedding.types import (
-    PADDING_ROW_ID,
     DenseIds,
     RaggedIds,
     ShardedRaggedIds,
@@ -70,7 +63,7 @@ def prepare_features(
         leaves are integer arrays `[batch]` or `[batch, valence]` (unused positions hold
         `PADDING_ROW_ID`), nested lists, `DenseIds`, `RaggedIds`, `SparseIds`, or
         objects with the fields of `tf.RaggedTensor` or `tf.SparseTensor`. Global; any
-        integer dtype. Those of dynamic tables may also be `Ids64`.
+        integer dtype. For tables of 64-bit ids, also pairs of words of 32 bits.
       plan: plan of the layer, or its part `EmbeddingPlan.for_loaders()`.
       weights: None, or the same nest with weights, or None, per feature: in the form of
         the ids, or an array; for ragged and sparse features `[num_values]`.
@@ -80,9 +73,9 @@ def prepare_features(
         function for each batch, as they agree on the sizes of ragged features.
 
     Returns:
-      The nest with NumPy arrays: int32 ids, `Ids64` for dynamic tables, and float32
-      weights. Pass it to the layer, or to `tpu_embedding.inputs.shard_batch` first,
-      with the same `samples`.
+      The nest with NumPy arrays: int32 ids, or pairs of words for tables of 64-bit
+      ids, and float32 weights. Pass it to the layer, or to
+      `tpu_embedding.inputs.shard_batch` first, with the same `samples`.
 
     Raises:
       TypeError: if ids are no integers, or their container has no clear meaning.
@@ -117,10 +110,9 @@ def prepare_features(
 
 def _for_step(ids: DenseIds | ShardedRaggedIds, feature: FeaturePlan) -> Any:
     """Returns the ids of a feature in the container that the step takes."""
-    found: Any = ids
     if isinstance(ids, DenseIds) and ids.weights is None:
-        found = ids.ids
-    return with_words(found) if feature.table.dynamic else found
+        return feature.inputs.for_step(ids.ids)
+    return feature.inputs.for_step(ids)
 
 
 def shard_batch(batch: Any, plan: EmbeddingPlan, *, samples: Samples = "global") -> Any:
@@ -211,10 +203,7 @@ def _read_feature(ids: Any, feature: FeaturePlan) -> HostIds:
         )
     if isinstance(ids, ShardedRaggedIds):
         raise TypeError(f"Feature {feature.name!r} has been prepared already.")
-    if feature.table.dynamic:
-        ids = join_words(ids, feature)
-        refuse_unreadable(ids, feature)
-    host_ids = read_ids(ids, f"feature {feature.name!r}")
+    host_ids = read_ids(feature.inputs.read(ids, feature), f"feature {feature.name!r}")
     shape = batch_shape_of(host_ids)
     if isinstance(host_ids, SparseIds):
         if len(shape) > 1 and feature.config.output_shape is None:
@@ -258,7 +247,7 @@ def _refuse_batches(read: list[HostIds], num_parts: int, plan: AnyPlan) -> None:
 def _check_feature(
     host_ids: HostIds, weights: Any, feature: FeaturePlan
 ) -> DenseIds | RaggedIds:
-    """Returns int32 or uint64 ids and float32 weights, checked; none stays sparse."""
+    """Returns checked ids and float32 weights; none stays sparse."""
     weights = _read_weights(weights, host_ids, feature)
     is_dense, values = isinstance(host_ids, DenseIds), np.asarray(ids_of(host_ids))
     if not values.size and not is_dense:
@@ -267,9 +256,9 @@ def _check_feature(
     # Dense ids need marks of positions without an id. Ragged and sparse ids have them
     # where `hash_ids` or a `Vocabulary`, which return int32, was given padding.
     holds_padding = is_dense or values.dtype == np.int32
-    check = check_ids_64 if feature.table.dynamic else _check_range
     where = "position" if is_dense else "value"
-    ids = with_ids(host_ids, check(values, holds_padding, feature, where))
+    checked = feature.inputs.check(values, holds_padding, feature, where)
+    ids = with_ids(host_ids, checked)
     if isinstance(ids, SparseIds):
         return from_sparse(ids, weights, feature)
     return dataclasses.replace(ids, weights=weights)
@@ -330,40 +319,6 @@ def _check_same_places(weights: HostIds, ids: HostIds, owner: str) -> None:
 
 def _shorten(array: np.ndarray) -> str:
     return np.array2string(array, threshold=20, separator=", ")
-
-
-def _check_range(
-    ids: np.ndarray, holds_padding: bool, feature: FeaturePlan, where: str
-) -> np.ndarray:
-    """Returns a copy of the ids as int32.
-
-    Ids that don't fit in int32 stay out of range, at the same end: -1, or the largest
-    int32 that isn't padding. Both are outside any table, so it doesn't matter whether
-    the step, or a served program with rules of its own, drops or clips them.
-    """
-    vocabulary_size = feature.table.vocabulary_size
-    policy = feature.config.out_of_range_ids
-    if ids.dtype.kind not in "iu":  # such as int4, which NumPy cannot compare
-        ids = ids.astype(np.int64)
-    if not ids.size or (ids.min() >= 0 and ids.max() < vocabulary_size):
-        return ids.astype(np.int32)
-    is_padding = (ids == PADDING_ROW_ID) & holds_padding
-    is_outside = ((ids < 0) | (ids >= vocabulary_size)) & ~is_padding
-    if policy == "error" and is_outside.any():
-        position = tuple(int(i) for i in np.argwhere(is_outside)[0])
-        raise ValueError(
-            f"Ids of feature {feature.name!r} must lie in [0, {vocabulary_size}), the "
-            f"rows of its table, got {ids[position]} at {where} {position}, "
-            f"and {int(is_outside.sum())} such ids in all. Correct the data, mark "
-            "places without an id by te.inputs.PADDING_ROW_ID, number ids with gaps by "
-            "te.inputs.Vocabulary or te.inputs.hash_ids, or set "
-            "FeatureConfig.out_of_range_ids to 'drop' or 'clip'."
-        )
-    # The conversion would wrap ids that an int32 cannot hold. Replace them first.
-    is_foreign = is_outside & ((ids < 0) | (ids >= PADDING_ROW_ID))
-    replacement = np.where(ids < 0, -1, PADDING_ROW_ID - 1)
-    kept = np.where(is_foreign, 0, ids).astype(np.int32)
-    return np.where(is_foreign, replacement, kept).astype(np.int32)
 
 
 def _pad_ragged(

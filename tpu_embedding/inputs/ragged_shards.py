@@ -9,9 +9,8 @@ from typing import Any
 import numpy as np
 
 from tpu_embedding.inputs.buffer_sizes import RaggedDemand
-from tpu_embedding.inputs.ids_64 import padding_of
 from tpu_embedding.plan.features import FeaturePlan
-from tpu_embedding.types import RaggedIds, ShardedRaggedIds
+from tpu_embedding.types import RaggedIds, ShardedRaggedIds, padding_of
 
 
 def demand_of(ids: RaggedIds, feature: FeaturePlan, num_shards: int) -> RaggedDemand:

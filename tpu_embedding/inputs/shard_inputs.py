@@ -24,7 +24,6 @@ from tpu_embedding.types import (
     DenseIds,
     FeatureIds,
     IdArray,
-    Ids64,
     RaggedIds,
     ShardedRaggedIds,
     SparseIds,
@@ -110,8 +109,6 @@ def feature_shape(ids: FeatureIds, feature: FeaturePlan, plan: AnyPlan) -> Featu
             "tpu_embedding.inputs.prepare_features on the host first."
         )
     values, weights = ids_of(ids), _weights_of(ids)
-    if isinstance(values, Ids64):
-        values = values.high  # It has the shape of the ids.
     check_dtypes(values, weights, feature)
     batch_size = _batch_size(ids, values, feature, plan)
     is_ragged = isinstance(ids, ShardedRaggedIds)
@@ -227,9 +224,7 @@ def check_dtypes(ids, weights, feature: FeaturePlan) -> None:
 def _way_to_integers(ids: Any, feature: FeaturePlan) -> str:
     """Returns the way from ids of another dtype to integers, for errors."""
     kind = getattr(ids.dtype, "kind", "")
-    way = "te.inputs.hash_ids or te.inputs.Vocabulary"
-    if feature.table.dynamic:
-        way = "te.inputs.fingerprint_ids"
+    way = feature.inputs.text_to_ids
     if kind in ("S", "U", "T"):
         return f"turn strings into ids with {way}"
     if kind == "O":

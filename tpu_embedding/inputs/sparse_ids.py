@@ -9,10 +9,9 @@ import math
 import numpy as np
 
 from tpu_embedding.inputs.containers import MAX_SAMPLES
-from tpu_embedding.inputs.ids_64 import padding_of
 from tpu_embedding.inputs.shard_inputs import refuse_weighted_sequence
 from tpu_embedding.plan.features import FeaturePlan
-from tpu_embedding.types import DenseIds, RaggedIds, SparseIds
+from tpu_embedding.types import DenseIds, RaggedIds, SparseIds, padding_of
 
 
 def from_sparse(

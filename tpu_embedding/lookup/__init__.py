@@ -19,9 +19,7 @@ All modules are private. `functional/steps.py` calls them inside `shard_map`, an
 `_forward` runs stages 1 to 5, and `_backward` stages 6, 4 and 7, round by round: an
 update folds over `gradient_rounds`. `_replicas` follows where several devices hold
 copies of a shard. `_gradient_blocks` replaces stages 3, 4, 6 and 7 where one CPU
-device owns all rows. Before a lookup, `_translate` replaces 64-bit ids of dynamic
-tables by rows: they travel in the same rounds, and `_directory` finds or inserts them
-as `_admission` lets it. `_mixed_ids` holds such ids.
+device owns all rows.
 
 A gradient is its samples, the routing of the lookup and the cotangents, and round 1 at
 the owners. It has no size of the table, and is added by joining samples. An update, or

@@ -10,8 +10,8 @@ shards find it by an all-reduce (minimum) of one number per owner and word of th
 
 `send_unique` sends the first round, and its callers run it as straight-line code. Later
 rounds exist only under skew. `fold_later_rounds` is the only loop: the forward pass
-folds "fetch, combine" over it, an update "spread, send, merge, apply the rule", a
-dynamic table "find or insert". All shards agree on when to stop.
+folds "fetch, combine" over it, an update "spread, send, merge, apply the rule", and a
+vocabulary "find or insert". All shards agree on when to stop.
 """
 
 import dataclasses

@@ -23,8 +23,8 @@ from tpu_embedding.inputs.buffer_sizes import BufferSizes
 from tpu_embedding.inputs.prepare import Samples, prepare_features
 from tpu_embedding.inputs.shard_inputs import attach_weights
 from tpu_embedding.nn.layer_stats import (
-    no_dynamic_stats,
     no_stats,
+    no_vocabulary_counts,
     stats_of_layer,
 )
 from tpu_embedding.nn.pooled_ids import warn_of_pooled_ids
@@ -228,9 +228,8 @@ class TPUEmbedding(ShortRepr):
         self.tables = EmbeddingTables(init_tables(plan, rngs.params()))
         # On the mesh from the start, as after the first lookup.
         self.stats = LookupStatsVariable(replicate_on_mesh(no_stats(plan), plan))
-        if any(stack.is_dynamic for stack in plan.stacks):
-            counts = replicate_on_mesh(no_dynamic_stats(plan), plan)
-            self.dynamic_stats = DynamicStatsVariable(counts)
+        if counts := no_vocabulary_counts(plan):
+            self.dynamic_stats = DynamicStatsVariable(replicate_on_mesh(counts, plan))
         self.buffer_sizes = LayerBufferSizes()
         self.followed_tables: frozenset[str] = frozenset()
         self.recorded = RecordedCalls(())

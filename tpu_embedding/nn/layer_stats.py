@@ -1,6 +1,7 @@
 """Counts of lookups and of inserted ids, in the form that a layer's variables keep."""
 
 import dataclasses
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -8,18 +9,15 @@ from jax.core import Tracer
 
 from tpu_embedding.nn.recording import replicate_on_mesh
 from tpu_embedding.plan.plan import EmbeddingPlan
-from tpu_embedding.types import DynamicStats, LookupStats
+from tpu_embedding.types import LookupStats
 
 
-def no_dynamic_stats(plan: EmbeddingPlan) -> dict[str, DynamicStats]:
-    """Returns zeros for each dynamic table, before the first `insert_ids`."""
-    names = [field.name for field in dataclasses.fields(DynamicStats)]
-    return {
-        table.name: DynamicStats(**{name: jnp.int32(0) for name in names})
-        for stack in plan.stacks
-        if stack.is_dynamic
-        for table in stack.tables
-    }
+def no_vocabulary_counts(plan: EmbeddingPlan) -> dict[str, Any]:
+    """Returns what vocabularies count per table, before the first step."""
+    counts = {}
+    for stack in plan.stacks:
+        counts |= stack.vocabulary.stacks.zero_counts(stack)
+    return counts
 
 
 def no_stats(plan: EmbeddingPlan) -> LookupStats:

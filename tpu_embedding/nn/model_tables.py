@@ -108,28 +108,30 @@ def check_gradients(gradients: Any, owner: str, compute: str, line: str) -> Grad
     return gradients
 
 
-def layer_with_dynamic_tables(
+def layer_of_new_ids(
     layers: Mapping[str, EmbeddingPlan], path: str | None, owner: str
 ) -> str:
-    """Returns the path of the layer whose ids are inserted.
+    """Returns the path of the layer whose new ids get rows.
 
     Args:
       layers: path to the plan of each layer.
-      path: what the user gives; None: the only layer with dynamic tables.
-      owner: the method that is called.
+      path: what the user gives; None: the only layer with a table of such ids.
+      owner: the method that is called, and the vocabulary that it is for.
 
     Raises:
-      ValueError: if no layer with dynamic tables has the path, or several do.
+      ValueError: if no layer with such a table has the path, or several do.
     """
-    dynamic = [
-        p for p, plan in layers.items() if any(s.is_dynamic for s in plan.stacks)
+    fitting = [
+        path
+        for path, plan in layers.items()
+        if not all(stack.vocabulary.ids_are_rows for stack in plan.stacks)
     ]
-    if path is None and len(dynamic) == 1:
-        return dynamic[0]
-    if path not in dynamic:
+    if path is None and len(fitting) == 1:
+        return fitting[0]
+    if path not in fitting:
         raise ValueError(
-            f"{owner}: layer must be the path of a layer with a te.Dynamic vocabulary, "
-            f"one of {dynamic}, got {path!r}; None is for a single one."
+            f"{owner}: layer must be the path of a layer with such a table, one of "
+            f"{fitting}, got {path!r}; None is for a single one."
         )
     return path
 

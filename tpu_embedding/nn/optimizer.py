@@ -22,7 +22,7 @@ from tpu_embedding.nn.model_tables import (
     check_gradients,
     finalize_model_values,
     init_model_slots,
-    layer_with_dynamic_tables,
+    layer_of_new_ids,
 )
 from tpu_embedding.nn.short_repr import ShortRepr
 from tpu_embedding.nn.training import (
@@ -190,8 +190,8 @@ class Optimizer(ShortRepr):
           >>> optimizer.update(model, grads)
         """
         layers, slots = self._layers_and_slots(model, "insert_ids")
-        owner = "Optimizer.insert_ids"
-        path = layer_with_dynamic_tables(dict(self.plans), layer, owner)
+        owner = "Optimizer.insert_ids, for te.Dynamic vocabularies"
+        path = layer_of_new_ids(dict(self.plans), layer, owner)
         of_layer = layers[path]
         result = functional.insert_ids(
             of_layer.tables.get_value(), slots[path], features, of_layer.plan, now

@@ -212,12 +212,13 @@ class PipelinedTrainStep:
                 "The model has no TPUEmbedding layer; a PipelinedTrainStep has nothing "
                 "to look up ahead."
             )
-        if any(stack.is_dynamic for plan in plans for stack in plan.stacks):
-            raise NotImplementedError(
-                "A PipelinedTrainStep takes no model with a te.Dynamic vocabulary, "
-                "whose new ids get rows in the step that looks them up. Write a plain "
-                "step with optimizer.insert_ids and te.value_and_grad."
-            )
+        for vocabulary in (x.vocabulary for plan in plans for x in plan.stacks):
+            if not vocabulary.ids_are_rows:
+                raise NotImplementedError(
+                    "A PipelinedTrainStep needs tables whose ids are row numbers, "
+                    f"got the vocabulary {vocabulary!r}. "
+                    f"{vocabulary.instead_of_row_numbers}"
+                )
         for module in (model, optimizer):
             put_on_mesh(module, plans[0])
         options = plans[0].compiler_options

@@ -30,7 +30,7 @@ from jax.extend.core import Primitive
 
 from tpu_embedding.argument_checks import describe_value
 from tpu_embedding.functional import steps
-from tpu_embedding.functional.dynamic_ids import rows_of_batch
+from tpu_embedding.functional.by_feature import row_numbers
 from tpu_embedding.gradients import Gradients, TableGradients, add
 from tpu_embedding.plan.plan import EmbeddingPlan
 from tpu_embedding.plan.shard_map import replicate, user_mesh, zeros_like
@@ -298,10 +298,10 @@ def answer_call(
       shapes, the activations and the record are zeros, and there are no stats.
 
     Raises:
-      TypeError: if the features hold ids of a dynamic table instead of rows.
+      TypeError: if the features hold ids whose rows are not known.
       ValueError: if an earlier run of the loss made fewer calls.
     """
-    rows_of_batch(features, plan)  # rejects ids
+    row_numbers(features, plan)  # raises unless rows are known
     if taps is None:
         zeros = zeros_like(steps.activation_shapes(features, plan))
         leaves, structure = jax.tree.flatten(zeros)

@@ -30,8 +30,8 @@ class TableRows:
     """The rows of one or more tables that a rule is given: one part of all rows.
 
     Attributes:
-      table_sizes: float32 `[tables]`, number of rows of each whole table. In a dynamic
-        table only rows with an id count, and the learned default row.
+      table_sizes: float32 `[tables]`, number of rows of each whole table. Where ids
+        are not row numbers, only rows count that ids read.
       tables: int32 `[rows]`, the table of each row; None: there is one table.
       is_used: bool `[rows]`, False for padding, which is no row of a table.
       is_touched: bool `[rows]`, whether the row was looked up in this step.

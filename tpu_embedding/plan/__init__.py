@@ -9,7 +9,6 @@
 * `placing`: chooses the axes that rows are split over. `stacking`: groups tables.
 * `forms`: the form of gathers and updates that suits the hardware.
 * `capacity`: ids and rows per round. `replicas`: how copies of a shard add gradients.
-* `dynamic_rows`: deals the buckets and rows of dynamic tables to shards.
 * `memory`: bytes of packed rows. `description`: `print(plan)`.
 * `shard_map`: runs functions on the devices of a plan, on a mesh of any axis type.
 * `process_samples`: samples of a batch on each process.

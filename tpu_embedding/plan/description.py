@@ -5,7 +5,6 @@ from typing import TYPE_CHECKING
 
 from tpu_embedding.hardware import GIBIBYTE, MAX_SPARSE_CORE_BYTES
 from tpu_embedding.plan import memory
-from tpu_embedding.plan.dynamic_rows import directory_bytes, dynamic_tables
 from tpu_embedding.rows.packed_rows import LANE_BYTES
 
 if TYPE_CHECKING:
@@ -70,13 +69,7 @@ def _notes(stack: "StackPlan", plan: "EmbeddingPlan") -> Iterator[str]:
         )
     if stack.backend.lookups == "sparse_core":
         yield f"{stack.name}: SparseCores hold {_skew_held(stack, plan)}"
-    if stack.is_dynamic:
-        num_places = sum(t.dynamic.num_places for t in dynamic_tables(stack))
-        num_bytes = directory_bytes(stack, plan.hardware)
-        yield (
-            f"{stack.name}: {num_places:,} places for ids, which take "
-            f"{memory.format_bytes(num_bytes)} per device"
-        )
+    yield from stack.vocabulary.stacks.notes(stack, plan.hardware)
 
 
 def _skew_held(stack: "StackPlan", plan: "EmbeddingPlan") -> str:

@@ -13,6 +13,7 @@ import jax
 
 from tpu_embedding.argument_checks import describe_value
 from tpu_embedding.config import Combiner, FeatureConfig, TableConfig
+from tpu_embedding.vocabularies import VocabularyInputs
 
 if TYPE_CHECKING:
     from tpu_embedding.plan.stack_plan import StackPlan
@@ -40,6 +41,11 @@ class FeaturePlan:
     def table(self) -> TableConfig:
         """The table that the feature reads."""
         return self.config.table
+
+    @property
+    def inputs(self) -> VocabularyInputs:
+        """Reads the ids of the feature, and finds their rows."""
+        return self.config.table.vocabulary.inputs
 
     @property
     def combiner(self) -> Combiner:

@@ -11,7 +11,6 @@ from typing import Any, Final
 from jax.sharding import Mesh
 
 from tpu_embedding.placement import ChoosePlacement, Placement, Sharded
-from tpu_embedding.plan.dynamic_rows import refuse_unsuited, rows_of_dynamic_table
 from tpu_embedding.plan.stacking import NamedTable
 
 _DEFAULT: Final = "the default"
@@ -82,16 +81,16 @@ def _place(
     # The order of the mesh, so that equal placements share a stack.
     shard_axes = tuple(axis for axis in mesh.axis_names if axis in axes)
     num_shards = math.prod(mesh.shape[axis] for axis in shard_axes)
-    dynamic, num_rows = table.config.dynamic, table.config.max_rows
-    if dynamic is not None:
-        refuse_unsuited(table)
-        num_rows = rows_of_dynamic_table(dynamic, num_shards)
+    vocabulary, optimizer = table.config.vocabulary, table.optimizer
+    problem = optimizer is not None and vocabulary.optimizer_problem(optimizer)
+    if problem:
+        raise ValueError(f"TableConfig.optimizer of table {table.name!r} {problem}")
     return dataclasses.replace(
         table,
         shard_axes=shard_axes,
         num_shards=num_shards,
         placement_reason=reason,
-        num_rows=num_rows,
+        num_rows=vocabulary.rows_over(num_shards),
     )
 
 

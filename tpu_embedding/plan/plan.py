@@ -16,7 +16,6 @@ from tpu_embedding.argument_checks import ArgumentType
 from tpu_embedding.hardware import HardwareInfo
 from tpu_embedding.plan import memory
 from tpu_embedding.plan.description import describe, summarize
-from tpu_embedding.plan.dynamic_rows import directory_bytes
 from tpu_embedding.plan.features import (
     FeatureNest,
     find_tables,
@@ -149,7 +148,7 @@ class EmbeddingPlan(FeatureNest):
         """Memory that the tables take on each device, padding and ids included."""
         return sum(
             memory.rows_bytes(s.layout, self.hardware, LANE_BYTES)
-            + directory_bytes(s, self.hardware)
+            + s.vocabulary.stacks.bytes_per_device(s, self.hardware)
             for s in self.stacks
         )
 

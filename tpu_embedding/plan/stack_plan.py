@@ -13,6 +13,7 @@ from tpu_embedding.plan.capacity import RoundSize, round_size
 from tpu_embedding.plan.forms import Gathers, Updates
 from tpu_embedding.plan.stack_backend import StackBackend
 from tpu_embedding.rows.packed_rows import RowLayout
+from tpu_embedding.vocabularies import Vocabulary
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -23,7 +24,7 @@ class TablePlan:
       name: name of the table.
       config: the table as the user declared it.
       row_offset: first row in the stack.
-      num_rows: rows in the stack. A dynamic table has some that no id uses.
+      num_rows: rows in the stack, spare ones included.
       placement_reason: the setting that chose the placement of its stack.
     """
 
@@ -96,9 +97,9 @@ class StackPlan:
         return self.num_shards * self.num_replicas
 
     @property
-    def is_dynamic(self) -> bool:
-        """True if its tables have dynamic vocabularies; all or none have."""
-        return self.tables[0].config.dynamic is not None
+    def vocabulary(self) -> Vocabulary:
+        """The vocabulary of its first table; all of them are of one kind."""
+        return self.tables[0].config.vocabulary
 
     @property
     def dim(self) -> int:

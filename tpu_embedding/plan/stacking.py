@@ -36,7 +36,7 @@ class NamedTable:
         if every device has all rows.
       num_shards: devices along these axes.
       placement_reason: the setting that chose the axes.
-      num_rows: rows in its stack, spare ones of a dynamic table included.
+      num_rows: rows in its stack, spare ones included.
     """
 
     name: str
@@ -120,7 +120,8 @@ def stack_tables(tables: Sequence[NamedTable]) -> list[list[NamedTable]]:
             config.quantization_config,
             table.optimizer,
             table.shard_axes,
-            config.dynamic and config.dynamic.policy,
+            type(config.vocabulary),
+            config.vocabulary.stacking_key,
         )
         stacks = groups.setdefault(key, [])
         for stack in stacks:

@@ -90,7 +90,7 @@ def top_k(
 
     Raises:
       ValueError: if `k`, the table's name, the width of the queries or `excluded` do
-        not fit, or the table has a dynamic vocabulary.
+        not fit, or the ids of the table are not row numbers.
 
     Example:
       >>> import tpu_embedding as te
@@ -176,7 +176,7 @@ _compiled_search = jax.jit(
 
 
 def find_table(plan: EmbeddingPlan, name: str | None) -> tuple[StackPlan, TablePlan]:
-    """Returns a table of a plan and its stack; raises ValueError for a dynamic table.
+    """Returns a table of a plan, whose ids must be row numbers, and its stack.
 
     Args:
       plan: plan of the layer.
@@ -190,10 +190,11 @@ def find_table(plan: EmbeddingPlan, name: str | None) -> tuple[StackPlan, TableP
             f"top_k: table must name one of the tables {sorted(known)}, got {name!r}."
         )
     stack, member = known[name]
-    if stack.is_dynamic:
+    vocabulary = stack.vocabulary
+    if not vocabulary.ids_are_rows:
         raise ValueError(
-            f"top_k: table {name!r} has a te.Dynamic vocabulary, whose rows have no "
-            "fixed ids. Read them by te.functional.dynamic_rows, and score them by "
+            f"top_k: the ids of table {name!r} must be row numbers, got the vocabulary "
+            f"{vocabulary!r}. {vocabulary.instead_of_row_numbers} Score the rows by "
             "jax.lax.top_k(queries @ rows.T, k)."
         )
     return stack, member

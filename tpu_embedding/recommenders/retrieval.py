@@ -57,8 +57,8 @@ def top_k(
 
     Raises:
       TypeError: if `layer` is not a layer, such as the model.
-      ValueError: if `k`, the table's name or a shape does not fit, or the table has a
-        dynamic vocabulary.
+      ValueError: if `k`, the table's name or a shape does not fit, or the ids of
+        the table are not row numbers.
 
     Example:
       >>> from flax import nnx

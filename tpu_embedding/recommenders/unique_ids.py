@@ -17,11 +17,10 @@ from jaxtyping import Array, Float
 
 from tpu_embedding.inputs.agreed_sizes import choose_sizes
 from tpu_embedding.inputs.buffer_sizes import BufferSizes, RaggedDemand
-from tpu_embedding.inputs.ids_64 import padding_of
 from tpu_embedding.inputs.prepare import Samples, num_parts_of
 from tpu_embedding.plan.plan import AnyPlan, EmbeddingPlan
 from tpu_embedding.plan.shard_map import in_auto_axes, on_shards
-from tpu_embedding.types import AxisSize, IdArray, RaggedIds
+from tpu_embedding.types import AxisSize, IdArray, RaggedIds, padding_of
 
 _MAX_RANGE_PER_ID: Final = 16
 """Range of ids, per id, up to which a mark per value is faster than a sort."""
@@ -122,8 +121,8 @@ def unique_ids(
       samples: the samples that this process passes, as in `prepare_features`.
 
     Returns:
-      The unique ids and the index. Ids that do not fit in 32 bits are for dynamic
-      tables. Their padding is the reserved id, so their feature needs
+      The unique ids and the index. Ids that do not fit in 32 bits are for tables
+      of 64-bit ids. Their padding is the reserved id, so their feature needs
       `out_of_range_ids="drop"`.
 
     Raises:

@@ -10,5 +10,4 @@ All of it is private to the package.
 * `file_rows`: rows as files hold them, on the host.
 * `row_gradients`: the gradient of a table, as `lookup/` hands it to `update/`.
 * `opaque_row_ids`: hides row ids in a gradient, so that arithmetic on them is refused.
-* `id_directory`: the ids of dynamic tables, by bucket. `id_mixing`: hashes them.
 """

@@ -25,8 +25,6 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, UInt32
 
-from tpu_embedding.rows.id_mixing import mix_bits
-
 NarrowDtype = Literal["bfloat16", "int8"]
 """Storage type of narrow rows. An int8 row `q` means `scale * q + bias`, q in 0...255.
 
@@ -116,6 +114,21 @@ def split_rows(lines: Any, dtype: NarrowDtype) -> Any:
         return lines[:, None]
     parts = [lines & 0xFFFF, (lines >> 16) & 0xFFFF]
     return _module_of(lines).stack(parts, axis=1)
+
+
+def mix_bits(words: Any) -> Any:
+    """Returns a pseudo-random word for each word; unequal ones for unequal words.
+
+    Each bit of the input changes each bit of the result with probability near 1/2. A
+    hash of counters, in place of a random stream, makes the result independent of the
+    order and number of the devices. Source: Wellons' "lowbias32".
+
+    Args:
+      words: uint32, NumPy or JAX.
+    """
+    words = (words ^ (words >> np.uint32(16))) * np.uint32(0x7FEB352D)
+    words = (words ^ (words >> np.uint32(15))) * np.uint32(0x846CA68B)
+    return words ^ (words >> np.uint32(16))
 
 
 def random_bits(keys: UInt32[Array, " rows"], dim: int) -> UInt32[Array, "rows dim"]:

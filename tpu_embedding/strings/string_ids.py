@@ -158,7 +158,7 @@ def hash_ids(
 
 
 def fingerprint_ids(strings: Any) -> Any:
-    """Returns FarmHash's 64-bit fingerprint of each string, for dynamic tables.
+    """Returns FarmHash's 64-bit fingerprint of each string, for tables of any ids.
 
     Two strings of 2**32 have equal ones with a probability near 1/2.
 

@@ -28,20 +28,13 @@ from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Int, UInt32
 
 from tpu_embedding.argument_checks import describe_value
-from tpu_embedding.dynamic import AdmitAfter
 from tpu_embedding.initializers import RowFunction, threefry_key
-from tpu_embedding.plan.dynamic_rows import dynamic_tables
 from tpu_embedding.plan.memory import rows_per_slab
 from tpu_embedding.plan.plan import EmbeddingPlan
 from tpu_embedding.plan.shard_map import constrain, in_auto_axes, on_shards
 from tpu_embedding.plan.stack_plan import StackPlan, TablePlan
 from tpu_embedding.row_random_bits import key_words
 from tpu_embedding.rows.access import merge_block
-from tpu_embedding.rows.id_directory import (
-    IdDirectory,
-    directory_name,
-    empty_directory,
-)
 from tpu_embedding.rows.packed_rows import (
     PackedRows,
     gather_in_bounds,
@@ -60,8 +53,8 @@ def init_tables(plan: EmbeddingPlan, key: jax.Array) -> dict[str, Any]:
       key: typed JAX random key; the only source of randomness.
 
     Returns:
-      Stack name to packed rows, sharded over the plan's mesh. Stacks of dynamic tables
-      have a directory of ids beside their rows, under another name.
+      Stack name to packed rows, sharded over the plan's mesh. A stack whose ids are
+      not row numbers also has arrays under other names, which say what its rows are.
 
     Example:
       >>> import tpu_embedding as te
@@ -70,35 +63,21 @@ def init_tables(plan: EmbeddingPlan, key: jax.Array) -> dict[str, Any]:
       >>> sorted(te.functional.init_tables(plan, jax.random.key(0)))
       ['stack_0']
     """
-    dynamic = [stack for stack in plan.stacks if stack.is_dynamic]
 
     def init(key: jax.Array) -> dict[str, Any]:
         tables: dict[str, Any] = {
             stack.name: _init_stack(stack, plan, key) for stack in plan.stacks
         }
-        for stack in dynamic:
-            tables[directory_name(stack.name)] = _init_directory(stack, plan, key)
+        for stack in plan.stacks:
+            tables |= stack.vocabulary.stacks.init_arrays(stack, plan, key)
         return tables
 
-    specs = {stack.name: stack.rows_spec for stack in plan.stacks}
-    specs |= {directory_name(stack.name): stack.rows_spec for stack in dynamic}
+    specs = {
+        name: stack.rows_spec
+        for stack in plan.stacks
+        for name in (stack.name, *stack.vocabulary.stacks.array_names(stack))
+    }
     return in_auto_axes(init, plan, specs)(key)
-
-
-def _init_directory(
-    stack: StackPlan, plan: EmbeddingPlan, key: jax.Array
-) -> IdDirectory:
-    """Returns a directory without ids. Global."""
-    members = dynamic_tables(stack)
-    has_sketch = isinstance(members[0].dynamic.admit, AdmitAfter)
-    num_buckets = sum(member.buckets_per_shard for member in members)
-
-    def make(keys: UInt32[Array, "tables 2"]) -> IdDirectory:
-        return empty_directory(num_buckets, has_sketch, keys)
-
-    return on_shards(make, plan, in_specs=PartitionSpec(), out_specs=stack.rows_spec)(
-        _keys_of_tables(stack.tables, key)
-    )
 
 
 class _Tables(NamedTuple):
@@ -120,8 +99,8 @@ class _Tables(NamedTuple):
 def _init_stack(stack: StackPlan, plan: EmbeddingPlan, key: jax.Array) -> PackedRows:
     by_function: dict[RowFunction, list[TablePlan]] = {}
     others = []
-    # Rows of a dynamic table start when an id gets them.
-    for table in () if stack.is_dynamic else stack.tables:
+    # Other rows start when an id gets them.
+    for table in stack.tables if stack.vocabulary.ids_are_rows else ():
         initializer = table.row_initializer
         if initializer is None:
             others.append(table)
@@ -152,16 +131,17 @@ def _init_stack(stack: StackPlan, plan: EmbeddingPlan, key: jax.Array) -> Packed
     return rows
 
 
-def _keys_of_tables(
+def keys_of_tables(
     tables: Sequence[TablePlan], key: jax.Array
 ) -> UInt32[Array, "tables 2"]:
+    """Returns the words of a Threefry key for each table, which depend on its name."""
     words = np.asarray([_words_of_name(table.name) for table in tables], np.uint32)
     return jax.vmap(lambda words: key_words(_key_of_words(key, words)))(words)
 
 
 def _stack_facts(tables: Sequence[TablePlan], key: jax.Array) -> _Tables:
     """Returns the facts of tables whose initializers have one function."""
-    keys = _keys_of_tables(tables, key)
+    keys = keys_of_tables(tables, key)
     initializers = [table.row_initializer for table in tables]
     scalars = [initializer.scalars for initializer in initializers if initializer]
     parameters = tuple(np.stack(values) for values in zip(*scalars, strict=True))

@@ -19,9 +19,7 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Shaped, UInt32
 
-from tpu_embedding.dynamic import SLOTS_PER_BUCKET
 from tpu_embedding.optimizers.table_rows import AllReduce, TableRows
-from tpu_embedding.plan.dynamic_rows import dynamic_tables
 from tpu_embedding.plan.stack_plan import StackPlan, TablePlan, TrainedStackPlan
 from tpu_embedding.rows.access import (
     add_to_rows,
@@ -34,7 +32,6 @@ from tpu_embedding.rows.packed_rows import PackedRows, load_rows
 from tpu_embedding.update.tables_of_rows import (
     rows_of_stack,
     tables_of_rows,
-    used_table_sizes,
 )
 from tpu_embedding.xla import value_of_range
 
@@ -59,8 +56,8 @@ class TableWriter:
       stack: plan of the stack.
       step: step count of the `RoundedState` of a narrow table, whose rows are rounded
         stochastically; None: the table is float32.
-      table_sizes: float32 `[tables]`, the rows of dynamic tables that count; None: all
-        rows count.
+      table_sizes: float32 `[tables]`, the rows of each table that count; None: all rows
+        count.
     """
 
     stack: TrainedStackPlan
@@ -157,21 +154,20 @@ class TableWriter:
 def open_state(
     state: Any,
     stack: TrainedStackPlan,
-    used_rows: Int[Array, " tables"] | None = None,
+    used_rows: Any = None,
 ) -> tuple[TableWriter, Any]:
     """Returns the writer of a step, and the state of the stack's rule. Per shard.
 
     Args:
       state: the optimizer's state of the stack.
       stack: plan of the stack.
-      used_rows: rows of this shard that ids of dynamic tables have; None for tables
-        whose vocabulary is fixed.
+      used_rows: this shard's part of the `used_rows` of the stack's vocabulary.
     """
     is_rounded = isinstance(state, RoundedState)
     writer = TableWriter(
         stack=stack,
         step=state.step if is_rounded else None,
-        table_sizes=None if used_rows is None else used_table_sizes(used_rows, stack),
+        table_sizes=stack.vocabulary.stacks.table_sizes(used_rows, stack),
     )
     return writer, state.inner if is_rounded else state
 
@@ -193,29 +189,12 @@ def _logical_rows(
 ) -> tuple[UInt32[Array, " ids"], UInt32[Array, " ids"]]:
     """Returns the row within its table, and the table's key, for rows of a shard."""
     _, of_stack = rows_of_stack(row_ids, stack)
-    if stack.is_dynamic:
-        of_stack = _as_on_one_shard(of_stack, stack)
+    of_stack = stack.vocabulary.stacks.rows_on_one_shard(of_stack, stack)
     offsets = [table.row_offset for table in stack.tables]
     keys = [_key_of(table) for table in stack.tables]
     of_stack = of_stack.astype(jnp.uint32)
     row_ids = of_stack - value_of_range(of_stack, offsets, offsets)
     return row_ids, value_of_range(of_stack, offsets, keys)
-
-
-def _as_on_one_shard(
-    of_stack: Int[Array, " ids"], stack: StackPlan
-) -> Int[Array, " ids"]:
-    """Returns numbers of a dynamic table's rows that any number of shards agrees on."""
-    result = of_stack
-    for member in dynamic_tables(stack):
-        offset = member.table.row_offset
-        on_shard, shard = jnp.divmod(of_stack - offset, member.num_shards)
-        per_shard = member.buckets_per_shard * SLOTS_PER_BUCKET
-        row = shard * per_shard + on_shard
-        # The default row follows the last place of the table.
-        row = jnp.where(on_shard == per_shard, member.dynamic.num_places, row)
-        result = jnp.where(of_stack >= offset, offset + row, result)
-    return result
 
 
 def _key_of(table: TablePlan) -> int:

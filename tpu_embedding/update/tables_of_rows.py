@@ -3,10 +3,9 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Int
 
 from tpu_embedding.optimizers.table_rows import AllReduce, TableRows
-from tpu_embedding.plan.dynamic_rows import dynamic_tables
 from tpu_embedding.plan.stack_plan import StackPlan
 
 
@@ -38,24 +37,6 @@ def tables_of_rows(
         is_touched=is_touched,
         all_reduce=all_reduce,
     )
-
-
-def used_table_sizes(
-    used_rows: Int[Array, " tables"], stack: StackPlan
-) -> Float[Array, " tables"]:
-    """Returns the rows of each dynamic table over all shards that count. Per shard.
-
-    These are the rows that ids have, and the learned default row. So a table of which
-    every row is used has the sizes of one with a fixed vocabulary.
-
-    Args:
-      used_rows: rows of this shard that ids have.
-      stack: the stack's plan.
-    """
-    if stack.num_shards > 1:
-        used_rows = jax.lax.psum(used_rows, stack.shard_axes)
-    has_default = [x.default_row is not None for x in dynamic_tables(stack)]
-    return (used_rows + np.asarray(has_default, np.int32)).astype(jnp.float32)
 
 
 def rows_of_stack(

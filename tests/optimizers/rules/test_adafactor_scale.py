@@ -49,7 +49,7 @@ def start(plan):
 
 def batch_of(ids, plan):
     ids = jnp.asarray(ids, jnp.int32)
-    if not plan.stacks[0].is_dynamic:
+    if plan.stacks[0].vocabulary.ids_are_rows:
         return {"user": ids}
     low = ids.astype(jnp.uint32)
     return {"user": functional.Ids64(high=jnp.zeros_like(low), low=low)}
@@ -59,7 +59,7 @@ def batch_of(ids, plan):
 def train(tables, slots, ids, scale, noise, plan):
     """Takes one step with the gradients `scale * w + noise`."""
     batch = batch_of(ids, plan)
-    if plan.stacks[0].is_dynamic:
+    if not plan.stacks[0].vocabulary.ids_are_rows:
         new = functional.insert_ids(tables, slots, batch, plan)
         tables, slots, batch = new.tables, new.slots, new.features
     result = functional.lookup(tables, batch, plan)
@@ -71,7 +71,7 @@ def train(tables, slots, ids, scale, noise, plan):
 @functools.partial(jax.jit, static_argnames=("num_steps", "plan"))
 def train_at_random(tables, slots, key, num_steps, plan):
     """Takes steps with random ids, and gradients of 0.3 w + noise."""
-    num_ids = 1024 if plan.stacks[0].is_dynamic else PLACES["fixed"]
+    num_ids = 1024 if not plan.stacks[0].vocabulary.ids_are_rows else PLACES["fixed"]
 
     def step(i, carry):
         for_ids, for_noise = jax.random.split(jax.random.fold_in(key, i))
@@ -151,7 +151,7 @@ def moves(ids, plan, noise, num_steps, values=None):
         tables, slots = functional.with_table_values(
             tables, {"user": values}, plan, slots
         )
-    if plan.stacks[0].is_dynamic:
+    if not plan.stacks[0].vocabulary.ids_are_rows:
         new = functional.insert_ids(tables, slots, batch_of(ids, plan), plan)
         tables, slots = new.tables, new.slots
     before = rows_of(tables, plan, len(ids))

@@ -23,19 +23,18 @@ from tpu_embedding.checkpoint.imports.opening import open_tables
 from tpu_embedding.checkpoint.imports.report import ImportReport
 from tpu_embedding.checkpoint.imports.source import RowArray, TableSource, array_of
 from tpu_embedding.checkpoint.split_state import LayerState, SplitState
+from tpu_embedding.dynamic.directory import directory_name, dynamic_tables
+from tpu_embedding.dynamic.ids_on_host import place_ids, with_placed_ids
 from tpu_embedding.functional.following_slots import (
     check_no_followers,
     with_following_slots,
 )
-from tpu_embedding.functional.placed_ids import place_ids, with_placed_ids
 from tpu_embedding.nn.optimizer import Optimizer
 from tpu_embedding.nn.training import embedding_layers
 from tpu_embedding.optimizers.probe import probe_rule
-from tpu_embedding.plan.dynamic_rows import dynamic_tables
 from tpu_embedding.plan.plan import EmbeddingPlan
 from tpu_embedding.plan.stack_plan import StackPlan, TrainedStackPlan
 from tpu_embedding.rows.file_rows import decode_int8, file_row, file_rows_of_values
-from tpu_embedding.rows.id_directory import directory_name
 from tpu_embedding.rows.packed_rows import PackedRows
 from tpu_embedding.tables.row_stream import write_blocks
 from tpu_embedding.tables.slot_values import slot_rows, with_slot_rows

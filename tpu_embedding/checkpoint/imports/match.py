@@ -11,10 +11,10 @@ import numpy as np
 from tpu_embedding.checkpoint.errors import CheckpointError
 from tpu_embedding.checkpoint.imports.source import RowArray, SourceTable, TableSource
 from tpu_embedding.config import TableConfig
-from tpu_embedding.functional.placed_ids import PlacedIds
-from tpu_embedding.inputs.ids_64 import NO_ID_64
+from tpu_embedding.dynamic.ids_64 import Ids64
+from tpu_embedding.dynamic.ids_on_host import PlacedIds
 from tpu_embedding.strings import fingerprint_ids
-from tpu_embedding.types import Ids64
+from tpu_embedding.types import NO_ID_64
 
 ImportedSlots = Literal["same_rule"] | Mapping[str, str]
 """Slots to import: those of an equal rule, or own name to source's name."""
@@ -197,8 +197,8 @@ def _check_rows(target: TargetTable, values: RowArray) -> None:
         raise CheckpointError(
             f"dtype {values.dtype} must be floating; convert it first."
         )
-    is_dynamic = target.config.dynamic is not None
-    size = num_rows if is_dynamic else target.config.max_rows
+    ids_are_rows = target.config.vocabulary.ids_are_rows
+    size = target.config.max_rows if ids_are_rows else num_rows
     if (num_rows, dim) != (size, target.config.dim):
         raise CheckpointError(
             f"the source has {num_rows} rows of dim {dim}, the model {size} of dim "
@@ -214,7 +214,7 @@ def _ids(target: TargetTable, table: SourceTable, given: Any) -> np.ndarray | No
       CheckpointError: if they do not fit.
     """
     given = table.ids if given is None else given
-    if (given is not None) != (target.config.dynamic is not None):
+    if (given is None) != target.config.vocabulary.ids_are_rows:
         raise CheckpointError(
             "ids of rows and a te.Dynamic vocabulary need each other; give "
             f"ids={{{target.name!r}: array}}, or set TableConfig.vocabulary_size to "

@@ -29,7 +29,7 @@ from tpu_embedding.nn.model_tables import (
     check_gradients,
     finalize_model_values,
     init_model_slots,
-    layer_with_dynamic_tables,
+    layer_of_new_ids,
 )
 from tpu_embedding.nn.recording import (
     Recorder,
@@ -247,7 +247,8 @@ class TrainState(struct.PyTreeNode):
         """
         layers = layer_tables(self.variables)
         plans = {path: tables.plan for path, tables in layers.items()}
-        path = layer_with_dynamic_tables(plans, layer, "TrainState.insert_ids")
+        owner = "TrainState.insert_ids, for te.Dynamic vocabularies"
+        path = layer_of_new_ids(plans, layer, owner)
         of_layer = layers[path]
         result = functional.insert_ids(
             of_layer.stacks, self.slots[path], features, of_layer.plan, now

@@ -443,10 +443,10 @@ def adafactor(
 
     A step takes three small all-reduces per table: `dim + 2` scalars, then 1, then 2.
     `RMS(w)` comes from a sum of squares, which follows the values that the table
-    stores: an update of a narrow table counts as it is rounded, and a new row of a
-    dynamic table replaces the one before. A restore measures it anew. In a dynamic
-    table, means and `RMS(w)` are over the rows that ids have, and the learned default
-    row. So the table equals one of that many rows. Adafactor must be the last
+    stores: an update of a narrow table counts as it is rounded, and the row
+    of a new id replaces the one before. A restore measures it again. Where ids are not
+    row numbers, means and `RMS(w)` are over the rows that ids read, so the table equals
+    one of that many rows. Adafactor must be the last
     transformation of a chain. Values of a table that are set later are set with the
     optimizer, by `tpu_embedding.Optimizer.set_embedding_tables`, so that the scale
     follows.

@@ -17,11 +17,11 @@ import jax
 from jax.experimental import topologies
 from jax.sharding import Mesh
 
+from tpu_embedding.dynamic.directory import IdDirectory
 from tpu_embedding.hardware import EXAMPLE_TOPOLOGIES, HardwareInfo, hardware_by_name
 from tpu_embedding.host_without_tpus import ONE_HOST
 from tpu_embedding.plan.mesh_options import device_mesh
 from tpu_embedding.plan.plan import EmbeddingPlan
-from tpu_embedding.rows.id_directory import IdDirectory, directory_name
 from tpu_embedding.rows.packed_rows import PackedRows
 
 Tree = TypeVar("Tree")
@@ -152,7 +152,9 @@ def abstract_arrays(tree: Tree, plan: EmbeddingPlan) -> Tree:
       all other arrays are replicated.
     """
     by_name = {stack.name: stack for stack in plan.stacks}
-    by_name |= {directory_name(name): stack for name, stack in by_name.items()}
+    for stack in plan.stacks:
+        names = stack.vocabulary.stacks.array_names(stack)
+        by_name |= dict.fromkeys(names, stack)
 
     def place(path: Any, leaf: Any) -> Any:
         if not _are_rows(leaf):

@@ -10,7 +10,7 @@ from typing import Final, Literal
 
 import numpy as np
 
-from tpu_embedding.dynamic import Dynamic
+from tpu_embedding.dynamic.vocabulary import Dynamic
 from tpu_embedding.tools.data.random_streams import WORD, mix64
 from tpu_embedding.tools.data.source import SyntheticSource
 from tpu_embedding.tools.data.teacher import Inputs, TeacherDataset

@@ -16,7 +16,7 @@ import optax
 from flax import nnx
 from jax.sharding import Mesh
 
-from tpu_embedding.functional.dynamic_ids import find_ids
+from tpu_embedding.functional import find_ids
 from tpu_embedding.functional.steps import finite_rates
 from tpu_embedding.gradients import all_finite
 from tpu_embedding.metrics import Mean
@@ -224,8 +224,7 @@ def _find_ids(model: Any, batch: Batch) -> tuple[Batch, Metrics]:
 def _dynamic_layer(model: Any) -> TPUEmbedding | None:
     """Returns the layer with dynamic tables; `insert_ids` refuses several of them."""
     layers = embedding_layers(model).values()
-    dynamic = (x for x in layers if any(stack.is_dynamic for stack in x.plan.stacks))
-    return next(dynamic, None)
+    return next((layer for layer in layers if hasattr(layer, "dynamic_stats")), None)
 
 
 def _outputs_of(model: Any, batch: Batch) -> Outputs:

@@ -10,8 +10,8 @@ import pytest
 
 import tpu_embedding as te
 from tests.conftest import mesh_of
-from tests.dynamic_reference import DynamicTable
-from tpu_embedding.update.new_rows import initial_values_of_ids
+from tests.dynamic.dynamic_reference import DynamicTable
+from tpu_embedding.dynamic.new_rows import initial_values_of_ids
 
 functional = te.functional
 STEPS = 8
@@ -170,7 +170,7 @@ def run(layout, log, num_devices):
 def check_against_reference(layout, log, found):
     """Compares a run on one device with plain Python and NumPy."""
     models = {
-        table.name: DynamicTable(table.dynamic, initial_rows_of(layout, table))
+        table.name: DynamicTable(table.vocabulary_size, initial_rows_of(layout, table))
         for table in layout.tables
     }
     outputs = iter(zip(found.stats, found.activations, strict=True))

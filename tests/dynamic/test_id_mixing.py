@@ -4,7 +4,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from tpu_embedding.rows.id_mixing import NO_ID, mix_ids, multiply_high, unmix_ids
+from tpu_embedding.dynamic.ids_64 import NO_ID, mix_ids, multiply_high, unmix_ids
 
 
 def words_of(ids):

@@ -7,16 +7,15 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, UInt32
 
+from tpu_embedding.dynamic.directory import NewRows
 from tpu_embedding.initializers import threefry_key
 from tpu_embedding.optimizers.rules._sums import CompensatedSum, coarse_part, is_sum
 from tpu_embedding.optimizers.table_rows import AllReduce, table_rows_context
 from tpu_embedding.plan.stack_plan import StackPlan, TrainedStackPlan
 from tpu_embedding.row_random_bits import threefry
 from tpu_embedding.rows.access import gather_rows, set_rows
-from tpu_embedding.rows.id_directory import NewRows
 from tpu_embedding.rows.packed_rows import (
     PackedRows,
-    RowLayout,
     load_rows,
     store_rows,
 )
@@ -39,8 +38,8 @@ def init_new_rows(
 ) -> tuple[PackedRows, Any]:
     """Writes the rows of new ids, in place where donated. Per shard.
 
-    Totals over the values of a table, such as Adafactor's sum of squares, lose those of
-    the rows before, and gain those of the new rows.
+    Totals over the values of a table, such as Adafactor's sum of squares, lose what the
+    rows before added, and gain what the new rows add.
 
     Args:
       table: rows of this shard.
@@ -62,9 +61,15 @@ def init_new_rows(
 
     def init_turn(carry):
         turn, table, slots, changes = carry
-        row_ids, first, second, tables = _rows_of_turn(
-            turn, per_turn, new_rows, table.layout
+        positions = turn * per_turn + jnp.arange(per_turn, dtype=jnp.int32)
+        in_bounds = jnp.minimum(positions, new_rows.rows.shape[0] - 1)
+        rows, first, second, tables = (
+            x[in_bounds]
+            for x in (new_rows.rows, new_rows.first, new_rows.second, new_rows.tables)
         )
+        # Positions after the last new row hold padding.
+        row_ids = table.layout.dealt(rows)
+        row_ids = jnp.where(positions < new_rows.count, row_ids, PADDING_ROW_ID)
         values = initial_values_of_ids(first, second, tables, init_keys, stack)
         table, slots, changes = _init_rows(
             row_ids, values, table, with_slots(state, slots), changes, stack
@@ -94,7 +99,7 @@ def _init_rows(
     changes: list[CompensatedSum],
     stack: StackPlan,
 ) -> tuple[PackedRows, list[PackedRows], list[CompensatedSum]]:
-    """Sets some rows and their slots; returns how they change each total, too."""
+    """Sets some rows and their slots; also returns the change of each total."""
     stored = load_rows(store_rows(values, table.layout), table.layout)
     new = _initial_state(stored, row_ids, state, stack)
     if changes:
@@ -104,23 +109,6 @@ def _init_rows(
         changes = list(map(_changed, changes, _sums_of(new), lost))
     state = map_slots(lambda slot, new: set_rows(slot, row_ids, new), state, new)
     return set_rows(table, row_ids, values), slots_of(state), changes
-
-
-def _rows_of_turn(
-    turn: Int[Array, ""], size: int, new_rows: NewRows, layout: RowLayout
-) -> tuple[Array, Array, Array, Array]:
-    """Returns the rows of a turn, the words of their ids, and their tables.
-
-    Positions behind the last new row hold padding.
-    """
-    positions = turn * size + jnp.arange(size, dtype=jnp.int32)
-    in_bounds = jnp.minimum(positions, new_rows.rows.shape[0] - 1)
-    rows, first, second, tables = (
-        x[in_bounds]
-        for x in (new_rows.rows, new_rows.first, new_rows.second, new_rows.tables)
-    )
-    rows = jnp.where(positions < new_rows.count, layout.dealt(rows), PADDING_ROW_ID)
-    return rows, first, second, tables
 
 
 def initial_values_of_ids(
@@ -167,7 +155,7 @@ def _rows_of(
     def row(key, *parameters):
         return function(threefry_key(key), row_ids, dim, *parameters)[0]
 
-    # The parameters of one table round as those of several do.
+    # The parameters of one table round as the parameters of several do.
     keys, parameters = as_variables((keys, parameters))
     return jax.vmap(row)(keys, *parameters)
 

@@ -9,8 +9,8 @@ from flax import nnx
 
 import tpu_embedding as te
 from tests.conftest import mesh_of
-from tests.dynamic_reference import DynamicTable
-from tpu_embedding.rows.id_mixing import unmix_ids
+from tests.dynamic.dynamic_reference import DynamicTable
+from tpu_embedding.dynamic.ids_64 import unmix_ids
 
 functional = te.functional
 

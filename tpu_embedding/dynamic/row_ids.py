@@ -2,13 +2,13 @@
 
 `insert_ids` runs at the beginning of a training step, in the same compiled program:
 new ids get rows, and the rows start as new. `find_ids` changes nothing; lookups outside
-of training call it. All other functions see row numbers, as those of a static table.
+of training call it. All other functions see row numbers, as in a static table.
 """
 
 import dataclasses
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Final
 
 import jax
@@ -19,22 +19,21 @@ from jax.sharding import PartitionSpec
 from jaxtyping import Array
 
 from tpu_embedding.argument_checks import describe_value
+from tpu_embedding.dynamic.directory import IdDirectory, NewRows, directory_name
+from tpu_embedding.dynamic.find_or_insert import Counts, no_counts
+from tpu_embedding.dynamic.ids_64 import NO_ID, Ids64, truncated_ids
+from tpu_embedding.dynamic.new_rows import init_new_rows
+from tpu_embedding.dynamic.translation import SourceIds, find_rows, insert_rows
+from tpu_embedding.dynamic.vocabulary import Dynamic
 from tpu_embedding.field_checks import is_int
-from tpu_embedding.inputs.ids_64 import truncated_ids
 from tpu_embedding.inputs.shard_inputs import feature_shape, positions_of
-from tpu_embedding.lookup._directory import Counts, no_counts
 from tpu_embedding.lookup._flatten_to_owners import leaves_out_weights
-from tpu_embedding.lookup._translate import SourceIds, find_rows, insert_rows
 from tpu_embedding.plan.check_rows import check_slots, check_tables
 from tpu_embedding.plan.features import FeaturePlan
 from tpu_embedding.plan.plan import EmbeddingPlan
 from tpu_embedding.plan.shard_map import in_auto_axes, on_shards
 from tpu_embedding.plan.stack_plan import StackPlan
-from tpu_embedding.rows.id_directory import IdDirectory, NewRows, directory_name
-from tpu_embedding.rows.id_mixing import NO_ID
 from tpu_embedding.types import (
-    DynamicStats,
-    Ids64,
     RaggedIds,
     RowIds,
     ShardedRaggedIds,
@@ -43,7 +42,6 @@ from tpu_embedding.types import (
     with_ids,
 )
 from tpu_embedding.update.lazy_update import state_specs
-from tpu_embedding.update.new_rows import init_new_rows
 from tpu_embedding.update.totals import across_shards
 
 _CLOCK_RULE: Final = "insert_ids: now must be one integer from 1 to 2**32 - 1"
@@ -51,6 +49,37 @@ _CLOCK_LINE: Final = (
     "Write now=np.uint32(time.time() // 60), for example, or leave it out: the number "
     "of the step."
 )
+
+
+Translate = Callable[
+    [StackPlan, list[SourceIds], EmbeddingPlan], tuple[list[Array], Any]
+]
+"""Returns the rows of some features of a stack, and counts `[tables]`. Global."""
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DynamicStats:
+    """Counts of one call for a dynamic table. int32 scalars, over all devices.
+
+    Attributes:
+      ids: ids of the batch, repeats included.
+      hits: those that had a row before the call.
+      inserts: different new ids that got a row.
+      evictions: ids that lost their row to a new one.
+      not_admitted: different unknown ids that were not admitted, or that no feature
+        inserts. 0 if the call only finds.
+      no_place: different admitted ids whose bucket has no place.
+      used_rows: rows that ids have after the call.
+    """
+
+    ids: Array
+    hits: Array
+    inserts: Array
+    evictions: Array
+    not_admitted: Array
+    no_place: Array
+    used_rows: Array
 
 
 @jax.tree_util.register_dataclass
@@ -101,7 +130,7 @@ def insert_ids(
     Args:
       tables: stack name to rows, from `init_tables`.
       slots: stack name to optimizer state, from `init_slots`.
-      features: see `lookup`; those of dynamic tables hold `Ids64`, which
+      features: see `lookup`; features of dynamic tables hold `Ids64`, which
         `prepare_features` makes.
       plan: plan of the layer.
       now: time of the step, an integer from 1 to 2**32 - 1, the same in all calls of
@@ -115,7 +144,7 @@ def insert_ids(
 
     Raises:
       TypeError, ValueError: if a feature has the wrong form, tables or slots belong to
-        another plan, or `now` is no such integer.
+        another plan, or `now` is not such an integer.
 
     Example:
       >>> import tpu_embedding as te
@@ -138,7 +167,7 @@ def _clock(now: Any) -> Any:
     """Returns the `now` of a call, as uint32 if its value is known.
 
     Raises:
-      TypeError: if it is no integer.
+      TypeError: if it is not an integer.
       ValueError: if its value is known and out of range.
     """
     if now is None:
@@ -153,13 +182,6 @@ def _clock(now: Any) -> Any:
     return now.astype(jnp.uint32) if isinstance(now, jax.Array) else np.uint32(now)
 
 
-def advance_clock(directory: IdDirectory) -> IdDirectory:
-    """Ends a step of dynamic tables: ids of the next one may evict its ids."""
-    last = np.uint32(2**32 - 2)
-    clock = jnp.minimum(directory.clock, last) + np.uint32(1)
-    return dataclasses.replace(directory, clock=clock)
-
-
 @functools.partial(jax.jit, static_argnames="plan")
 def _insert_ids(
     tables: dict[str, Any],
@@ -168,18 +190,17 @@ def _insert_ids(
     now: Any,
     plan: EmbeddingPlan,
 ) -> InsertResult:
-    plan = plan.for_batch(features)
-    sources = _source_ids(features, plan)
-    features_of = _features_by_stack(sources, plan)
-    check_tables(tables, list(features_of))
-    check_slots(slots, [s for s in plan.trained_stacks if s in features_of])
     if now is not None:
         is_clock = now > 0
         if now.dtype.itemsize == 8:
             is_clock &= now < 2**32
         now = jnp.where(is_clock, now, 0).astype(jnp.uint32)
-    tables, slots, rows, stats = dict(tables), dict(slots), {}, {}
-    for stack, of_stack in features_of.items():
+    new_tables: dict[str, Any] = {}
+    new_slots: dict[str, Any] = {}
+
+    def insert(stack, sources, plan):
+        check_tables(tables, [stack])
+        check_slots(slots, [x for x in plan.trained_stacks if x is stack])
         name, state = directory_name(stack.name), slots.get(stack.name)
         specs = (stack.rows_spec, stack.rows_spec, state_specs(state, stack))
         arrays, found, counts = on_shards(
@@ -187,14 +208,19 @@ def _insert_ids(
             plan,
             in_specs=(*specs, PartitionSpec(), plan.sample_spec),
             out_specs=(specs, plan.sample_spec, PartitionSpec()),
-        )(tables[name], tables[stack.name], state, now, [sources[i] for i in of_stack])
-        tables[name], tables[stack.name], state = arrays
+        )(tables[name], tables[stack.name], state, now, sources)
+        new_tables[name], new_tables[stack.name], state = arrays
         if state is not None:
-            slots[stack.name] = state
-        rows |= zip(of_stack, found, strict=True)
-        stats |= _by_table(counts, stack)
-    features = _with_rows(features, rows, plan)
-    return InsertResult(tables=tables, slots=slots, features=features, stats=stats)
+            new_slots[stack.name] = state
+        return found, counts
+
+    features, stats = _with_rows(features, plan, insert)
+    return InsertResult(
+        tables={**tables, **new_tables},
+        slots={**slots, **new_slots},
+        features=features,
+        stats=stats,
+    )
 
 
 def _insert_shard(
@@ -239,121 +265,63 @@ def find_ids(tables: dict[str, Any], features: Any, plan: EmbeddingPlan) -> Find
 
 @functools.partial(jax.jit, static_argnames="plan")
 def _find_ids(tables: dict[str, Any], features: Any, plan: EmbeddingPlan) -> FindResult:
-    plan = plan.for_batch(features)
-    sources, rows, stats = _source_ids(features, plan), {}, {}
-
     def find_shard(directory, sources, stack):
         found, hits = find_rows(directory, sources, stack)
         counts = no_counts(len(stack.tables))
         return found, _stats(sources, hits, counts, directory, stack)
 
-    for stack, of_stack in _features_by_stack(sources, plan).items():
-        found, counts = on_shards(
+    def find(stack, sources, plan):
+        return on_shards(
             functools.partial(find_shard, stack=stack),
             plan,
             in_specs=(stack.rows_spec, plan.sample_spec),
             out_specs=(plan.sample_spec, PartitionSpec()),
-        )(tables[directory_name(stack.name)], [sources[i] for i in of_stack])
-        rows |= zip(of_stack, found, strict=True)
-        stats |= _by_table(counts, stack)
-    return FindResult(features=_with_rows(features, rows, plan), stats=stats)
+        )(tables[directory_name(stack.name)], sources)
+
+    features, stats = _with_rows(features, plan, find)
+    return FindResult(features=features, stats=stats)
 
 
-def _source_ids(features: Any, plan: EmbeddingPlan) -> dict[int, SourceIds]:
-    """Returns the ids of features of dynamic tables, by position in the plan. Global.
+def _with_rows(
+    features: Any, plan: EmbeddingPlan, translate: Translate
+) -> tuple[Any, dict[str, DynamicStats]]:
+    """Returns a batch with `RowIds` for the ids of dynamic tables, and counts.
 
-    Features that hold rows already are left out.
+    Features that hold rows already stay as they are.
     """
+    plan = plan.for_batch(features)
+    leaves, stats = plan.flatten(features), {}
     sources = {}
-    pairs = zip(plan.flatten(features), plan.features, strict=True)
-    for i, (leaf, feature) in enumerate(pairs):
-        if holds_raw_ids(leaf, feature):
+    for i, (leaf, feature) in enumerate(zip(leaves, plan.features, strict=True)):
+        if _holds_ids(leaf, feature):
             flatten = functools.partial(_flat_ids, feature=feature, plan=plan)
             sources[i] = in_auto_axes(flatten, plan, plan.sample_spec)(leaf)
-    return sources
+    rows = {}
+    for stack in plan.stacks:
+        if numbers := [i for i in plan.features_of(stack) if i in sources]:
+            found, counts = translate(stack, [sources[i] for i in numbers], plan)
+            rows |= zip(numbers, found, strict=True)
+            for i, table in enumerate(stack.tables):
+                stats[table.name] = jax.tree.map(lambda x, i=i: x[i], counts)
+    for i in rows:
+        leaves[i] = RowIds(with_ids(leaves[i], _in_shape(rows[i], leaves[i], plan)))
+    return plan.unflatten(leaves), stats
 
 
-def _features_by_stack(
-    sources: dict[int, SourceIds], plan: EmbeddingPlan
-) -> dict[StackPlan, list[int]]:
-    """Returns the stacks that hold ids, in the plan's order, and their features."""
-    positions = {stack: [] for stack in plan.stacks}
-    for i in sources:
-        positions[plan.stacks[plan.features[i].stack_index]].append(i)
-    return {stack: of_stack for stack, of_stack in positions.items() if of_stack}
+def _in_shape(rows: Array, leaf: Any, plan: EmbeddingPlan) -> Array:
+    """Returns the rows of a feature in the shape of its ids, without spare ones."""
+    shape = ids_of(leaf).shape
+    spec = plan.sample_spec
+    if not isinstance(leaf, ShardedRaggedIds):
+        spec = plan.sharding_of_samples(shape).spec
+    size = math.prod(shape)
+    return in_auto_axes(lambda rows: rows[:size].reshape(shape), plan, spec)(rows)
 
 
-def _with_rows(features: Any, rows: dict[int, Array], plan: EmbeddingPlan) -> Any:
-    """Returns the batch with `RowIds` in place of the ids that were translated."""
-    leaves = plan.flatten(features)
-    for i, of_feature in rows.items():
-        shape = ids_of(leaves[i]).shape
-
-        def unflatten(rows, shape=shape):
-            return rows[: math.prod(shape)].reshape(shape)
-
-        in_shape = in_auto_axes(unflatten, plan, _spec_of(leaves[i], plan))
-        leaves[i] = RowIds(with_ids(leaves[i], in_shape(of_feature)))
-    return plan.unflatten(leaves)
-
-
-def _by_table(stats: DynamicStats, stack: StackPlan) -> dict[str, DynamicStats]:
-    """Returns the counts of each table of a stack, by name."""
-    return {
-        table.name: jax.tree.map(lambda x, i=i: x[i], stats)
-        for i, table in enumerate(stack.tables)
-    }
-
-
-def row_numbers(leaf: Any, feature: FeaturePlan) -> Any:
-    """Returns the ids that a lookup takes: int32 rows of the feature's table.
-
-    Raises:
-      TypeError: if a feature of a dynamic table holds ids, or one of a static table
-        holds numbers of rows.
-    """
-    if isinstance(leaf, RowIds):
-        if feature.table.dynamic is None:
-            raise TypeError(
-                f"Feature {feature.name!r} holds RowIds, which are for tables with a "
-                "te.Dynamic vocabulary, but its table has a fixed one; pass its ids."
-            )
-        return leaf.ids
-    if feature.table.dynamic is not None:
-        refuse_raw_ids(feature.name)
-    return leaf
-
-
-def refuse_raw_ids(feature_name: str) -> None:
-    """Raises a TypeError: a feature of a dynamic table holds ids inside a loss."""
-    raise TypeError(
-        f"Feature {feature_name!r} of a table with a te.Dynamic vocabulary must hold "
-        "RowIds inside a loss, got ids. Replace them at the beginning of the step, so "
-        "that new ids get rows: ids = optimizer.insert_ids(model, ids), state, ids = "
-        "state.insert_ids(ids), or te.functional.insert_ids. To train without new ids: "
-        "te.functional.find_ids."
-    )
-
-
-def rows_of_batch(features: Any, plan: EmbeddingPlan) -> list[Any]:
-    """Returns the `row_numbers` of all features of a batch, in the plan's order."""
-    plan = plan.for_batch(features)
-    return [
-        row_numbers(leaf, feature)
-        for leaf, feature in zip(plan.flatten(features), plan.features, strict=True)
-    ]
-
-
-def holds_raw_ids(leaf: Any, feature: FeaturePlan) -> bool:
-    """Returns True if a feature of a dynamic table holds ids in place of rows."""
-    return feature.table.dynamic is not None and not isinstance(leaf, RowIds)
-
-
-def raw_feature(features: Any, plan: EmbeddingPlan) -> str | None:
-    """Returns the name of a feature for which `holds_raw_ids`, or None."""
-    plan = plan.for_batch(features)
-    pairs = zip(plan.flatten(features), plan.features, strict=True)
-    return next((x.name for leaf, x in pairs if holds_raw_ids(leaf, x)), None)
+def _holds_ids(leaf: Any, feature: FeaturePlan) -> bool:
+    """Returns True if a feature of a dynamic table holds ids, not rows."""
+    is_dynamic = isinstance(feature.table.vocabulary, Dynamic)
+    return is_dynamic and not isinstance(leaf, RowIds)
 
 
 def _with_words(features: Any, plan: EmbeddingPlan) -> Any:
@@ -366,7 +334,7 @@ def _with_words(features: Any, plan: EmbeddingPlan) -> Any:
     plan = plan.for_batch(features)
     leaves = plan.flatten(features)
     for i, feature in enumerate(plan.features):
-        if not holds_raw_ids(leaves[i], feature):
+        if not _holds_ids(leaves[i], feature):
             continue
         if isinstance(leaves[i], RaggedIds | SparseIds):
             raise TypeError(
@@ -423,13 +391,6 @@ def _positions(leaf: Any, plan: EmbeddingPlan) -> Array:
     spec = plan.sample_spec
     on_all = on_shards(of_shard, plan, in_specs=spec, out_specs=spec)
     return on_all(jnp.asarray(leaf.row_splits))
-
-
-def _spec_of(leaf: Any, plan: EmbeddingPlan) -> PartitionSpec:
-    """Returns the partition of the rows of a feature, on explicit axes."""
-    if isinstance(leaf, ShardedRaggedIds):
-        return plan.sample_spec
-    return plan.sharding_of_samples(ids_of(leaf).shape).spec
 
 
 def _stats(

@@ -5,10 +5,7 @@ import pytest
 
 import tpu_embedding as te
 from tests.conftest import mesh_of
-from tpu_embedding.plan.dynamic_rows import (
-    directory_bytes,
-    dynamic_tables,
-)
+from tpu_embedding.dynamic.directory import dynamic_tables
 
 
 def plan_of(num_devices, *dynamic, **options):
@@ -37,7 +34,10 @@ def test_rows_of_a_bucket_lie_on_one_device(num_devices):
         assert member.default_row == num_devices * (rows - 1)
         first_row += rows
         first_bucket += member.buckets_per_shard
-    assert directory_bytes(stack, plan.hardware) == 1024 * first_bucket
+    assert (
+        stack.vocabulary.stacks.bytes_per_device(stack, plan.hardware)
+        == 1024 * first_bucket
+    )
 
 
 @pytest.mark.parametrize("admit", [None, te.dynamic.AdmitAfter(2)])

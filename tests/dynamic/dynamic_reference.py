@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 
 import tpu_embedding as te
-from tpu_embedding.rows.id_mixing import mix_ids
+from tpu_embedding.dynamic.ids_64 import mix_ids
 
 SLOTS = 64
 

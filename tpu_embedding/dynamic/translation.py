@@ -5,7 +5,7 @@ the rounds that all ids travel in. The owner finds it, or inserts it, and answer
 the row. A single device answers its own ids as they are.
 
 To insert, an owner must know all ids of a bucket. If they take several rounds, all
-rounds run once to note the ids, and once more to insert them.
+rounds run twice: to note the ids, then to insert them.
 """
 
 import dataclasses
@@ -17,27 +17,32 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int, UInt32
 
-from tpu_embedding.lookup._dedup import dedup, unsort
-from tpu_embedding.lookup._directory import (
+from tpu_embedding.dynamic.directory import (
+    DynamicTablePlan,
+    IdDirectory,
+    MixedIds,
+    NewRows,
+    Pass,
+    dynamic_tables,
+)
+from tpu_embedding.dynamic.find_or_insert import (
     Counts,
     find_lanes,
     insert,
     local_rows,
     no_counts,
 )
+from tpu_embedding.dynamic.ids_64 import NO_ID, mix_ids, multiply_high
+from tpu_embedding.lookup._dedup import dedup, unsort
 from tpu_embedding.lookup._exchange import exchange
-from tpu_embedding.lookup._mixed_ids import MixedIds, Pass
 from tpu_embedding.lookup._rounds import (
     Round,
     SentIds,
     fold_later_rounds,
     send_unique,
 )
-from tpu_embedding.plan.capacity import RoundSize, round_size
-from tpu_embedding.plan.dynamic_rows import DynamicTablePlan, dynamic_tables
+from tpu_embedding.plan.capacity import round_size
 from tpu_embedding.plan.stack_plan import StackPlan
-from tpu_embedding.rows.id_directory import IdDirectory, NewRows
-from tpu_embedding.rows.id_mixing import NO_ID, mix_ids, multiply_high
 from tpu_embedding.types import PADDING_ROW_ID
 
 _HEADROOM_STDDEVS: Final = 8
@@ -218,21 +223,13 @@ def _send(ids: MixedIds, stack: StackPlan) -> SentIds:
     inserts = inserts.at[unique.ranks].max(
         ids.may_insert[unique.order].astype(jnp.uint32), mode="promise_in_bounds"
     )
-    size = _round_size(ids.buckets.shape[0], tables)
-    return send_unique(unique, (inserts[unique.ranks],), size, stack)
-
-
-def _round_size(num_ids: int, tables: Sequence[DynamicTablePlan]) -> RoundSize:
-    """Returns the buffer sizes of a round."""
     # The first owner has the most buckets; in small tables, the last ones have none.
+    (num_ids,) = ids.buckets.shape
     mean = num_ids * max(t.buckets_per_shard / t.num_buckets for t in tables)
     room = math.ceil(mean + _HEADROOM_STDDEVS * math.sqrt(mean))
-    return round_size(
-        num_ids,
-        tables[0].num_shards,
-        num_ids,
-        capacity=max(room, _MIN_CAPACITY),
-    )
+    capacity = max(room, _MIN_CAPACITY)
+    size = round_size(num_ids, stack.num_shards, num_ids, capacity=capacity)
+    return send_unique(unique, (inserts[unique.ranks],), size, stack)
 
 
 def _reply(

@@ -1,0 +1,113 @@
+"""The core does not know dynamic tables: it calls a seam that others can implement."""
+
+import dataclasses
+import pathlib
+import re
+import subprocess
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import tpu_embedding as te
+from tests.conftest import mesh_of
+from tpu_embedding import functional
+from tpu_embedding.vocabularies import Vocabulary, VocabularyInputs
+
+PACKAGE = pathlib.Path(te.__file__).parent
+
+NAMES = re.compile(
+    r"\bdynamic(?!_slice|_update|_index)|Ids64|insert_ids|directory_name", re.IGNORECASE
+)
+
+# Folders that import the vertical, and files that offer its public names.
+MAY_KNOW = ("dynamic/", "checkpoint/", "export/", "tools/")
+OFFER = {
+    "__init__.py",
+    "config.py",
+    "functional/__init__.py",
+    "nn/embedding.py",
+    "nn/linen/training.py",
+    "nn/optimizer.py",
+}
+
+
+def test_the_core_does_not_name_dynamic_tables():
+    paths = {
+        path.relative_to(PACKAGE).as_posix()
+        for path in PACKAGE.rglob("*.py")
+        if NAMES.search(path.read_text())
+    }
+    assert {path for path in paths if not path.startswith(MAY_KNOW)} == OFFER
+
+
+WITHOUT_FOLDER = """
+import sys
+sys.modules["tpu_embedding.dynamic"] = None  # An import of it raises.
+import jax
+import tpu_embedding as te
+table = te.TableConfig(vocabulary_size=10, dim=4)
+layer_plan = te.make_plan({"a": te.FeatureConfig(table=table)}, optimizer="adagrad")
+tables = te.functional.init_tables(layer_plan, jax.random.key(0))
+slots = te.functional.init_slots(tables, layer_plan)
+ids = te.inputs.prepare_features({"a": [3, 4]}, layer_plan)
+found = te.functional.lookup(tables, ids, layer_plan)
+gradients = te.functional.compute_gradients(
+    found.routing, found.activations, layer_plan
+)
+te.functional.apply_gradients(tables, slots, gradients, layer_plan)
+te.TPUEmbedding, te.Optimizer, te.linen, te.PipelinedTrainStep
+"""
+
+
+@pytest.mark.full
+def test_the_core_works_without_the_folder():
+    subprocess.run([sys.executable, "-c", WITHOUT_FOLDER], check=True)
+
+
+class YearInputs(VocabularyInputs):
+    """Ids are years from 1900 on."""
+
+    def check(self, ids, holds_padding, feature, where):
+        return super().check(ids - 1900, holds_padding, feature, where)
+
+    def needs_rows(self, ids):
+        return not isinstance(ids, functional.RowIds)
+
+    def row_numbers(self, ids, feature):
+        if isinstance(ids, functional.RowIds):
+            return ids.ids
+        raise self.unknown_rows(feature)
+
+    def find_rows(self, tables, features, plan):
+        return jax.tree.map(lambda ids: functional.RowIds(jnp.asarray(ids)), features)
+
+
+@dataclasses.dataclass(frozen=True)
+class Years(Vocabulary):
+    """A vocabulary of years."""
+
+    number: int
+    inputs = YearInputs()
+
+    @property
+    def max_rows(self):
+        return self.number
+
+
+@pytest.mark.parametrize("num_devices", [1, 3])
+def test_another_vocabulary_implements_the_seam(num_devices):
+    table = te.TableConfig(vocabulary_size=Years(120), dim=4, name="t")
+    plan = te.make_plan({"year": te.FeatureConfig(table=table)}, mesh_of(num_devices))
+    tables = functional.init_tables(plan, jax.random.key(0))
+    assert [*tables] == ["stack_0"]
+    batch = te.inputs.prepare_features({"year": np.array([1900, 2019])}, plan)
+    found = functional.lookup(tables, batch, plan)
+    rows = functional.unstack_tables(tables, plan)["t"]
+    np.testing.assert_array_equal(found.activations["year"], rows[[0, 119]])
+    with pytest.raises(TypeError, match="'year'"):
+        functional.compute_gradients(found.routing, found.activations, plan)
+    with pytest.raises(ValueError, match="'year'"):
+        te.inputs.prepare_features({"year": np.array([2020])}, plan)

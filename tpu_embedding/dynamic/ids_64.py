@@ -1,0 +1,162 @@
+"""Ids of 64 bits as pairs of words: held by `Ids64`, and mixed for a directory.
+
+Mixed words look random, and each pair comes of one id: a hash that can be undone keeps
+ids exact. The network is Feistel's with four rounds: each round replaces one word by
+its exclusive or with a function of the other. Functions that mix take NumPy or JAX
+arrays of uint32.
+"""
+
+import dataclasses
+from typing import Any, Final
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from tpu_embedding.plan.features import FeaturePlan
+from tpu_embedding.rows.narrow_rows import mix_bits
+from tpu_embedding.types import IdArray
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Ids64:
+    """Ids of 64 bits, for dynamic tables. It replaces an array of ids anywhere.
+
+    JAX has no integers of 64 bits by default, so each id is two words. Signed and
+    unsigned integers of equal bits are one id. `prepare` makes it of int64 and uint64
+    arrays. The id with all bits set, `2**64 - 1` or -1, means "no id".
+
+    Attributes:
+      high: uint32, the upper words of the ids.
+      low: uint32, the lower words; of the shape of `high`.
+    """
+
+    high: IdArray
+    low: IdArray
+
+    @classmethod
+    def of_array(cls, ids: Any) -> "Ids64":
+        """Makes the words of an integer array, NumPy or JAX.
+
+        Args:
+          ids: integers of any shape. Negative ones of 32 bits are extended to 64.
+
+        Raises:
+          TypeError: if they are no integers.
+
+        Example:
+          >>> Ids64.of_array(np.array([5, 2**40 + 1])).high.tolist()
+          [0, 256]
+        """
+        xp: Any = jnp if isinstance(ids, jax.Array) else np
+        ids = xp.asarray(ids)
+        if not xp.issubdtype(ids.dtype, np.integer):
+            raise TypeError(f"Ids64.of_array takes integers, got dtype {ids.dtype}.")
+        if ids.dtype.itemsize == 8:
+            low, high = ids & 0xFFFFFFFF, ids >> 32
+        else:
+            low = ids
+            high = xp.where(ids < 0, -1, 0).astype(np.int32)
+        return cls(high=high.astype(np.uint32), low=low.astype(np.uint32))
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Shape of the array of ids."""
+        return self.high.shape
+
+    @property
+    def ndim(self) -> int:
+        """Number of its axes."""
+        return self.high.ndim
+
+    @property
+    def dtype(self) -> np.dtype:
+        """Type that holds the ids whole: uint64."""
+        return np.dtype(np.uint64)
+
+    def to_numpy(self) -> np.ndarray:
+        """Returns the ids as NumPy uint64."""
+        high, low = (np.asarray(x, np.uint64) for x in (self.high, self.low))
+        return (high << np.uint64(32)) | low
+
+
+def truncated_ids(found: str, feature: FeaturePlan) -> TypeError:
+    """Returns the error for integers that may be the lower halves of ids.
+
+    Args:
+      found: form of the integers.
+      feature: feature of a dynamic table.
+    """
+    return TypeError(
+        f"Feature {feature.name!r} of a table with a te.Dynamic vocabulary must hold "
+        f"Ids64, got {found}. JAX keeps only the lower half of an int64, so pass the "
+        "ids through prepare first, as NumPy arrays, or through "
+        "te.functional.Ids64.of_array before jit. If they never had more than 32 bits, "
+        "give np.asarray(ids) to prepare."
+    )
+
+
+_ROUND_KEYS: Final = (0x9E3779B9, 0x7F4A7C15, 0xF39CC060, 0x5CEDC834)
+"""Words of the fraction of the golden ratio."""
+
+NO_ID: Final = np.uint32(0xFFFFFFFF)
+"""Both words of a lane without an id, before and after mixing."""
+
+
+def mix_ids(high: Any, low: Any) -> tuple[Any, Any]:
+    """Returns the mixed words of ids, uint32 like the arguments; no id stays no id.
+
+    Example:
+      >>> words = mix_ids(np.uint32([0]), np.uint32([7]))
+      >>> [word.tolist() for word in unmix_ids(*words)]
+      [[0], [7]]
+    """
+    return _exchange(*_forward(high, low))
+
+
+def unmix_ids(first: Any, second: Any) -> tuple[Any, Any]:
+    """Returns the words `(high, low)` of mixed ids; the inverse of `mix_ids`."""
+    high, low = _exchange(first, second)
+    for key in reversed(_ROUND_KEYS):
+        high, low = low ^ mix_bits(high ^ np.uint32(key)), high
+    return high, low
+
+
+def _forward(high: Any, low: Any) -> tuple[Any, Any]:
+    for key in _ROUND_KEYS:
+        high, low = low, high ^ mix_bits(low ^ np.uint32(key))
+    return high, low
+
+
+def _exchange(first: Any, second: Any) -> tuple[Any, Any]:
+    """Exchanges "no id" and the words that the network makes of it."""
+    is_none = (first == NO_ID) & (second == NO_ID)
+    is_image = (first == _IMAGE[0]) & (second == _IMAGE[1])
+    xp = jnp if isinstance(first, jax.Array) else np
+    return (
+        xp.where(is_none, _IMAGE[0], xp.where(is_image, NO_ID, first)),
+        xp.where(is_none, _IMAGE[1], xp.where(is_image, NO_ID, second)),
+    )
+
+
+def multiply_high(words: Any, factor: int) -> Any:
+    """Returns `words * factor >> 32`: a number below `factor` that rises with the word.
+
+    Args:
+      words: uint32.
+      factor: below 2**31.
+    """
+    word_low, word_high = words & np.uint32(0xFFFF), words >> np.uint32(16)
+    low, high = np.uint32(factor & 0xFFFF), np.uint32(factor >> 16)
+    middle = word_high * low + ((word_low * low) >> np.uint32(16))
+    # Neither sum reaches 2**32: a product of two 16-bit numbers leaves room for two.
+    carried = (middle & np.uint32(0xFFFF)) + word_low * high
+    upper = word_high * high + (middle >> np.uint32(16)) + (carried >> np.uint32(16))
+    return upper.astype(np.int32)
+
+
+_IMAGE: Final = tuple(
+    word[0] for word in _forward(np.array([NO_ID]), np.array([NO_ID]))
+)
+"""The words that the network alone makes of "no id"."""
