@@ -16,7 +16,7 @@ from settings import (
 )
 from sides import SideInfo
 
-from tpu_embedding.tools.data.zipf import ZipfIds
+from tpu_embedding.tools.data.teacher import ZipfIds
 
 TOLERANCE: Final = 1e-4
 """Largest difference that rounding explains.

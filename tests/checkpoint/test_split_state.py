@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import tpu_embedding as te
-from tpu_embedding.checkpoint.errors import CheckpointError
+from tpu_embedding.checkpoint.records import CheckpointError
 
 SAVED = {
     "int": 2**40,

@@ -12,9 +12,13 @@ import pytest
 
 import tpu_embedding as te
 from tests.export.writers import WRITERS, writers_of
-from tpu_embedding.export import directories
-from tpu_embedding.export.directories import new_directory
-from tpu_embedding.export.documents import check_files, files_of, read_document
+from tpu_embedding.export import documents
+from tpu_embedding.export.documents import (
+    check_files,
+    files_of,
+    new_directory,
+    read_document,
+)
 from tpu_embedding.export.tensor_files import read_tensors
 
 ExportError = te.export.ExportError
@@ -98,13 +102,13 @@ def test_a_process_lives_on_after_a_full_disk(kind, message, tmp_path):
 @pytest.mark.parametrize("name", WRITERS)
 def test_one_of_two_writers_gets_the_path(writers, name, tmp_path, monkeypatch):
     """Both have written all files before one of them gets the name."""
-    barrier, flush = threading.Barrier(2), directories._flush
+    barrier, flush = threading.Barrier(2), documents._flush
 
     def flush_together(path):
         flush(path)
         barrier.wait(60)
 
-    monkeypatch.setattr(directories, "_flush", flush_together)
+    monkeypatch.setattr(documents, "_flush", flush_together)
     errors: list[Exception | None] = [None, None]
 
     def write(number):

@@ -10,8 +10,14 @@ from flax import nnx
 
 import tpu_embedding as te
 from tests.conftest import mesh_of
-from tpu_embedding.export.row_formats import decode, encode, stored_spec
-from tpu_embedding.export.tensor_files import read_tensors, write_rows, write_tensors
+from tpu_embedding.export.tensor_files import (
+    decode,
+    encode,
+    read_tensors,
+    stored_spec,
+    write_rows,
+    write_tensors,
+)
 
 
 def fbgemm_rows(rows):

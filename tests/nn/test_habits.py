@@ -12,7 +12,7 @@ from flax import nnx
 import tpu_embedding as te
 from tests.conftest import mesh_of
 from tpu_embedding.export.serving_program import make_program
-from tpu_embedding.nn.pooled_ids import warn_of_pooled_ids
+from tpu_embedding.nn.embedding import warn_of_pooled_ids
 
 NUM_FEATURES = 26
 MATRIX = np.array([[1, 2, 2], [3, 4, 5]])

@@ -22,7 +22,6 @@ in an ordinary orbax checkpoint.
 """
 
 from tpu_embedding.checkpoint.arrays import read_table as read_table
-from tpu_embedding.checkpoint.errors import CheckpointError as CheckpointError
 from tpu_embedding.checkpoint.imports import ImportReport as ImportReport
 from tpu_embedding.checkpoint.imports import TableSource as TableSource
 from tpu_embedding.checkpoint.imports import import_into_stacks as import_into_stacks
@@ -30,9 +29,10 @@ from tpu_embedding.checkpoint.imports import import_tables as import_tables
 from tpu_embedding.checkpoint.imports import open_stacked_tables as open_stacked_tables
 from tpu_embedding.checkpoint.imports import open_tables as open_tables
 from tpu_embedding.checkpoint.records import ArrayRecord as ArrayRecord
+from tpu_embedding.checkpoint.records import CheckpointError as CheckpointError
 from tpu_embedding.checkpoint.records import CheckpointRecord as CheckpointRecord
 from tpu_embedding.checkpoint.records import TableRecord as TableRecord
 from tpu_embedding.checkpoint.restoring import RestoreState as RestoreState
+from tpu_embedding.checkpoint.saving import SaveState as SaveState
+from tpu_embedding.checkpoint.saving import StateHandler as StateHandler
 from tpu_embedding.checkpoint.state_file import describe as describe
-from tpu_embedding.checkpoint.state_handler import SaveState as SaveState
-from tpu_embedding.checkpoint.state_handler import StateHandler as StateHandler

@@ -4,6 +4,11 @@ An array has the format zarr 3, without compression. Each chunk ends with its cr
 any reader of zarr notices a flipped bit. `state.json` repeats these checksums, so a
 chunk of another checkpoint is an error, as is a missing one. A chunk of a large table
 is 10 to 20 MB of neighbouring rows.
+
+Orbax names the arrays of a tree, and an `ArrayWriter` writes them. Tables and slot
+variables are `TableToSave` in the tree. The rows of a stack stream block by block
+(`tables/row_stream.py`), so neither the devices nor the host hold a second copy of a
+table. Every process writes the blocks of its own devices.
 """
 
 import collections
@@ -12,15 +17,26 @@ import dataclasses
 import json
 import math
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Final
 
+import jax
 import numpy as np
+import orbax.checkpoint as ocp
 import tensorstore as ts
 from etils import epath
 
-from tpu_embedding.checkpoint.checksums import (
+from tpu_embedding.checkpoint.records import (
+    STORES,
+    ArrayRecord,
+    CheckpointError,
+    CheckpointRecord,
+    array_keys,
+    errors_of_reading,
+    state_directory,
+)
+from tpu_embedding.checkpoint.state_file import (
     CRC_BYTES,
     MAX_METADATA_BYTES,
     METADATA_FILE,
@@ -29,18 +45,15 @@ from tpu_embedding.checkpoint.checksums import (
     chunks_of,
     metadata_checksum,
     read_small_file,
+    read_state_file,
 )
-from tpu_embedding.checkpoint.errors import CheckpointError, errors_of_reading
-from tpu_embedding.checkpoint.records import (
-    STORES,
-    ArrayRecord,
-    CheckpointRecord,
-    array_keys,
-    state_directory,
-)
-from tpu_embedding.checkpoint.state_file import read_state_file
-from tpu_embedding.rows.file_rows import decode_int8
+from tpu_embedding.plan.plan import EmbeddingPlan
+from tpu_embedding.plan.stack_plan import StackPlan
+from tpu_embedding.rows.file_rows import decode_int8, file_row
+from tpu_embedding.rows.packed_rows import PackedRows
 from tpu_embedding.tables.line_exchange import rows_per_block
+from tpu_embedding.tables.row_stream import RowBlock, read_blocks
+from tpu_embedding.tables.table_values import unstack_tables
 
 MAX_PENDING_BYTES: Final = 2**28
 """Bound on the bytes that wait in host memory to be written."""
@@ -375,3 +388,140 @@ def _kvstore(path: epath.Path) -> dict[str, str]:
             bucket, _, rest = text.removeprefix(scheme).partition("/")
             return {"driver": driver, "bucket": bucket, "path": f"{rest}/"}
     return {"driver": "file", "path": f"{text}/"}
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class StackToSave:
+    """The rows of a stacked table or slot variable.
+
+    Attributes:
+      packed: global rows.
+      stack: the stack of the rows.
+      plan: plan of the embedding layer.
+      chosen: rows of each dynamic table to write, in the order of their ids.
+    """
+
+    packed: PackedRows
+    stack: StackPlan
+    plan: EmbeddingPlan
+    chosen: Mapping[str, np.ndarray]
+
+    def blocks(self) -> Iterator[RowBlock]:
+        """Yields the blocks that this process writes. All processes iterate together.
+
+        Of dynamic tables, each process has all rows on its host for that time.
+        """
+        if self.stack.vocabulary.ids_are_rows:
+            for turn in read_blocks(self.packed, self.stack, self.plan):
+                yield from turn
+            return
+        dtype = file_row(self.packed).dtype
+        values = unstack_tables({self.stack.name: self.packed}, self.plan)
+        if jax.process_index() == 0:
+            for table, rows in self.chosen.items():
+                of_ids = values[table][rows].astype(dtype, copy=False)
+                yield RowBlock(table, 0, of_ids)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class TableToSave:
+    """The rows of one table: a leaf of the tree that orbax saves.
+
+    Attributes:
+      table: name of the table in its stack.
+      record: shape and type of the array.
+      rows: the rows of the whole stack.
+    """
+
+    table: str
+    record: ArrayRecord
+    rows: StackToSave
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Shape of the array."""
+        return self.record.shape
+
+    @property
+    def dtype(self) -> np.dtype:
+        """Type of its elements."""
+        return np.dtype(file_row(self.rows.packed).dtype)
+
+    @property
+    def size(self) -> int:
+        """Number of its elements."""
+        return int(np.prod(self.shape))
+
+
+class ArrayWriter(ocp.type_handlers.NumpyHandler):
+    """Writes all leaves of a tree; plain orbax reads them as NumPy arrays."""
+
+    _array_metadata_store: Final = None
+    """Orbax looks for it, and warns without it."""
+
+    async def serialize(
+        self,
+        values: Sequence[Any],
+        infos: Sequence[ocp.type_handlers.ParamInfo],
+        args: Sequence[ocp.SaveArgs] | None = None,
+    ) -> Sequence[Any]:
+        """Copies leaves to the host, and starts to write them.
+
+        Returns once the rest of the rows fits in host memory; arrays of devices may
+        then be donated.
+        """
+        del args
+        created: list[ts.Future] = []
+        writes = PendingWrites()
+        streams: dict[StackToSave, dict[str, ts.TensorStore]] = {}
+        for value, info in zip(values, infos, strict=True):
+            spec = array_spec(
+                info.path, value.dtype, value.shape, _chunk_shape_of_rows(value)
+            )
+            if jax.process_index() == 0:
+                created.append(ts.open(spec, create=True))
+            # Without a request to the file system.
+            store = ts.open(spec | {"assume_metadata": True}).result()
+            if isinstance(value, TableToSave):
+                streams.setdefault(value.rows, {})[value.table] = store
+                continue
+            for index, part in _parts_of_process(value):
+                writes.add(store[index], part)
+        for rows, stores in streams.items():
+            for table, start, block in rows.blocks():
+                writes.add(stores[table][start : start + len(block)], block)
+        return [*created, *writes.futures]
+
+
+def _chunk_shape_of_rows(value: Any) -> tuple[int, ...]:
+    """Returns the shape of a chunk, which no two processes write."""
+    if isinstance(value, TableToSave):
+        num_rows, *row_shape = value.shape
+        return (rows_per_chunk(num_rows, row_shape, value.dtype), *row_shape)
+    if isinstance(value, jax.Array):
+        return value.sharding.shard_shape(value.shape)
+    return value.shape
+
+
+def _parts_of_process(value: Any) -> Iterator[tuple[Any, np.ndarray]]:
+    """Yields the parts of an array that this process writes, as copies."""
+    if isinstance(value, jax.Array) and not value.is_fully_addressable:
+        for shard in value.addressable_shards:
+            if shard.replica_id == 0:
+                yield shard.index, np.array(shard.data)
+    elif jax.process_index() == 0:
+        # Of several processes, each one has a copy, such as a random key.
+        yield (), np.array(value)
+
+
+def pytree_handler() -> ocp.PyTreeCheckpointHandler:
+    """Returns an orbax handler that saves trees of arrays and `TableToSave`."""
+    writer = ArrayWriter()
+    types = (TableToSave, np.ndarray, jax.Array)
+    return ocp.PyTreeCheckpointHandler(
+        use_ocdbt=False,
+        use_zarr3=True,
+        type_handler_registry=ocp.type_handlers.create_type_handler_registry(
+            *((kind, writer) for kind in types)
+        ),
+    )

@@ -22,9 +22,8 @@ from tpu_embedding.checkpoint.dynamic_tables import (
     restored_directory,
     rows_of_sources,
 )
-from tpu_embedding.checkpoint.errors import errors_of_reading
 from tpu_embedding.checkpoint.layer_tables import slots_of
-from tpu_embedding.checkpoint.records import TableRecord
+from tpu_embedding.checkpoint.records import TableRecord, errors_of_reading
 from tpu_embedding.checkpoint.split_state import LayerState
 from tpu_embedding.dynamic.directory import directory_name, dynamic_tables
 from tpu_embedding.dynamic.ids_on_host import PlacedIds

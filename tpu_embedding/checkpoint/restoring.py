@@ -15,7 +15,6 @@ from tpu_embedding.checkpoint.arrays import (
     SavedArray,
     open_checkpoint,
 )
-from tpu_embedding.checkpoint.dense_leaves import leaf_records, restored_leaf
 from tpu_embedding.checkpoint.differences import (
     DenseChoice,
     Difference,
@@ -29,9 +28,14 @@ from tpu_embedding.checkpoint.differences import (
     shared_differences,
     table_differences,
 )
-from tpu_embedding.checkpoint.errors import CheckpointError
-from tpu_embedding.checkpoint.layer_tables import slots_of, table_records
+from tpu_embedding.checkpoint.layer_tables import (
+    leaf_records,
+    restored_leaf,
+    slots_of,
+    table_records,
+)
 from tpu_embedding.checkpoint.records import (
+    CheckpointError,
     CheckpointRecord,
     array_keys,
     dense_keys,

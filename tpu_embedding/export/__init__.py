@@ -25,8 +25,8 @@ From there to files:
 
 from tpu_embedding.export.deltas import apply_delta as apply_delta
 from tpu_embedding.export.deltas import save_delta as save_delta
+from tpu_embedding.export.example import ExportError as ExportError
 from tpu_embedding.export.saved_model import save_tensorflow as save_tensorflow
-from tpu_embedding.export.signature import ExportError as ExportError
 from tpu_embedding.export.stablehlo import ServedModel as ServedModel
 from tpu_embedding.export.stablehlo import load as load
 from tpu_embedding.export.stablehlo import save as save

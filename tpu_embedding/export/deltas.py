@@ -16,15 +16,15 @@ from typing import Final
 
 import numpy as np
 
-from tpu_embedding.export.directories import new_directory
 from tpu_embedding.export.documents import (
     DOCUMENT_FILE,
     check_files,
     files_of,
+    new_directory,
     read_document,
 )
+from tpu_embedding.export.example import ExportError
 from tpu_embedding.export.layer_tables import TABLES_DIR
-from tpu_embedding.export.signature import ExportError
 from tpu_embedding.export.tensor_files import read_tensors, write_rows, write_tensors
 from tpu_embedding.paths import local_path
 

@@ -14,8 +14,13 @@ import numpy as np
 from tpu_embedding.config import FeatureConfig, TableConfig
 from tpu_embedding.dynamic.ids_64 import Ids64
 from tpu_embedding.dynamic.vocabulary import Dynamic
-from tpu_embedding.export.example import nest_of
-from tpu_embedding.export.signature import WIDE_DTYPE, ExportError, Input, Signature
+from tpu_embedding.export.example import (
+    WIDE_DTYPE,
+    ExportError,
+    Input,
+    Signature,
+    nest_of,
+)
 from tpu_embedding.inputs.buffer_sizes import BufferSizes
 from tpu_embedding.inputs.containers import is_integer, read_ids
 from tpu_embedding.inputs.prepare import prepare_features

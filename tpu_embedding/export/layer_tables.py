@@ -24,13 +24,15 @@ from tpu_embedding.dynamic.directory import (
 from tpu_embedding.dynamic.ids_64 import NO_ID, Ids64
 from tpu_embedding.dynamic.ids_on_host import DynamicRows, rows_in_directory
 from tpu_embedding.dynamic.vocabulary import SLOTS_PER_BUCKET
-from tpu_embedding.export.row_formats import (
+from tpu_embedding.export.example import ExportError, refuse_repeated
+from tpu_embedding.export.tensor_files import (
     RowFormat,
+    TensorSpec,
+    create_file,
     encode,
     stored_spec,
+    write_rows,
 )
-from tpu_embedding.export.signature import ExportError, refuse_repeated
-from tpu_embedding.export.tensor_files import TensorSpec, create_file, write_rows
 from tpu_embedding.nn.embedding import TPUEmbedding
 from tpu_embedding.nn.training import embedding_layers
 from tpu_embedding.plan.stack_plan import TablePlan

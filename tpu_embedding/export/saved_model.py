@@ -19,15 +19,15 @@ from flax import nnx
 from jax.extend.mlir.dialects import stablehlo
 
 from tpu_embedding.dynamic.ids_64 import NO_ID
-from tpu_embedding.export.directories import new_directory
-from tpu_embedding.export.row_formats import RowFormat
-from tpu_embedding.export.signature import WIDE_DTYPE, ExportError, Input, InputKind
+from tpu_embedding.export.documents import new_directory
+from tpu_embedding.export.example import WIDE_DTYPE, ExportError, Input, InputKind
 from tpu_embedding.export.stablehlo import (
     SavedProgram,
     arrays_of_program,
     read_export,
     save,
 )
+from tpu_embedding.export.tensor_files import RowFormat
 from tpu_embedding.extras import require_extra
 from tpu_embedding.types import PADDING_ROW_ID
 

@@ -18,21 +18,22 @@ import numpy as np
 from flax import nnx
 
 from tpu_embedding.dynamic.directory import directory_name
-from tpu_embedding.export.example import Example, ids_of
+from tpu_embedding.export.example import (
+    Example,
+    ExportError,
+    Input,
+    Signature,
+    ids_of,
+    keys_of,
+    quoted_path,
+    refuse_repeated,
+)
 from tpu_embedding.export.layer_tables import (
     LayerTable,
     table_prefix,
     tables_of_model,
 )
-from tpu_embedding.export.row_formats import RowFormat
-from tpu_embedding.export.signature import (
-    ExportError,
-    Input,
-    Signature,
-    keys_of,
-    quoted_path,
-    refuse_repeated,
-)
+from tpu_embedding.export.tensor_files import RowFormat
 from tpu_embedding.functional.serving_lookup import ServedCall, table_of
 from tpu_embedding.nn.embedding import LAYER_VARIABLES
 from tpu_embedding.nn.recording import open_recorder

@@ -14,7 +14,6 @@ from flax import nnx
 from jax.experimental.layout import Format, Layout
 from jax.sharding import SingleDeviceSharding
 
-from tpu_embedding.export.directories import check_new_directory, new_directory
 from tpu_embedding.export.documents import (
     AGAIN,
     DENSE_FILE,
@@ -22,20 +21,26 @@ from tpu_embedding.export.documents import (
     PROGRAM_FILE,
     ExportDocument,
     check_files,
+    check_new_directory,
     files_of,
+    new_directory,
     read_document,
     write_document,
 )
+from tpu_embedding.export.example import ExportError, Signature
 from tpu_embedding.export.feeding import Feeder, by_input
 from tpu_embedding.export.layer_tables import (
     TABLES_DIR,
     tables_of_model,
     write_table_files,
 )
-from tpu_embedding.export.row_formats import RowFormat, check_row_format
 from tpu_embedding.export.serving_program import make_program
-from tpu_embedding.export.signature import ExportError, Signature
-from tpu_embedding.export.tensor_files import read_tensors, write_tensors
+from tpu_embedding.export.tensor_files import (
+    RowFormat,
+    check_row_format,
+    read_tensors,
+    write_tensors,
+)
 from tpu_embedding.extras import require_extra
 from tpu_embedding.paths import local_path
 from tpu_embedding.plan.memory import format_bytes

@@ -12,21 +12,19 @@ from typing import Any, Literal, get_args
 import jax
 import numpy as np
 
-from tpu_embedding.inputs.agreed_sizes import choose_sizes
-from tpu_embedding.inputs.buffer_sizes import BufferSizes
+from tpu_embedding.inputs.buffer_sizes import BufferSizes, choose_sizes
 from tpu_embedding.inputs.containers import (
     HostIds,
     batch_shape_of,
     is_real,
     read_ids,
 )
-from tpu_embedding.inputs.ragged_shards import demand_of, pad_to_shards
+from tpu_embedding.inputs.ragged_shards import demand_of, from_sparse, pad_to_shards
 from tpu_embedding.inputs.shard_inputs import (
     check_dtypes,
     feature_shape,
     refuse_unequal_batches,
 )
-from tpu_embedding.inputs.sparse_ids import from_sparse
 from tpu_embedding.plan.features import FeaturePlan
 from tpu_embedding.plan.input_plan import InputPlan
 from tpu_embedding.plan.plan import AnyPlan, EmbeddingPlan

@@ -21,13 +21,13 @@ Interactions, ranking losses and `top_k` are in `tpu_embedding.recommenders`.
 from typing import TYPE_CHECKING
 
 from tpu_embedding.lazy_names import import_when_used as _import_when_used
-from tpu_embedding.nn.each_step import set_each_step as set_each_step
 from tpu_embedding.nn.embedding import EmbeddingTables as EmbeddingTables
 from tpu_embedding.nn.embedding import LookupStatsVariable as LookupStatsVariable
 from tpu_embedding.nn.embedding import TPUEmbedding as TPUEmbedding
 from tpu_embedding.nn.optimizer import Optimizer as Optimizer
 from tpu_embedding.nn.optimizer import SlotVariables as SlotVariables
 from tpu_embedding.nn.pipeline import PipelinedTrainStep as PipelinedTrainStep
+from tpu_embedding.nn.pipeline import set_each_step as set_each_step
 from tpu_embedding.nn.training import grad as grad
 from tpu_embedding.nn.training import put_on_mesh as put_on_mesh
 from tpu_embedding.nn.training import value_and_grad as value_and_grad

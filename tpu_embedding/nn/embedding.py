@@ -1,18 +1,27 @@
 """The Flax NNX layer: tables as variables, and lookup.
 
 `tpu_embedding.functional` does the arithmetic. The layer adds a path for derivatives:
-`tpu_embedding.value_and_grad` records each call of a layer; see `recording.py`.
+`tpu_embedding.value_and_grad` records each call of a layer; see `recording.py`. Both
+Flax interfaces share the counts of lookups, the warning about ids that are pooled
+though nobody has asked for it, and the short text of a module.
 """
 
 import contextlib
+import dataclasses
 import functools
+import warnings
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any, Final, Literal
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from flax.errors import TraceContextError
+from flax.nnx import reprlib
 from flax.nnx.bridge.wrappers import current_linen_module
+from flax.nnx.visualization import render_object_constructor
+from jax.core import Tracer
 from jax.sharding import Mesh
 
 from tpu_embedding import functional
@@ -22,12 +31,6 @@ from tpu_embedding.functional.serving_lookup import serve
 from tpu_embedding.inputs.buffer_sizes import BufferSizes
 from tpu_embedding.inputs.prepare import Samples, prepare_features
 from tpu_embedding.inputs.shard_inputs import attach_weights
-from tpu_embedding.nn.layer_stats import (
-    no_stats,
-    no_vocabulary_counts,
-    stats_of_layer,
-)
-from tpu_embedding.nn.pooled_ids import warn_of_pooled_ids
 from tpu_embedding.nn.recording import (
     CALL_OUTSIDE,
     LayerCalls,
@@ -41,7 +44,6 @@ from tpu_embedding.nn.recording import (
     replicate_on_mesh,
     without_derivative,
 )
-from tpu_embedding.nn.short_repr import ShortRepr
 from tpu_embedding.optimizers.row_optimizer import TableOptimizer
 from tpu_embedding.placement import placement_of_embedding_feature
 from tpu_embedding.plan.make_plan import make_plan
@@ -49,6 +51,112 @@ from tpu_embedding.plan.plan import PLAN, EmbeddingPlan
 from tpu_embedding.tables.initial_values import init_tables
 from tpu_embedding.tables.table_values import check_values, unstack_tables
 from tpu_embedding.types import LookupStats
+
+
+def no_vocabulary_counts(plan: EmbeddingPlan) -> dict[str, Any]:
+    """Returns what vocabularies count per table, before the first step."""
+    counts = {}
+    for stack in plan.stacks:
+        counts |= stack.vocabulary.stacks.zero_counts(stack)
+    return counts
+
+
+def no_stats(plan: EmbeddingPlan) -> LookupStats:
+    """Returns zeros for each stack and feature, before the first lookup."""
+    return LookupStats(
+        rounds={stack.name: jnp.int32(0) for stack in plan.stacks},
+        out_of_range={feature.name: jnp.int32(0) for feature in plan.features},
+        num_ids={stack.name: jnp.int32(0) for stack in plan.stacks if stack.sends_ids},
+        requested_rows={
+            stack.name: jnp.zeros(stack.num_shards, jnp.int32)
+            for stack in plan.stacks
+            if stack.sends_ids
+        },
+    )
+
+
+def stats_of_layer(stats: LookupStats, plan: EmbeddingPlan) -> LookupStats:
+    """Returns the stats with an entry per stack and feature of the plan.
+
+    The variable keeps its structure, whatever a call looks up, so that a jitted step
+    which reads it is not compiled again.
+    """
+    if stats.out_of_range.keys() == {feature.name for feature in plan.features}:
+        return stats
+    zeros = no_stats(plan)
+    if not any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves(stats)):
+        # The counts of an eager lookup lie on all devices.
+        zeros = replicate_on_mesh(zeros, plan)
+    return LookupStats(
+        **{
+            field.name: {
+                name: getattr(stats, field.name).get(name, zero)
+                for name, zero in getattr(zeros, field.name).items()
+            }
+            for field in dataclasses.fields(LookupStats)
+        }
+    )
+
+
+def warn_of_pooled_ids(features: Any, plan: EmbeddingPlan, stacklevel: int) -> None:
+    """Warns of arrays of ids `[batch, n]` whose feature and table name no combiner.
+
+    `nnx.Embed` returns `[batch, n, dim]` for them, and this layer `[batch, dim]`. Ids
+    on the host that are padded with negative ones are bags, which users mean to pool.
+
+    Args:
+      features: batch of the layer.
+      plan: plan of the features.
+      stacklevel: frames from here to the user's line.
+    """
+    if all(x.says_combiner for x in plan.features) or is_mapped(features):
+        return
+    plan = plan.for_batch(features)
+    for feature, ids in zip(plan.features, plan.flatten(features), strict=True):
+        config = feature.config
+        is_sequence = config.max_sequence_length or config.output_shape is not None
+        is_matrix = isinstance(ids, jax.Array | np.ndarray) and ids.ndim == 2
+        if feature.says_combiner or is_sequence or not is_matrix or ids.shape[1] < 2:
+            continue
+        if isinstance(ids, np.ndarray) and ids.dtype.kind == "i" and np.any(ids < 0):
+            continue
+        batch, length = ids.shape
+        dim = feature.table.dim
+        warnings.warn(
+            f"Feature {feature.name!r} has ids of shape [{batch}, {length}], and its "
+            f"activations are the means of {length} rows, [{batch}, {dim}]. nnx.Embed "
+            f"returns [{batch}, {length}, {dim}]: for that, write te.FeatureConfig("
+            f"table=table, max_sequence_length={length}). For the mean, write "
+            "te.FeatureConfig(table=table, combiner='mean').",
+            stacklevel=stacklevel + 1,
+        )
+
+
+class ShortRepr(nnx.Module):
+    """A module that prints facts about its tables in place of all its variables.
+
+    Flax prints every attribute of a module: a plan alone has a kilobyte per feature.
+    """
+
+    def _repr_facts(self) -> Mapping[str, Any]:
+        """Returns what `print` and `nnx.display` show, by name."""
+        raise NotImplementedError
+
+    def __nnx_repr__(self) -> Iterator[Any]:
+        all_parts = super().__nnx_repr__()
+        yield next(all_parts)  # the type, and the sizes of the variables
+        all_parts.close()
+        for name, fact in self._repr_facts().items():
+            yield reprlib.Attr(name, fact, use_raw_value=isinstance(fact, str))
+
+    def __treescope_repr__(self, path: Any, subtree_renderer: Any) -> Any:
+        return render_object_constructor(
+            object_type=type(self),
+            attributes=self._repr_facts(),
+            path=path,
+            subtree_renderer=subtree_renderer,
+        )
+
 
 Recording = Literal["off", "recording", "serving"]
 """Ways in which a layer answers a call:

@@ -14,17 +14,16 @@ from tpu_embedding.functional.following_slots import (
     with_table_values,
 )
 from tpu_embedding.gradients import Gradients
-from tpu_embedding.nn.dense_optimizer import check_dense_optimizer
-from tpu_embedding.nn.embedding import TPUEmbedding
+from tpu_embedding.nn.embedding import ShortRepr, TPUEmbedding
 from tpu_embedding.nn.model_tables import (
     LayerTables,
     apply_model_gradients,
+    check_dense_optimizer,
     check_gradients,
     finalize_model_values,
     init_model_slots,
     layer_of_new_ids,
 )
-from tpu_embedding.nn.short_repr import ShortRepr
 from tpu_embedding.nn.training import (
     check_filter,
     checked_layers,

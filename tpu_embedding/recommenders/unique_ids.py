@@ -15,8 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
-from tpu_embedding.inputs.agreed_sizes import choose_sizes
-from tpu_embedding.inputs.buffer_sizes import BufferSizes, RaggedDemand
+from tpu_embedding.inputs.buffer_sizes import BufferSizes, RaggedDemand, choose_sizes
 from tpu_embedding.inputs.prepare import Samples, num_parts_of
 from tpu_embedding.plan.plan import AnyPlan, EmbeddingPlan
 from tpu_embedding.plan.shard_map import in_auto_axes, on_shards

@@ -9,9 +9,9 @@ import pytest
 import safetensors.numpy
 
 from tests.tiers import full_cases
-from tpu_embedding.checkpoint.errors import CheckpointError
+from tpu_embedding.checkpoint.imports.named_arrays import MAX_HEADER_BYTES, map_tensors
 from tpu_embedding.checkpoint.imports.opening import open_tables
-from tpu_embedding.checkpoint.imports.safetensors import MAX_HEADER_BYTES, map_tensors
+from tpu_embedding.checkpoint.records import CheckpointError
 
 
 def npy(shape, num_bytes=0):

@@ -10,8 +10,8 @@ import safetensors.numpy
 
 import tpu_embedding as te
 from tests.checkpoint.imports.fixtures.values import values
-from tpu_embedding.checkpoint.errors import CheckpointError
 from tpu_embedding.checkpoint.imports import open_stacked_tables, open_tables
+from tpu_embedding.checkpoint.records import CheckpointError
 
 FILES = pathlib.Path(__file__).parent / "fixtures"
 

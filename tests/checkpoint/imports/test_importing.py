@@ -9,9 +9,9 @@ from flax import nnx
 import tpu_embedding as te
 from tests.checkpoint.imports.fixtures.values import values
 from tests.conftest import mesh_of
-from tpu_embedding.checkpoint.errors import CheckpointError
 from tpu_embedding.checkpoint.imports import import_tables, open_tables
 from tpu_embedding.checkpoint.imports.source import RowArray, SourceTable, TableSource
+from tpu_embedding.checkpoint.records import CheckpointError
 from tpu_embedding.rows.file_rows import decode_int8
 from tpu_embedding.tables import line_exchange
 

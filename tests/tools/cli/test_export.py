@@ -12,7 +12,7 @@ import tyro
 
 import tpu_embedding as te
 from tests.own_config import write_config
-from tpu_embedding.checkpoint.errors import CheckpointError
+from tpu_embedding.checkpoint.records import CheckpointError
 from tpu_embedding.tools import cli
 from tpu_embedding.tools.cli.arguments import emulated_mesh
 from tpu_embedding.tools.cli.export import Export

@@ -10,7 +10,7 @@ import jax
 import numpy as np
 import pytest
 
-from tpu_embedding.tools.data.zipf import ZipfIds
+from tpu_embedding.tools.data.teacher import ZipfIds
 from tpu_embedding.tools.train import load_config
 
 

@@ -23,7 +23,7 @@ from tests.tools.train.runs import (
     start_command,
     wait_for_line,
 )
-from tpu_embedding.checkpoint.errors import CheckpointError
+from tpu_embedding.checkpoint.records import CheckpointError
 from tpu_embedding.tools.data.synthetic_clicks import SyntheticClicks
 from tpu_embedding.tools.train import (
     RunDirectoryError,

@@ -24,8 +24,8 @@ from tpu_embedding.checkpoint.imports.importing import (
 from tpu_embedding.checkpoint.imports.importing import (
     import_tables as import_tables,
 )
+from tpu_embedding.checkpoint.imports.match import ImportReport as ImportReport
 from tpu_embedding.checkpoint.imports.opening import open_tables as open_tables
-from tpu_embedding.checkpoint.imports.report import ImportReport as ImportReport
 from tpu_embedding.checkpoint.imports.source import TableSource as TableSource
 from tpu_embedding.checkpoint.imports.stacked import (
     open_stacked_tables as open_stacked_tables,

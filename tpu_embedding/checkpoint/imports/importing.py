@@ -12,16 +12,16 @@ import numpy as np
 from flax import nnx
 
 from tpu_embedding.checkpoint.dynamic_tables import rows_of_sources
-from tpu_embedding.checkpoint.errors import CheckpointError
 from tpu_embedding.checkpoint.imports.match import (
     ImportedSlots,
+    ImportReport,
     MatchedTable,
     TargetTable,
     match_tables,
 )
 from tpu_embedding.checkpoint.imports.opening import open_tables
-from tpu_embedding.checkpoint.imports.report import ImportReport
 from tpu_embedding.checkpoint.imports.source import RowArray, TableSource, array_of
+from tpu_embedding.checkpoint.records import CheckpointError
 from tpu_embedding.checkpoint.split_state import LayerState, SplitState
 from tpu_embedding.dynamic.directory import directory_name, dynamic_tables
 from tpu_embedding.dynamic.ids_on_host import place_ids, with_placed_ids

@@ -1,4 +1,7 @@
-"""Matches the tables of a source with those of a model, and lists every mismatch."""
+"""Matches the tables of a source with a model's, and lists every mismatch.
+
+The report of an import tells what it changed, and what it left as it was.
+"""
 
 import dataclasses
 from collections.abc import Collection, Mapping, Sequence
@@ -8,13 +11,51 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from tpu_embedding.checkpoint.errors import CheckpointError
 from tpu_embedding.checkpoint.imports.source import RowArray, SourceTable, TableSource
+from tpu_embedding.checkpoint.records import CheckpointError
 from tpu_embedding.config import TableConfig
 from tpu_embedding.dynamic.ids_64 import Ids64
 from tpu_embedding.dynamic.ids_on_host import PlacedIds
 from tpu_embedding.strings import fingerprint_ids
 from tpu_embedding.types import NO_ID_64
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ImportReport:
+    """The outcome of an import; `print` shows it.
+
+    Attributes:
+      origin: format and path of the source.
+      tables: imported table to its name in the source.
+      slots: imported table to its imported slots: own name to name in the source.
+      dropped: slots of the source that were not imported, `"table/slot"`: they are not
+        those of the optimizer's rule, or no optimizer was given.
+      kept: tables of the model that keep all their values, because the source lacks
+        them or they were not asked for.
+      unused: tables of the source that were not imported.
+    """
+
+    origin: str
+    tables: Mapping[str, str]
+    slots: Mapping[str, Mapping[str, str]]
+    dropped: tuple[str, ...]
+    kept: tuple[str, ...]
+    unused: tuple[str, ...]
+
+    def __str__(self) -> str:
+        lines = [f"Imported {len(self.tables)} tables from {self.origin}:"]
+        for table, name in self.tables.items():
+            parts = [f"{own} of {other}" for own, other in self.slots[table].items()]
+            lines.append(f"  {table} of {name}: {', '.join(['values', *parts])}")
+        for heading, found in (
+            ("Dropped slot variables:", self.dropped),
+            ("Tables of the model that keep their values:", self.kept),
+            ("Tables of the source that were not used:", self.unused),
+        ):
+            if found:
+                lines += [heading, *(f"  {name}" for name in found)]
+        return "\n".join(lines)
+
 
 ImportedSlots = Literal["same_rule"] | Mapping[str, str]
 """Slots to import: those of an equal rule, or own name to source's name."""

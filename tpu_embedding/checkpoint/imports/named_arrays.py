@@ -1,24 +1,41 @@
-"""Opens arrays by name: dicts, what `np.load` returns, and files of `.safetensors`.
+"""Opens arrays by name: dicts, what `np.load` returns, and files of other libraries.
 
-The files are mapped to memory, so only the rows that are read take memory.
+Files of `.safetensors` are mapped to memory, so only the rows that are read take
+memory. Their library checks the header.
+
+TorchRec names a table `...embedding_bags.NAME.weight`, or `...embeddings.NAME.weight`
+for sequences. A fused optimizer names its slot variables `...NAME.momentum1` and
+`...NAME.momentum2`, or `...NAME.weight.momentum_1`, whatever the rule.
+
+dynamicemb dumps keys and values of dynamic tables. Each rank of a job writes binary
+files of its own, without headers: keys (int64), values (float32) and perhaps slot
+variables (float32), all in one order. A file of JSON names the optimizer. Scores are
+not read: all ids count as just used. The host holds such rows as a whole. Source:
+github.com/NVIDIA/recsys-examples at 43465ae,
+`corelib/dynamicemb/dynamicemb/batched_dynamicemb_tables.py`, `key_value_table.py` and
+`optimizer.py`. Older versions, such as 0c45b80, name the slot variables `_opt_values`.
 """
 
+import json
 import pathlib
+import re
 import zipfile
 import zlib
 from collections.abc import Mapping
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
+import jax.numpy as jnp
 import numpy as np
+import safetensors
 
-from tpu_embedding.checkpoint.errors import CheckpointError
-from tpu_embedding.checkpoint.imports.safetensors import map_tensors
 from tpu_embedding.checkpoint.imports.source import (
     RowArray,
     SourceTable,
     TableSource,
     array_of,
+    by_shortest_names,
 )
+from tpu_embedding.checkpoint.records import CheckpointError
 
 _MAX_EXPANSION: Final = 10
 _SMALL_BYTES: Final = 200 * 2**20
@@ -119,3 +136,234 @@ def arrays_of_path(path: pathlib.Path) -> dict[str, RowArray]:
             "safetensors.torch.save_file, and those of Keras by np.savez."
         )
     return arrays
+
+
+_TYPES: Final[dict[str, Any]] = {
+    "F64": np.float64,
+    "F32": np.float32,
+    "F16": np.float16,
+    "BF16": jnp.bfloat16,
+    "F8_E4M3": jnp.float8_e4m3fn,
+    "F8_E5M2": jnp.float8_e5m2,
+    "I64": np.int64,
+    "I32": np.int32,
+    "I16": np.int16,
+    "I8": np.int8,
+    "U64": np.uint64,
+    "U32": np.uint32,
+    "U16": np.uint16,
+    "U8": np.uint8,
+    "BOOL": np.bool_,
+}
+DTYPES: Final = {name: np.dtype(dtype) for name, dtype in _TYPES.items()}
+"""Name of a type in the header of a file to the type."""
+
+LENGTH_BYTES: Final = 8
+
+MAX_HEADER_BYTES: Final = 2**23
+"""Largest header, enough for 80,000 tensors. Parsing needs some 25 times its size."""
+
+
+class StoredTensor(NamedTuple):
+    """A tensor in a file: the range of its bytes, from the start of the file on."""
+
+    shape: tuple[int, ...]
+    dtype: np.dtype
+    start: int
+    end: int
+
+
+def read_header(
+    path: pathlib.Path, error_type: type[ValueError] = CheckpointError
+) -> dict[str, StoredTensor]:
+    """Returns the tensors of a file by name.
+
+    Args:
+      path: the file.
+      error_type: raised if the file is missing, or its header contradicts it.
+    """
+    try:
+        if not path.is_file():
+            raise ValueError("it is not a regular file")
+        with path.open("rb") as file:
+            length = int.from_bytes(file.read(LENGTH_BYTES), "little")
+            if length > MAX_HEADER_BYTES:
+                raise ValueError(
+                    f"its header must have at most {MAX_HEADER_BYTES} bytes, got "
+                    f"{length}"
+                )
+            # It raises an error for a header that contradicts itself or the file.
+            safetensors.safe_open(path, framework="np")
+            header = json.loads(file.read(length))
+        header.pop("__metadata__", None)
+        start = LENGTH_BYTES + length
+        return {name: _stored_tensor(entry, start) for name, entry in header.items()}
+    except Exception as error:  # The library, JSON and NumPy have errors of their own.
+        raise error_type(
+            f"{path} cannot be read as a safetensors file: {str(error)[:300]}; write "
+            "or copy it again."
+        ) from None
+
+
+def _stored_tensor(entry: Any, start: int) -> StoredTensor:
+    if entry["dtype"] not in DTYPES:
+        raise ValueError(f"dtype {entry['dtype']} is none of {sorted(DTYPES)}")
+    first, last = (start + offset for offset in entry["data_offsets"])
+    return StoredTensor(tuple(entry["shape"]), DTYPES[entry["dtype"]], first, last)
+
+
+def map_tensors(
+    path: pathlib.Path, error_type: type[ValueError] = CheckpointError
+) -> dict[str, np.ndarray]:
+    """Returns the tensors of a file, mapped to memory; pages are read on use.
+
+    Args:
+      path: see `read_header`.
+      error_type: see `read_header`.
+    """
+    stored = read_header(path, error_type)
+    try:
+        # One map for all tensors, since each needs an open file.
+        content = np.asarray(np.memmap(path, np.uint8, "r"))
+        return {
+            name: content[x.start : x.end].view(x.dtype).reshape(x.shape)
+            for name, x in stored.items()
+        }
+    except (OSError, ValueError) as error:
+        raise error_type(f"{path} cannot be mapped to memory: {error}.") from None
+
+
+_WEIGHT: Final = re.compile(r"(?:.*\.)?(?:embedding_bags|embeddings)\.(.+)\.weight")
+_SLOT: Final = re.compile(r"(.*?)\.(?:weight\.)?momentum_?([12])")
+
+
+def is_state_dict(arrays: Mapping[str, RowArray]) -> bool:
+    """Returns True if the names are those of TorchRec's collections of tables."""
+    return any(_WEIGHT.fullmatch(name) for name in arrays)
+
+
+def tables_of_state_dict(arrays: Mapping[str, RowArray], origin: str) -> TableSource:
+    """Returns the tables of a state dict.
+
+    Tables of one name in two collections get the whole name of their tensor. Other
+    tensors, such as dense weights, are left out.
+
+    Args:
+      arrays: by the names of the state dict.
+      origin: format and path, for messages.
+    """
+    matches = {k: match[1] for k in arrays if (match := _WEIGHT.fullmatch(k))}
+    names = list(matches.values())
+    tables = {
+        key if names.count(name) > 1 else name: SourceTable(
+            values=arrays[key], slots=_slots(arrays, key, name)
+        )
+        for key, name in matches.items()
+    }
+    return TableSource(origin=origin, tables=tables)
+
+
+def _slots(arrays: Mapping[str, RowArray], key: str, name: str) -> dict[str, RowArray]:
+    """Returns the slot variables of a table, `[rows]` in place of `[rows, 1]`."""
+    collection = key.removesuffix(".weight")
+    found: dict[str, list[str]] = {}
+    for other in arrays:
+        match = _SLOT.fullmatch(other)
+        if match and (match[1] == name or match[1].endswith(f".{name}")):
+            found.setdefault(f"momentum{match[2]}", []).append(other)
+    slots = {}
+    for slot, keys in found.items():
+        # Two collections may have a table of this name.
+        own = [other for other in keys if collection in other] or keys
+        if len(own) == 1:
+            array = arrays[own[0]]
+            is_column = array.shape[1:] == (1,) and arrays[key].shape[1:] != (1,)
+            slots[slot] = array.squeezed() if is_column else array
+    return slots
+
+
+_FIRST_KEYS: Final = re.compile(r"(.+)_emb_keys\.rank_0\.world_size_(\d+)")
+_SLOTS: Final = ("emb_opt_values", "opt_values")
+
+
+def tables_of_dump(directory: pathlib.Path) -> TableSource | None:
+    """Opens the tables of a dump; None if there is none.
+
+    Tables of one name in two collections get the paths of their files.
+
+    Args:
+      directory: directory that was dumped, or a part of it.
+
+    Raises:
+      CheckpointError: if sizes of files contradict the keys.
+      OSError: if a rank's file is missing.
+    """
+    tables: dict[tuple[str, ...], SourceTable] = {}
+    for file in sorted(directory.rglob("*_emb_keys.rank_0.*")):
+        if match := _FIRST_KEYS.fullmatch(file.name):
+            path = file.with_name(match[1])
+            parts = path.relative_to(directory).parts
+            tables[parts] = _table(path, int(match[2]))
+    if not tables:
+        return None
+    return TableSource(
+        origin=f"dynamicemb dump {directory}", tables=by_shortest_names(tables)
+    )
+
+
+def _table(path: pathlib.Path, num_ranks: int) -> SourceTable:
+    keys = _read(path, "emb_keys", num_ranks, np.int64)
+    values = _rows(path, "emb_values", num_ranks, len(keys))
+    for item in _SLOTS:
+        if path.with_name(f"{path.name}_{item}.rank_0.world_size_{num_ranks}").exists():
+            rows = _rows(path, item, num_ranks, len(keys))
+            return SourceTable(
+                values=array_of(values), slots=_slots_of_file(rows, path), ids=keys
+            )
+    return SourceTable(values=array_of(values), ids=keys)
+
+
+def _read(path: pathlib.Path, item: str, num_ranks: int, dtype: Any) -> np.ndarray:
+    """Returns the numbers in the files of all ranks."""
+    # Not lists: the number comes from a file's name, and may be any.
+    names = (f"_{item}.rank_{i}.world_size_{num_ranks}" for i in range(num_ranks))
+    files = (path.with_name(path.name + name) for name in names)
+    return np.concatenate([np.fromfile(file, dtype) for file in files])
+
+
+def _rows(path: pathlib.Path, item: str, num_ranks: int, num_keys: int) -> np.ndarray:
+    """Returns float32 rows, one for each key.
+
+    Raises:
+      CheckpointError: if the numbers are not equally many for each key.
+    """
+    numbers = _read(path, item, num_ranks, np.float32)
+    if numbers.size % max(1, num_keys):
+        raise CheckpointError(
+            f"{path}_{item} must have equally many numbers for each of {num_keys} "
+            f"keys, got {numbers.size} numbers; copy all files of the dump again."
+        )
+    return numbers.reshape(num_keys, numbers.size // max(1, num_keys))
+
+
+def _slots_of_file(rows: np.ndarray, path: pathlib.Path) -> dict[str, RowArray]:
+    """Returns the slot variables of the optimizer that a file names.
+
+    Raises:
+      CheckpointError: if that file is no JSON.
+    """
+    file = path.with_name(f"{path.name}_opt_args.json")
+    try:
+        rule = json.loads(file.read_text())["opt_type"]
+    except (ValueError, LookupError, TypeError) as error:
+        raise CheckpointError(f"{file} cannot be read: {error!r}.") from None
+    match rule:
+        case "adam":
+            first, second = np.split(rows, 2, axis=1)
+            return {"m": array_of(first), "v": array_of(second)}
+        case "exact_adagrad":
+            return {"accumulator": array_of(rows)}
+        case "exact_row_wise_adagrad":
+            # Older versions write the columns that fill up a line, too.
+            return {"accumulator": array_of(rows[:, 0])}
+    return {"opt_values": array_of(rows)}

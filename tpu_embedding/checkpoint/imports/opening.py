@@ -4,15 +4,18 @@ import pathlib
 from collections.abc import Mapping
 from typing import Any
 
-from tpu_embedding.checkpoint.errors import CheckpointError
-from tpu_embedding.checkpoint.imports import dynamicemb, tensorflow, torchrec
+from tpu_embedding.checkpoint.imports import tensorflow
 from tpu_embedding.checkpoint.imports.named_arrays import (
     arrays_of_mapping,
     arrays_of_path,
+    is_state_dict,
     tables_by_name,
+    tables_of_dump,
+    tables_of_state_dict,
 )
 from tpu_embedding.checkpoint.imports.orbax import arrays_of_checkpoint
 from tpu_embedding.checkpoint.imports.source import RowArray, TableSource
+from tpu_embedding.checkpoint.records import CheckpointError
 from tpu_embedding.paths import local_path
 
 
@@ -59,12 +62,12 @@ def _open(path: pathlib.Path) -> TableSource:
     if path.is_dir() and (arrays := arrays_of_checkpoint(path)):
         named = {"/".join(leaf): array for leaf, array in arrays.items()}
         return tables_by_name(named, f"orbax checkpoint {path}")
-    if path.is_dir() and (dump := dynamicemb.tables_of_dump(path)):
+    if path.is_dir() and (dump := tables_of_dump(path)):
         return dump
     return _named_tables(arrays_of_path(path), str(path))
 
 
 def _named_tables(arrays: Mapping[str, RowArray], origin: str) -> TableSource:
-    if torchrec.is_state_dict(arrays):
-        return torchrec.tables_of_state_dict(arrays, f"TorchRec state dict {origin}")
+    if is_state_dict(arrays):
+        return tables_of_state_dict(arrays, f"TorchRec state dict {origin}")
     return tables_by_name(arrays, origin)

@@ -12,8 +12,8 @@ from typing import Any, Final
 import numpy as np
 import tensorstore as ts
 
-from tpu_embedding.checkpoint.errors import CheckpointError
 from tpu_embedding.checkpoint.imports.source import RowArray
+from tpu_embedding.checkpoint.records import CheckpointError
 
 LeafPath = tuple[str, ...]
 """Keys of the dicts and fields around a leaf."""

@@ -18,9 +18,9 @@ from typing import Final
 
 import numpy as np
 
-from tpu_embedding.checkpoint.errors import CheckpointError
 from tpu_embedding.checkpoint.imports.opening import open_tables
 from tpu_embedding.checkpoint.imports.source import RowArray, SourceTable, TableSource
+from tpu_embedding.checkpoint.records import CheckpointError
 from tpu_embedding.config import TableConfig
 
 _ROW_ALIGNMENT: Final = 8

@@ -18,13 +18,13 @@ from typing import Any, Final
 
 import numpy as np
 
-from tpu_embedding.checkpoint.errors import CheckpointError
 from tpu_embedding.checkpoint.imports.source import (
     RowArray,
     SourceTable,
     TableSource,
     by_shortest_names,
 )
+from tpu_embedding.checkpoint.records import CheckpointError
 
 _VALUE: Final = "/.ATTRIBUTES/VARIABLE_VALUE"
 _SLOT: Final = "/.OPTIMIZER_SLOT/"

@@ -14,8 +14,8 @@ from flax import linen as nn
 from tpu_embedding import functional
 from tpu_embedding.argument_checks import check_type
 from tpu_embedding.inputs.shard_inputs import attach_weights
+from tpu_embedding.nn.embedding import warn_of_pooled_ids
 from tpu_embedding.nn.linen.variables import TABLES, LayerTables
-from tpu_embedding.nn.pooled_ids import warn_of_pooled_ids
 from tpu_embedding.nn.recording import (
     Recorder,
     answer_call,

@@ -14,7 +14,6 @@ from flax import struct
 
 from tpu_embedding import functional
 from tpu_embedding.gradients import Gradients
-from tpu_embedding.nn.dense_optimizer import check_dense_optimizer
 from tpu_embedding.nn.linen.layer import RecordingTables
 from tpu_embedding.nn.linen.variables import (
     TABLES,
@@ -26,6 +25,7 @@ from tpu_embedding.nn.linen.variables import (
 )
 from tpu_embedding.nn.model_tables import (
     apply_model_gradients,
+    check_dense_optimizer,
     check_gradients,
     finalize_model_values,
     init_model_slots,

@@ -15,8 +15,8 @@ import jax
 import tyro
 
 import tpu_embedding
-from tpu_embedding.checkpoint.errors import CheckpointError
-from tpu_embedding.export.signature import ExportError
+from tpu_embedding.checkpoint.records import CheckpointError
+from tpu_embedding.export.example import ExportError
 from tpu_embedding.extras import MissingExtraError
 from tpu_embedding.tools.cli.arguments import UsageError
 from tpu_embedding.tools.cli.compile import Compile
@@ -26,8 +26,8 @@ from tpu_embedding.tools.cli.inspect import Inspect
 from tpu_embedding.tools.cli.train import Evaluate, Train
 from tpu_embedding.tools.data.batch import DataError
 from tpu_embedding.tools.train.config import ConfigError
+from tpu_embedding.tools.train.reporting import TrainingDivergedError
 from tpu_embedding.tools.train.run_directory import RunDirectoryError
-from tpu_embedding.tools.train.step_meter import TrainingDivergedError
 
 FAILED: Final = 1
 WRONG: Final = 2

@@ -12,7 +12,7 @@ from typing import Protocol
 import numpy as np
 
 from tpu_embedding.tools.data.batch import Batch, DataError, padded_batches
-from tpu_embedding.tools.data.random_streams import TRAIN_STREAM, random_generator
+from tpu_embedding.tools.data.teacher import TRAIN_STREAM, random_generator
 
 
 class SampleReader(Protocol):

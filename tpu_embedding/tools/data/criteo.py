@@ -8,10 +8,9 @@ import dataclasses
 import pathlib
 from typing import Final
 
-from tpu_embedding.tools.data.batch import DataError
+from tpu_embedding.tools.data.batch import DataError, check_counts, required_files
 from tpu_embedding.tools.data.parquet import ParquetClicks, ParquetSource
 from tpu_embedding.tools.data.parquet_rows import ParquetFeature
-from tpu_embedding.tools.data.source import check_counts, required_files
 from tpu_embedding.tools.data.synthetic_criteo import (
     CATEGORY_NAMES,
     NUM_DENSE,

@@ -10,18 +10,24 @@ import numpy as np
 from tpu_embedding.field_checks import Rule, broken_rules, raise_all
 from tpu_embedding.plan.memory import format_table
 from tpu_embedding.strings.string_ids import Vocabulary
-from tpu_embedding.tools.data.batch import Batch, DataError, rows_of_batches
+from tpu_embedding.tools.data.batch import (
+    Batch,
+    DataError,
+    check_counts,
+    required_files,
+    rows_of_batches,
+)
 from tpu_embedding.tools.data.block_dataset import BlockDataset
-from tpu_embedding.tools.data.csv_columns import (
+from tpu_embedding.tools.data.csv_rows import (
+    BLOCK_ROWS,
     Strings,
     are_lists,
     are_numbers,
+    read_blocks,
     read_labels,
     read_numbers,
 )
-from tpu_embedding.tools.data.csv_rows import BLOCK_ROWS, read_blocks
-from tpu_embedding.tools.data.random_streams import splitmix64
-from tpu_embedding.tools.data.source import check_counts, required_files
+from tpu_embedding.tools.data.teacher import splitmix64
 from tpu_embedding.types import FeatureIds
 
 Kind = Literal["label", "category", "number", "list", "ignored"]

@@ -11,15 +11,14 @@ from typing import Final
 
 import numpy as np
 
-from tpu_embedding.tools.data.batch import Batch
-from tpu_embedding.tools.data.random_streams import (
+from tpu_embedding.tools.data.batch import Batch, SyntheticSource
+from tpu_embedding.tools.data.teacher import (
     EVALUATION_STREAM,
     TRAIN_STREAM,
+    ZipfIds,
     random_generator,
     splitmix64,
 )
-from tpu_embedding.tools.data.source import SyntheticSource
-from tpu_embedding.tools.data.zipf import ZipfIds
 from tpu_embedding.types import PADDING_ROW_ID
 
 NUM_COUNTRIES: Final = 250

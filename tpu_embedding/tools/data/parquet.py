@@ -6,10 +6,14 @@ from typing import Any, Final
 
 import numpy as np
 
-from tpu_embedding.tools.data.batch import Batch, DataError
+from tpu_embedding.tools.data.batch import (
+    Batch,
+    DataError,
+    check_counts,
+    required_files,
+)
 from tpu_embedding.tools.data.block_dataset import BlockDataset, SampleReader
 from tpu_embedding.tools.data.parquet_rows import ParquetColumns, ParquetRows
-from tpu_embedding.tools.data.source import check_counts, required_files
 from tpu_embedding.types import FeatureIds, RaggedIds
 
 NUM_STREAMS: Final = 8

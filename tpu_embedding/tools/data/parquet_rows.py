@@ -16,9 +16,13 @@ from typing import Any, Literal
 import numpy as np
 
 from tpu_embedding.extras import require_extra
-from tpu_embedding.tools.data.batch import Batch, DataError, rows_of_batches
+from tpu_embedding.tools.data.batch import (
+    Batch,
+    DataError,
+    check_counts,
+    rows_of_batches,
+)
 from tpu_embedding.tools.data.block_dataset import by_part
-from tpu_embedding.tools.data.source import check_counts
 from tpu_embedding.types import PADDING_ROW_ID, RaggedIds
 
 

@@ -12,10 +12,14 @@ from typing import Final
 
 import numpy as np
 
-from tpu_embedding.tools.data.random_streams import TEACHER_STREAM, random_generator
-from tpu_embedding.tools.data.source import SyntheticSource
-from tpu_embedding.tools.data.teacher import Inputs, TeacherDataset
-from tpu_embedding.tools.data.zipf import ZipfIds
+from tpu_embedding.tools.data.batch import SyntheticSource
+from tpu_embedding.tools.data.teacher import (
+    TEACHER_STREAM,
+    Inputs,
+    TeacherDataset,
+    ZipfIds,
+    random_generator,
+)
 from tpu_embedding.types import PADDING_ROW_ID
 
 VOCABULARY_SIZES: Final[Mapping[str, int]] = MappingProxyType(

@@ -9,13 +9,14 @@ from typing import Final
 
 import numpy as np
 
-from tpu_embedding.tools.data.random_streams import (
+from tpu_embedding.tools.data.teacher import (
     TEACHER_STREAM,
+    Inputs,
+    TeacherDataset,
+    ZipfIds,
     random_generator,
     splitmix64,
 )
-from tpu_embedding.tools.data.teacher import Inputs, TeacherDataset
-from tpu_embedding.tools.data.zipf import ZipfIds
 
 NUM_DENSE: Final = 13
 CATEGORY_NAMES: Final = tuple(f"cat_{number:02d}" for number in range(26))

@@ -11,10 +11,15 @@ from typing import Final, Literal
 import numpy as np
 
 from tpu_embedding.dynamic.vocabulary import Dynamic
-from tpu_embedding.tools.data.random_streams import WORD, mix64
-from tpu_embedding.tools.data.source import SyntheticSource
-from tpu_embedding.tools.data.teacher import Inputs, TeacherDataset
-from tpu_embedding.tools.data.zipf import GOLDEN_RATIO, ZipfIds
+from tpu_embedding.tools.data.batch import SyntheticSource
+from tpu_embedding.tools.data.teacher import (
+    GOLDEN_RATIO,
+    WORD,
+    Inputs,
+    TeacherDataset,
+    ZipfIds,
+    mix64,
+)
 
 EFFECT_SCALE: Final = 1.0
 """Standard deviation of the effect of an id on the logit, for users and for items."""

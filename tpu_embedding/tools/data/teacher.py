@@ -1,4 +1,8 @@
-"""Base of the synthetic click logs, whose labels come from a known teacher model.
+"""Parts of the synthetic data sets: random streams, popular ids, and a teacher model.
+
+Click logs are skewed: a few ids make up most of the traffic. Data without skew would
+not exercise an embedding layer, so ids have a Zipf-like popularity. Each stream of
+random numbers depends on one seed and a name.
 
 The teacher gives every sample a click probability and draws the label from it. No
 model has a lower expected log loss than the teacher. The gap to `teacher_log_loss()`
@@ -10,18 +14,135 @@ samples.
 import abc
 import dataclasses
 import functools
+import math
 from collections.abc import Iterator
 from typing import Final
 
 import numpy as np
 
 from tpu_embedding.tools.data.batch import Batch, padded_batches, rows_of_batches
-from tpu_embedding.tools.data.random_streams import (
-    EVALUATION_STREAM,
-    TEACHER_STREAM,
-    TRAIN_STREAM,
-    random_generator,
-)
+
+TEACHER_STREAM: Final = 0
+TRAIN_STREAM: Final = 1
+EVALUATION_STREAM: Final = 2
+
+WORD: Final = np.uint64(0x9E3779B97F4A7C15)
+"""Increment of SplitMix64: 2**64 over the golden ratio, rounded to an odd number."""
+
+
+def random_generator(*, seed: int, stream: int, step: int = 0) -> np.random.Generator:
+    """Returns a random generator, a pure function of its arguments.
+
+    Args:
+      seed: seed of the data set, at least 0.
+      stream: number of a stream, independent of other streams of the seed, at least 0.
+      step: step of the stream, at least 0, so that any step can be drawn by itself.
+
+    Example:
+      >>> round(random_generator(seed=0, stream=1, step=5).random(), 3)
+      0.601
+    """
+    return np.random.Generator(
+        np.random.Philox(np.random.SeedSequence([seed, stream, step]))
+    )
+
+
+def mix64(words: np.ndarray) -> np.ndarray:
+    """Hashes uint64 words; distinct words have distinct hashes.
+
+    It is the finaliser of SplitMix64: Steele, Lea and Flood, "Fast splittable
+    pseudorandom number generators" (OOPSLA 2014), constants of Vigna's `splitmix64.c`.
+    """
+    words = (words ^ (words >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    words = (words ^ (words >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return words ^ (words >> np.uint64(31))
+
+
+def splitmix64(keys: np.ndarray) -> np.ndarray:
+    """Returns the first output of SplitMix64 for each uint64 seed."""
+    return mix64(keys + WORD)
+
+
+GOLDEN_RATIO: Final = (math.sqrt(5.0) - 1.0) / 2.0
+"""Number whose multiples, modulo 1, are spread most evenly.
+
+Source: Knuth, The Art of Computer Programming, volume 3, section 6.4.
+"""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ZipfIds:
+    """A bounded Zipf law over the ids of one feature.
+
+    Rank `k` in `1 .. vocabulary_size` has the probability
+
+        P(k) proportional to the integral of x**-exponent from k to k + 1.
+
+    This is Zipf's law with an integral in place of the power. Its cumulative law has a
+    closed-form inverse, so drawing needs no table for any vocabulary. A fixed
+    permutation, `id = (rank * multiplier) % vocabulary_size`, turns ranks into ids. It
+    keeps hot ids apart, so no shard owns all of them.
+
+    Attributes:
+      vocabulary_size: number of distinct ids, 1 to 2**31 - 2.
+      exponent: 0 is uniform and 1 is Zipf's original law. Far above 1, a few ids take
+        almost all draws.
+
+    Example:
+      >>> ids = ZipfIds(vocabulary_size=10, exponent=1.0)
+      >>> [int(ids.ids_of_ranks(np.array(rank))) for rank in (0, 1, 2)]
+      [0, 7, 4]
+    """
+
+    vocabulary_size: int
+    exponent: float = 1.0
+
+    def draw(
+        self, generator: np.random.Generator, shape: int | tuple[int, ...]
+    ) -> np.ndarray:
+        """Draws independent int32 ids of the given shape."""
+        return self.ids_of_ranks(self.draw_ranks(generator, shape))
+
+    def draw_ranks(
+        self, generator: np.random.Generator, shape: int | tuple[int, ...]
+    ) -> np.ndarray:
+        """Draws independent popularity ranks of the given shape, from 0."""
+        # The ranks at which the cumulative law reaches uniform numbers.
+        mass = generator.random(shape) * self._mass(self.vocabulary_size + 1.0)
+        if self.exponent == 1.0:
+            x = np.exp(mass)
+        else:
+            power = 1.0 - self.exponent
+            x = np.exp(np.log1p(power * mass) / power)
+        # Rounding may push the last rank to vocabulary_size + 1 or to infinity.
+        return np.minimum(x, self.vocabulary_size).astype(np.int64) - 1
+
+    def ids_of_ranks(self, ranks: np.ndarray) -> np.ndarray:
+        """Returns the int32 ids of popularity ranks; rank 0 is the most popular."""
+        multiplier = max(1, round(GOLDEN_RATIO * self.vocabulary_size))
+        while math.gcd(multiplier, self.vocabulary_size) != 1:
+            multiplier += 1
+        return (ranks.astype(np.int64) * multiplier % self.vocabulary_size).astype(
+            np.int32
+        )
+
+    def probabilities(self, ranks: np.ndarray) -> np.ndarray:
+        """Returns the float64 probability of each rank.
+
+        Example:
+          >>> ZipfIds(vocabulary_size=4, exponent=0.0).probabilities(np.arange(2))
+          array([0.25, 0.25])
+        """
+        mass = self._mass(ranks + 2.0) - self._mass(ranks + 1.0)
+        return mass / self._mass(self.vocabulary_size + 1.0)
+
+    def _mass(self, x: np.ndarray | float) -> np.ndarray:
+        """Returns the integral of `x**-exponent` from 1 to `x`."""
+        if self.exponent == 1.0:
+            return np.log(x)
+        power = 1.0 - self.exponent
+        return np.expm1(power * np.log(x)) / power
+
 
 CALIBRATION_SAMPLES: Final = 16_384
 """Samples that fit the bias; the click rate's standard error is below 0.004."""

@@ -13,7 +13,10 @@ The command `tpu-embedding train` calls `train` of this package.
 from tpu_embedding.tools.data.batch import Batch as Batch
 from tpu_embedding.tools.data.batch import DataError as DataError
 from tpu_embedding.tools.data.batch import Dataset as Dataset
+from tpu_embedding.tools.data.batch import DataSource as DataSource
+from tpu_embedding.tools.data.batch import SyntheticSource as SyntheticSource
 from tpu_embedding.tools.data.batch import padded_batches as padded_batches
+from tpu_embedding.tools.data.batch import required_files as required_files
 from tpu_embedding.tools.data.block_dataset import BlockDataset as BlockDataset
 from tpu_embedding.tools.data.block_dataset import SampleReader as SampleReader
 from tpu_embedding.tools.data.criteo import CriteoSource as CriteoSource
@@ -25,20 +28,17 @@ from tpu_embedding.tools.data.parquet import ParquetSource as ParquetSource
 from tpu_embedding.tools.data.parquet_rows import ParquetFeature as ParquetFeature
 from tpu_embedding.tools.data.parquet_rows import RowGroup as RowGroup
 from tpu_embedding.tools.data.parquet_rows import row_groups as row_groups
-from tpu_embedding.tools.data.random_streams import (
-    random_generator as random_generator,
-)
-from tpu_embedding.tools.data.source import DataSource as DataSource
-from tpu_embedding.tools.data.source import SyntheticSource as SyntheticSource
-from tpu_embedding.tools.data.source import required_files as required_files
 from tpu_embedding.tools.data.synthetic_clicks import (
     SyntheticClicksSource as SyntheticClicksSource,
 )
 from tpu_embedding.tools.data.synthetic_stream import (
     SyntheticStreamSource as SyntheticStreamSource,
 )
+from tpu_embedding.tools.data.teacher import ZipfIds as ZipfIds
 from tpu_embedding.tools.data.teacher import bias_of_rate as bias_of_rate
-from tpu_embedding.tools.data.zipf import ZipfIds as ZipfIds
+from tpu_embedding.tools.data.teacher import (
+    random_generator as random_generator,
+)
 from tpu_embedding.tools.train.config import ConfigError as ConfigError
 from tpu_embedding.tools.train.config import RunConfig as RunConfig
 from tpu_embedding.tools.train.config import RunEvent as RunEvent
@@ -46,17 +46,17 @@ from tpu_embedding.tools.train.config import Target as Target
 from tpu_embedding.tools.train.config import apply_overrides as apply_overrides
 from tpu_embedding.tools.train.config import list_configs as list_configs
 from tpu_embedding.tools.train.config import load_config as load_config
+from tpu_embedding.tools.train.config import warm_up as warm_up
 from tpu_embedding.tools.train.models.model import MLP as MLP
 from tpu_embedding.tools.train.models.model import ModelConfig as ModelConfig
 from tpu_embedding.tools.train.models.model import Outputs as Outputs
 from tpu_embedding.tools.train.models.model import click_outputs as click_outputs
+from tpu_embedding.tools.train.reporting import (
+    TrainingDivergedError as TrainingDivergedError,
+)
 from tpu_embedding.tools.train.run import RunResult as RunResult
 from tpu_embedding.tools.train.run import evaluate as evaluate
 from tpu_embedding.tools.train.run import train as train
 from tpu_embedding.tools.train.run_directory import (
     RunDirectoryError as RunDirectoryError,
-)
-from tpu_embedding.tools.train.schedules import warm_up as warm_up
-from tpu_embedding.tools.train.step_meter import (
-    TrainingDivergedError as TrainingDivergedError,
 )

@@ -13,9 +13,8 @@ from collections.abc import Sequence
 from typing import Any, Final
 
 from tpu_embedding.paths import is_local_path, local_path
-from tpu_embedding.tools.data.batch import DataError
+from tpu_embedding.tools.data.batch import DataError, required_files
 from tpu_embedding.tools.data.csv_rows import open_csv
-from tpu_embedding.tools.data.source import required_files
 from tpu_embedding.tools.train.config import (
     ConfigError,
     RunConfig,

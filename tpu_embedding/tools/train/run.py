@@ -21,9 +21,9 @@ from jax.sharding import Mesh
 
 from tpu_embedding import distributed
 from tpu_embedding.checkpoint import describe
-from tpu_embedding.checkpoint.errors import errors_of_reading
+from tpu_embedding.checkpoint.records import errors_of_reading
 from tpu_embedding.checkpoint.restoring import RestoreState, restore_state
-from tpu_embedding.checkpoint.state_handler import SaveState
+from tpu_embedding.checkpoint.saving import SaveState
 from tpu_embedding.extras import require_extra
 from tpu_embedding.inputs.buffer_sizes import BufferSizes
 from tpu_embedding.inputs.prepare import shard_batch
@@ -47,6 +47,8 @@ from tpu_embedding.tools.train.metrics import (
 from tpu_embedding.tools.train.origin import RunOrigin
 from tpu_embedding.tools.train.reporting import (
     RunReport,
+    StepMeter,
+    TrainingDivergedError,
     drop_repeated_records,
     format_tables,
 )
@@ -59,7 +61,6 @@ from tpu_embedding.tools.train.run_directory import (
     claimed,
     newest_checkpoint,
 )
-from tpu_embedding.tools.train.step_meter import StepMeter, TrainingDivergedError
 from tpu_embedding.tools.train.steps import (
     abstract_train_state,
     init_train_state,
