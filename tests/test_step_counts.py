@@ -13,8 +13,8 @@ from flax import nnx
 import tpu_embedding as te
 from tests.conftest import mesh_of
 from tests.tiers import matrix, quick_cases, with_ids
+from tpu_embedding.functional.final_table_values import has_averages
 from tpu_embedding.gradients import TableGradients
-from tpu_embedding.optimizers.final_dense_values import has_averages
 
 ROW = 3
 IDS = np.full(4, ROW, np.int32)

@@ -1,17 +1,111 @@
 """Sets tables and dense parameters to their moving averages, after training."""
 
 import functools
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
+import jax.numpy as jnp
 
-from tpu_embedding.optimizers.final_dense_values import finalize_dense_values
+from tpu_embedding.optimizers.rules.adafactor import (
+    AdafactorState,
+    CollectedGradients,
+    catch_up,
+)
 from tpu_embedding.plan.check_rows import check_slots, check_tables
 from tpu_embedding.plan.plan import EmbeddingPlan
 from tpu_embedding.plan.shard_map import on_shards
 from tpu_embedding.rows.packed_rows import PackedRows
 from tpu_embedding.update.averages import averaged_nodes, swap_in_averages
 from tpu_embedding.update.lazy_update import state_specs
+
+Params = TypeVar("Params")
+
+
+def finalize_dense_values(params: Params, state: Any) -> tuple[Params, Any]:
+    """Sets dense parameters to the moving averages that `adafactor` keeps of them.
+
+    `tpu_embedding.functional.finalize_variable_values` is the public function, for
+    dense parameters and for tables.
+
+    Args:
+      params: pytree of dense parameters, as the optimizer's `init` took it.
+      state: the optimizer's state. `adafactor(use_ema=True)` may be anywhere in it.
+
+    Returns:
+      New parameters, and the state with which training may continue. Parameters
+      without averages stay as they are; without `use_ema`, so do all, as in Keras.
+
+    Raises:
+      ValueError: if the averages are those of other parameters.
+
+    Example:
+      >>> from tpu_embedding import optimizers
+      >>> optimizer = optimizers.adafactor(0.5, use_ema=True, ema_momentum=0.5)
+      >>> params = {"bias": jnp.ones(1)}
+      >>> state = optimizer.init(params)
+      >>> for _ in range(2):
+      ...     updates, state = optimizer.update(params, state, params)
+      ...     params = {"bias": params["bias"] + updates["bias"]}
+      >>> final, state = finalize_dense_values(params, state)
+      >>> round(float(params["bias"][0]), 3), round(float(final["bias"][0]), 3)
+      (0.334, 0.417)
+    """
+
+    def finalize(state: Any, waiting_steps: Any) -> Any:
+        is_node = lambda x: isinstance(x, AdafactorState | CollectedGradients)  # noqa: E731
+        finalize_node = functools.partial(swap_in, waiting_steps=waiting_steps)
+        return jax.tree.map(finalize_node, state, is_leaf=is_node)
+
+    def swap_in(node: Any, waiting_steps: Any) -> Any:
+        nonlocal params
+        if isinstance(node, CollectedGradients):
+            # The steps that only collect gradients average as well.
+            inner = finalize(node.steps.inner_opt_state, node.steps.mini_step)
+            return CollectedGradients(node.steps._replace(inner_opt_state=inner))
+        if _is_averaged(node):
+            params, node = _swap_in_averages(params, node, waiting_steps)
+        return node
+
+    state = finalize(state, 0)
+    return params, state
+
+
+def has_averages(state: Any) -> bool:
+    """Returns True if an optimizer's state holds moving averages of variables."""
+    return any(map(_is_averaged, jax.tree.leaves(state, is_leaf=_is_averaged)))
+
+
+def _is_averaged(node: Any) -> bool:
+    return isinstance(node, AdafactorState) and bool(jax.tree.leaves(node.averages))
+
+
+def _swap_in_averages(
+    params: Any, node: AdafactorState, waiting_steps: Any
+) -> tuple[Any, AdafactorState]:
+    """Returns the final parameters, and the state that holds them as averages."""
+
+    def swap(array: Any, average: Any, count: Any, seen: Any, momentum: Any) -> Any:
+        if not hasattr(average, "dtype"):  # Another optimizer trains this array.
+            return array, average, seen
+        missed = waiting_steps
+        if seen is not None:
+            missed = (missed + count - seen)[:, None]
+            seen = jnp.full_like(seen, count)
+        value = catch_up(average, array, missed, momentum)
+        return value.astype(array.dtype), value, seen
+
+    fields = node.averages, node.count, node.average_counts, node.average_momentum
+    try:
+        swapped = jax.tree.map(swap, params, *fields)
+    except ValueError as error:
+        raise ValueError(
+            "finalize_variable_values needs the parameters that the optimizer was made "
+            f"for, got others: {error}"
+        ) from error
+    params, averages, counts = (
+        jax.tree.map(lambda _, parts, i=i: parts[i], params, swapped) for i in range(3)
+    )
+    return params, node._replace(averages=averages, average_counts=counts)
 
 
 def finalize_variable_values(

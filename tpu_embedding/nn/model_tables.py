@@ -13,8 +13,8 @@ import jax.numpy as jnp
 
 from tpu_embedding import functional
 from tpu_embedding.functional import steps
+from tpu_embedding.functional.final_table_values import has_averages
 from tpu_embedding.gradients import Gradients, TableGradients, global_norm
-from tpu_embedding.optimizers.final_dense_values import has_averages
 from tpu_embedding.optimizers.probe import LOOKAHEAD
 from tpu_embedding.optimizers.resolve import COLLECTING, find_state
 from tpu_embedding.optimizers.table_rows import model_gradient_context

@@ -31,7 +31,7 @@ from tpu_embedding.nn.training import (
     put_on_mesh,
 )
 from tpu_embedding.optimizers.checks import DENSE_EXAMPLE, check_rule
-from tpu_embedding.optimizers.hyperparameters import with_hyperparameters
+from tpu_embedding.optimizers.learning_rates import with_hyperparameters
 from tpu_embedding.tables.slot_values import (
     StateParts,
     slot_values,

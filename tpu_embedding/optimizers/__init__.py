@@ -38,10 +38,10 @@ The files, in the order in which a reader may want them:
   `keras_schedules` of their learning rates.
 """
 
-from tpu_embedding.optimizers.hyperparameters import (
+from tpu_embedding.optimizers.keras import from_keras_config as from_keras_config
+from tpu_embedding.optimizers.learning_rates import (
     with_hyperparameters as with_hyperparameters,
 )
-from tpu_embedding.optimizers.keras import from_keras_config as from_keras_config
 from tpu_embedding.optimizers.modes import every_row as every_row
 from tpu_embedding.optimizers.modes import in_sequence as in_sequence
 from tpu_embedding.optimizers.options import with_options as with_options

@@ -1,15 +1,20 @@
-"""Checks of hyper-parameters, when an optimizer is made.
+"""Checks of hyper-parameters when an optimizer is made, and equal rules of equal calls.
 
 A hyper-parameter is a real scalar: a Python or NumPy number, or an array of shape `()`.
 Under `optax.inject_hyperparams` it is traced. The value is then unknown and passes
 every check of its range; its shape and dtype are still checked.
+
+An optax transformation is a pair of functions, and two such pairs are equal only if
+they are the same objects. So the functions of this package return the rule that the
+first call with equal arguments made, and the tables of both share a stack.
 """
 
+import dataclasses
 import functools
 import inspect
 import math
 from collections.abc import Callable, Mapping
-from typing import Any, Final, Literal, NamedTuple, get_args, get_origin
+from typing import Any, Final, Literal, NamedTuple, TypeVar, cast, get_args, get_origin
 
 import jax.numpy as jnp
 import numpy as np
@@ -276,3 +281,53 @@ def check_rule(
             "with the learning rate or schedule as its argument; "
             "te.optimizers.from_keras_config translates an optimizer of Keras."
         )
+
+
+MakeRule = TypeVar("MakeRule", bound=Callable[..., Any])
+
+
+def equal_calls_are_one(make: MakeRule) -> MakeRule:
+    """Makes a function return the same rule for equal arguments.
+
+    Arguments that cannot be hashed, such as arrays, make a new rule in each call.
+
+    Example:
+      >>> import tpu_embedding as te
+      >>> te.optimizers.adagrad(0.1) is te.optimizers.adagrad(learning_rate=0.1)
+      True
+    """
+    signature = inspect.signature(make)
+
+    @functools.wraps(make)
+    def make_once(*args: Any, **arguments: Any) -> Any:
+        try:
+            bound = signature.bind(*args, **arguments)
+            bound.apply_defaults()
+            key = make, _hashable(bound.arguments)
+            hash(key)
+        except TypeError:
+            # Wrong arguments, too: the function says what is wrong with them.
+            return make(*args, **arguments)
+        return _result(_Call(key, functools.partial(make, *args, **arguments)))
+
+    return cast(MakeRule, make_once)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Call:
+    key: Any
+    call: Callable[[], Any] = dataclasses.field(compare=False)
+
+
+@functools.lru_cache(maxsize=4096)
+def _result(call: _Call) -> Any:
+    return call.call()
+
+
+def _hashable(value: Any) -> Any:
+    """Returns a value as tuples, with the types that tell 1, 1.0 and True apart."""
+    if isinstance(value, Mapping):
+        return tuple((key, _hashable(item)) for key, item in value.items())
+    if isinstance(value, list | tuple):
+        return type(value), tuple(map(_hashable, value))
+    return type(value), value

@@ -11,9 +11,9 @@ import optax
 from tpu_embedding.optimizers.checks import (
     check_hyperparameters,
     check_rule,
+    equal_calls_are_one,
     int_from,
 )
-from tpu_embedding.optimizers.equal_calls import equal_calls_are_one
 from tpu_embedding.optimizers.row_optimizer import (
     EveryRow,
     InSequence,

@@ -20,13 +20,13 @@ from tpu_embedding.optimizers.checks import (
     check_hyperparameters,
     check_rule,
     checks_of,
+    equal_calls_are_one,
     finite,
     flag,
     non_negative_bound,
     not_nan,
     or_none,
 )
-from tpu_embedding.optimizers.equal_calls import equal_calls_are_one
 from tpu_embedding.optimizers.learning_rates import (
     checked_schedule,
     learning_rate_at,

@@ -9,7 +9,7 @@ import pytest
 
 from tpu_embedding.hardware import GIBIBYTE
 from tpu_embedding.tools import cli
-from tpu_embedding.tools.doctor import child, devices, examine
+from tpu_embedding.tools.doctor import child, examine
 from tpu_embedding.tools.doctor.examine import (
     ask_child,
     check_devices,
@@ -131,7 +131,7 @@ def test_a_process_that_holds_the_tpu(tmp_path):
 def test_children_that_give_no_answer(code, words, monkeypatch):
     run = subprocess.run
     monkeypatch.setattr(
-        devices.subprocess,
+        examine.subprocess,
         "run",
         lambda command, **options: run([sys.executable, "-c", code], **options),
     )

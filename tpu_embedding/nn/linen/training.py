@@ -38,7 +38,7 @@ from tpu_embedding.nn.recording import (
     replicate_on_mesh,
 )
 from tpu_embedding.optimizers.checks import DENSE_EXAMPLE, check_rule
-from tpu_embedding.optimizers.hyperparameters import with_hyperparameters
+from tpu_embedding.optimizers.learning_rates import with_hyperparameters
 
 
 def value_and_grad(

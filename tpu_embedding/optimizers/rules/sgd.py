@@ -11,8 +11,7 @@ from typing import Any, Unpack
 import jax.numpy as jnp
 import optax
 
-from tpu_embedding.optimizers.checks import fraction
-from tpu_embedding.optimizers.equal_calls import equal_calls_are_one
+from tpu_embedding.optimizers.checks import equal_calls_are_one, fraction
 from tpu_embedding.optimizers.options import CommonOptions, takes_common_options
 from tpu_embedding.optimizers.row_optimizer import declare
 

@@ -8,8 +8,11 @@ import jax.numpy as jnp
 import optax
 
 from tpu_embedding.optimizers.array_rules import for_each_array
-from tpu_embedding.optimizers.checks import check_hyperparameters, finite
-from tpu_embedding.optimizers.equal_calls import equal_calls_are_one
+from tpu_embedding.optimizers.checks import (
+    check_hyperparameters,
+    equal_calls_are_one,
+    finite,
+)
 from tpu_embedding.optimizers.learning_rates import checked_schedule, learning_rate_at
 
 SlotInitializer = float | Callable[..., jax.Array]
