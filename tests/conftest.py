@@ -91,8 +91,8 @@ def strict_dtypes(request):
     optimizers and of whole models cannot ask for it.
     """
     folder = request.path.relative_to(pathlib.Path(__file__).parent).parts[0]
-    # JAX's product of bfloat16 and float32 is what that file tests.
-    promotes = request.path.name == "test_expansion.py"
+    # These test products of bfloat16 and float32, and losses of integer labels.
+    promotes = request.path.name in ("test_expansion.py", "test_ranking_losses.py")
     is_strict = folder in STRICT_FOLDERS and not promotes
     with jax.numpy_dtype_promotion("strict" if is_strict else "standard"):
         yield

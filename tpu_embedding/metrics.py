@@ -7,16 +7,19 @@ Samples of weight 0 count for nothing, even if their values are NaN.
 The metrics are in `tpu_embedding.recommenders`.
 """
 
-from tpu_embedding.recommenders.auc import AUC as AUC
-from tpu_embedding.recommenders.means import MAE as MAE
-from tpu_embedding.recommenders.means import RMSE as RMSE
-from tpu_embedding.recommenders.means import Calibration as Calibration
-from tpu_embedding.recommenders.means import LogLoss as LogLoss
-from tpu_embedding.recommenders.means import Mean as Mean
-from tpu_embedding.recommenders.means import NormalizedEntropy as NormalizedEntropy
+from tpu_embedding.recommenders.click_metrics import AUC as AUC
+from tpu_embedding.recommenders.click_metrics import MAE as MAE
+from tpu_embedding.recommenders.click_metrics import RMSE as RMSE
+from tpu_embedding.recommenders.click_metrics import Calibration as Calibration
+from tpu_embedding.recommenders.click_metrics import LogLoss as LogLoss
+from tpu_embedding.recommenders.click_metrics import Mean as Mean
+from tpu_embedding.recommenders.click_metrics import (
+    NormalizedEntropy as NormalizedEntropy,
+)
 from tpu_embedding.recommenders.metric import Metric as Metric
+from tpu_embedding.recommenders.metric import Sum as Sum
 from tpu_embedding.recommenders.metric import compute as compute
 from tpu_embedding.recommenders.metric import merge as merge
 from tpu_embedding.recommenders.ranking_metrics import NDCGAtK as NDCGAtK
+from tpu_embedding.recommenders.ranking_metrics import Ranks as Ranks
 from tpu_embedding.recommenders.ranking_metrics import RecallAtK as RecallAtK
-from tpu_embedding.recommenders.sums import Sum as Sum

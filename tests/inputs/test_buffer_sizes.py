@@ -1,5 +1,6 @@
 """Buffer sizes settle on stationary streams, and always hold their batch."""
 
+import json
 import warnings
 
 import numpy as np
@@ -9,6 +10,7 @@ from flax import nnx
 import tpu_embedding as te
 from tests.conftest import mesh_of
 from tpu_embedding.inputs.buffer_sizes import (
+    BufferSizes,
     RaggedDemand,
     _round_up,
 )
@@ -161,3 +163,53 @@ def test_a_layer_remembers_sizes():
         prepared = layer.prepare({"watched": lists})
     assert prepared["watched"].values.shape == (2, 16)
     assert layer.buffer_sizes.num_combinations == 1
+
+
+def test_sizes_continue_from_their_json():
+    generator = np.random.default_rng(0)
+    sizes = BufferSizes()
+    for step in range(12):
+        demands = [
+            demand_of(valences(generator, f, 64), 2, str(f))
+            for f in range(NUM_FEATURES)
+        ]
+        if step == 5:
+            copied = BufferSizes.from_json(json.loads(json.dumps(sizes.to_json())))
+        if step >= 5:
+            assert choose(copied, *demands) == sizes.choose(demands)
+        else:
+            choose(sizes, *demands)
+
+
+@pytest.mark.parametrize("field", ["size", "sum", "square_sum"])
+def test_sizes_of_another_stream_start_over(field):
+    """A forged file cannot make a batch take far more memory than its ids."""
+    sizes = BufferSizes()
+    choose(sizes, demand_of([3] * 8))
+    document = sizes.to_json()
+    if field == "size":
+        document["buffers"] = [(*document["buffers"][0][:1], [2**30], 0)]
+    else:
+        numbers = {"sum": (8, 1e15, 1e15), "square_sum": (8, 24.0, 1e18)}
+        document["valences"]["f"] = numbers[field]
+    forged = BufferSizes.from_json(document)
+    assert choose(forged, demand_of([3] * 8)) == [24]
+    assert choose(forged, demand_of([90] * 8)) <= [2000]
+
+
+@pytest.mark.parametrize(
+    "document",
+    [
+        *(None, [], {}, {"valences": [], "buffers": []}),
+        {"valences": {"f": [8, 24.0]}, "buffers": []},
+        {"valences": {"f": [0, 24.0, 24.0]}, "buffers": []},
+        {"valences": {"f": [8, float("nan"), 24.0]}, "buffers": []},
+        {"valences": {"f": [8, 1e300, 24.0]}, "buffers": []},
+        {"valences": {}, "buffers": [[[["f", 8]], [-24], 0]]},
+        {"valences": {}, "buffers": [[[["f", 8]], [2**40], 0]]},
+        {"valences": {}, "buffers": [[[["f", 8]], [24, 24], 0]]},
+    ],
+)
+def test_damaged_json_of_sizes(document):
+    with pytest.raises(ValueError, match="must be from BufferSizes.to_json"):
+        BufferSizes.from_json(document)

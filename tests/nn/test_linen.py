@@ -364,5 +364,5 @@ def test_linen_layer_in_an_nnx_model_looks_up_and_refuses_to_train():
         return jnp.sum(model(ids))
 
     for compute in (te.value_and_grad(loss_fn), nnx.grad(loss_fn)):
-        with pytest.raises(ValueError, match="te.TPUEmbedding in place of nnx.bridge"):
+        with pytest.raises(ValueError, match="te.TPUEmbedding instead of nnx.bridge"):
             compute(model)

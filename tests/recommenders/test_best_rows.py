@@ -1,5 +1,6 @@
 """The best rows of a table: equal to NumPy's stable sort, wherever the rows lie."""
 
+import functools
 import re
 
 import jax
@@ -98,6 +99,41 @@ def test_rows_without_a_finite_product_come_last_and_padding_never():
     queries = np.ones_like(queries)
     kept = te.functional.top_k(tables, queries, plan, 3, table="few", excluded=beyond)
     np.testing.assert_array_equal(kept.ids, best.ids[:, :3])
+
+
+@pytest.mark.parametrize("enable_x64", [False, True])
+def test_float64_queries_and_towers(enable_x64):
+    plan, tables, _, queries = layer_of(mesh_of_shape("2"))
+
+    def find(queries, dtype):
+        return te.functional.top_k(
+            tables,
+            queries,
+            plan,
+            3,
+            table="few",
+            transform=lambda rows: 2 * rows.astype(dtype),
+        )
+
+    expected = find(queries, jnp.float32)
+    with jax.enable_x64(enable_x64):
+        best = find(queries.astype(np.float64), jax.dtypes.canonicalize_dtype(float))
+        plain = te.functional.top_k(
+            tables, queries.astype(np.float64), plan, 3, table="few"
+        )
+    for result in (best, plain):
+        assert (result.scores.dtype, result.ids.dtype) == (jnp.float32, jnp.int32)
+        np.testing.assert_array_equal(result.ids, expected.ids)
+    np.testing.assert_array_equal(best.scores, expected.scores)
+
+
+@pytest.mark.parametrize(
+    "excluded", [[[]] * 7, np.zeros((7, 0)), jnp.zeros((7, 0))], ids=type
+)
+def test_lists_of_excluded_ids_can_be_empty(excluded):
+    plan, tables, _, queries = layer_of(mesh_of_shape("1"))
+    find = functools.partial(te.functional.top_k, tables, queries, plan, 3, table="few")
+    np.testing.assert_array_equal(find(excluded=excluded).ids, find().ids)
 
 
 def test_zeros_of_any_sign_are_equal():

@@ -293,3 +293,29 @@ def test_shapes_that_jax_would_broadcast_are_refused(metric):
         metric.from_batch(np.zeros(4), np.zeros((4, 1)))
     with pytest.raises(ValueError, match=r"weights must .* \[4\], got \[1\]"):
         metric.from_batch(np.zeros(4), np.zeros(4), np.ones(1))
+
+
+@pytest.mark.parametrize("weight", [pytest.param(1.0, marks=pytest.mark.full), 0.1])
+def test_auc_counts_many_samples_of_one_score(weight):
+    """A float32 total of ones stops at 2^24, and one of tenths is off by 1 %."""
+    num_samples = 2**24 + 2**20 if weight == 1 else 2**19
+    labels = (np.arange(num_samples) % 4 == 0).astype(np.float32)
+    weights = np.full(num_samples, weight, np.float32)
+    auc = m.AUC.from_batch(np.zeros_like(labels), labels, weights)
+    for total, share in ((auc.positives, 0.25), (auc.negatives, 0.75)):
+        wanted = share * num_samples * np.float64(np.float32(weight))
+        # Tolerance: float32 totals of 4096 tenths. Ones add exactly.
+        rel = 0 if weight == 1 else 1e-4
+        assert float(total.total().value()) == pytest.approx(wanted, rel=rel)
+
+
+@pytest.mark.parametrize("enable_x64", [False, True])
+@pytest.mark.parametrize("as_batch", [np.asarray, list], ids=["array", "list"])
+def test_numbers_of_64_bits_keep_their_value(as_batch, enable_x64):
+    large = as_batch(np.array([2**40, 2**40 + 6]))
+    with jax.enable_x64(enable_x64):
+        assert float(m.Mean.from_batch(large).compute()) == np.float32(2**40 + 3)
+        assert float(m.Mean.from_batch([1.0, 5.0], large).compute()) == 3
+        other = as_batch(np.array([2**40 + 1, 2**40 + 9]))
+        assert float(m.MAE.from_batch(large, other).compute()) == 2
+        assert float(m.RMSE.from_batch(large, other).compute()) == np.float32(5**0.5)

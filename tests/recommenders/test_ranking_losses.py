@@ -57,6 +57,59 @@ def test_list_mle_is_a_probability_of_orders():
     np.testing.assert_allclose(np.exp(-np.array(losses)).sum(), 1, rtol=1e-5)
 
 
+@pytest.mark.parametrize("enable_x64", [False, True])
+@pytest.mark.parametrize(
+    ("dtype", "first"),
+    [(np.int32, 1_700_000_000), (np.int64, 2**40), (np.uint64, 2**63), (float, 2**52)],
+    ids=str,
+)
+def test_labels_keep_all_their_bits(dtype, first, enable_x64):
+    places = np.array([1, 3, 2])
+    labels = np.array(first, dtype) + places.astype(dtype)
+    scores = np.array([0.1, 2.0, -0.5], np.float32)
+    with jax.enable_x64(enable_x64):
+        for name, loss in LOSSES.items():
+            of_places = loss(scores, places)
+            np.testing.assert_array_equal(loss(scores, labels), of_places, name)
+        ids = np.array([0, 1, 0]).astype(dtype) + labels[0]
+        by_item = te.nn.in_batch_softmax(*SCORES[:, :3, None], item_ids=ids)
+        wanted = te.nn.in_batch_softmax(
+            *SCORES[:, :3, None], item_ids=np.array([0, 1, 0])
+        )
+        jax.tree.map(np.testing.assert_array_equal, by_item, wanted)
+
+
+def test_the_list_mle_loss_of_times():
+    labels = np.array([1_700_000_001, 1_700_000_003, 1_700_000_002])
+    scores = np.array([0.0, 2.0, 1.0], np.float32)
+    order = np.array([2.0, 1.0, 0.0])
+    totals = [np.log(np.exp(order[i:]).sum()) - order[i] for i in range(3)]
+    for given in (labels, jnp.asarray(labels, jnp.int32), labels.tolist()):
+        loss = te.nn.list_mle_loss(scores, given)
+        assert float(loss) == pytest.approx(sum(totals), rel=1e-6)
+
+
+@pytest.mark.parametrize(
+    "of_difference",
+    [
+        lambda d: -jnp.log(jax.nn.sigmoid(-d)),  # BPR, infinite from d = 89
+        lambda d: jnp.sqrt(jnp.abs(d)),  # infinite derivative at 0
+        lambda d: jnp.exp(d),  # infinite from d = 89
+        lambda d: 1 / -d,  # infinite at 0
+    ],
+    ids=["bpr", "root", "exponential", "inverse"],
+)
+@pytest.mark.parametrize("where", [None, np.array([True, True, True, False])])
+def test_pairs_that_do_not_count_have_no_gradient(of_difference, where):
+    """The pairs of a good order have small differences, the opposite ones large."""
+    scores = jnp.array([300.0, 150.0, 0.0, np.nan if where is not None else 0.0])
+    labels = np.array([2, 1, 0, 0])
+    loss, gradients = jax.value_and_grad(
+        lambda s: te.nn.pairwise_loss(s, labels, of_difference, where=where)
+    )(scores)
+    assert np.isfinite(loss) and np.isfinite(gradients).all()
+
+
 @pytest.mark.parametrize("dtype", [np.uint8, np.uint32, np.bool_])
 def test_labels_that_have_no_negative(dtype):
     labels = np.array([0, 1, 0]).astype(dtype)
@@ -90,6 +143,44 @@ def in_numpy(scores, own):
     return own - top - totals, (scores > own[:, None]).sum(axis=1)
 
 
+METRICS = (te.metrics.RecallAtK, te.metrics.NDCGAtK)
+
+
+@pytest.mark.parametrize(
+    ("score", "wanted"), [(np.nan, np.nan), (0.0, 1 / 64), (-np.inf, 1 / 64)]
+)
+@pytest.mark.parametrize("metric", METRICS)
+def test_a_model_that_tells_no_items_apart_ranks_none_first(score, wanted, metric):
+    one, scores = np.ones((64, 1), np.float32), np.full((64, 1), score, np.float32)
+    _, ranks = te.nn.in_batch_softmax(scores, one)
+    value = metric.from_ranks(ranks, k=1).compute()
+    assert float(value) == pytest.approx(wanted, nan_ok=True)
+
+
+@pytest.mark.parametrize("metric", METRICS)
+@pytest.mark.parametrize("k", [1, 3, 40])
+def test_ranks_of_equal_scores_are_worth_the_mean_over_their_orders(metric, k):
+    generator = np.random.default_rng(0)
+    queries, items = generator.integers(-1, 2, (2, 30, 2)).astype(np.float32)
+    weights = generator.integers(0, 3, 30).astype(np.float32)
+    ids = generator.integers(0, 20, 30)
+    is_candidate = (ids[:, None] != ids) | np.eye(30, dtype=bool)
+    batch = queries @ items.T, np.eye(30, dtype=np.float32), weights
+    for options, candidates in (({}, None), ({"item_ids": ids}, is_candidate)):
+        _, ranks = te.nn.in_batch_softmax(queries, items, **options)
+        assert max(ranks.num_equal) > 1
+        wanted = metric.from_batch(*batch, is_candidate=candidates, k=k).compute()
+        got = metric.from_ranks(ranks, weights, k=k).compute()
+        assert float(got) == pytest.approx(float(wanted), rel=1e-6)  # float32 sums
+
+
+def test_no_samples_and_no_items():
+    log_softmax, ranks = te.nn.in_batch_softmax(np.zeros((0, 3)), np.zeros((0, 3)))
+    assert log_softmax.shape == ranks.num_higher.shape == ranks.num_equal.shape == (0,)
+    for loss in LOSSES.values():
+        assert float(loss(np.zeros(0), [])) == 0
+
+
 @pytest.mark.parametrize("scale", [1, 300])
 def test_in_batch_softmax(scale):
     generator = np.random.default_rng(0)
@@ -107,6 +198,6 @@ def test_in_batch_softmax(scale):
             scale * queries, jnp.array(items), jnp.array(log_q), **options
         )
         wanted, wanted_ranks = in_numpy(of_rows, own)
-        np.testing.assert_array_equal(ranks, wanted_ranks)
+        np.testing.assert_array_equal(ranks.num_higher, wanted_ranks)
         # Tolerance: float32 rounds scores of several hundred by 3e-5.
         np.testing.assert_allclose(got, wanted, rtol=1e-5, atol=1e-4)

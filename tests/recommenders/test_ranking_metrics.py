@@ -3,10 +3,12 @@
 import functools
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from tests.tiers import matrix, quick_cases
+from tpu_embedding.inputs import PADDING_ROW_ID
 from tpu_embedding.metrics import NDCGAtK, RecallAtK
 
 reference = pytest.importorskip("sklearn.metrics")
@@ -106,6 +108,68 @@ def test_retrieved_ids():
     for wrong, k in ((labels[:2], 2), (labels[:, None], 2), (labels, 3), (labels, 0)):
         with pytest.raises(ValueError, match="RecallAtK"):
             RecallAtK.from_top_k(ids, wrong, k=k)
+
+
+@pytest.mark.parametrize("enable_x64", [False, True])
+def test_retrieved_ids_keep_64_bits(enable_x64):
+    """A label that doesn't fit in the ids' dtype, or is padding, is never found."""
+    ids = np.array([[5, 7], [5, 7], [5, 7], [5, PADDING_ROW_ID]])
+    labels = np.array([2**40 + 5, 7 - 2**32, 7, PADDING_ROW_ID])
+    with jax.enable_x64(enable_x64):
+        for found in (ids, ids.tolist(), jnp.asarray(ids, jnp.int32)):
+            for wanted in (labels, labels.tolist()):
+                recall = RecallAtK.from_top_k(found, wanted, k=2)
+                assert float(recall.compute()) == 1 / 4
+        recall = RecallAtK.from_top_k(labels[:, None], jnp.array([5, 7, 7, 0]), k=1)
+        assert float(recall.compute()) == 1 / 4
+        large = np.array([2**63 + 1, 2**40], np.uint64)
+        both = RecallAtK.from_top_k(large[:, None], large + np.uint64([0, 1]), k=1)
+        assert float(both.compute()) == 1 / 2
+    for wrong in ({"ids": ids.astype(float)}, {"labels": labels.astype(float)}):
+        (name,) = wrong
+        with pytest.raises(ValueError, match=f"{name} must be integers, got float64"):
+            RecallAtK.from_top_k(**{"ids": ids, "labels": labels, **wrong}, k=1)
+
+
+def test_no_retrieved_ids():
+    for labels in ([], jnp.zeros(0)):
+        recall = RecallAtK.from_top_k(jnp.zeros((0, 3)), labels, k=2)
+        assert np.isnan(recall.compute())
+
+
+@pytest.mark.parametrize("enable_x64", [False, True])
+@pytest.mark.parametrize(
+    ("dtype", "first"),
+    [(np.int32, 2**30), (np.int64, 2**40), (np.uint64, 2**63), (float, 2**52)],
+    ids=str,
+)
+@pytest.mark.parametrize("metric", METRICS)
+def test_scores_are_compared_with_all_their_bits(metric, dtype, first, enable_x64):
+    scores, labels, _ = CASES["ties"]
+    wanted = metric.from_batch(scores, labels, k=4).compute()
+    large = np.array(first, dtype) + scores.astype(dtype)
+    with jax.enable_x64(enable_x64):
+        assert float(metric.from_batch(large, labels, k=4).compute()) == wanted
+        if dtype is np.int32:
+            large = jnp.asarray(large)
+            assert float(metric.from_batch(large, labels, k=4).compute()) == wanted
+
+
+@pytest.mark.parametrize("num_items", quick_cases([100_000, 1_000_000], "100000"))
+@pytest.mark.parametrize("case", quick_cases(["last", "half", "ties"], "last"))
+def test_ndcg_of_many_items(num_items, case):
+    generator = np.random.default_rng(0)
+    scores = -np.arange(num_items, dtype=np.float32)[None]
+    labels = np.zeros_like(scores)
+    labels[0, -1] = 1
+    if case == "half":
+        labels = (generator.random(labels.shape) < 0.5).astype(np.float32)
+    if case == "ties":
+        scores = generator.integers(0, 3, scores.shape).astype(np.float32)
+    wanted = reference.ndcg_score(labels, scores)
+    got = NDCGAtK.from_batch(scores, labels, k=num_items).compute()
+    # Tolerance: a float32 sum of up to a million gains.
+    assert float(got) == pytest.approx(wanted, rel=1e-5)
 
 
 def test_equal_scores_are_no_hit():

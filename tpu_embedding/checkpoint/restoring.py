@@ -40,7 +40,10 @@ from tpu_embedding.checkpoint.restored_tables import (
     restored_tables,
 )
 from tpu_embedding.checkpoint.split_state import LayerState, SplitState
-from tpu_embedding.functional.following_slots import with_following_slots
+from tpu_embedding.functional.following_slots import (
+    check_no_followers,
+    with_following_slots,
+)
 from tpu_embedding.functional.steps import init_slots
 from tpu_embedding.plan.plan import EmbeddingPlan
 from tpu_embedding.tables.slot_values import slot_values, with_slot_values
@@ -164,9 +167,9 @@ def _wanted_tables(layer: LayerState, args: RestoreState) -> dict[str, str]:
 
 def _check_followers(layer: LayerState, args: RestoreState) -> None:
     """Refuses tables alone, if an optimizer has made state from their values."""
-    names = _wanted_tables(layer, args)
-    for each in layer.followed_tables if layer.slots is None else ():
-        each.check_without_optimizer(names, "te.restore(directory, (model, optimizer))")
+    if layer.slots is None:
+        names = layer.followed_tables & set(_wanted_tables(layer, args))
+        check_no_followers(names, "te.restore(directory, (model, optimizer))")
 
 
 def _differences(

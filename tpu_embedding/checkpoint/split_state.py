@@ -22,7 +22,6 @@ from tpu_embedding.nn.embedding import (
     LookupStatsVariable,
     RecordedCalls,
 )
-from tpu_embedding.nn.followed_tables import FollowedTables
 from tpu_embedding.nn.linen.variables import LayerTables
 from tpu_embedding.nn.optimizer import Optimizer
 from tpu_embedding.nn.training import embedding_layers
@@ -52,15 +51,15 @@ class LayerState:
       plan: the layer's plan.
       tables: stack name to packed rows; directories of ids, too.
       slots: stack name to optimizer state; None if the state holds no optimizer.
-      followed_tables: tables from whose values an optimizer made state, of all modules
-        that have this path.
+      followed_tables: names of tables from whose values an optimizer made state, in any
+        module that has this path.
     """
 
     path: str
     plan: EmbeddingPlan
     tables: Mapping[str, Any]
     slots: Mapping[str, Any] | None
-    followed_tables: tuple[FollowedTables, ...] = ()
+    followed_tables: frozenset[str] = frozenset()
 
     def name_of(self, table: str) -> str:
         """Returns the name of a table in a checkpoint."""
@@ -143,7 +142,7 @@ class SplitState:
                 plan=_plan_of(path, of_tables.value, plans),
                 tables=of_tables.value,
                 slots=of_slots and of_slots.value,
-                followed_tables=tuple(followed[path]),
+                followed_tables=followed[path],
             )
             for path, of_tables, of_slots in pairs
         ]
@@ -228,12 +227,12 @@ def _plans_of(state: Any, plan: EmbeddingPlan | None) -> dict[str, EmbeddingPlan
     return plans
 
 
-def _followed_tables_of(state: Any) -> dict[str, list[FollowedTables]]:
+def _followed_tables_of(state: Any) -> dict[str, frozenset[str]]:
     """Returns the tables that state was made from, by the path of their layer."""
-    found: dict[str, list[FollowedTables]] = collections.defaultdict(list)
+    found: dict[str, frozenset[str]] = collections.defaultdict(frozenset)
     for module in filter(_is_module, jax.tree.leaves(state, is_leaf=_is_module)):
         for path, layer in embedding_layers(module).items():
-            found[path].append(layer.followed_tables)
+            found[path] |= layer.followed_tables
     return found
 
 

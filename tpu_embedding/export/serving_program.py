@@ -7,6 +7,7 @@ values of the tables and the parameters are no part of it.
 import collections
 import contextlib
 import dataclasses
+import itertools
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Final
@@ -33,6 +34,7 @@ from tpu_embedding.export.signature import (
 )
 from tpu_embedding.functional.serving_lookup import ServedCall, table_of
 from tpu_embedding.nn.embedding import LAYER_VARIABLES
+from tpu_embedding.nn.recording import open_recorder
 from tpu_embedding.nn.training import embedding_layers
 from tpu_embedding.plan.features import FeaturePlan
 from tpu_embedding.rows.id_directory import directory_name
@@ -149,18 +151,19 @@ class _ServedMethod:
         model = nnx.merge(self._graph, *others, state)
         model.eval()
         layers = embedding_layers(model)
-        for path, layer in layers.items():
-            prefix = table_prefix(path, layers)
-            names = [t.name for stack in layer.plan.stacks for t in stack.tables]
-            names += [directory_name(name) for name in names]
-            own = {k: tables[prefix + k] for k in names if prefix + k in tables}
-            layer.start_recording("serving", own)
-        arguments, owners = self._example.rebuild(arrays)
-        outputs = getattr(model, self._method)(*arguments)
+        with open_recorder(layers, None) as (recorder, number):
+            for path, layer in layers.items():
+                prefix = table_prefix(path, layers)
+                names = [t.name for stack in layer.plan.stacks for t in stack.tables]
+                names += [directory_name(name) for name in names]
+                own = {k: tables[prefix + k] for k in names if prefix + k in tables}
+                layer.start_recording("serving", (path, number), own)
+            arguments, owners = self._example.rebuild(arrays)
+            outputs = getattr(model, self._method)(*arguments)
         self.used_tables.clear()
         self.lookups.clear()
         for path, layer in layers.items():
-            for call in layer.stop_recording():
+            for call in itertools.chain(*layer.stop_recording(recorder)):
                 self._keep(call, table_prefix(path, layers), owners)
         return _named_outputs(outputs)
 

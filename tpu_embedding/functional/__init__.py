@@ -50,6 +50,6 @@ from tpu_embedding.update.lazy_update import lift_to_rows as lift_to_rows
 if TYPE_CHECKING:
     from tpu_embedding.recommenders.best_rows import TopK as TopK
     from tpu_embedding.recommenders.best_rows import top_k as top_k
-    from tpu_embedding.recommenders.expansion import expand as expand
+    from tpu_embedding.recommenders.unique_ids import expand as expand
 
 __getattr__ = _import_when_used(__name__)

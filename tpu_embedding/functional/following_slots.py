@@ -108,12 +108,12 @@ def with_table_values(
     return new, dict(slots)
 
 
-def check_no_followers(tables: Collection[str], way_out: str) -> None:
-    """Refuses to set tables without the state that was made from their values.
+def check_no_followers(tables: Collection[str], line: str) -> None:
+    """Rejects values of tables without the state that was made from their values.
 
     Args:
       tables: names of those to be set that have such a state.
-      way_out: the line to write.
+      line: the line to write.
 
     Raises:
       ValueError: if there is one.
@@ -122,7 +122,7 @@ def check_no_followers(tables: Collection[str], way_out: str) -> None:
         raise ValueError(
             f"The values of the tables {sorted(tables)} must be set together with the "
             "state that their optimizer made from them, such as moving averages or "
-            f"Adafactor's scale of a table, got the values alone. Write\n  {way_out}"
+            f"Adafactor's scale of a table, got the values alone. Write\n  {line}"
         )
 
 

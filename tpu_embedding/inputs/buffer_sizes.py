@@ -2,14 +2,14 @@
 
 A compiled step needs buffers of a fixed size per ragged feature and shard. Each new
 combination of sizes is one more compilation. `BufferSizes` therefore remembers sizes
-from batch to batch, and changes those of all features at once.
+from batch to batch, and changes all sizes at once.
 """
 
 import dataclasses
 import math
 import warnings
 from collections.abc import Sequence
-from typing import Final
+from typing import Any, Final
 
 _SMALLEST_BUFFER: Final = 8
 
@@ -21,6 +21,9 @@ _DEVIATIONS_PER_GROWTH: Final = 3.0
 
 _GROWTH_FACTOR: Final = 1.25
 """Room of an outgrown buffer per id that it had to hold, for drifting data."""
+
+_MAX_RESTORED: Final = 1024
+"""Limit of restored sizes per id of the first batch, because a file may be forged."""
 
 _QUIET_GROWTHS: Final = 3
 """Growths without a warning: a new stream of batches needs one or two."""
@@ -54,7 +57,7 @@ class BufferSizes:
 
     Pass one object to all calls of `prepare_features`; `TPUEmbedding.prepare` has one
     of its own. A batch that fits the present sizes uses them. When a feature outgrows
-    its buffer, the buffers of all ragged features are sized anew, together. Each gets
+    its buffer, the buffers of all ragged features are resized together. Each gets
     room for at least six standard deviations above the mean of all batches so far. A
     stationary stream thus settles after one or two compilations. No id is ever lost.
     Buffers never shrink.
@@ -83,6 +86,58 @@ class BufferSizes:
         self._valences: dict[str, _Valence] = {}
         self._buffers: dict[tuple[tuple[str, int], ...], _Buffers] = {}
         self._combinations: set[tuple[tuple[str, int, int], ...]] = set()
+        self._is_restored = False
+
+    def to_json(self) -> dict[str, Any]:
+        """Returns the sizes, and the statistics of all batches, as values of JSON.
+
+        Keep them with a checkpoint. A loop that resumes with `from_json` pads its
+        batches as before, so sums have the same order and the same bits.
+
+        Example:
+          >>> sizes = BufferSizes()
+          >>> sizes.to_json()
+          {'valences': {}, 'buffers': []}
+          >>> BufferSizes.from_json(sizes.to_json()).num_growths
+          0
+        """
+        valences = {name: dataclasses.astuple(x) for name, x in self._valences.items()}
+        buffers = [(k, x.sizes, x.num_growths) for k, x in self._buffers.items()]
+        return {"valences": valences, "buffers": buffers}
+
+    @classmethod
+    def from_json(cls, document: Any) -> "BufferSizes":
+        """Returns sizes that continue from `to_json`.
+
+        They start over if they are far larger than the first batch needs.
+
+        Args:
+          document: from `to_json`, also after a round trip through a JSON file.
+
+        Raises:
+          ValueError: if the document is not from `to_json`.
+        """
+        sizes = cls()
+        try:
+            for name, (num_samples, *sums) in document["valences"].items():
+                total, square_sum = map(float, sums)
+                valence = _Valence(int(num_samples), total, square_sum)
+                numbers = dataclasses.astuple(valence)
+                if not valence.num_samples or not all(0 <= x < 2**63 for x in numbers):
+                    raise ValueError(f"the statistics of {name!r}")
+                sizes._valences[name] = valence
+            for key, numbers, num_growths in document["buffers"]:
+                key = tuple((str(name), int(number)) for name, number in key)
+                numbers = [int(n) for n, _ in zip(numbers, key, strict=True)]
+                if not all(0 < n < 2**31 for n in numbers):
+                    raise ValueError(f"the sizes {numbers}")
+                sizes._buffers[key] = _Buffers(numbers, min(int(num_growths), 64))
+        except (AttributeError, LookupError, OverflowError, TypeError, ValueError) as e:
+            raise ValueError(
+                f"Buffer sizes must be from BufferSizes.to_json, got {e!r:.200}."
+            ) from e
+        sizes._is_restored = True
+        return sizes
 
     @property
     def num_combinations(self) -> int:
@@ -91,7 +146,7 @@ class BufferSizes:
 
     @property
     def num_growths(self) -> int:
-        """Times that a feature outgrew its buffer, and all were sized anew."""
+        """Times that a feature outgrew its buffer, and all were resized."""
         return sum(buffers.num_growths for buffers in self._buffers.values())
 
     def choose(self, demands: Sequence[RaggedDemand]) -> list[int]:
@@ -103,6 +158,9 @@ class BufferSizes:
         Warns:
           UserWarning: at each growth after the third, naming the feature that grew.
         """
+        if self._is_restored and not all(map(self._is_plausible, demands)):
+            self._valences, self._buffers = {}, {}
+        self._is_restored = False
         for demand in demands:
             valence = self._valences.setdefault(demand.feature_name, _Valence())
             valence.add(demand)
@@ -127,6 +185,18 @@ class BufferSizes:
                 tuple((*of, n) for of, n in zip(key, sizes, strict=True))
             )
         return list(sizes)
+
+    def _is_plausible(self, demand: RaggedDemand) -> bool:
+        """Returns True if restored sizes may be from the stream of a batch."""
+        limit = _MAX_RESTORED * max(demand.num_ids, demand.samples_per_shard)
+        feature = (demand.feature_name, demand.samples_per_shard)
+        sizes: list[float] = [
+            dict(zip(key, buffers.sizes or [], strict=True)).get(feature, 0)
+            for key, buffers in self._buffers.items()
+        ]
+        if (valence := self._valences.get(demand.feature_name)) is not None:
+            sizes.append(valence.bound(demand.samples_per_shard, _DEVIATIONS))
+        return all(size <= limit for size in sizes)
 
     def _first_size(self, demand: RaggedDemand) -> int:
         if demand.expected_valence is not None:
@@ -214,7 +284,7 @@ def _warn_of_growth(
             ways_out.append(f"{new_size / demand.samples_per_shard:.3g} for {name}")
     warnings.warn(
         f"Ragged features outgrew their buffers, growth {num_growths}: "
-        f"{'; '.join(changes)}. The step compiles once more. Set "
+        f"{'; '.join(changes)}. The step compiles again. Set "
         "FeatureConfig.expected_valence, the ids per sample with headroom, to "
         f"{', '.join(ways_out)}.",
         stacklevel=5,

@@ -13,7 +13,6 @@ needs; `te.linen` is the folder `linen/`.
 * `each_step`: a train step that sets hyper-parameters before each step.
 * `dense_optimizer`: checks that a dense optimizer and the tables step together.
 * `short_repr`: prints layer and optimizer in a few lines.
-* `followed_tables`: tables from whose values an optimizer made state.
 * `linen/`: the same for Flax Linen.
 
 Interactions, ranking losses and `top_k` are in `tpu_embedding.recommenders`.

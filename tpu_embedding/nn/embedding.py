@@ -9,6 +9,7 @@ import functools
 from typing import TYPE_CHECKING, Any, Final, Literal
 
 import jax
+import jax.numpy as jnp
 from flax import nnx
 from flax.errors import TraceContextError
 from flax.nnx.bridge.wrappers import current_linen_module
@@ -16,11 +17,11 @@ from jax.sharding import Mesh
 
 from tpu_embedding import functional
 from tpu_embedding.argument_checks import ArgumentType, check_type, right_names
+from tpu_embedding.functional.following_slots import check_no_followers
 from tpu_embedding.functional.serving_lookup import serve
 from tpu_embedding.inputs.buffer_sizes import BufferSizes
 from tpu_embedding.inputs.prepare import Samples, prepare_features
 from tpu_embedding.inputs.shard_inputs import attach_weights
-from tpu_embedding.nn.followed_tables import FollowedTables
 from tpu_embedding.nn.layer_stats import (
     no_dynamic_stats,
     no_stats,
@@ -28,10 +29,15 @@ from tpu_embedding.nn.layer_stats import (
 )
 from tpu_embedding.nn.pooled_ids import warn_of_pooled_ids
 from tpu_embedding.nn.recording import (
+    CALL_OUTSIDE,
+    LayerCalls,
+    Recorder,
     answer_call,
+    have_same_shapes,
     have_same_values,
     is_differentiated,
     is_mapped,
+    recorder_of_trace,
     replicate_on_mesh,
     without_derivative,
 )
@@ -56,18 +62,11 @@ USE_VALUE_AND_GRAD: Final = (
     "nnx.grad and nnx.value_and_grad leave the tables of a TPUEmbedding out, "
     "so the tables would never train. Change two lines:\n"
     "  loss, gradients = te.value_and_grad(loss_fn)(model, ...)\n"
-    "  optimizer = te.Optimizer(model, tx)  # in place of nnx.Optimizer\n"
+    "  optimizer = te.Optimizer(model, tx)  # instead of nnx.Optimizer\n"
     "For gradients of a part only: te.value_and_grad(loss_fn, wrt=nnx.PathContains("
-    "'head')). For those of another argument, close over the model: "
+    "'head')). For gradients of another argument, close over the model: "
     "nnx.grad(lambda x: loss_fn(model, x))(x). To keep the tables fixed, make the "
     "layer without an optimizer."
-)
-CALL_OUTSIDE: Final = (
-    "The loss calls a TPUEmbedding inside a JAX transformation, such as jax.vmap, "
-    "nnx.cond or nnx.scan, which would lose the gradient of its tables. Call the layer "
-    "before it, with the whole batch: activations = model.embedding(features). "
-    "FeatureConfig.output_shape keeps further axes. Or pass the model as an argument "
-    "of nnx.jit or nnx.remat."
 )
 NO_DERIVATIVE: Final = (
     "The tables of a TPUEmbedding have no dense derivative. Use "
@@ -100,7 +99,7 @@ class DynamicStatsVariable(nnx.Variable):
 
 
 class RecordedCalls(nnx.Variable):
-    """Inside a loss: records of calls, and what the calls are given. Empty outside."""
+    """What calls inside an inner transformation are given, and their records."""
 
 
 LAYER_VARIABLES: Final = (
@@ -110,6 +109,20 @@ LAYER_VARIABLES: Final = (
     RecordedCalls,
 )
 """Variables of embedding layers."""
+
+
+class LayerBufferSizes(BufferSizes):
+    """Buffer sizes of a layer, on the host; a compiled step does not depend on them.
+
+    All are equal, so that models with equal plans share compiled steps. Flax then gives
+    a model the attributes of the one that was compiled, and both share the sizes.
+    """
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, LayerBufferSizes)
+
+    def __hash__(self) -> int:
+        return hash(LayerBufferSizes)
 
 
 _MAKE_FEATURES: Final = (
@@ -124,7 +137,7 @@ _ATTRIBUTES: Final = {
     "features": "layer.plan.features are the features, and print(layer.plan) the dims",
     "num_embeddings": "print(layer.plan) shows the rows of each table",
 }
-"""Attributes of layers of other libraries, and what stands here for them."""
+"""Attributes of layers of other libraries, and what to use here instead."""
 
 
 @right_names(features="feature_config", **dict.fromkeys(_TABLE_FIELDS, _MAKE_FEATURES))
@@ -138,7 +151,8 @@ class TPUEmbedding(ShortRepr):
       dynamic_stats: hits, new ids and evictions by table, of the latest `insert_ids`;
         only with a dynamic table.
       buffer_sizes: sizes of ragged features, which `prepare` remembers.
-      followed_tables: tables from whose values an optimizer made state.
+      followed_tables: names of tables from whose values an optimizer made state. They
+        are set together with that state.
 
     Example:
       >>> import numpy as np
@@ -217,14 +231,16 @@ class TPUEmbedding(ShortRepr):
         if any(stack.is_dynamic for stack in plan.stacks):
             counts = replicate_on_mesh(no_dynamic_stats(plan), plan)
             self.dynamic_stats = DynamicStatsVariable(counts)
-        self.buffer_sizes = BufferSizes()
-        self.followed_tables = FollowedTables()
+        self.buffer_sizes = LayerBufferSizes()
+        self.followed_tables: frozenset[str] = frozenset()
         self.recorded = RecordedCalls(())
         # Inside a pipelined step: features and the result of their lookup, until a call
         # takes it; then whether that call had these features.
         self.prefetched = RecordedCalls(())
         self.features_agree = RecordedCalls(())
         self.recording: Recording = "off"
+        # Equal for all copies of the layer: its path, and the number of the recorder.
+        self.recorded_as = ("", 0)
 
     def __call__(
         self, features: Any, weights: Any = None, serving_config: Any = None
@@ -271,7 +287,7 @@ class TPUEmbedding(ShortRepr):
 
     def __getitem__(self, name: Any) -> Any:
         raise TypeError(
-            f"A TPUEmbedding is no dict of tables, got [{name!r}]: "
+            f"A TPUEmbedding is not a dict of tables, got [{name!r}]: "
             f"layer.embedding_tables()[{name!r}] is the table as a NumPy array, and "
             f"layer(features)[{name!r}] the activations of a feature."
         )
@@ -294,37 +310,68 @@ class TPUEmbedding(ShortRepr):
         return functional.expand(values, index, plan)
 
     def _look_up(self, features: Any, plan: EmbeddingPlan) -> functional.LookupResult:
-        prefetched = self.prefetched.get_value()
-        if prefetched:
-            expected, result = prefetched
-            self.prefetched.set_value(())
-            self.features_agree.set_value((have_same_values(expected, features),))
+        result = self._take_prefetched(features)
+        if result is not None:
             return result
         tables = without_derivative(self.tables.get_value(), NO_DERIVATIVE)
         return functional.lookup(tables, features, plan)
 
+    def _take_prefetched(self, features: Any) -> functional.LookupResult | None:
+        """Returns the prefetched lookup if no call of the layer has taken it."""
+        prefetched = self.prefetched.get_value()
+        if not prefetched:
+            return None
+        expected, result = prefetched
+        self.prefetched.set_value(())
+        agrees = have_same_values(expected, features)
+        recorder, path = self._recorder(), self.recorded_as[0]
+        if recorder is None:
+            self.features_agree.set_value((agrees,))
+        elif path in recorder.agreements:  # Another copy has taken it.
+            return None
+        else:
+            recorder.agreements[path] = agrees
+        return result if have_same_shapes(expected, features) else None
+
+    def _recorder(self) -> Recorder | None:
+        """Returns the recorder of calls; None inside an inner transformation."""
+        return None if self.recording == "off" else recorder_of_trace(self.recorded_as)
+
     def _record_call(self, features: Any, plan: EmbeddingPlan) -> Any:
         """Answers a call inside a loss or an exported program, and records it."""
-        given, *calls = self.recorded.get_value()
+        given, *inner_calls = self.recorded.get_value()
         if self.recording == "serving":
             activations, record = serve(given, features, plan)
         else:
+            recorder, path = self._recorder(), self.recorded_as[0]
+            taps, number = given, len(inner_calls)
+            if recorder is not None:
+                taps, number = recorder.next_taps(path)
+            look_up = functools.partial(self._look_up, features, plan)
             activations, stats, record = answer_call(
-                given,
-                len(calls),
-                features,
-                plan,
-                functools.partial(self._look_up, features, plan),
+                taps, number, features, plan, look_up
             )
             if stats is not None:
                 self._keep_stats(stats)
+        self.record(record)
+        return activations
+
+    def record(self, record: Any) -> None:
+        """Keeps the record of a call, for all copies of the layer if it can.
+
+        Raises:
+          ValueError: if an inner transformation would lose it.
+        """
+        recorder = self._recorder()
+        if recorder is not None:
+            recorder.calls[self.recorded_as[0]].append(record)
+            return
         if is_mapped(record):
             raise ValueError(CALL_OUTSIDE)
         try:
-            self.recorded.set_value((given, *calls, record))
+            self.recorded.set_value((*self.recorded.get_value(), record))
         except TraceContextError as error:
             raise ValueError(CALL_OUTSIDE) from error
-        return activations
 
     def prepare(
         self,
@@ -363,14 +410,15 @@ class TPUEmbedding(ShortRepr):
           values: table name to real numbers `[vocabulary_size, dim]`.
 
         Raises:
-          TypeError: if `values` is no dict.
+          TypeError: if `values` is not a dict.
           ValueError: if a table is unknown or an array does not fit; or if an optimizer
             has made state from the values of these tables, as `adafactor` does. Then
             call `Optimizer.set_embedding_tables`.
         """
         check_values(values, self.plan)
-        self.followed_tables.check_without_optimizer(
-            values, "optimizer.set_embedding_tables(model, values)"
+        check_no_followers(
+            self.followed_tables & set(values),
+            "optimizer.set_embedding_tables(model, values)",
         )
         tables, _ = functional.with_table_values(
             self.tables.get_value(), values, self.plan, {}
@@ -387,7 +435,9 @@ class TPUEmbedding(ShortRepr):
         if not is_differentiated():
             return False
         try:
-            self.recording = "off"  # as it is; Flax refuses it for a layer from outside
+            self.recording = (
+                "off"  # as it is; Flax rejects this for a layer from outside
+            )
         except TraceContextError:
             return False
         return True
@@ -403,30 +453,41 @@ class TPUEmbedding(ShortRepr):
         with contextlib.suppress(TraceContextError):
             self.stats.set_value(stats_of_layer(stats, self.plan))
 
-    def start_recording(self, recording: Recording, given: Any = None) -> None:
+    def start_recording(
+        self, recording: Recording, recorded_as: tuple[str, int], given: Any
+    ) -> None:
         """Starts recording calls.
 
         Args:
           recording: how calls are answered.
-          given: see `recording.answer_call`; when serving, whole tables.
+          recorded_as: path of the layer, and the number of the open recorder.
+          given: taps of the calls inside inner transformations; when serving, whole
+            tables.
         """
-        self.recording = recording
+        self.recording, self.recorded_as = recording, recorded_as
         self.recorded.set_value((given,))
 
-    def stop_recording(self) -> tuple[Any, ...]:
-        """Returns the records of the calls since the start."""
-        _, *calls = self.recorded.get_value()
-        self.recording = "off"
+    def stop_recording(self, recorder: Recorder) -> LayerCalls:
+        """Returns the records of all calls since the start, including calls of copies.
+
+        Args:
+          recorder: the one that was open.
+        """
+        _, *inner_calls = self.recorded.get_value()
+        path = self.recorded_as[0]
+        if path in recorder.agreements:
+            agrees = (*self.features_agree.get_value(), recorder.agreements[path])
+            self.features_agree.set_value((jnp.all(jnp.array(agrees)),))
+        self.recording, self.recorded_as = "off", ("", 0)
         self.recorded.set_value(())
         self.prefetched.set_value(())
-        self.features_agree.set_value(())
-        return tuple(calls)
+        return tuple(recorder.calls[path]), tuple(inner_calls)
 
 
 def _check_arguments(
     pipeline_execution_with_tensor_core: bool, rngs: Any, plan: Any
 ) -> None:
-    """Refuses a layer within Linen modules, and arguments of another type."""
+    """Rejects a layer within Linen modules, and arguments of another type."""
     if current_linen_module() is not None:
         raise ValueError(
             "te.TPUEmbedding cannot be made inside a Linen module, such as "

@@ -91,7 +91,7 @@ class Optimizer(ShortRepr):
             [(plan, self.slots.get_value()[path]) for path, plan in self.plans],
         )
         for layer in layers.values():
-            layer.followed_tables.names |= tables_with_followers(layer.plan)
+            layer.followed_tables |= tables_with_followers(layer.plan)
         put_on_mesh(self, plan)
 
     @property

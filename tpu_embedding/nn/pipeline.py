@@ -3,7 +3,7 @@
 One compiled program trains on a batch and begins the lookup of the batch after it.
 
 * `mode="exact"` moves the ids of the next batch early: flatten, dedup, route, and the
-  exchange of ids. It reads rows after the update. Numbers equal those of a plain loop.
+  exchange of ids. It reads rows after the update. Numbers equal a plain loop's.
 * `mode="stale"` also reads the rows early, before the update. Activations are one
   update old, as with TensorFlow's `pipeline_execution_with_tensor_core`.
 """
@@ -96,7 +96,6 @@ class PipelinedTrainStep:
                 f"PipelinedTrainStep's mode must be one of {get_args(PipelineMode)}, "
                 f"got {mode!r}."
             )
-        self._loss_fn = loss_fn
         self._features_of = features_of
         self._mode = mode
         self._compute = value_and_grad(loss_fn, wrt=wrt, has_aux=has_aux)
@@ -150,7 +149,7 @@ class PipelinedTrainStep:
         return result
 
     def _check_features(self, graph: Any, state: Any, batch: Any) -> None:
-        """Refuses a loss that gives other features to a layer than `features_of`."""
+        """Rejects a loss that gives other features to a layer than `features_of`."""
         check = jax.jit(self._features_agree, static_argnums=0)
         for path, agree in check(graph, state, batch).items():
             if not agree:
@@ -166,7 +165,7 @@ class PipelinedTrainStep:
     def _check_pending(
         self, pending: "_Pending", model: nnx.Module, optimizer: Optimizer, batch: Any
     ) -> None:
-        """Refuses another batch or model than the call before announced."""
+        """Rejects another batch or model than the call before announced."""
         if pending.announced is not batch:
             raise ValueError(
                 "PipelinedTrainStep must be called with the batch that the call before "
@@ -197,7 +196,7 @@ class PipelinedTrainStep:
     ) -> tuple[Any, Any]:
         """Returns the jitted functions that begin the pipeline and advance it.
 
-        The first call puts variables that lie on one device on the mesh.
+        The first call puts variables on one device on the mesh.
         """
         leaves, structure = jax.tree.flatten(nnx.state((model, optimizer)))
         if any(isinstance(leaf, Tracer) for leaf in leaves):
@@ -255,7 +254,7 @@ class PipelinedTrainStep:
           state: state of (model, optimizer).
           in_flight: what is in flight for the batch.
           batch: to train on.
-          next_batch: to look up; None: none.
+          next_batch: to look up. None looks up nothing.
 
         Returns:
           New state; what is in flight for the next batch; and the loss, or
@@ -269,6 +268,7 @@ class PipelinedTrainStep:
             begun = _read_before_update(model, begun)
         self._prefetch(model, batch, in_flight)
         result, gradients = self._compute(model, batch)
+        self._take_agreements(model)
         if self._transform_gradients is not None:
             gradients = self._transform_gradients(gradients)
         optimizer.update(model, gradients)
@@ -279,16 +279,23 @@ class PipelinedTrainStep:
     ) -> dict[str, Any]:
         """Returns for each layer if the loss calls it with `features_of(batch)`.
 
-        XLA removes all of the loss that leads to no features. Only its prints run.
+        XLA removes all of the loss that does not lead to features. Only its prints run.
         """
         model, _ = nnx.merge(graph, state)
         lookups = _read(model, self._route(model, batch))
         self._prefetch(model, batch, lookups)
-        self._loss_fn(model, batch)
-        layers = embedding_layers(model)
-        found = {path: layers[path].features_agree.get_value() for path in lookups}
+        self._compute(model, batch)
+        found = self._take_agreements(model)
         # Empty if no call has taken the result.
-        return {path: x[0] if x else False for path, x in found.items()}
+        return {path: found[path][0] if found[path] else False for path in lookups}
+
+    def _take_agreements(self, model: nnx.Module) -> dict[str, tuple[Any, ...]]:
+        """Returns if the layers' calls had the prefetched features, and forgets it."""
+        layers = embedding_layers(model)
+        found = {path: each.features_agree.get_value() for path, each in layers.items()}
+        for layer in layers.values():
+            layer.features_agree.set_value(())
+        return found
 
     def _prefetch(self, model: nnx.Module, batch: Any, lookups: InFlight) -> None:
         """Gives the layers the lookups of a batch."""

@@ -2,22 +2,31 @@
 
 A table's gradient is sparse, so no derivative of JAX can return it. Flax layers record
 their calls instead. Each call gets *taps*: arrays of zeros, one per activation, whose
-derivatives equal those of the activations. The routing of the call and the derivatives
-of its taps give the gradients of the tables.
+derivatives equal the activations' derivatives. The routing of the call and the
+derivatives of its taps give the gradients of the tables.
 
-`answer_call` is the recorder of both Flax interfaces. The layers differ only in where
-they keep what it returns: in a variable (NNX), or in an object (Linen).
+A loss runs twice. The first run finds the calls and the shapes of their taps; its
+lookups are zeros. JAX's trace of this run shows every call, also one whose record was
+lost on the way, and whether the loss reads a table without a lookup.
+
+All copies of a layer share one `Recorder`, so the calls are numbered over all of them.
+Only inside an inner transformation, such as `nnx.jit`, a record must leave as a value
+of the trace: there the NNX layer numbers and keeps its records in a variable.
 """
 
+import contextlib
+import contextvars
 import functools
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, Final
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax.core.tracers import current_trace
 from jax.core import Tracer
 from jax.custom_derivatives import SymbolicZero
+from jax.extend.core import Primitive
 
 from tpu_embedding.argument_checks import describe_value
 from tpu_embedding.functional import steps
@@ -28,39 +37,207 @@ from tpu_embedding.plan.shard_map import replicate, user_mesh, zeros_like
 from tpu_embedding.rows.packed_rows import PackedRows
 from tpu_embedding.types import LookupStats
 
+CALL_OUTSIDE: Final = (
+    "The loss calls a TPUEmbedding inside a JAX transformation, such as jax.vmap, "
+    "nnx.cond or nnx.scan, which would lose the gradient of its tables. Call the layer "
+    "before it, with the whole batch: activations = model.embedding(features). "
+    "FeatureConfig.output_shape keeps further axes. Or pass the model itself, not a "
+    "copy, as an argument of nnx.jit or nnx.remat."
+)
+READ_WITHOUT_LOOKUP: Final = (
+    "The loss reads the tables of an embedding layer without a lookup, so no row would "
+    "get this part of the gradient. For weight decay, use an option of the tables' "
+    "optimizer, such as te.optimizers.adagrad(0.1, weight_decay_factor=1e-4). For the "
+    "best rows, use te.nn.top_k. For a softmax over all rows, make the table a dense "
+    "parameter, such as nnx.Embed. For a metric, read "
+    "jax.lax.stop_gradient(layer.tables.get_value())."
+)
+UNEQUAL_RUNS: Final = (
+    "The loss must call its TPUEmbedding layers equally often whenever it runs; "
+    "te.value_and_grad runs it twice, and the second run made a different number of "
+    "calls. Let arguments of the loss decide, not Python variables that it changes."
+)
+
+LayerCalls = tuple[tuple[Any, ...], tuple[Any, ...]]
+"""Something per call of a layer: calls of the loss itself, then those inside inner
+transformations."""
+
+
+class Recorder:
+    """The calls of a model's layers in one run of a loss or of a served method.
+
+    Attributes:
+      taps: path of each layer to the taps of its calls. None in the run that finds
+        their shapes, and when a method is served.
+      calls: path of each layer to the records of its calls, without those inside inner
+        transformations.
+      agreements: path to whether a call had the features of its prefetched lookup.
+    """
+
+    def __init__(self, paths: Iterable[str], taps: dict[str, LayerCalls] | None):
+        self._trace = current_trace()
+        self.taps = taps
+        self.calls: dict[str, list[Any]] = {path: [] for path in paths}
+        self.agreements: dict[str, jax.Array] = {}
+
+    def is_current(self) -> bool:
+        """Returns True outside of inner transformations."""
+        return current_trace() == self._trace
+
+    def next_taps(self, path: str) -> tuple[tuple[Any, ...] | None, int]:
+        """Returns the taps of a layer's calls, and the number of the next call."""
+        taps = None if self.taps is None else self.taps[path][0]
+        return taps, len(self.calls[path])
+
+
+_OPEN_RECORDERS: Final = contextvars.ContextVar[tuple[Recorder, ...]](
+    "open_recorders", default=()
+)
+
+
+@contextlib.contextmanager
+def open_recorder(
+    paths: Iterable[str], taps: dict[str, LayerCalls] | None
+) -> Iterator[tuple[Recorder, int]]:
+    """Opens a recorder; yields it and its number, which layers find it with.
+
+    A layer knows the number, not the object: a number is equal in every run, so that
+    JAX compiles an inner `nnx.jit` once, and all copies of a layer have the same.
+    """
+    recorder, outer = Recorder(paths, taps), _OPEN_RECORDERS.get()
+    token = _OPEN_RECORDERS.set((*outer, recorder))
+    try:
+        yield recorder, len(outer)
+    finally:
+        _OPEN_RECORDERS.reset(token)
+
+
+def recorder_of_trace(recorded_as: tuple[str, int]) -> Recorder | None:
+    """Returns the open recorder of a layer; None inside an inner transformation.
+
+    Args:
+      recorded_as: path of the layer, and the number of the recorder.
+    """
+    _, number = recorded_as
+    open_recorders = _OPEN_RECORDERS.get()
+    if number < len(open_recorders) and open_recorders[number].is_current():
+        return open_recorders[number]
+    return None
+
 
 def differentiate(
-    run: Callable[[Any, Any], Any], dense: Any, plans: dict[str, EmbeddingPlan]
+    run: Callable[[Any, Any, Any], Any],
+    dense: Any,
+    tables: Any,
+    plans: dict[str, EmbeddingPlan],
 ) -> tuple[Any, Any, Gradients]:
     """Computes a loss and its gradients by dense parameters and tables.
 
     Args:
-      run: `(dense, taps) -> (loss, (aux, calls))`, where `calls` has a tuple per layer.
-        If taps is None, the tuple holds the activations of each call. Otherwise taps
-        has the structure of these tuples, and `calls` the routing of each call.
+      run: `(dense, tables, taps) -> (loss, (aux, calls))`, where `calls` has the
+        `LayerCalls` of each layer. If taps is None, these hold the activations of each
+        call. Otherwise taps has their structure, and `calls` the routings.
       dense: pytree to differentiate by.
+      tables: pytree of the tables.
       plans: path of each layer to its plan.
 
     Returns:
       Loss, aux and gradients.
+
+    Raises:
+      ValueError: if the record of a call is lost, or the loss reads tables itself.
     """
     with user_mesh(plans.values()):
-        _, (_, shapes) = jax.eval_shape(lambda dense: run(dense, None), dense)
-        taps = zeros_like(shapes)
-        compute = jax.value_and_grad(run, argnums=(0, 1), has_aux=True)
+        taps = zeros_like(_find_calls(run, dense, tables))
+
+        def tapped(dense: Any, taps: Any) -> Any:
+            return run(dense, tables, taps)
+
+        compute = jax.value_and_grad(tapped, argnums=(0, 1), has_aux=True)
         (loss, (aux, calls)), (by_dense, cotangents) = compute(dense, taps)
-        tables = {
+        if _num_calls(calls) != _num_calls(taps):
+            raise ValueError(UNEQUAL_RUNS)
+        gradients = {
             path: add_calls(calls[path], cotangents[path], plan)
             for path, plan in plans.items()
         }
-    return loss, aux, Gradients(dense=by_dense, tables=tables)
+    return loss, aux, Gradients(dense=by_dense, tables=gradients)
+
+
+def _find_calls(
+    run: Callable[[Any, Any, Any], Any], dense: Any, tables: Any
+) -> dict[str, LayerCalls]:
+    """Returns the shapes of each call's activations; nothing is computed.
+
+    The loss is differentiated by the tables, forwards and only in the trace. In this
+    run lookups don't read the tables, so a derivative shows that the loss does.
+    """
+
+    def find(dense: Any, tables: Any) -> Any:
+        def loss_and_calls(tables: Any) -> Any:
+            loss, (_, calls) = run(dense, tables, None)
+            return without_derivative(loss, READ_WITHOUT_LOOKUP), calls
+
+        tangents = jax.tree.map(_any_tangent, tables)
+        return jax.jvp(loss_and_calls, (tables,), (tangents,), has_aux=True)[2]
+
+    traced = jax.jit(find).trace(dense, tables)
+    shapes = traced.out_info
+    num_records = sum(sum(of_layer) for of_layer in _num_calls(shapes).values())
+    if _count_calls(traced.jaxpr) != num_records:
+        raise ValueError(CALL_OUTSIDE)
+    return shapes
+
+
+def _num_calls(calls: dict[str, LayerCalls]) -> dict[str, tuple[int, int]]:
+    return {path: (len(own), len(inner)) for path, (own, inner) in calls.items()}
+
+
+def _any_tangent(leaf: jax.Array) -> Any:
+    if jnp.issubdtype(leaf.dtype, jnp.inexact):
+        return leaf
+    return np.zeros(leaf.shape, jax.dtypes.float0)
+
+
+_call = Primitive("embedding_call")
+"""Marks the activations of each call in the trace of the run that finds calls."""
+_call.multiple_results = True
+_call.def_abstract_eval(lambda *avals: avals)
+
+_RUN_ONCE: Final = frozenset({"jit", "pjit", "checkpoint", "remat", "remat2"})
+"""Names that versions of JAX give to the primitives of `jit` and `checkpoint`."""
+
+
+def _count_calls(jaxpr: Any) -> int:
+    """Returns the number of layer calls that a trace makes.
+
+    Raises:
+      ValueError: if a call is in a loop or the like, or in some branches only.
+    """
+    count = 0
+    for equation in getattr(jaxpr, "jaxpr", jaxpr).eqns:
+        if equation.primitive is _call:
+            count += 1
+            continue
+        inner = [
+            _count_calls(leaf)
+            for leaf in jax.tree.leaves(list(equation.params.values()))
+            if hasattr(leaf, "eqns")
+        ]
+        if equation.primitive.name == "cond" and len(set(inner)) == 1:
+            count += inner[0]
+        elif any(inner) and equation.primitive.name not in _RUN_ONCE:
+            raise ValueError(CALL_OUTSIDE)
+        else:
+            count += sum(inner)
+    return count
 
 
 def loss_and_aux(result: Any, has_aux: bool) -> tuple[Any, Any]:
     """Returns the two parts of what a loss function returns; None without `has_aux`.
 
     Raises:
-      TypeError: if it is another number of values, or the loss is no scalar.
+      TypeError: if the number of values differs, or the loss is not a scalar.
     """
     owner = "value_and_grad: loss_fn must return"
     if has_aux and not (isinstance(result, tuple | list) and len(result) == 2):
@@ -83,9 +260,7 @@ def loss_and_aux(result: Any, has_aux: bool) -> tuple[Any, Any]:
 
 
 def add_calls(
-    routings: tuple[steps.Routing, ...],
-    cotangents: tuple[Any, ...],
-    plan: EmbeddingPlan,
+    routings: LayerCalls, cotangents: LayerCalls, plan: EmbeddingPlan
 ) -> TableGradients:
     """Returns the gradients of a layer's tables, summed over its calls.
 
@@ -96,7 +271,8 @@ def add_calls(
     """
     of_calls = [
         steps.compute_gradients(routing, cotangent, plan)
-        for routing, cotangent in zip(routings, cotangents, strict=True)
+        for kind in zip(routings, cotangents, strict=True)
+        for routing, cotangent in zip(*kind, strict=True)
     ]
     return add(*of_calls) if of_calls else TableGradients({}, plan)
 
@@ -122,24 +298,35 @@ def answer_call(
       shapes, the activations and the record are zeros, and there are no stats.
 
     Raises:
-      TypeError: if the features hold ids of a dynamic table in place of rows.
+      TypeError: if the features hold ids of a dynamic table instead of rows.
+      ValueError: if an earlier run of the loss made fewer calls.
     """
-    rows_of_batch(features, plan)  # refuses ids
+    rows_of_batch(features, plan)  # rejects ids
     if taps is None:
         zeros = zeros_like(steps.activation_shapes(features, plan))
-        return zeros, None, zeros
+        leaves, structure = jax.tree.flatten(zeros)
+        return structure.unflatten(_call.bind(*leaves)), None, zeros
+    if number >= len(taps):
+        raise ValueError(UNEQUAL_RUNS)
     result = look_up()
     activations = attach_taps(taps[number], result.activations)
     return activations, result.stats, result.routing
 
 
-def have_same_values(expected: Any, found: Any) -> jax.Array:
-    """Returns True if two pytrees have the same structure and the same values."""
+def have_same_shapes(expected: Any, found: Any) -> bool:
+    """Returns True if two pytrees have the same structure and the same shapes."""
     leaves, structure = jax.tree.flatten(expected)
     others, other_structure = jax.tree.flatten(found)
-    if structure != other_structure:
+    return structure == other_structure and [*map(jnp.shape, leaves)] == [
+        *map(jnp.shape, others)
+    ]
+
+
+def have_same_values(expected: Any, found: Any) -> jax.Array:
+    """Returns True if two pytrees have the same structure and the same values."""
+    if not have_same_shapes(expected, found):
         return jnp.array(False)
-    pairs = zip(leaves, others, strict=True)
+    pairs = zip(jax.tree.leaves(expected), jax.tree.leaves(found), strict=True)
     return jnp.all(jnp.array([jnp.array_equal(a, b) for a, b in pairs]))
 
 
@@ -221,13 +408,13 @@ def _without_derivative(message: str, tables: Any) -> Any:
 
 
 @_without_derivative.defjvp
-def _refuse_derivative(message, primals, tangents):
+def _reject_derivative(message, primals, tangents):
     del primals, tangents
     raise ValueError(message)
 
 
 def replicate_on_mesh(tree: Any, plan: EmbeddingPlan) -> Any:
-    """Replicates arrays that lie on one device over the mesh; tables stay.
+    """Replicates arrays on one device over the mesh; tables stay.
 
     The first step then has the same shardings as the second, and compiles once.
     """

@@ -1,4 +1,4 @@
-"""Computes a loss of an NNX model and its gradients, those of tables among them."""
+"""Computes a loss of an NNX model and its gradients, including tables."""
 
 import contextlib
 import reprlib
@@ -12,14 +12,16 @@ from flax import nnx
 from tpu_embedding.argument_checks import ArgumentType, check_type, right_names
 from tpu_embedding.gradients import Gradients
 from tpu_embedding.nn.embedding import (
-    CALL_OUTSIDE,
     LAYER_VARIABLES,
     EmbeddingTables,
     TPUEmbedding,
 )
 from tpu_embedding.nn.recording import (
+    CALL_OUTSIDE,
+    LayerCalls,
     differentiate,
     loss_and_aux,
+    open_recorder,
     replicate_on_mesh,
 )
 from tpu_embedding.plan.plan import EmbeddingPlan
@@ -30,7 +32,7 @@ IN_A_LOSS: Final = (
     "te.value_and_grad(lambda model: first(model) + second(model))(model)."
 )
 NO_LAYER: Final = (
-    "The model has no TPUEmbedding layer. For tables, use te.TPUEmbedding in place of "
+    "The model has no TPUEmbedding layer. For tables, use te.TPUEmbedding instead of "
     "nnx.bridge.ToNNX(te.linen.TPUEmbedding(...)). For a model without tables, use"
 )
 
@@ -71,7 +73,7 @@ def value_and_grad(
       `(model, *args, **kwargs) -> (loss, Gradients)`, or `((loss, aux), Gradients)`.
 
     Raises:
-      TypeError: if `wrt` is no filter.
+      TypeError: if `wrt` is not a filter.
       ValueError: when called, if the model has no `TPUEmbedding`, or `wrt` selects
         tables or integers.
 
@@ -101,10 +103,12 @@ def value_and_grad(
         if any(layer.recording != "off" for layer in layers.values()):
             raise ValueError(IN_A_LOSS)
         check_filter("te.value_and_grad", wrt, model)
-        graph, dense, *others = nnx.split(model, *filters)
+        graph, dense, tables, others = nnx.split(model, *filters)
 
-        def run(dense: nnx.State, taps: dict[str, Any] | None) -> tuple[Any, Any]:
-            copy = nnx.merge(graph, dense, *others, copy=True)
+        def run(
+            dense: nnx.State, tables: nnx.State, taps: dict[str, LayerCalls] | None
+        ) -> tuple[Any, Any]:
+            copy = nnx.merge(graph, dense, tables, others, copy=True)
             with _recorded_calls(copy, taps) as calls:
                 result = loss_fn(copy, *args, **kwargs)
             loss, aux = loss_and_aux(result, has_aux)
@@ -112,7 +116,7 @@ def value_and_grad(
             return loss, ((aux, rest), calls)
 
         plans = {path: layer.plan for path, layer in layers.items()}
-        loss, (aux, new_rest), gradients = differentiate(run, dense, plans)
+        loss, (aux, new_rest), gradients = differentiate(run, dense, tables, plans)
         nnx.update(model, new_rest)
         return ((loss, aux) if has_aux else loss), gradients
 
@@ -157,9 +161,9 @@ def grad(
 
 @contextlib.contextmanager
 def _recorded_calls(
-    model: nnx.Module, taps: dict[str, Any] | None
-) -> Iterator[dict[str, tuple[Any, ...]]]:
-    """Records the calls of a model's layers in the block.
+    model: nnx.Module, taps: dict[str, LayerCalls] | None
+) -> Iterator[dict[str, LayerCalls]]:
+    """Records the calls of a model's layers in the block, and of the layers' copies.
 
     Args:
       model: a copy of the user's model.
@@ -169,21 +173,23 @@ def _recorded_calls(
       A dict. After the block, it has the records of each layer's calls by its path.
     """
     layers = embedding_layers(model)
-    for path, layer in layers.items():
-        layer.start_recording("recording", taps and taps[path])
-    calls: dict[str, tuple[Any, ...]] = {}
-    try:
-        yield calls
-    except TypeError as error:
-        # nnx.cond and nnx.scan compare a model's variables before and after.
-        if RECORDED not in str(error):
-            raise
-        raise ValueError(CALL_OUTSIDE) from error
-    calls |= {path: layer.stop_recording() for path, layer in layers.items()}
+    calls: dict[str, LayerCalls] = {}
+    with open_recorder(layers, taps) as (recorder, number):
+        for path, layer in layers.items():
+            inner_taps = None if taps is None else taps[path][1]
+            layer.start_recording("recording", (path, number), inner_taps)
+        try:
+            yield calls
+        except TypeError as error:
+            # nnx.cond and nnx.scan compare a model's variables before and after.
+            if RECORDED not in str(error):
+                raise
+            raise ValueError(CALL_OUTSIDE) from error
+    calls |= {path: layer.stop_recording(recorder) for path, layer in layers.items()}
 
 
 def check_filter(owner: str, wrt: Any, model: nnx.Module) -> None:
-    """Refuses a `wrt` that is no filter, or does not select dense parameters.
+    """Rejects a `wrt` that is not a filter, or does not select dense parameters.
 
     Args:
       owner: name of the function that takes the filter.
@@ -191,7 +197,7 @@ def check_filter(owner: str, wrt: Any, model: nnx.Module) -> None:
       model: the model whose variables it selects.
 
     Raises:
-      TypeError: if it is no filter.
+      TypeError: if it is not a filter.
       ValueError: if it selects tables, or other than floats.
     """
     if not (wrt is None or wrt is False or callable(wrt)):
@@ -217,12 +223,12 @@ def checked_layers(owner: str, model: nnx.Module, line: str) -> dict[str, TPUEmb
     """Returns the model's `TPUEmbedding` layers by their path, at least one.
 
     Args:
-      owner: name of the function that takes the model, which Flax has, too.
+      owner: name of the function that takes the model; Flax has it also.
       model: the value that the user gives as model.
-      line: the line to write if it is no model.
+      line: the line to write if it is not a model.
 
     Raises:
-      TypeError: if it is no Flax module.
+      TypeError: if it is not a Flax module.
       ValueError: if it has no layer.
     """
     layers = embedding_layers(model)
@@ -252,7 +258,7 @@ def embedding_layers(model: nnx.Module) -> dict[str, TPUEmbedding]:
 
 
 def put_on_mesh(module: nnx.Module, plan: EmbeddingPlan | None = None) -> None:
-    """Replicates arrays of a model that lie on one device over the mesh; tables stay.
+    """Replicates arrays of a model on one device over the mesh; tables stay.
 
     `te.Optimizer` does so. A model that is used without one, such as a restored model
     in evaluation, otherwise gets onto the mesh by the first compiled call, and is
@@ -260,7 +266,7 @@ def put_on_mesh(module: nnx.Module, plan: EmbeddingPlan | None = None) -> None:
 
     Args:
       module: a model, which changes in place.
-      plan: plan of a layer; None: that of the model's first layer.
+      plan: plan of a layer. None uses the plan of the model's first layer.
 
     Raises:
       ValueError: if there is no plan and no layer.

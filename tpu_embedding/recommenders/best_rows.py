@@ -5,9 +5,11 @@ Each device finds the best of its own rows, for all queries. One all-to-all brin
 together, and each device merges those of its share of the queries.
 """
 
+import functools
 import math
+import operator
 from collections.abc import Callable, Mapping
-from typing import Any, Final, NamedTuple, cast
+from typing import Any, Final, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -32,7 +34,7 @@ Transform = Callable[[Float[Array, "rows dim"]], Float[Array, "rows query_dim"]]
 ReadRows = Callable[[Int[Array, " n"]], tuple[Float[Array, "n dim"], Int[Array, " n"]]]
 """Returns rows by their numbers on the device, and their ids.
 
-Ids rise with the numbers. They are `PADDING_ROW_ID` for what is no row of the table."""
+Ids rise with the numbers. Rows outside the table have the id `PADDING_ROW_ID`."""
 
 ROWS_PER_BLOCK: Final = 8192
 """Rows that are scored at a time: 32 MiB of scores for 1,024 queries."""
@@ -67,23 +69,24 @@ def top_k(
 
     The result is exact, and the same on any number of devices, up to float32 rounding
     of the scores. Of equal scores the lower id comes first. Time is proportional to
-    queries times rows. Call it inside `jax.jit`.
+    queries times rows. Outside `jax.jit`, each call with a `transform` compiles again.
 
     Args:
       tables: stack name to packed rows, from `init_tables`. Or table name to the whole
         table in logical order, on one device, as an exported program has them.
-      queries: float32, as wide as the rows, or as the output of `transform`. Global.
+      queries: as wide as the rows, or as the output of `transform`; converted to
+        float32. Global.
       plan: plan of the layer.
       k: number of rows, from 1 to the vocabulary size.
       table: name of the table; None: the only one of the plan.
       transform: function of `[rows, dim]` that returns the vectors to compare with,
         such as an item tower; it must treat each row alone. None: the rows themselves.
       excluded: ids that must not be returned, such as items that a user has seen, in
-        any order; `te.inputs.PADDING_ROW_ID` fills up.
+        any order; `te.inputs.PADDING_ROW_ID` fills up. The lists can be empty.
 
     Returns:
-      Scores and ids. A query that has fewer than `k` rows left, as others are excluded,
-      gets `-inf` and `te.inputs.PADDING_ROW_ID` behind them.
+      Scores and ids. A query with fewer than `k` rows left after the exclusions gets
+      `-inf` and `te.inputs.PADDING_ROW_ID` after them.
 
     Raises:
       ValueError: if `k`, the table's name, the width of the queries or `excluded` do
@@ -104,30 +107,37 @@ def top_k(
     stack, member = find_table(plan, table)
     queries = jnp.asarray(queries)
     _check_arguments(queries, k, member, transform)
-    excluded = _checked_exclusions(excluded, queries.shape[0])
-    if isinstance(whole := tables.get(member.name), jax.Array):
-        read = _reader_of_whole_table(whole, stack, member)
-        best = _best_of_device(
-            queries, read, member.num_rows, _num_best(k, excluded, member), transform
-        )
-        return _merged(best, excluded, k)
-    check_tables(tables, [stack])
-    rows = cast(PackedRows, tables[stack.name])
-    return _top_k_on_mesh(rows, queries, excluded, k, stack, member, plan, transform)
+    excluded = checked_exclusions(excluded, queries.shape[0])
+    rows = tables.get(member.name)
+    if not isinstance(rows, jax.Array):
+        check_tables(tables, [stack])
+        rows = tables[stack.name]
+    arrays = (rows, queries.astype(jnp.float32), excluded)
+    sizes = {"k": operator.index(k), "stack": stack, "member": member, "plan": plan}
+    if transform is None:
+        return _compiled_search(*arrays, **sizes)
+    # A function can read a model that has changed since the last call.
+    search = functools.partial(_search, transform=transform, **sizes)
+    return jax.jit(search)(*arrays)
 
 
-def _top_k_on_mesh(
-    rows: PackedRows,
+def _search(
+    rows: PackedRows | Array,
     queries: Float[Array, "queries query_dim"],
     excluded: Int[Array, "queries n"],
+    *,
     k: int,
     stack: StackPlan,
     member: TablePlan,
     plan: EmbeddingPlan,
-    transform: Transform | None,
+    transform: Transform | None = None,
 ) -> TopK:
-    """Returns the best rows of a table that is sharded over the mesh; see `top_k`."""
+    """Returns the best rows of a table, on one device or sharded; see `top_k`."""
     num_queries, num_best = queries.shape[0], _num_best(k, excluded, member)
+    if isinstance(rows, jax.Array):
+        read = _reader_of_whole_table(rows, stack, member)
+        best = _best_of_device(queries, read, member.num_rows, num_best, transform)
+        return _merged(best, excluded, k)
     of_replica = PartitionSpec(stack.replica_axes)
     of_device = PartitionSpec((*stack.replica_axes, *stack.shard_axes))
 
@@ -156,12 +166,17 @@ def _top_k_on_mesh(
 
     divides = num_queries % plan.num_shards == 0
     on_mesh = in_auto_axes(run, plan, of_device if divides else PartitionSpec())
-    # Under jit also for eager callers: JAX would compile the loop over blocks alone.
-    return jax.jit(on_mesh)(rows, queries, excluded)
+    return on_mesh(rows, queries, excluded)
+
+
+_compiled_search = jax.jit(
+    _search, static_argnames=("k", "stack", "member", "plan", "transform")
+)
+"""Compiles once for all calls of the same shapes, also of eager callers."""
 
 
 def find_table(plan: EmbeddingPlan, name: str | None) -> tuple[StackPlan, TablePlan]:
-    """Returns a table of a plan and its stack; refuses those without row numbers.
+    """Returns a table of a plan and its stack; raises ValueError for a dynamic table.
 
     Args:
       plan: plan of the layer.
@@ -185,7 +200,7 @@ def find_table(plan: EmbeddingPlan, name: str | None) -> tuple[StackPlan, TableP
 
 
 def _check_arguments(queries: Any, k: int, member: TablePlan, transform: Any) -> None:
-    """Refuses a `k`, and queries, that do not fit the table."""
+    """Raises ValueError if `k` or the queries do not fit the table."""
     if not 1 <= k <= member.num_rows:
         raise ValueError(
             f"top_k: k must be from 1 to {member.num_rows}, the rows of table "
@@ -200,8 +215,12 @@ def _check_arguments(queries: Any, k: int, member: TablePlan, transform: Any) ->
         )
 
 
-def _checked_exclusions(excluded: Any, num_queries: int) -> Int[Array, "queries n"]:
-    """Returns the excluded ids as int32; refuses what is no id, and other shapes."""
+def checked_exclusions(excluded: Any, num_queries: int) -> Int[Array, "queries n"]:
+    """Returns the excluded ids as int32.
+
+    Raises:
+      ValueError: if they are not integers, or their shape differs.
+    """
     if excluded is None:
         return jnp.zeros((num_queries, 0), jnp.int32)
     if not isinstance(excluded, jax.Array):
@@ -212,13 +231,14 @@ def _checked_exclusions(excluded: Any, num_queries: int) -> Int[Array, "queries 
                 "top_k: excluded must be one array; fill lists of other lengths up by "
                 f"te.inputs.PADDING_ROW_ID, {PADDING_ROW_ID}."
             ) from error
-    is_integer = jnp.issubdtype(excluded.dtype, jnp.integer)
+    # NumPy makes empty lists float64.
+    is_integer = jnp.issubdtype(excluded.dtype, jnp.integer) or excluded.size == 0
     if not is_integer or excluded.ndim != 2 or excluded.shape[0] != num_queries:
         raise ValueError(
             f"top_k: excluded must be integers [{num_queries}, n], some ids for each "
             f"query, got {excluded.dtype} {list(excluded.shape)}."
         )
-    # Ids beyond int32 are ids of no row, and JAX would keep their lower half.
+    # Ids beyond int32 can't match a row, and JAX would truncate them.
     if isinstance(excluded, np.ndarray):
         is_id = (excluded >= 0) & (excluded < PADDING_ROW_ID)
         excluded = np.where(is_id, excluded, PADDING_ROW_ID)
@@ -284,11 +304,12 @@ def _best_of_device(
     num_best, size = min(num_best, num_rows), min(ROWS_PER_BLOCK, num_rows)
 
     def add_block(i: Any, best: TopK) -> TopK:
-        rows, ids = read(i * size + jnp.arange(size, dtype=jnp.int32))
-        vectors = rows if transform is None else transform(rows)
+        first = jnp.asarray(i * size, jnp.int32)  # int64 under `jax_enable_x64`
+        rows, ids = read(first + jnp.arange(size, dtype=jnp.int32))
+        vectors = rows if transform is None else transform(rows).astype(jnp.float32)
         scores = jnp.matmul(queries, vectors.T, precision=jax.lax.Precision.HIGHEST)
         scores = jnp.where(scores > LOWEST_SCORE, scores, LOWEST_SCORE)  # also NaN
-        scores = jnp.where(scores == 0, 0.0, scores)  # -0.0 is no lower score
+        scores = jnp.where(scores == 0, 0.0, scores)  # -0.0 equals 0.0
         scores = jnp.where((ids == PADDING_ROW_ID)[None], -jnp.inf, scores)
         scores = jnp.concatenate([best.scores, scores], axis=1)
         ids = jnp.broadcast_to(ids[None], (num_queries, size))

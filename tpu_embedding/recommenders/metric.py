@@ -1,18 +1,95 @@
-"""Defines what all metrics share: values that grow by batches, and merge.
+"""What all metrics share: exact sums, and values that grow by batches and merge.
 
 A metric is a pytree of sums. So it passes through `jit` and `scan`, and `jax.lax.psum`
 merges the metrics of all devices.
+
+A float32 total of 2^24 no longer changes when 1 is added, so it loses every sample
+after the first 17 million. A `Sum` keeps the rounding error of each addition in a
+second float32. Likewise, float32 merges integers above 2^24: `float32_in_order` keeps
+the order of values of any dtype.
 """
 
 import dataclasses
-from typing import Any, Self, TypeVar
+from typing import Any, Final, Self, TypeVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, ArrayLike, Bool, Float
 
-from tpu_embedding.recommenders.sums import Sum
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Sum:
+    """An array of totals, each the unevaluated sum `high + low` of two float32 values.
+
+    Whole numbers add exactly up to 2^46, in any order. Other values of one sign add
+    with a relative error of at most 2^-44. `jax.lax.psum` over devices rounds `high` as
+    float32 does, once; additions before and after it stay exact.
+
+    Attributes:
+      high: float32, the total rounded to float32.
+      low: float32, the remainder.
+    """
+
+    high: Array
+    low: Array
+
+    @classmethod
+    def of(cls, values: Float[Array, "*shape"]) -> "Sum":
+        """Returns float32 values as totals."""
+        return cls(high=values, low=jnp.zeros_like(values))
+
+    @classmethod
+    def zeros(cls, shape: tuple[int, ...] = ()) -> "Sum":
+        """Returns totals of nothing."""
+        return cls.of(jnp.zeros(shape, jnp.float32))
+
+    def add(self, other: "Sum") -> "Sum":
+        """Returns the totals of both, which have the same shape.
+
+        The rounding error of `high + high` is a float32, and its formula is that of
+        Knuth, "The Art of Computer Programming", volume 2, section 4.2.2, theorem B.
+
+        Example:
+          >>> big, one = Sum.of(jnp.float32(2**24)), Sum.of(jnp.float32(1))
+          >>> float(big.high + one.high), float(big.add(one).add(one).value())
+          (16777216.0, 16777218.0)
+        """
+        total = self.high + other.high
+        part = total - self.high
+        error = (self.high - (total - part)) + (other.high - part)
+        low = error + (self.low + other.low)
+        # The formula would make an infinite total NaN.
+        low = jnp.where(jnp.isfinite(total), low, 0.0)
+        high = total + low
+        rest = jnp.where(jnp.isfinite(high), low - (high - total), 0.0)
+        return Sum(high=high, low=rest)
+
+    def value(self) -> Float[Array, "*shape"]:
+        """Returns the totals rounded to float32."""
+        return self.high + self.low
+
+    def running(self) -> "Sum":
+        """Returns the total up to and including each entry of a vector."""
+        return jax.lax.associative_scan(Sum.add, self)
+
+    def total(self) -> "Sum":
+        """Returns the total over the first axis."""
+        zero = jnp.float32(0)
+        high, low = jax.lax.reduce(
+            (self.high, self.low), (zero, zero), _add_leaves, (0,)
+        )
+        return Sum(high=high, low=low)
+
+
+def _add_leaves(
+    totals: tuple[Array, Array], others: tuple[Array, Array]
+) -> tuple[Array, Array]:
+    high, low = totals
+    sum_of_both = Sum(high=high, low=low).add(Sum(high=others[0], low=others[1]))
+    return sum_of_both.high, sum_of_both.low
+
 
 Nest = TypeVar("Nest")
 
@@ -111,9 +188,7 @@ def check_batch(owner: str, **arrays: ArrayLike | None) -> list[Float[Array, "*s
       ValueError: if a shape differs.
     """
     converted = {
-        name: jnp.asarray(array).astype(jnp.float32)
-        for name, array in arrays.items()
-        if array is not None
+        name: as_float32(array) for name, array in arrays.items() if array is not None
     }
     (first, values), *others = converted.items()
     for name, array in others:
@@ -125,6 +200,18 @@ def check_batch(owner: str, **arrays: ArrayLike | None) -> list[Float[Array, "*s
     return [converted.get(name, jnp.ones(values.shape, jnp.float32)) for name in arrays]
 
 
+def as_float32(values: ArrayLike) -> Float[Array, "*shape"]:
+    """Returns values as float32; JAX alone would truncate 64-bit integers first."""
+    if is_on_device(values):
+        return jnp.asarray(values).astype(jnp.float32)
+    return jnp.asarray(np.asarray(values).astype(np.float32))
+
+
+def is_on_device(values: Any) -> bool:
+    """Returns True if values, such as a list, contain a JAX array."""
+    return any(isinstance(x, jax.Array) for x in jax.tree.leaves(values))
+
+
 def check_clicks(
     owner: str, logits: ArrayLike, labels: ArrayLike, weights: ArrayLike | None
 ) -> list[Float[Array, "*shape"]]:
@@ -133,11 +220,11 @@ def check_clicks(
     Values of arrays on devices are not checked, because the host would wait for them.
 
     Raises:
-      ValueError: if a shape differs, or a label of a weight other than 0 lies outside
-        of `[0, 1]`, as logits that are passed as labels do.
+      ValueError: if a shape differs, or a label of nonzero weight is outside
+        `[0, 1]`, such as a logit that is passed as a label.
     """
     batch = check_batch(owner, logits=logits, labels=labels, weights=weights)
-    if any(isinstance(x, jax.Array) for x in jax.tree.leaves((labels, weights))):
+    if is_on_device((labels, weights)):
         return batch
     used = np.asarray(labels, np.float32)
     used = used if weights is None else used[np.asarray(weights) != 0]
@@ -169,3 +256,36 @@ def _is_sum(value: Any) -> bool:
 
 def _is_metric(value: Any) -> bool:
     return isinstance(value, Metric)
+
+
+_MOST_BITS: Final = {"i": 16, "u": 16, "f": 32}
+"""Bits of the widest dtype of each kind whose values float32 keeps."""
+
+
+def float32_in_order(values: ArrayLike) -> Float[Array, "*shape"]:
+    """Returns float32 values in the same order along the last axis.
+
+    Equal values stay equal, and NaN stays NaN. float32 keeps the values of most dtypes.
+    Integers and floats that it would round become their places among the distinct
+    values, from 0.
+
+    Args:
+      values: numbers of any shape.
+
+    Example:
+      >>> float32_in_order(np.array([1_700_000_001, 5, 1_700_000_003])).tolist()
+      [1.0, 0.0, 2.0]
+    """
+    xp: Any = jnp if is_on_device(values) else np
+    values = xp.asarray(values)
+    dtype = values.dtype
+    if values.ndim == 0 or 8 * dtype.itemsize <= _MOST_BITS.get(dtype.kind, 64):
+        return as_float32(values)
+    order = xp.argsort(values, axis=-1)
+    ordered = xp.take_along_axis(values, order, axis=-1)
+    is_new = ordered[..., 1:] != ordered[..., :-1]
+    is_new = xp.concatenate([xp.zeros_like(ordered[..., :1], bool), is_new], axis=-1)
+    places = xp.cumsum(is_new, axis=-1, dtype=xp.int32)
+    places = xp.take_along_axis(places, xp.argsort(order, axis=-1), axis=-1)
+    places = xp.where(values == values, places.astype(xp.float32), xp.float32(np.nan))
+    return jnp.asarray(places)

@@ -5,11 +5,21 @@ caller. `optax.losses.ranking_softmax_loss` is a further listwise loss.
 """
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Final
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Bool, Float, Int
+
+from tpu_embedding.metrics import Ranks
+from tpu_embedding.recommenders.metric import float32_in_order
+
+DIFFERENCE_OF_NO_PAIR: Final = -0.5
+"""Replaces `s_j - s_i` where two items are not a pair.
+
+Zero times an infinite derivative would be NaN. Losses have finite derivatives here,
+between 0 and the hinge at -1."""
 
 
 def in_batch_softmax(
@@ -18,8 +28,8 @@ def in_batch_softmax(
     log_probabilities: Float[Array, " batch"] | None = None,
     *,
     item_ids: Int[Array, " batch"] | None = None,
-) -> tuple[Float[Array, " batch"], Float[Array, " batch"]]:
-    """Returns the log-softmax and rank of each query's own item in its batch. Global.
+) -> tuple[Float[Array, " batch"], Ranks]:
+    """Returns the log-softmax and ranks of each query's own item in its batch. Global.
 
     The other items of the batch are the negatives. `q_j` is the probability that a
     sample contains item `j`. The scores are those of equation 5 of Yi et al.,
@@ -36,42 +46,59 @@ def in_batch_softmax(
 
     Args:
       queries: one query vector per sample.
-      items: one item vector per sample. Items of samples with weight 0 are candidates,
-        too.
+      items: one item vector per sample. Items of samples with weight 0 are also
+        candidates.
       log_probabilities: natural logarithm of `q` for the item of each sample; None: all
         are equally frequent.
-      item_ids: id of the item of each sample. An item that equals the own one is then
-        no negative. None: it is, as in the paper.
+      item_ids: id of the item of each sample. Samples with the same item are then not
+        negatives of each other. None: they are, as in the paper.
 
     Returns:
-      `log_softmax`, at most 0, and the rank of each sample's own item: the number of
-      candidates with a higher `s`, from 0 to `batch - 1`.
+      `log_softmax`, at most 0, and the `te.metrics.Ranks` of each sample's own item:
+      the number of candidates with a higher `s`, from 0 to `batch - 1`, and the number
+      with an equal one. Pass them to `te.metrics.RecallAtK.from_ranks`. They are NaN if
+      a score of the sample is NaN.
 
     Raises:
-      ValueError: if a shape is another one.
+      ValueError: if shapes differ.
 
     Example:
       >>> queries = jnp.array([[1.0, 0.0], [0.0, 0.0]])
       >>> items = jnp.array([[0.0, 1.0], [1.0, 0.0]])
       >>> log_softmax, ranks = in_batch_softmax(queries, items)
-      >>> [round(x, 4) for x in jnp.exp(log_softmax).tolist()], ranks.tolist()
-      ([0.2689, 0.5], [1.0, 0.0])
+      >>> [round(x, 4) for x in jnp.exp(log_softmax).tolist()]
+      [0.2689, 0.5]
+      >>> ranks.num_higher.tolist(), ranks.num_equal.tolist()
+      ([1.0, 0.0], [1.0, 2.0])
     """
     owner = "in_batch_softmax"
     _check_shapes(owner, "[batch, dim]", queries=queries, items=items)
     of_samples = {"log_probabilities": log_probabilities, "item_ids": item_ids}
-    _check_shapes(owner, "[batch]", samples=queries[:, 0], **of_samples)
+    samples = jnp.zeros(len(queries))
+    _check_shapes(owner, "[batch]", samples=samples, **of_samples)
+    queries, items = jnp.asarray(queries), jnp.asarray(items)
     scores = queries @ items.T
     if log_probabilities is not None:
-        scores = scores - log_probabilities[None, :]
+        scores = scores - jnp.asarray(log_probabilities)[None, :]
     own = jnp.diagonal(scores)
+    is_candidate = jnp.ones(scores.shape, bool)
     if item_ids is not None:
-        is_same = item_ids[:, None] == item_ids[None, :]
-        is_negative = ~is_same | jnp.eye(len(item_ids), dtype=bool)
-        scores = jnp.where(is_negative, scores, -jnp.inf)
+        ids = _where_given(item_ids)
+        is_same = ids[:, None] == ids[None, :]
+        is_candidate = ~is_same | jnp.eye(len(ids), dtype=bool)
+        scores = jnp.where(is_candidate, scores, -jnp.inf)
     log_softmax = own - jax.nn.logsumexp(scores, axis=1)
-    ranks = jnp.sum(scores > own[:, None], axis=1)
-    return log_softmax, ranks.astype(jnp.float32)
+    return log_softmax, _ranks(scores, own, is_candidate)
+
+
+def _ranks(scores: Array, own: Array, is_candidate: Array) -> Ranks:
+    """Returns the ranks of the own items; see `in_batch_softmax`."""
+    counts = [
+        jnp.sum(is_candidate & compare(scores, own[:, None]), axis=1)
+        for compare in (jnp.greater, jnp.equal)
+    ]
+    is_nan = jnp.any(jnp.isnan(scores), axis=1)
+    return Ranks(*(jnp.where(is_nan, jnp.nan, x).astype(jnp.float32) for x in counts))
 
 
 def pairwise_loss(
@@ -97,7 +124,8 @@ def pairwise_loss(
     Args:
       scores: a score `s` per item of each list; divide it by a temperature if you like.
       labels: relevance `y` of each item, of the same shape.
-      of_difference: loss of a pair, element by element.
+      of_difference: loss of a pair, element by element. Its derivative must be finite
+        at -0.5.
       where: False for places without an item; None: there are none.
 
     Returns:
@@ -113,11 +141,14 @@ def pairwise_loss(
     """
     given = {"scores": scores, "labels": labels, "where": where}
     _check_shapes("pairwise_loss", "[..., items]", **given)
-    is_pair = labels[..., :, None] > labels[..., None, :]
+    scores, relevance = jnp.asarray(scores), _where_given(labels)
+    is_pair = relevance[..., :, None] > relevance[..., None, :]
     if where is not None:
+        where = jnp.asarray(where)
         is_pair &= where[..., :, None] & where[..., None, :]
-        scores = jnp.where(where, scores, 0.0)  # NaN would reach the gradients.
-    losses = of_difference(scores[..., None, :] - scores[..., :, None])
+    differences = scores[..., None, :] - scores[..., :, None]
+    differences = jnp.where(is_pair, differences, DIFFERENCE_OF_NO_PAIR)
+    losses = of_difference(differences)
     return jnp.sum(jnp.where(is_pair, losses, 0.0), axis=(-2, -1))
 
 
@@ -129,14 +160,15 @@ def list_mle_loss(
 ) -> Float[Array, "*lists"]:
     """Returns minus the log-likelihood of the order of the labels. A listwise loss.
 
-    The items are drawn one after the other, each by a softmax of the scores that are
-    left, as Plackett and Luce say:
+    In the model of Plackett and Luce, the items are drawn one after the other, each
+    from a softmax of the scores that are left:
 
         loss = sum over i of log(sum over j >= i of exp(s_j)) - s_i
 
     Items are numbered by falling label; of equal labels the first comes first, as in
-    Keras Recommenders. See Xia et al., "Listwise Approach to Learning to Rank" (ICML
-    2008). Arguments and errors are those of `pairwise_loss`.
+    Keras Recommenders. Labels keep all their bits, except that JAX truncates 64-bit
+    arguments of a jitted function. See Xia et al., "Listwise Approach to Learning to
+    Rank" (ICML 2008). Arguments and errors are the same as for `pairwise_loss`.
 
     Returns:
       The loss of each list, at least 0; 0 for a list of a single item, or none.
@@ -148,8 +180,9 @@ def list_mle_loss(
     """
     given = {"scores": scores, "labels": labels, "where": where}
     _check_shapes("list_mle_loss", "[..., items]", **given)
-    where = jnp.ones(scores.shape, bool) if where is None else where
-    keys = jnp.where(where, -jnp.asarray(labels, float), jnp.inf)
+    scores, labels = jnp.asarray(scores), float32_in_order(labels)
+    where = jnp.ones(scores.shape, bool) if where is None else jnp.asarray(where)
+    keys = jnp.where(where, -labels, jnp.inf)
     falling = jnp.argsort(keys, axis=-1, stable=True)
     where = jnp.take_along_axis(where, falling, axis=-1)
     scores = jnp.take_along_axis(scores, falling, axis=-1)
@@ -159,9 +192,14 @@ def list_mle_loss(
     return jnp.sum(jnp.where(where, totals - scores, 0.0), axis=-1)
 
 
+def _where_given(values: Any) -> Array | np.ndarray:
+    """Returns an array on the host or device of the values: JAX truncates 64 bits."""
+    return values if isinstance(values, jax.Array) else np.asarray(values)
+
+
 def _check_shapes(owner: str, axes: str, **arrays: Any) -> None:
-    """Refuses arrays of unequal shapes, or of other axes; None passes."""
-    shapes = {name: jnp.shape(x) for name, x in arrays.items() if x is not None}
+    """Raises ValueError if shapes differ, or have other axes; None passes."""
+    shapes = {name: np.shape(x) for name, x in arrays.items() if x is not None}
     first, *others = shapes.values()
     num_axes = axes.count(",") + 1
     is_right = first != () if "..." in axes else len(first) == num_axes

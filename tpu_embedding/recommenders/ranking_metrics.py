@@ -1,20 +1,42 @@
 """Defines metrics of retrieval: samples that rank candidates.
 
-Candidates of equal score could stand in any order. Both metrics take the mean over all
-orders, as scikit-learn's `ndcg_score` does. A model that gives all candidates one score
-therefore gets the value of a random order, not that of a perfect one.
+Candidates of equal score can be ranked in any order. Both metrics take the mean over
+all orders, as scikit-learn's `ndcg_score` does. A model that gives all candidates one
+score therefore gets the value of a random order, not of a perfect one.
 """
 
 import dataclasses
 import functools
-from typing import Any, Literal, Self
+from typing import Any, Literal, NamedTuple, Self
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, ArrayLike, Bool, Float
+import numpy as np
+from jaxtyping import Array, ArrayLike, Bool, Float, Int
 
-from tpu_embedding.recommenders.means import Mean
-from tpu_embedding.recommenders.metric import check_batch
+from tpu_embedding.recommenders.click_metrics import Mean
+from tpu_embedding.recommenders.metric import (
+    check_batch,
+    float32_in_order,
+    is_on_device,
+)
+from tpu_embedding.types import PADDING_ROW_ID
+
+
+class Ranks(NamedTuple):
+    """The ranks of one relevant candidate per sample, where scores can be equal.
+
+    Each of the `num_equal` ranks from `num_higher` on is equally likely.
+
+    Attributes:
+      num_higher: number of candidates with a higher score, any shape. NaN if a score is
+        NaN.
+      num_equal: number of candidates with the relevant one's score, itself included;
+        shaped like `num_higher`.
+    """
+
+    num_higher: Float[Array, "*shape"]
+    num_equal: Float[Array, "*shape"]
 
 
 @jax.tree_util.register_dataclass
@@ -44,7 +66,8 @@ class _TopK(Mean):
         """Returns the metric of one batch.
 
         Args:
-          scores: `[batch, candidates]`; a higher score ranks before a lower one.
+          scores: `[batch, candidates]`; a higher score ranks before a lower one. Only
+            their order counts, also of 64-bit numbers of the host.
           labels: `[batch, candidates]`, relevance of each candidate; 0 is irrelevant.
           weights: at least 0, or bool, `[batch]`. None: every weight is 1.
           is_candidate: bool `[batch, candidates]`; False for places without a
@@ -55,6 +78,7 @@ class _TopK(Mean):
           ValueError: if shapes differ, or `k` is below 1.
         """
         cls._check(k)
+        scores = float32_in_order(scores)
         scores, labels, is_candidate = check_batch(
             cls.__name__, scores=scores, labels=labels, is_candidate=is_candidate
         )
@@ -75,21 +99,33 @@ class _TopK(Mean):
 
     @classmethod
     def from_ranks(
-        cls, ranks: ArrayLike, weights: ArrayLike | None = None, *, k: int
+        cls, ranks: ArrayLike | Ranks, weights: ArrayLike | None = None, *, k: int
     ) -> Self:
         """Returns the metric of samples that have one relevant candidate each.
 
         Args:
-          ranks: number of candidates before the relevant one, any shape.
+          ranks: number of candidates before the relevant one, any shape; or `Ranks`,
+            such as of `te.nn.in_batch_softmax`, where scores can be equal.
           weights: at least 0, or bool, shaped like `ranks`. None: every weight is 1.
           k: at least 1.
 
         Raises:
           ValueError: if shapes differ, or `k` is below 1.
+
+        Example:
+          >>> ranks = Ranks(num_higher=jnp.array([0.0]), num_equal=jnp.array([64.0]))
+          >>> float(RecallAtK.from_ranks(ranks, k=1).compute())  # 1 / 64
+          0.015625
         """
         cls._check(k)
-        ranks, weights = check_batch(cls.__name__, ranks=ranks, weights=weights)
-        values = jnp.where(ranks < k, cls._gains(ranks), 0.0)
+        if isinstance(ranks, Ranks):
+            ranks, num_equal, weights = check_batch(
+                cls.__name__, **ranks._asdict(), weights=weights
+            )
+            values = cls._sum_of_gains(ranks, ranks + num_equal, k) / num_equal
+        else:
+            ranks, weights = check_batch(cls.__name__, ranks=ranks, weights=weights)
+            values = jnp.where(ranks < k, cls._gains(ranks), 0.0)
         values = jnp.where(jnp.isnan(ranks), jnp.nan, values)
         return cls._of(values, weights, k=k)
 
@@ -104,17 +140,20 @@ class _TopK(Mean):
     ) -> Self:
         """Returns the metric of samples that want one id each, as of `te.nn.top_k`.
 
-        A sample whose id was not found counts, with the value 0.
+        A sample whose id was not found counts, with the value 0. The label
+        `te.inputs.PADDING_ROW_ID`, which fills up `ids`, is never found.
 
         Args:
           ids: integers `[batch, n]`, the best candidates of each sample, the best
             first.
-          labels: integers `[batch]`, the id that each sample wants.
+          labels: integers `[batch]`, the id that each sample wants. All 64 bits of
+            arrays on the host count.
           weights: at least 0, or bool, `[batch]`. None: every weight is 1.
           k: from 1 to `n`.
 
         Raises:
-          ValueError: if shapes do not fit, `k` is below 1, or above `n`.
+          ValueError: if shapes do not fit, ids or labels are not integers, `k` is below
+            1, or above `n`.
 
         Example:
           >>> ids = [[3, 5], [1, 4], [2, 0]]  # te.nn.top_k(layer, queries, k=2).ids
@@ -122,21 +161,27 @@ class _TopK(Mean):
           >>> round(float(recall.compute()), 4)
           0.3333
         """
-        ids, labels = jnp.asarray(ids), jnp.asarray(labels)
+        ids = _as_integers(f"{cls.__name__}: ids", ids)
+        labels = _as_integers(f"{cls.__name__}: labels", labels)
         if ids.ndim != 2 or labels.shape != ids.shape[:1] or k > ids.shape[1]:
             raise ValueError(
                 f"{cls.__name__}: ids must have the shape [batch, n], n at least k="
                 f"{k}, and labels [batch], got {list(ids.shape)} and "
                 f"{list(labels.shape)}."
             )
-        is_wanted = ids == labels[:, None]
+        is_wanted = _is_wanted(ids, labels)
         ranks = jnp.argmax(is_wanted, axis=1).astype(jnp.float32)
         ranks = jnp.where(jnp.any(is_wanted, axis=1), ranks, jnp.inf)
         return cls.from_ranks(ranks, weights, k=k)
 
     @classmethod
-    def _gains(cls, ranks: Float[Array, "*shape"]) -> Float[Array, "*shape"]:
-        """Returns the gain of a relevant candidate by its rank, from 0."""
+    def _gains(cls, ranks: Any, xp: Any = jnp) -> Any:
+        """Returns the gain of a relevant candidate by its rank, from 0.
+
+        Args:
+          ranks: an array.
+          xp: the library of the array, `numpy` or `jax.numpy`.
+        """
         raise NotImplementedError
 
     @classmethod
@@ -159,7 +204,7 @@ class _TopK(Mean):
         k: int,
     ) -> Float[Array, " batch"]:
         """Returns the total of label times gain of each sample's best `k`."""
-        # NaN is behind all scores, so places without a candidate are behind them, too.
+        # NaN is after all scores, and so are places without a candidate.
         keys = jnp.where(is_candidate, -scores, jnp.nan)
         starts, ends = (
             jax.vmap(functools.partial(jnp.searchsorted, side=side))(
@@ -167,12 +212,22 @@ class _TopK(Mean):
             )
             for side in ("left", "right")
         )
-        ranks = jnp.arange(scores.shape[1], dtype=jnp.float32)
-        gains = jnp.where(ranks < k, cls._gains(ranks), 0.0)
-        before = jnp.concatenate([jnp.zeros(1), jnp.cumsum(gains)])
-        counts = (ends - starts).astype(jnp.float32)
-        mean_gains = (before[ends] - before[starts]) / counts
-        return jnp.sum(labels * mean_gains, axis=1)
+        gains = cls._sum_of_gains(starts, ends, min(k, scores.shape[1]))
+        return jnp.sum(labels * gains / (ends - starts).astype(jnp.float32), axis=1)
+
+    @classmethod
+    def _sum_of_gains(
+        cls, starts: Array, ends: Array, k: int
+    ) -> Float[Array, "*shape"]:
+        """Returns the total gain of the ranks from `starts` to `ends - 1` below `k`."""
+        # float64 on the host: the difference of float32 totals has few digits.
+        totals = np.cumsum(cls._gains(np.arange(k), np), dtype=np.float64)
+        totals = np.concatenate([[0.0], totals])
+        high = totals.astype(np.float32)
+        low = (totals - high).astype(np.float32)
+        starts, ends = (jnp.clip(x, 0, k).astype(jnp.int32) for x in (starts, ends))
+        high, low = jnp.asarray(high), jnp.asarray(low)
+        return (high[ends] - high[starts]) + (low[ends] - low[starts])
 
     @classmethod
     def _check(cls, k: int) -> None:
@@ -195,8 +250,8 @@ class RecallAtK(_TopK):
     """
 
     @classmethod
-    def _gains(cls, ranks):
-        return jnp.ones_like(ranks)
+    def _gains(cls, ranks, xp=jnp):
+        return xp.ones_like(ranks)
 
     @classmethod
     def _values(cls, scores, labels, is_candidate, k):
@@ -262,10 +317,42 @@ class NDCGAtK(_TopK):
         return dataclasses.replace(metric, gains=gains)
 
     @classmethod
-    def _gains(cls, ranks):
-        return 1 / jnp.log2(ranks + 2)
+    def _gains(cls, ranks, xp=jnp):
+        return 1 / xp.log2(ranks + 2)
 
     @classmethod
     def _values(cls, scores, labels, is_candidate, k):
         gains = cls._total_gains(scores, labels, is_candidate, k)
         return gains / cls._total_gains(labels, labels, is_candidate, k)
+
+
+def _as_integers(owner: str, ids: ArrayLike) -> Array | np.ndarray:
+    """Returns ids as an array where they are, on the host or on a device."""
+    ids = jnp.asarray(ids) if is_on_device(ids) else np.asarray(ids)
+    if ids.size == 0:  # NumPy makes empty lists float64.
+        return ids.astype(np.int32)
+    if not jnp.issubdtype(ids.dtype, jnp.integer):
+        raise ValueError(
+            f"{owner} must be integers, got {ids.dtype}, which can round ids."
+        )
+    return ids
+
+
+def _is_wanted(
+    ids: Array | np.ndarray, labels: Array | np.ndarray
+) -> Bool[Array, "batch n"]:
+    """Returns True where an id is its sample's label. Padding is never wanted."""
+    on_device = [x.dtype for x in (ids, labels) if isinstance(x, jax.Array)]
+    if on_device:
+        ids, labels = (_with_dtype(x, on_device[0]) for x in (ids, labels))
+    is_wanted = (ids == labels[:, None]) & (labels != PADDING_ROW_ID)[:, None]
+    return jnp.asarray(is_wanted)
+
+
+def _with_dtype(ids: Array | np.ndarray, dtype: np.dtype) -> Int[Array, "*shape"]:
+    """Returns ids of the host as a dtype; those that don't fit become padding."""
+    if isinstance(ids, jax.Array):
+        return ids
+    limits = jnp.iinfo(dtype)
+    fits = (ids >= limits.min) & (ids <= limits.max)  # JAX would truncate them.
+    return jnp.asarray(np.where(fits, ids, PADDING_ROW_ID).astype(dtype))

@@ -1,5 +1,7 @@
 """Tests `tpu-embedding export`: a run of a few steps, exported in two formats."""
 
+import hashlib
+import json
 import re
 
 import jax
@@ -59,15 +61,18 @@ def test_formats(run_dir, tmp_path, capsys):
 
 
 @pytest.mark.full
-def test_runs_of_own_configs_by_their_directories_alone(tmp_path, monkeypatch):
+def test_a_run_of_an_own_config_is_exported_by_the_printed_command(
+    tmp_path, monkeypatch, capsys
+):
     monkeypatch.chdir(tmp_path)
     write_config(tmp_path)
     settings = ["--set", "num_steps=2", "--set", "model.dim=4", "--devices", "1"]
     options = [*settings, "--data-dir", "clicks.csv"]
     assert cli.main(["train", "clicks.py", *options]) == 0
-    monkeypatch.chdir("/")
-    assert export(tmp_path / "runs" / "clicks", tmp_path / "served") == 0
-    served = te.export.load(tmp_path / "served")
+    shown = capsys.readouterr().out
+    command = re.search(r"export   tpu-embedding (export .*)", shown)[1].split()
+    assert cli.main(command) == 0
+    served = te.export.load(tmp_path / "runs" / "clicks" / "served")
     features = {"user": np.array([3]), "item": np.array([4])}
     assert served.tables["user"].shape == (7, 4)
     assert served(features, None)["predictions"].shape == (1,)
@@ -110,6 +115,35 @@ def test_a_csv_file_is_trained_exported_and_served_strings(tmp_path, capsys):
     path.write_text(path.read_text().replace("u3", "u8"))
     with pytest.raises(DataError, match="The strings of 'user' must be those"):
         export(tmp_path / "run", tmp_path / "other", *options)
+
+
+@pytest.mark.parametrize(
+    ("forged", "status"),
+    [
+        ({"config": "{tmp}/run/evil.py"}, "cannot name code"),
+        ({"config": "{tmp}/run/evil.py", "sha256": "{sha256}"}, "cannot name code"),
+        ({"config": "synthetic", "settings": ["{completion}"]}, "CheckpointError"),
+        ({"config": "{tmp}/bait.csv", "data_dir": None}, "record of seed"),
+        ({"config": "csv_file", "data_dir": "{tmp}/bait.csv"}, "--data-dir"),
+    ],
+)
+def test_a_downloaded_run_executes_and_opens_nothing(tmp_path, forged, status, capsys):
+    evil = f"open({str(tmp_path / 'executed')!r}, 'w')"
+    texts = {
+        "tmp": str(tmp_path),
+        "sha256": hashlib.sha256(evil.encode()).hexdigest(),
+        "completion": f"tyro-write-completion=bash {tmp_path / 'executed'}",
+    }
+    text = json.dumps({"run": {}, "origin": {"settings": []} | forged})
+    for name, value in texts.items():
+        text = text.replace(f"{{{name}}}", value)
+    (tmp_path / "run" / "checkpoints" / "1").mkdir(parents=True)
+    (tmp_path / "run" / "evil.py").write_text(evil)
+    (tmp_path / "run" / "metrics.jsonl").write_text(text + "\n")
+    arguments = ["export", str(tmp_path / "run"), str(tmp_path / "served")]
+    assert cli.main(arguments) == 2
+    assert status in capsys.readouterr().err
+    assert {path.name for path in tmp_path.iterdir()} == {"run"}
 
 
 def test_a_run_without_a_record_of_its_config(run_dir, tmp_path):

@@ -1,6 +1,7 @@
 """Tests `tpu-embedding inspect`: the tables of a checkpoint, and one row by its id."""
 
 import re
+import shutil
 
 import jax
 import numpy as np
@@ -9,6 +10,7 @@ import pytest
 
 import tpu_embedding as te
 from tests.conftest import mesh_of
+from tpu_embedding.strings.vocabulary_files import save_vocabularies
 from tpu_embedding.tools import cli
 
 USER_ID = 2**40
@@ -56,9 +58,46 @@ def test_a_row_is_printed(run_directory, capsys, table, id_, row):
     assert f"values: {wanted.tolist()}\naccumulators: [" in text
 
 
+@pytest.fixture
+def with_strings(run_directory, tmp_path):
+    """A copy of the run whose static table has a vocabulary."""
+    copied = shutil.copytree(run_directory, tmp_path / "run")
+    movies = te.inputs.Vocabulary(["55", "39", "a b"], mask_token="")
+    save_vocabularies(copied, {"movie": movies})
+    return copied
+
+
+@pytest.mark.parametrize("place", ["", "checkpoints", "checkpoints/10"])
+@pytest.mark.parametrize(("string", "row"), [("39", 3), ("a b", 4), ("55", 2)])
+def test_strings_have_the_rows_of_the_vocabulary(
+    with_strings, capsys, string, row, place
+):
+    path = with_strings / "checkpoints" / "10"
+    assert (
+        cli.main(["inspect", str(with_strings / place), "--row", "movie", string]) == 0
+    )
+    (wanted,) = te.checkpoint.read_table(path, "movie", [row])
+    shown = capsys.readouterr().out
+    assert f"movie {string}: row {row}\nvalues: {wanted.tolist()}\n" in shown
+
+
+@pytest.mark.parametrize("string", ["2", "", "[UNK]"])
+def test_unknown_strings(with_strings, capsys, string):
+    assert cli.main(["inspect", str(with_strings), "--row", "movie", string]) == 2
+    assert f"{string!r} must be one of the 3 strings" in capsys.readouterr().err
+
+
+def test_links_out_of_a_run_are_not_followed(with_strings, tmp_path, capsys):
+    (with_strings / "vocabularies").rename(tmp_path / "moved")
+    (with_strings / "vocabularies").symlink_to(tmp_path / "moved")
+    assert cli.main(["inspect", str(with_strings)]) == 2
+    assert "vocabularies must be a file or directory" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
+        (["--row", "movie", "The Matrix"], "must be an integer"),
         (["--row", "film", "3"], "has the tables movie, user"),
         (["--row", "movie", "2000"], "from 0 to 1999, got 2000"),
         (["--row", "user", "5"], "none of the 2 ids"),

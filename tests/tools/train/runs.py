@@ -7,7 +7,7 @@ import sys
 from tests.conftest import mesh_of
 from tests.processes.test_processes import environment_of
 from tpu_embedding.tools.train import apply_overrides, load_config, train
-from tpu_embedding.tools.train.reporting import RECORDS_FILE, read_records
+from tpu_embedding.tools.train.run_directory import RECORDS_FILE, read_records
 
 SMALL = (
     "batch_size=48",

@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from tpu_embedding.nn import in_batch_softmax
 from tpu_embedding.tools.train.metrics import (
     LOSSES,
     mean_loss,
@@ -123,6 +124,17 @@ def test_softmax_loss_and_recall_over_batches():
         retrieval_outputs(jnp.array(SCORES[0])), jnp.array(CLICKS[0])
     )
     np.testing.assert_array_equal(loss, np.abs(SCORES[0]))
+
+
+@pytest.mark.parametrize(("score", "wanted"), [(0.0, 10 / 50), (np.nan, np.nan)])
+def test_recall_of_a_model_that_tells_no_items_apart(score, wanted):
+    def outputs_of(scores):
+        vectors = jnp.full((len(scores), 1), score)
+        log_softmax, ranks = in_batch_softmax(vectors, vectors)
+        return Outputs(scores=log_softmax, predictions=ranks)
+
+    metrics = summarize("in_batch_softmax", outputs_of)
+    assert metrics["recall_at_10"] == pytest.approx(wanted, nan_ok=True)
 
 
 def test_loss_uses_scores():

@@ -7,7 +7,8 @@ import pytest
 
 from tests.tools.train.runs import run, small_config
 from tpu_embedding.tools.train import MLPerf, evaluate, load_config
-from tpu_embedding.tools.train.mlperf import LOG_FILE, MLPerfLog
+from tpu_embedding.tools.train.mlperf import MLPerfLog
+from tpu_embedding.tools.train.run_directory import LOG_FILE
 
 RULES = "6.1.0"
 
@@ -68,6 +69,38 @@ def test_a_resumed_run_continues_its_log(tmp_path):
     assert path.read_text() == ended
     MLPerfLog(path, config, None).write_start(0)
     assert path.read_text().count("\n") == begun.count("\n")
+
+
+def events_of(path):
+    """Returns the keys of the events from the first block on, and their steps of 2."""
+    lines = path.read_text().splitlines()
+    events = [json.loads(line.removeprefix(":::MLLOG ")) for line in lines]
+    timed = [x for x in events if "samples_count" in x["metadata"]]
+    return [(x["key"], x["metadata"]["samples_count"] // 2) for x in timed[2:]]
+
+
+EVALUATION = ("block_stop", "eval_start", "eval_accuracy", "eval_stop", "block_start")
+
+
+@pytest.mark.parametrize("evaluates", [True, False])
+@pytest.mark.parametrize("killed_after", range(12))
+def test_a_killed_run_leaves_no_unpaired_events(tmp_path, killed_after, evaluates):
+    """Killed after any event of the evaluations at 2 and 4, it resumes after 2."""
+    config, path = load_config("dlrm_v4_small"), tmp_path / "log"
+    settings = MLPerf(benchmark="dlrmv4", division="open", keys={})
+    config = dataclasses.replace(config, mlperf=settings, batch_size=2)
+    log = MLPerfLog(path, config, None)
+    log.write_start(0)
+    first = path.read_text()
+    for step in (2, 4):
+        log.write(*EVALUATION, step=step)
+    lines = path.read_text().splitlines(keepends=True)
+    end = len(first.splitlines()) + killed_after
+    path.write_text("".join(lines[:end]) + "".join(lines[end : end + 1])[:20])
+    MLPerfLog(path, config, None, first_step=2, evaluates=evaluates).write_start(2)
+    is_kept = not evaluates and killed_after >= len(EVALUATION)
+    kept = [(key, 2) for key in EVALUATION] if is_kept else []
+    assert events_of(path) == [("block_start", 0), *kept]
 
 
 @pytest.mark.full

@@ -1,5 +1,6 @@
 """Runs: results on any devices, stops and resumes, and what ends them with an error."""
 
+import contextlib
 import dataclasses
 import os
 import shutil
@@ -27,11 +28,17 @@ from tpu_embedding.tools.train import (
     RunDirectoryError,
     Target,
     TrainingDivergedError,
+    apply_overrides,
     evaluate,
+    load_config,
     train,
 )
-from tpu_embedding.tools.train.reporting import PLOT_FILE, RECORDS_FILE, read_records
-from tpu_embedding.tools.train.run import LOCK_FILE, _Run
+from tpu_embedding.tools.train.run import _Run
+from tpu_embedding.tools.train.run_directory import (
+    PLOT_FILE,
+    RECORDS_FILE,
+    read_records,
+)
 
 
 @pytest.fixture(scope="module")
@@ -65,9 +72,7 @@ def test_a_run_writes_its_files(whole, capsys):
         *("log_loss", "auc", "normalized_entropy", "calibration")
     }
     files = {path.name for path in directory.iterdir()}
-    assert files == {
-        *(LOCK_FILE, RECORDS_FILE, PLOT_FILE, "tensorboard", "checkpoints")
-    }
+    assert files == {RECORDS_FILE, PLOT_FILE, "tensorboard", "checkpoints"}
     steps = {path.name for path in (directory / "checkpoints").iterdir()}
     assert steps == {"2", "4", "6"}
     first, *_, last = read_records(directory / RECORDS_FILE)
@@ -112,6 +117,100 @@ def test_a_finished_run_is_evaluated_again(whole, copied, capsys):
     assert again == whole[1]
     changes = [s for s in capsys.readouterr().out.splitlines() if "changed" in s]
     assert changes == ["changed since the last start: dense_learning_rate 0.01 -> 0.5"]
+
+
+def reported_of(directory):
+    """Returns what the records say, by group, step and number of the occurrence."""
+    found = {}
+    for record in read_records(directory / RECORDS_FILE):
+        for group in ("train", "evaluation", "result"):
+            if group in record:
+                values = record[group]
+                step = record.get("step", values.get("step"))
+                same = [key for key in found if key[:2] == (group, step)]
+                values = values["loss"] if group == "train" else values
+                found[group, step, len(same)] = values
+    return found
+
+
+@pytest.mark.full(every_case=True)
+@pytest.mark.parametrize("end", ["stopped", "crashed", "killed while evaluating"])
+def test_a_resumed_run_reports_each_step_once(tmp_path, monkeypatch, end):
+    settings = ["evaluate_every=2", "num_steps=7", "checkpoint_every=4", "log_every=1"]
+    run(tmp_path / "whole", *settings)
+    resumed, evaluate_at = tmp_path / "resumed", _Run.evaluate
+
+    def evaluate(self):
+        if end != "stopped" and self.step == (4 if "killed" in end else 6):
+            raise KeyboardInterrupt
+        return evaluate_at(self)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(_Run, "evaluate", evaluate)
+        with contextlib.suppress(KeyboardInterrupt):
+            run(resumed, *settings, stop_at=4 if end == "stopped" else None)
+    run(resumed, *settings, existing_run="resume")
+    assert reported_of(resumed) == reported_of(tmp_path / "whole")
+    assert ("evaluation", 4, 0) in reported_of(resumed)
+    assert not (resumed / "run.lock").exists()
+
+
+@pytest.mark.full
+def test_a_resumed_run_has_the_same_bits_with_lists(tmp_path):
+    """Sizes of ragged features decide the order in which gradients are added."""
+    path, words = tmp_path / "clicks.csv", np.random.default_rng(0).integers
+    rows = [
+        f"u{i % 7},{'|'.join(map(str, words(9, size=words(1 + i % 30))))},{i % 2}"
+        for i in range(600)
+    ]
+    path.write_text("\n".join(["user,tags,click", *rows]) + "\n")
+    settings = ["data.label=click", "model.dim=4", "num_steps=8", "batch_size=32"]
+    config = apply_overrides(load_config("csv_file"), settings)
+    options = {"data_dir": path, "mesh": mesh_of(2)}
+    train(config, tmp_path / "whole", **options)
+    train(config, tmp_path / "resumed", stop_at=6, **options)
+    train(config, tmp_path / "resumed", existing_run="resume", **options)
+    whole, resumed = (
+        {
+            path.relative_to(root): path.read_bytes()
+            for path in root.rglob("c/**/*")
+            if path.is_file()
+        }
+        for name in ("whole", "resumed")
+        for root in [tmp_path / name / "checkpoints" / "8" / "default"]
+    )
+    assert whole and whole == resumed
+
+
+@pytest.mark.parametrize("line", [b"\xff", b"123", b"[" * 10**5, b'{"run": 1}'])
+def test_damaged_records_are_named_and_nothing_is_left(copied, line):
+    with (copied / RECORDS_FILE).open("ab") as file:
+        file.write(line + b"\n")
+    before = (copied / RECORDS_FILE).read_bytes()
+    with pytest.raises(RunDirectoryError, match=r"metrics.jsonl, line \d+: a record"):
+        run(copied, existing_run="resume")
+    assert (copied / RECORDS_FILE).read_bytes() == before
+    assert not {"run.lock", "metrics.jsonl.partial"} & {
+        x.name for x in copied.iterdir()
+    }
+
+
+def test_a_run_that_cannot_start_leaves_no_directory(tmp_path):
+    with pytest.raises(ValueError, match="capacity"):
+        run(tmp_path / "run", "capacity=-1")
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("name", ["metrics.jsonl", "checkpoints", "run.lock"])
+def test_links_out_of_a_run_are_not_followed(copied, name, tmp_path):
+    (copied / name).exists() and (copied / name).rename(tmp_path / "moved")
+    target = tmp_path / "target"
+    shutil.copytree(copied, target)
+    (copied / name).symlink_to(target)
+    with pytest.raises(RunDirectoryError, match=f"{name} must be a file"):
+        run(copied, existing_run="resume")
+    with pytest.raises(RunDirectoryError, match=f"{name} must be a file"):
+        evaluate(small_config(), copied, mesh=mesh_of(2))
 
 
 @pytest.mark.full
@@ -204,3 +303,4 @@ def test_a_killed_run_resumes_from_a_whole_step(whole, tmp_path):
     process.communicate()
     result = run(tmp_path, "checkpoint_every=1", existing_run="resume")
     assert result.metrics == pytest.approx(whole[1].metrics, abs=1e-5)
+    assert reported_of(tmp_path).keys() == reported_of(whole[0]).keys()

@@ -23,7 +23,10 @@ from tpu_embedding.checkpoint.imports.opening import open_tables
 from tpu_embedding.checkpoint.imports.report import ImportReport
 from tpu_embedding.checkpoint.imports.source import RowArray, TableSource, array_of
 from tpu_embedding.checkpoint.split_state import LayerState, SplitState
-from tpu_embedding.functional.following_slots import with_following_slots
+from tpu_embedding.functional.following_slots import (
+    check_no_followers,
+    with_following_slots,
+)
 from tpu_embedding.functional.placed_ids import place_ids, with_placed_ids
 from tpu_embedding.nn.optimizer import Optimizer
 from tpu_embedding.nn.training import embedding_layers
@@ -106,8 +109,8 @@ def import_tables(
     if optimizer is None:
         line = "import_tables(source, model, optimizer)"
         for layer in parts.layers:
-            for each in layer.followed_tables:
-                each.check_without_optimizer(_of_layer(matched, layer), line)
+            names = layer.followed_tables & set(_of_layer(matched, layer))
+            check_no_followers(names, line)
     parts.rebuilt([_written(layer, matched) for layer in parts.layers], {})
     return report
 

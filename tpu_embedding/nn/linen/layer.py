@@ -5,13 +5,11 @@ layer that finds recording tables hands its routing to their recorder.
 """
 
 import dataclasses
-from collections.abc import Iterable
 from typing import Any, Final
 
 import jax
 import jax.numpy as jnp
 from flax import linen as nn
-from flax.core import tracers
 
 from tpu_embedding import functional
 from tpu_embedding.argument_checks import check_type
@@ -19,6 +17,7 @@ from tpu_embedding.inputs.shard_inputs import attach_weights
 from tpu_embedding.nn.linen.variables import TABLES, LayerTables
 from tpu_embedding.nn.pooled_ids import warn_of_pooled_ids
 from tpu_embedding.nn.recording import (
+    Recorder,
     answer_call,
     guard_activations,
     without_derivative,
@@ -33,33 +32,13 @@ USE_VALUE_AND_GRAD: Final = (
     "  state = te.linen.TrainState.create(apply_fn=..., variables=..., tx=...)\n"
     "The loss gets all variables: model.apply(variables, ...). To keep the tables "
     "fixed, make the plan without an optimizer. In an NNX model, use te.TPUEmbedding "
-    "in place of nnx.bridge.ToNNX."
+    "instead of nnx.bridge.ToNNX."
 )
 NO_DERIVATIVE: Final = (
     "The tables of a te.linen.TPUEmbedding have no dense derivative. Use "
     "te.linen.value_and_grad, which differentiates by the collection 'params' and "
     "returns sparse gradients of the tables."
 )
-
-
-class Recorder:
-    """Collects the calls of one run of a loss, by layer path."""
-
-    def __init__(self, paths: Iterable[str]):
-        self._trace = tracers.current_trace()
-        self.calls: dict[str, list[Any]] = {path: [] for path in paths}
-
-    def record(self, path: str, call: Any) -> None:
-        """Adds a call of the layer, whose arrays must belong to the loss itself."""
-        if tracers.current_trace() != self._trace:
-            raise ValueError(
-                f"The loss calls the te.linen.TPUEmbedding {path!r} inside a "
-                "transformation, such as nn.jit, nn.remat, nn.vmap, nn.scan or "
-                "jax.vmap, so the gradient of its tables would be lost. Call the layer "
-                "outside of it with the whole batch, and transform the modules that "
-                "take its activations. jax.jit belongs around the whole step."
-            )
-        self.calls[path].append(call)
 
 
 @jax.tree_util.register_dataclass
@@ -69,26 +48,31 @@ class RecordingTables:
 
     Attributes:
       tables: tables of the layer.
-      taps: see `recording.answer_call`.
       path: path of the layer.
       recorder: records the calls of this run of the loss.
     """
 
     tables: LayerTables
-    taps: tuple[Any, ...] | None
     path: str = dataclasses.field(metadata={"static": True})
     recorder: Recorder = dataclasses.field(metadata={"static": True})
 
     def look_up(self, features: Any, plan: EmbeddingPlan) -> Any:
         """Returns activations, and stats if there is a lookup."""
+        if not self.recorder.is_current():
+            raise ValueError(
+                f"The loss calls the te.linen.TPUEmbedding {self.path!r} inside a "
+                "transformation, such as nn.jit, nn.remat, nn.vmap, nn.scan or "
+                "jax.vmap, so the gradient of its tables would be lost. Call the layer "
+                "outside of it with the whole batch, and transform the modules that "
+                "take its activations. jax.jit belongs around the whole step."
+            )
         activations, stats, record = answer_call(
-            self.taps,
-            len(self.recorder.calls[self.path]),
+            *self.recorder.next_taps(self.path),
             features,
             plan,
             lambda: functional.lookup(self.tables.stacks, features, plan),
         )
-        self.recorder.record(self.path, record)
+        self.recorder.calls[self.path].append(record)
         return activations, stats
 
 

@@ -15,7 +15,7 @@ from flax import struct
 from tpu_embedding import functional
 from tpu_embedding.gradients import Gradients
 from tpu_embedding.nn.dense_optimizer import check_dense_optimizer
-from tpu_embedding.nn.linen.layer import Recorder, RecordingTables
+from tpu_embedding.nn.linen.layer import RecordingTables
 from tpu_embedding.nn.linen.variables import (
     TABLES,
     check_names,
@@ -32,6 +32,7 @@ from tpu_embedding.nn.model_tables import (
     layer_with_dynamic_tables,
 )
 from tpu_embedding.nn.recording import (
+    Recorder,
     differentiate,
     loss_and_aux,
     replicate_on_mesh,
@@ -75,25 +76,20 @@ def value_and_grad(
     def compute(variables: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
         plans = {path: tables.plan for path, tables in layer_tables(variables).items()}
 
-        def run(params, taps):
-            recorder = Recorder(plans)
+        def run(params, tables, taps):
+            recorder = Recorder(plans, taps)
 
-            def record(path, tables):
-                return RecordingTables(
-                    tables=tables,
-                    taps=taps and taps[path],
-                    path=path,
-                    recorder=recorder,
-                )
+            def record(path, of_layer):
+                return RecordingTables(tables=of_layer, path=path, recorder=recorder)
 
-            recording = map_tables(record, {**variables, "params": params})
-            result = loss_fn(recording, *args, **kwargs)
+            changed = {**variables, "params": params, TABLES: tables}
+            result = loss_fn(map_tables(record, changed), *args, **kwargs)
             loss, aux = loss_and_aux(result, has_aux)
-            calls = {path: tuple(calls) for path, calls in recorder.calls.items()}
+            calls = {path: (tuple(own), ()) for path, own in recorder.calls.items()}
             return loss, (aux, calls)
 
         params = variables.get("params", {})
-        loss, aux, gradients = differentiate(run, params, plans)
+        loss, aux, gradients = differentiate(run, params, variables[TABLES], plans)
         return ((loss, aux) if has_aux else loss), gradients
 
     return compute

@@ -26,7 +26,8 @@ from tpu_embedding.tools.cli.inspect import Inspect
 from tpu_embedding.tools.cli.train import Evaluate, Train
 from tpu_embedding.tools.data.batch import DataError
 from tpu_embedding.tools.train.config import ConfigError
-from tpu_embedding.tools.train.run import RunDirectoryError, TrainingDivergedError
+from tpu_embedding.tools.train.run_directory import RunDirectoryError
+from tpu_embedding.tools.train.step_meter import TrainingDivergedError
 
 FAILED: Final = 1
 WRONG: Final = 2

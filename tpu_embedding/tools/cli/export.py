@@ -4,7 +4,6 @@ import dataclasses
 import pathlib
 from typing import Annotated, Literal
 
-import orbax.checkpoint as ocp
 import tyro
 from flax import nnx
 
@@ -17,11 +16,13 @@ from tpu_embedding.export.stablehlo import check_serving_extra, save, save_table
 from tpu_embedding.paths import local_path
 from tpu_embedding.strings.vocabulary_files import VOCABULARIES_DIR
 from tpu_embedding.tools.cli.arguments import emulated_mesh
-from tpu_embedding.tools.train.origin import RunOrigin
-from tpu_embedding.tools.train.run import (
+from tpu_embedding.tools.train.origin import config_of_run
+from tpu_embedding.tools.train.run import open_data
+from tpu_embedding.tools.train.run_directory import (
     CHECKPOINTS_DIR,
+    check_files,
     check_vocabularies,
-    open_data,
+    newest_checkpoint,
 )
 from tpu_embedding.tools.train.steps import abstract_model_state, make_run_plan
 
@@ -30,9 +31,10 @@ from tpu_embedding.tools.train.steps import abstract_model_state, make_run_plan
 class Export:
     """Exports the model of a run from its newest checkpoint, for serving.
 
-    The run's directory tells its config, settings and data. The tables are restored on
-    the devices of this process, sharded as in training, and streamed from there to the
-    files. Slot variables are not restored.
+    The run names its config, if that comes with the package. Nothing in its directory
+    is executed, and data outside of it are read only where --data-dir says so. The
+    tables are restored on the devices of this process, sharded as in training, and
+    streamed from there to the files. Slot variables are not restored.
     """
 
     run_dir: Annotated[pathlib.Path, tyro.conf.Positional]
@@ -51,23 +53,26 @@ class Export:
     """Samples of a batch; any number by default."""
 
     config: str | None = None
-    """Config of a run that a script started: a name, or path of a Python file."""
+    """Config of a run that a Python file or a script started: a name, or the path of
+    the file."""
 
     set: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
-    """Further change of the config as KEY=VALUE; may be repeated."""
+    """Change of the config as KEY=VALUE, as in the training; may be repeated. A run of
+    a CSV file has recorded its changes."""
 
     data_dir: str | None = None
-    """File or directory of the data, if they moved."""
+    """File or directory of the data, if the run read any."""
 
     devices: int | None = None
-    """Emulates so many CPU devices, in place of the machine's."""
+    """Emulates so many CPU devices instead of the machine's."""
 
     def run(self) -> int:
         """Writes the export; returns the exit status.
 
         Raises:
           ConfigError, DataError: if the config or the data are wrong.
-          CheckpointError: if there is no checkpoint, or it is of another config.
+          RunDirectoryError: if a file of the run is damaged, or a link.
+          CheckpointError: if there is no checkpoint, or it has another config.
           ExportError: if the model cannot be exported, an extra is not installed, or
             the output holds files.
         """
@@ -75,28 +80,22 @@ class Export:
         check_new_directory(output)
         if self.format != "safetensors":
             check_serving_extra()
-        checkpoints = run_dir / CHECKPOINTS_DIR
-        step = max(ocp.utils.checkpoint_steps(checkpoints), default=None)
-        if step is None:
+        check_files(run_dir)
+        checkpoint = newest_checkpoint(run_dir / CHECKPOINTS_DIR)
+        if checkpoint is None:
             raise CheckpointError(
-                f"There is no complete checkpoint in {checkpoints} to export; give the "
-                "output directory of a run that saved one."
+                f"There is no complete checkpoint in {run_dir / CHECKPOINTS_DIR} to "
+                "export; pass the output directory of a run that saved one."
             )
-        origin = RunOrigin(config=self.config or "")
-        if self.config is None:
-            origin = RunOrigin.of_run(run_dir)
-        origin = dataclasses.replace(
-            origin,
-            settings=(*origin.settings, *self.set),
-            data_dir=self.data_dir or origin.data_dir,
+        config = config_of_run(
+            run_dir, config=self.config, settings=self.set, data_dir=self.data_dir
         )
-        config = origin.load()
         mesh = None if self.devices is None else emulated_mesh(self.devices)
-        data = open_data(config, origin.data_dir)
+        data = open_data(config, self.data_dir)
         check_vocabularies(data, run_dir)
         plan = make_run_plan(config, data, mesh)
         graph, state = abstract_model_state(config, data, plan)
-        state = restore(checkpoints / str(step), state, plan=plan)
+        state = restore(checkpoint, state, plan=plan)
         (model,) = nnx.merge(graph, state)
         vocabularies = getattr(data, "vocabularies", None)
         if self.format == "safetensors":
@@ -112,7 +111,7 @@ class Export:
                 save(model, output, *example, vocabularies=vocabularies, **options)
             else:
                 save_tensorflow(model, output, *example, **options)
-        print(f"exported step {step} to {output}, {self.format}")
+        print(f"exported step {checkpoint.name} to {output}, {self.format}")
         if vocabularies and self.format != "stablehlo":
             print(f"it takes ids; the strings are in {run_dir / VOCABULARIES_DIR}")
         return 0

@@ -2,24 +2,30 @@
 
 import dataclasses
 import pathlib
+import re
 from collections.abc import Mapping
 from typing import Annotated
 
 import numpy as np
-import orbax.checkpoint as ocp
 import tyro
 
 from tpu_embedding.checkpoint.arrays import read_table
 from tpu_embedding.checkpoint.records import TableRecord, describe
 from tpu_embedding.paths import local_path
 from tpu_embedding.plan.memory import format_table
+from tpu_embedding.strings.string_ids import Vocabulary
 from tpu_embedding.tools.cli.arguments import UsageError
-from tpu_embedding.tools.train.run import CHECKPOINTS_DIR
+from tpu_embedding.tools.train.run_directory import (
+    CHECKPOINTS_DIR,
+    check_files,
+    newest_checkpoint,
+    vocabularies_of,
+)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Inspect:
-    """Lists the tables of a checkpoint, or prints one row by its id.
+    """Lists the tables of a checkpoint, or prints the row of one id or string.
 
     Reads the files without devices and without the model.
     """
@@ -27,23 +33,31 @@ class Inspect:
     checkpoint: Annotated[pathlib.Path, tyro.conf.Positional]
     """Directory of a checkpoint, or of a run, whose latest one is read."""
 
-    row: tuple[str, int] | None = None
-    """Prints the row of a table and an id, such as user 17, and its slot variables."""
+    row: tuple[str, str] | None = None
+    """Prints the row of a table and an id, such as user 17, and its slot variables. The
+    run's vocabulary finds the row of a string, and of an integer that was a category.
+    """
 
     def run(self) -> int:
         """Prints the tables, or a row; returns the exit status."""
-        directory = _find_checkpoint(local_path(self.checkpoint))
+        directory, run_dir = _find_checkpoint(local_path(self.checkpoint))
         tables = describe(directory).tables
         if self.row is None:
             print(f"{directory}\n{_format_tables(tables)}")
             return 0
-        name, id_ = self.row
+        name, text = self.row
         if name not in tables:
             raise UsageError(
                 f"--row {name}: the checkpoint {directory} has the tables "
                 f"{', '.join(tables)}."
             )
+        vocabularies = vocabularies_of(run_dir) if run_dir is not None else {}
+        if name in vocabularies:
+            id_ = _id_of_string(vocabularies[name], name, text)
+        else:
+            id_ = _id_of_text(name, text)
         row = _row_of_id(directory, name, tables[name], id_)
+        print(f"{name} {text}: row {row}")
         for slot, array in tables[name].arrays.items():
             if array.has_rows:
                 (values,) = read_table(directory, name, [row], slot=slot)
@@ -51,12 +65,24 @@ class Inspect:
         return 0
 
 
-def _find_checkpoint(path: pathlib.Path) -> pathlib.Path:
-    """Returns a checkpoint: the given one, or the latest one of a run."""
+def _find_checkpoint(path: pathlib.Path) -> tuple[pathlib.Path, pathlib.Path | None]:
+    """Returns a checkpoint, and the directory of its run, if there is one.
+
+    Args:
+      path: directory of a run, of its checkpoints, or of one checkpoint.
+    """
+    path = path.resolve()
+    checkpoint = path
     for directory in (path / CHECKPOINTS_DIR, path):
-        if steps := ocp.utils.checkpoint_steps(directory):
-            return directory / str(max(steps))
-    return path
+        if newest := newest_checkpoint(directory):
+            checkpoint = newest
+            break
+    if checkpoint.parent.name == CHECKPOINTS_DIR:
+        run_dir = checkpoint.parent.parent
+        check_files(run_dir)
+        return checkpoint, run_dir
+    check_files(checkpoint, [""])
+    return checkpoint, None
 
 
 def _format_tables(tables: Mapping[str, TableRecord]) -> str:
@@ -68,8 +94,27 @@ def _format_tables(tables: Mapping[str, TableRecord]) -> str:
     return format_table(rows, num_left_aligned=2)
 
 
+def _id_of_string(vocabulary: Vocabulary, name: str, string: str) -> int:
+    """Returns the id of a string, which must have one of its own."""
+    if string not in vocabulary.tokens:
+        raise UsageError(
+            f"--row: {string!r} must be one of the {len(vocabulary)} strings of table "
+            f"{name!r}, such as {vocabulary.tokens[0]!r}; unknown strings share a row."
+        )
+    return int(vocabulary.ids([string])[0])
+
+
+def _id_of_text(name: str, text: str) -> int:
+    if not re.fullmatch("-?[0-9]{1,20}", text):
+        raise UsageError(
+            "--row: the id must be an integer, because the run has no vocabulary for "
+            f"table {name!r}, got {text!r}."
+        )
+    return int(text)
+
+
 def _row_of_id(directory: pathlib.Path, name: str, table: TableRecord, id_: int) -> int:
-    """Returns the row of an id in the files; of a static table, it is the id."""
+    """Returns the row of an id in the files; in a static table, it is the id."""
     if table.dynamic is None:
         if not 0 <= id_ < table.vocabulary_size:
             raise UsageError(

@@ -14,8 +14,8 @@ from tpu_embedding.tools.cli.arguments import (
     emulate_devices,
     emulated_mesh,
 )
-from tpu_embedding.tools.train.reporting import PLOT_FILE
 from tpu_embedding.tools.train.run import evaluate, train
+from tpu_embedding.tools.train.run_directory import PLOT_FILE
 
 STOPPED = 75
 """Status of a run that a signal stopped: EX_TEMPFAIL of sysexits.h.
@@ -43,7 +43,7 @@ class _Run(RunCommand):
 
     def start_devices(self) -> Mesh | None:
         """Starts JAX's processes and devices; returns the mesh of emulated ones."""
-        # Orbax logs an error of a save with its traceback, and raises it, too.
+        # Orbax logs an error of a save with its traceback, and also raises it.
         logging.getLogger("absl").setLevel(logging.CRITICAL)
         if self.devices is not None:
             keep_freed_memory()
@@ -94,11 +94,12 @@ class Train(_Run):
         if result.metrics is None:
             return STOPPED
         if distributed.is_first():
-            run, served = (shlex.quote(str(directory / x)) for x in (".", "served"))
+            run, served = str(directory), str(directory / "served")
+            export = shlex.join(["export", run, served, *origin.export_options()])
             print(
                 f"next: plot     {directory / PLOT_FILE}\n"
-                f"      export   tpu-embedding export {run} {served}\n"
-                f"      inspect  tpu-embedding inspect {run}"
+                f"      export   tpu-embedding {export}\n"
+                f"      inspect  tpu-embedding inspect {shlex.quote(run)}"
             )
         return 0
 

@@ -4,6 +4,8 @@ The command `tpu-embedding train` calls `train` of this package.
 
 * `config`: the value that a file in `configs/` defines. `schedules`: learning rates.
 * `run`: the loop. `feeding`: batches, ahead of it. `reporting`: lines, records, plot.
+* `step_meter`: waits for steps. `run_directory`: a run's files and their lock.
+* `origin`: what a run was started with.
 * `mlperf`: the log of a benchmark.
 * `steps`: plan, state, train step and evaluation step, which XLA compiles.
 * `models/`: the models of the configs. `metrics`: their losses and metrics.
@@ -43,11 +45,13 @@ from tpu_embedding.tools.train.models.model import MLP as MLP
 from tpu_embedding.tools.train.models.model import ModelConfig as ModelConfig
 from tpu_embedding.tools.train.models.model import Outputs as Outputs
 from tpu_embedding.tools.train.models.model import click_outputs as click_outputs
-from tpu_embedding.tools.train.run import RunDirectoryError as RunDirectoryError
 from tpu_embedding.tools.train.run import RunResult as RunResult
-from tpu_embedding.tools.train.run import (
-    TrainingDivergedError as TrainingDivergedError,
-)
 from tpu_embedding.tools.train.run import evaluate as evaluate
 from tpu_embedding.tools.train.run import train as train
+from tpu_embedding.tools.train.run_directory import (
+    RunDirectoryError as RunDirectoryError,
+)
 from tpu_embedding.tools.train.schedules import warm_up as warm_up
+from tpu_embedding.tools.train.step_meter import (
+    TrainingDivergedError as TrainingDivergedError,
+)

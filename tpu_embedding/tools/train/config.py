@@ -6,6 +6,7 @@ line can change.
 """
 
 import dataclasses
+import json
 import pathlib
 import shlex
 import sys
@@ -29,8 +30,11 @@ from tpu_embedding.tools.train.models.model import ModelConfig
 
 _PACKAGE: Final = pathlib.Path(tpu_embedding.__file__).parent
 
-CONFIG_DIRS: Final = (_PACKAGE / "configs", _PACKAGE.parent / "configs")
-"""Folders of the configs: that of an installed package, and that of a checkout."""
+CONFIGS_DIR: Final = next(
+    filter(pathlib.Path.is_dir, (_PACKAGE / "configs", _PACKAGE.parent / "configs")),
+    _PACKAGE / "configs",
+)
+"""Folder of the configs in an installed package, or else in a checkout."""
 
 
 class ConfigError(ValueError):
@@ -46,8 +50,8 @@ class Target:
         has it, for which lower is better; or `"auc"`.
       at_most: maximum value of the metric. With `relative_to`, it is a multiple of the
         teacher's value. None for `"auc"`.
-      at_least: minimum value of `"auc"`; None for the others. With `relative_to`, it is
-        a share of what the teacher's AUC has above 0.5, the AUC of chance.
+      at_least: minimum value of `"auc"`; None for other metrics. With `relative_to`, it
+        is a share of what the teacher's AUC has above 0.5, the AUC of chance.
       relative_to: `"teacher"` for synthetic data, or None. The teacher is the model
         that generated the labels; no trained model can beat it.
     """
@@ -111,15 +115,16 @@ class RunConfig:
       make_dense_optimizer: returns the optax optimizer of all other parameters, given
         this config.
       max_dense_norm: largest norm of all dense gradients together; longer ones are
-        scaled down to it. Those of the tables neither count nor change. None: no limit.
+        scaled down to it. Gradients of tables do not count or change. None sets no
+        limit.
       target: metric that the config promises to reach, or None.
       capacity: ids per destination and round of the exchange; None lets the plan
         choose. It changes the speed, never the results.
       backend: what looks up and updates rows, as `make_plan` takes it. It changes the
         speed, never the results.
       tables_split_over: devices that the rows of a table are split over: `"all"`, or
-        `"slice"`, those of a slice, with a copy of the table in each. A table's own
-        placement wins.
+        `"slice"`, the devices of a slice, with a copy of the table in each. A table's
+        own placement wins.
       seed: seed of the data and the initial values, from 0 to 2**32 - 1.
       log_every: steps per line of progress.
       evaluate_every: steps between evaluations; 0 evaluates only at the end.
@@ -174,9 +179,15 @@ class RunConfig:
         raise_all(problems)
 
     def describe(self) -> dict[str, Any]:
-        """Returns the fields as nested dicts, without the two functions."""
+        """Returns the fields as values of JSON, without the two functions."""
         fields = dataclasses.asdict(self)
-        return {name: value for name, value in fields.items() if not callable(value)}
+        fields = {name: x for name, x in fields.items() if not callable(x)}
+        return json.loads(json.dumps(fields, default=str))
+
+    def evaluates_after(self, step: int) -> bool:
+        """Returns True if an evaluation is due after so many steps."""
+        is_due = self.evaluate_every > 0 and step % self.evaluate_every == 0
+        return step >= self.num_steps or (is_due and step >= max(1, self.evaluate_from))
 
 
 _MINIMA: Final = {
@@ -193,8 +204,7 @@ _MINIMA: Final = {
 
 def list_configs() -> dict[str, pathlib.Path]:
     """Returns the configs of the package, name to file."""
-    paths = [path for folder in CONFIG_DIRS for path in sorted(folder.glob("*.py"))]
-    return {path.stem: path for path in reversed(paths)}
+    return {path.stem: path for path in sorted(CONFIGS_DIR.glob("*.py"))}
 
 
 def load_config(name_or_path: str) -> RunConfig:
@@ -247,7 +257,7 @@ def apply_overrides(config: Any, settings: Iterable[str]) -> Any:
     Args:
       config: a frozen dataclass, whose sections are dataclasses.
       settings: strings `KEY=VALUE`, such as `num_steps=100` or `model.dim=8`. Values of
-        a tuple are separated by spaces; `None` is a value, too.
+        a tuple are separated by spaces; `None` is also a value.
 
     Example:
       >>> config = apply_overrides(load_config("synthetic"), ["model.dim=8"])
@@ -263,7 +273,7 @@ def apply_overrides(config: Any, settings: Iterable[str]) -> Any:
         arguments += [f"--{key}", *shlex.split(value)]
     values = {f.name: getattr(config, f.name) for f in dataclasses.fields(config)}
     hints = typing.get_type_hints(type(config))
-    # The fields of a section are those of its value, whatever protocol it follows.
+    # A section's fields come from its value, whatever protocol it follows.
     types = [
         (name, type(value) if dataclasses.is_dataclass(value) else hints[name])
         for name, value in values.items()

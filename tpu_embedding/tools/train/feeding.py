@@ -3,7 +3,7 @@
 import collections
 import concurrent.futures
 import dataclasses
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from typing import Any, Final
 
 import jax
@@ -22,9 +22,13 @@ READ_AHEAD: Final = 2
 
 
 def train_batches(
-    config: RunConfig, data: Dataset, plan: EmbeddingPlan, steps: range
-) -> Generator[tuple[int, Batch], None, None]:
-    """Yields each step's number and its batch on the devices.
+    config: RunConfig,
+    data: Dataset,
+    plan: EmbeddingPlan,
+    steps: range,
+    sizes: BufferSizes | None = None,
+) -> Generator[tuple[int, Batch, Any], None, None]:
+    """Yields each step's number, its batch on the devices, and the buffer sizes so far.
 
     A thread prepares the next batches while the caller uses the current one. In a job
     of several processes, each one reads the samples of its own devices if the data set
@@ -35,11 +39,16 @@ def train_batches(
       data: opened data set.
       plan: plan of the embedding layer.
       steps: numbers of the steps, from 0.
+      sizes: buffer sizes after the steps before; None starts with the first batch.
+
+    Yields:
+      Number of the step; its batch; and `BufferSizes.to_json` after that batch, which a
+      checkpoint keeps, as batches are prepared ahead.
 
     Raises:
       DataError: if the data are damaged, or ids lie outside their tables.
     """
-    of_process, sizes = plan.process_samples(config.batch_size), BufferSizes()
+    of_process, sizes = plan.process_samples(config.batch_size), sizes or BufferSizes()
     has_shapes = any(
         f.config.output_shape is not None and not f.config.has_own_batch
         for f in plan.features
@@ -48,7 +57,7 @@ def train_batches(
     # A method of the data set that reads a part of a batch without the rest.
     read_part = getattr(data, "train_part", None) if is_split else None
 
-    def make(step: int) -> Batch:
+    def make(step: int) -> tuple[Batch, Any]:
         if read_part is None:
             batch, samples = data.train_batch(step), "global"
         else:
@@ -56,25 +65,26 @@ def train_batches(
         check_values(batch, config, f"Training batch {step}")
         options = {"samples": samples, "model": config.model}
         prepared = prepare_batch(batch, plan, sizes, **options)
-        return shard_batch(prepared, plan, samples=samples)
+        return shard_batch(prepared, plan, samples=samples), sizes.to_json()
 
-    yield from _ahead(make, steps)
+    for step, (batch, sizes_so_far) in _ahead(make, steps):
+        yield step, batch, sizes_so_far
 
 
 def _ahead(
-    make: Callable[[int], Batch], steps: Sequence[int]
-) -> Iterator[tuple[int, Batch]]:
-    """Yields the results of a function in order, of which a thread makes the next."""
+    make: Callable[[int], Any], steps: Sequence[int]
+) -> Generator[tuple[int, Any], None, None]:
+    """Yields the results of a function in order; a thread makes the next one."""
     thread = concurrent.futures.ThreadPoolExecutor(max_workers=1)
     pending: collections.deque[Any] = collections.deque()
     try:
         for step in steps:
             pending.append((step, thread.submit(make, step)))
             if len(pending) > READ_AHEAD:
-                first, batch = pending.popleft()
-                yield first, batch.result()
-        for step, batch in pending:
-            yield step, batch.result()
+                first, made = pending.popleft()
+                yield first, made.result()
+        for step, made in pending:
+            yield step, made.result()
     finally:
         # Several processes prepare the same batches, as they agree on their sizes.
         thread.shutdown(cancel_futures=jax.process_count() == 1)
@@ -96,7 +106,7 @@ def prepare_batch(
     Args:
       batch: batch of a data set.
       plan: plan of the embedding layer.
-      sizes: buffer sizes of ragged features; None: the batch has its own.
+      sizes: buffer sizes of ragged features. None gives the batch its own.
       samples: samples of the batch, as in `prepare_features`.
       model: config of the model, which may change the batch; see `ModelConfig`.
 
@@ -131,7 +141,7 @@ def _narrow(array: Any) -> np.ndarray:
 
 
 def check_values(batch: Batch, config: RunConfig, owner: str) -> None:
-    """Refuses labels and weights on which the loss has no meaning.
+    """Rejects labels and weights for which the loss has no meaning.
 
     A label of 4 under `log_loss`, for example, has a loss without a lower bound.
 
@@ -148,6 +158,6 @@ def check_values(batch: Batch, config: RunConfig, owner: str) -> None:
             continue
         sample = int(np.argmax(is_wrong))
         raise DataError(
-            f"{owner}: {name} must be finite and lie in [{low:g}, {high:g}] for the "
+            f"{owner}: {name} must be finite and in [{low:g}, {high:g}] for the "
             f"loss {config.loss!r}, got {values[sample]:g} for sample {sample}."
         )

@@ -16,8 +16,11 @@ from typing import Any, Final, Literal
 import jax
 
 from tpu_embedding import distributed
+from tpu_embedding.tools.train.run_directory import RunDirectoryError, replace_text
 
-LOG_FILE: Final = "mlperf.log"
+_LINE_START: Final = ":::MLLOG "
+_MAX_LINE: Final = 2**16
+"""Longest line that is parsed, in characters; events are much shorter."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -53,24 +56,35 @@ class MLPerfLog:
         data: Any,
         *,
         first_step: int = 0,
+        evaluates: bool = False,
     ):
-        """Starts the log anew, with the keys that describe the run, or continues it.
+        """Starts a new log, with the keys that describe the run, or continues one.
 
         Args:
-          path: the file; None: no log.
+          path: the file, or None to write no log.
           config: `RunConfig` of the run.
           data: opened data set, or its outline.
-          first_step: steps done. A run that goes on appends to its log, except to one
-            that ended already, which stays as it is.
+          first_step: steps done. A resumed run removes the events that it repeats, and
+            appends to the others. A log that ended already stays as it is.
+          evaluates: True if a resumed run evaluates before its next step.
+
+        Raises:
+          RunDirectoryError: if the log to continue is not in UTF-8.
         """
         is_on = config.mlperf is not None and distributed.is_first()
         self._path, self._batch_size = path if is_on else None, config.batch_size
         self._continues = False
         if self._path is not None and first_step and self._path.exists():
-            self._continues = True
-            if '"key": "run_stop"' in self._path.read_text(encoding="utf-8"):
+            first_repeated = first_step + (not evaluates)
+            kept, has_ended = _kept_events(
+                self._path, first_repeated * self._batch_size
+            )
+            self._continues = bool(kept)
+            if has_ended:
                 self._path = None
-        elif self._path is not None:
+            elif kept:
+                replace_text(self._path, kept)
+        if self._path is not None and not self._continues:
             self._path.unlink(missing_ok=True)
             self.write("cache_clear", "init_start", value=True)
             for key, value in _keys(config, data).items():
@@ -108,7 +122,41 @@ class MLPerfLog:
                     "value": value,
                     "metadata": {"file": __name__, "lineno": 0, **metadata},
                 }
-                file.write(f":::MLLOG {json.dumps(event)}\n")
+                file.write(f"{_LINE_START}{json.dumps(event)}\n")
+
+
+def _kept_events(path: pathlib.Path, samples: int) -> tuple[str, bool]:
+    """Returns the events up to the last block that is not repeated.
+
+    Args:
+      path: the log.
+      samples: number of samples from which evaluations are repeated.
+
+    Returns:
+      Lines up to the start of a block of steps; and True if the run has ended.
+    """
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
+    except UnicodeDecodeError as error:
+        raise RunDirectoryError(
+            f"{path} must be a log in UTF-8, got {error}; remove it."
+        ) from error
+    if any('"key": "run_stop"' in x and x.endswith("}\n") for x in lines):
+        return "".join(lines), True
+    end = 0
+    for number, line in enumerate(lines, 1):
+        try:
+            if len(line) > _MAX_LINE:
+                break
+            event = json.loads(line.removeprefix(_LINE_START))
+            key, done = event["key"], event["metadata"].get("samples_count", 0)
+            if key == "block_stop" and done >= samples:
+                break
+        except (LookupError, TypeError, AttributeError, ValueError, RecursionError):
+            break  # A kill left half a line.
+        if key == "block_start":
+            end = number
+    return "".join(lines[:end]), False
 
 
 def _keys(config: Any, data: Any) -> dict[str, Any]:

@@ -1,25 +1,38 @@
 """Where the config of a run comes from: a config's name, a Python file or a CSV file.
 
-A run records it, so that `tpu-embedding export` needs nothing but its directory.
+A run records it for `tpu-embedding export`. Somebody else may have written the record,
+so it selects a config of the package and gives values to its fields. It never names
+code to run, an option, or a file to open.
 """
 
 import dataclasses
-import hashlib
 import pathlib
-from typing import Any, Final, Self
+import types
+import typing
+from collections.abc import Sequence
+from typing import Any, Final
 
 from tpu_embedding.paths import is_local_path, local_path
+from tpu_embedding.tools.data.batch import DataError
 from tpu_embedding.tools.data.csv_rows import open_csv
 from tpu_embedding.tools.data.source import required_files
 from tpu_embedding.tools.train.config import (
     ConfigError,
     RunConfig,
     apply_overrides,
+    list_configs,
     load_config,
 )
-from tpu_embedding.tools.train.reporting import RECORDS_FILE, read_records
+from tpu_embedding.tools.train.reporting import changes
+from tpu_embedding.tools.train.run_directory import RECORDS_FILE, read_records
 
 CSV_SUFFIXES: Final = (".csv", ".tsv", ".csv.gz", ".tsv.gz")
+
+_CSV_CONFIG: Final = "csv_file"
+
+_MAX_RECORDED_INT: Final = 2**20
+_MAX_RECORDED_LAYERS: Final = 64
+"""Limits of recorded values, because each layer of a model takes memory."""
 
 
 def is_csv(path: str) -> bool:
@@ -29,72 +42,197 @@ def is_csv(path: str) -> bool:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RunOrigin:
-    """What a run was started with.
+    """What a user started a run with.
 
     Attributes:
       config: name of a config, or path of a Python file or of a CSV file.
       settings: changes of the config, as `apply_overrides` takes them.
-      data_dir: path of the data, or None. That of a CSV file is where it lies now.
-      sha256: digest that the Python file must have; None: any.
+      data_dir: path of the data, or None if the config reads no file. A CSV file that
+        moved is read from here.
     """
 
     config: str
     settings: tuple[str, ...] = ()
     data_dir: str | None = None
-    sha256: str | None = None
 
     def load(self) -> RunConfig:
         """Returns the config with its changes.
 
         Raises:
-          ConfigError: if the config is missing or invalid, or has another digest.
+          ConfigError: if the config is missing or invalid.
           DataError: if the CSV file is missing.
         """
         if is_csv(self.config):
             config = csv_run(local_path(self.data_dir or self.config))
-        elif self.sha256 in (None, _sha256(self.config)):
-            config = load_config(self.config)
         else:
-            raise ConfigError(
-                f"{self.config} must be the file that the run was started with, but it "
-                "is gone or changed; pass a config of the same model by --config, and "
-                "its changes by --set."
-            )
+            config = load_config(self.config)
         return apply_overrides(config, self.settings)
 
     def record(self) -> dict[str, Any]:
-        """Returns the fields for a later process, with absolute paths and a digest."""
-        record = dataclasses.asdict(self)
-        if self.config.endswith(".py") or is_csv(self.config):
-            record["config"] = str(local_path(self.config).resolve())
-        if self.config.endswith(".py"):
-            record["sha256"] = _sha256(self.config)
-        if self.data_dir is not None and is_local_path(self.data_dir):
-            record["data_dir"] = str(local_path(self.data_dir).resolve())
-        return record
+        """Returns what `config_of_run` reads, with absolute paths for its errors."""
+        config, data_dir = self.config, self.data_dir
+        if is_csv(config):
+            config = _CSV_CONFIG
+        elif config not in list_configs():
+            config = str(local_path(config).resolve())
+        if data_dir is not None and is_local_path(data_dir):
+            data_dir = str(local_path(data_dir).resolve())
+        return {"config": config, "data_dir": data_dir}
 
-    @classmethod
-    def of_run(cls, directory: pathlib.Path) -> Self:
-        """Returns the origin of the latest start of a run.
+    def export_options(self) -> list[str]:
+        """Returns the options of `tpu-embedding export` that a run cannot record."""
+        options = []
+        if self.record()["config"] not in list_configs():
+            options += ["--config", self.config]
+        if self.data_dir is not None:
+            options += ["--data-dir", self.data_dir]
+        if self.record()["config"] != _CSV_CONFIG:
+            options += [word for x in self.settings for word in ("--set", x)]
+        return options
 
-        Raises:
-          ConfigError: if the run has no record of it.
-        """
-        records = read_records(directory / RECORDS_FILE)
-        origins = [record["origin"] for record in records if record.get("origin")]
-        if not origins:
+
+def config_of_run(
+    directory: pathlib.Path,
+    *,
+    config: str | None = None,
+    settings: Sequence[str] = (),
+    data_dir: str | None = None,
+) -> RunConfig:
+    """Returns the config of a run's latest start.
+
+    A run of a CSV file records the fields of its data and model, which are checked as
+    data. Other configs come with the package, or from the user.
+
+    Args:
+      directory: directory of the run, which somebody else may have written.
+      config: name or path of the config. None selects the config of the package that
+        the run recorded.
+      settings: changes that the user makes, as `apply_overrides` takes them.
+      data_dir: path of the data that the user gave, or None.
+
+    Raises:
+      ConfigError: if the config is unknown, or its model differs from the run's.
+      DataError: if the run read data, and `data_dir` is None.
+      RunDirectoryError: if a record is damaged.
+    """
+    origin, run = _latest_start(directory)
+    if config is not None:
+        given = RunOrigin(config=config, settings=tuple(settings), data_dir=data_dir)
+        loaded = given.load()
+        for change in _model_changes(run, loaded):
+            print(f"changed since the run: {change}")
+        return loaded
+    if origin is None:
+        raise ConfigError(
+            f"{directory} holds a run that a script started, so its config is "
+            "unknown; pass it with --config, and its changes with --set."
+        )
+    name, recorded_dir = origin.get("config"), origin.get("data_dir")
+    if isinstance(name, str) and is_csv(name):  # Older versions recorded the path.
+        name = _CSV_CONFIG
+    if name not in list(list_configs()):
+        raise ConfigError(
+            f"{directory} was started with {name!r:.200}, and a run cannot name code "
+            "to execute; pass the Python file with --config, and its changes with "
+            "--set."
+        )
+    if recorded_dir is not None and data_dir is None:
+        raise DataError(
+            f"{directory} was trained on the data in {recorded_dir!r:.200}, and a run "
+            "cannot name files to read; pass their path with --data-dir."
+        )
+    loaded = load_config(name)
+    if name == _CSV_CONFIG:
+        loaded = _recorded_csv_run(loaded, run)
+    loaded = apply_overrides(loaded, settings)
+    if different := _model_changes(run, loaded, settings):
+        raise ConfigError(
+            f"The model of the config {name!r} must equal the run's in {directory}, "
+            f"got {', '.join(different):.400}; pass the run's values with --set."
+        )
+    return loaded
+
+
+def _latest_start(directory: pathlib.Path) -> tuple[dict[str, Any] | None, Any]:
+    """Returns the latest records of a run's origin, if there is one, and its config."""
+    origin, run, path = None, {}, directory / RECORDS_FILE
+    for record in read_records(path) if path.exists() else ():
+        origin, run = record.get("origin") or origin, record.get("run") or run
+    return origin, run
+
+
+def _model_changes(
+    run: dict[str, Any], config: RunConfig, settings: Sequence[str] = ()
+) -> list[str]:
+    """Returns the fields of a run's model that differ, except those in settings."""
+    named = {setting.partition("=")[0].replace("-", "_") for setting in settings}
+    before, now = ({"model": x.get("model")} for x in (run, config.describe()))
+    if before["model"] is None:  # A script may leave no record.
+        return []
+    return [
+        f"{name} {old!r} -> {new!r}"
+        for name, old, new in changes(before, now)
+        if name not in named
+    ]
+
+
+def _recorded_csv_run(config: RunConfig, run: dict[str, Any]) -> RunConfig:
+    """Returns the config of a run of a CSV file; the seed chose the held-out rows."""
+    seed = run.get("seed")
+    if type(seed) is not int or not 0 <= seed < 2**32:
+        raise ConfigError(f"The record of seed must be an int of uint32, got {seed!r}.")
+    parts = {x: _recorded(getattr(config, x), run.get(x), x) for x in ("data", "model")}
+    return dataclasses.replace(config, seed=seed, **parts)
+
+
+def _recorded(default: Any, values: Any, name: str) -> Any:
+    """Returns a section of a config with recorded values, after checking their types.
+
+    Args:
+      default: the section, a dataclass.
+      values: recorded values by field.
+      name: name of the section, for errors.
+
+    Raises:
+      ConfigError: if a field is unknown, or a value has the wrong type or size.
+    """
+    hints = typing.get_type_hints(type(default))
+    if not isinstance(values, dict):
+        values = {name: values}
+    for field, value in values.items():
+        if field not in hints or not _has_type(value, hints[field]):
             raise ConfigError(
-                f"{directory} holds a run that a script started, so its config is "
-                "unknown; pass it by --config."
+                f"The record of {f'{name}.{field}'!r:.80} must be a value of "
+                f"{type(default).__name__}, with integers from 1 to "
+                f"{_MAX_RECORDED_INT}, got {value!r:.80}; pass --config {_CSV_CONFIG} "
+                "and the run's settings with --set."
             )
-        latest = origins[-1]
-        return cls(**latest | {"settings": tuple(latest["settings"])})
+    values = {k: tuple(v) if isinstance(v, list) else v for k, v in values.items()}
+    try:
+        return dataclasses.replace(default, **values)
+    except ValueError as error:
+        raise ConfigError(f"The record of {name} is damaged: {error}") from error
 
 
-def _sha256(path: str) -> str:
-    """Returns the digest of a file, that of no bytes if there is none."""
-    file = local_path(path)
-    return hashlib.sha256(file.read_bytes() if file.is_file() else b"").hexdigest()
+def _has_type(value: Any, hint: Any) -> bool:
+    """Returns True if a value of JSON has the type of a field."""
+    kinds = typing.get_args(hint)
+    match typing.get_origin(hint):
+        case typing.Literal:
+            return value in kinds
+        case typing.Union | types.UnionType:
+            return any(_has_type(value, kind) for kind in kinds)
+        case _ if kinds:  # tuple[int, ...] or tuple[str, ...]
+            return (
+                isinstance(value, list)
+                and (kinds[0] is str or len(value) <= _MAX_RECORDED_LAYERS)
+                and all(_has_type(x, kinds[0]) for x in value)
+            )
+    if hint is float and type(value) is int:
+        return abs(value) <= _MAX_RECORDED_INT
+    if hint is int and type(value) is int:
+        return 1 <= value <= _MAX_RECORDED_INT
+    return type(value) is hint
 
 
 def csv_run(path: pathlib.Path) -> RunConfig:
@@ -104,7 +242,7 @@ def csv_run(path: pathlib.Path) -> RunConfig:
     20 reports and 5 evaluations.
 
     Args:
-      path: path of the CSV file, by which the run is named.
+      path: path of the CSV file, which names the run.
 
     Raises:
       DataError: if the file is missing or damaged.
@@ -113,7 +251,7 @@ def csv_run(path: pathlib.Path) -> RunConfig:
         num_rows = sum(
             block.count(b"\n") for block in iter(lambda: file.read(2**20), b"")
         )
-    config = load_config("csv_file")
+    config = load_config(_CSV_CONFIG)
     batch_size = 2 ** min(max(5, (num_rows // 500).bit_length()), 12)
     num_steps = max(20, EPOCHS * num_rows // batch_size)
     return dataclasses.replace(

@@ -9,7 +9,7 @@ import json
 import pathlib
 import time
 from collections.abc import Iterator, Mapping
-from typing import Any, Final
+from typing import Any
 
 import jax
 
@@ -19,10 +19,13 @@ from tpu_embedding.plan.memory import array_sizes, format_bytes, format_table
 from tpu_embedding.plan.plan import EmbeddingPlan
 from tpu_embedding.plan.stack_plan import StackPlan
 from tpu_embedding.tools.train.config import RunConfig
-
-RECORDS_FILE: Final = "metrics.jsonl"
-PLOT_FILE: Final = "curves.png"
-TENSORBOARD_DIR: Final = "tensorboard"
+from tpu_embedding.tools.train.run_directory import (
+    PLOT_FILE,
+    RECORDS_FILE,
+    TENSORBOARD_DIR,
+    read_records,
+    replace_text,
+)
 
 
 class RunReport:
@@ -48,7 +51,7 @@ class RunReport:
         self._file = self._board = None
         if not distributed.is_first():
             return
-        description = json.loads(json.dumps(config.describe(), default=str))
+        description = config.describe()
         self._show_changes(description)
         self._file = self._path.open("a", encoding="utf-8")
         if self._file.tell():
@@ -65,10 +68,11 @@ class RunReport:
     def _show_changes(self, description: dict[str, Any]) -> None:
         if not self._path.exists():
             return
-        runs = [r["run"] for r in read_records(self._path) if "run" in r]
-        for name, value in description.items() if runs else ():
-            if (before := runs[-1].get(name)) != value:
-                self.line(f"changed since the last start: {name} {before} -> {value}")
+        last = description
+        for record in read_records(self._path):
+            last = record.get("run", last)
+        for name, before, value in changes(last, description):
+            self.line(f"changed since the last start: {name} {before!r} -> {value!r}")
 
     def line(self, text: str) -> None:
         """Prints a line at once."""
@@ -111,19 +115,20 @@ class RunReport:
 
         Args:
           metric: name of the metric.
-          teacher: value of the metric to mark as that of the teacher, or None.
+          teacher: the teacher's value of the metric, or None.
         """
         if self._file is None:
             return
         from matplotlib.figure import Figure  # which takes a third of a second
 
-        records = list(read_records(self._path))
+        loss = _curve(self._path, "train", "loss")
+        evaluation = _curve(self._path, "evaluation", metric)
         figure = Figure(figsize=(10, 4), layout="constrained")
         left, right = figure.subplots(1, 2)
         figure.suptitle(self._config.name)
-        left.plot(*_curve(records, "train", "loss"), linewidth=1)
+        left.plot(*loss, linewidth=1)
         left.set(xlabel="step", ylabel="training loss")
-        right.plot(*_curve(records, "evaluation", metric), marker="o")
+        right.plot(*evaluation, marker="o")
         right.set(xlabel="step", ylabel=f"{metric}, held-out data")
         if teacher is not None:
             right.axhline(teacher, color="gray", linestyle="--", label="teacher")
@@ -185,24 +190,59 @@ def _has_slots(part: Any) -> bool:
     )
 
 
-def read_records(path: pathlib.Path) -> Iterator[dict[str, Any]]:
-    """Yields the records of a run, except incomplete lines of a killed one.
+def changes(
+    before: Mapping[str, Any], now: Mapping[str, Any], section: str = ""
+) -> Iterator[tuple[str, Any, Any]]:
+    """Yields the name of each changed field of a config, its value before, and now.
 
-    A step that was repeated after a resume has two records. The later one counts.
+    Args:
+      before: fields from `RunConfig.describe`, nested by section.
+      now: fields of the present config.
+      section: beginning of the names.
+
+    Example:
+      >>> list(changes({"seed": 1, "model": {"dim": 4}}, {"model": {"dim": 8}}))
+      [('model.dim', 4, 8)]
     """
-    with path.open(encoding="utf-8") as file:
-        for line in file:
-            try:
-                yield json.loads(line)
-            except json.JSONDecodeError:
-                continue
+    for name, value in now.items():
+        old = before.get(name)
+        if isinstance(old, dict) and isinstance(value, dict):
+            yield from changes(old, value, f"{section}{name}.")
+        elif old != value:
+            yield f"{section}{name}", old, value
 
 
-def _curve(
-    records: list[dict[str, Any]], group: str, name: str
-) -> tuple[list[int], list[float]]:
-    """Returns the steps in order, and the value of each."""
-    values = {r["step"]: r[group][name] for r in records if name in r.get(group, ())}
+def drop_repeated_records(
+    directory: pathlib.Path, step: int, *, evaluates: bool
+) -> None:
+    """Removes the records of steps that a resumed run repeats.
+
+    The file is replaced as a whole, so a kill leaves the old or the new one.
+
+    Args:
+      directory: directory of the run.
+      step: steps done, after which the run continues.
+      evaluates: True if the run evaluates before the next step.
+    """
+    path = directory / RECORDS_FILE
+    if not path.exists():
+        return
+    kept = ""
+    for record in read_records(path):
+        done = record.get("step", record.get("result", {}).get("step", 0))
+        is_repeated = evaluates and "train" not in record and done == step
+        if "run" in record or not (done > step or is_repeated):
+            kept += json.dumps(record) + "\n"
+    replace_text(path, kept)
+
+
+def _curve(path: pathlib.Path, group: str, name: str) -> tuple[list[int], list[float]]:
+    """Returns the steps in order, and the value of each; the last record counts."""
+    values = {}
+    for record in read_records(path):
+        value = record.get(group, {}).get(name)
+        if "step" in record and isinstance(value, float):
+            values[record["step"]] = value
     steps = sorted(values)
     return steps, [values[step] for step in steps]
 

@@ -8,21 +8,20 @@ checkpoints; the first one prints, and writes records and plot.
 import contextlib
 import dataclasses
 import faulthandler
-import fcntl
 import math
 import pathlib
 import signal
 import threading
-import time
 from collections.abc import Iterator
 from typing import Any, Final, Literal
 
 import jax
-import numpy as np
 import orbax.checkpoint as ocp
 from jax.sharding import Mesh
 
 from tpu_embedding import distributed
+from tpu_embedding.checkpoint import describe
+from tpu_embedding.checkpoint.errors import errors_of_reading
 from tpu_embedding.checkpoint.restoring import RestoreState
 from tpu_embedding.checkpoint.state_handler import SaveState
 from tpu_embedding.extras import require_extra
@@ -30,10 +29,7 @@ from tpu_embedding.inputs.buffer_sizes import BufferSizes
 from tpu_embedding.inputs.prepare import shard_batch
 from tpu_embedding.paths import is_local_path, local_path
 from tpu_embedding.plan.plan import EmbeddingPlan
-from tpu_embedding.strings.vocabulary_files import (
-    load_vocabularies,
-    save_vocabularies,
-)
+from tpu_embedding.strings.vocabulary_files import save_vocabularies
 from tpu_embedding.tools.data.batch import DataError, Dataset
 from tpu_embedding.tools.train.config import RunConfig
 from tpu_embedding.tools.train.feeding import check_values, prepare_batch, train_batches
@@ -43,11 +39,25 @@ from tpu_embedding.tools.train.metrics import (
     merge_batches,
     values_of,
 )
-from tpu_embedding.tools.train.mlperf import LOG_FILE, MLPerfLog
+from tpu_embedding.tools.train.mlperf import MLPerfLog
 from tpu_embedding.tools.train.origin import RunOrigin
-from tpu_embedding.tools.train.reporting import RunReport, format_tables
+from tpu_embedding.tools.train.reporting import (
+    RunReport,
+    drop_repeated_records,
+    format_tables,
+)
+from tpu_embedding.tools.train.run_directory import (
+    CHECKPOINTS_DIR,
+    LOG_FILE,
+    PROFILE_DIR,
+    RunDirectoryError,
+    check_files,
+    check_vocabularies,
+    claimed,
+    newest_checkpoint,
+)
+from tpu_embedding.tools.train.step_meter import StepMeter, TrainingDivergedError
 from tpu_embedding.tools.train.steps import (
-    StepMetrics,
     abstract_train_state,
     init_train_state,
     make_evaluation_step,
@@ -55,32 +65,12 @@ from tpu_embedding.tools.train.steps import (
     make_train_step,
 )
 
-CHECKPOINTS_DIR: Final = "checkpoints"
-LOCK_FILE: Final = "run.lock"
-PROFILE_DIR: Final = "profile"
-
-STEPS_IN_FLIGHT: Final = 2
-"""Steps that are dispatched before the host waits for the first of them.
-
-One step in flight hides the host's work behind the devices'. Many steps would keep many
-batches in device memory."""
-
-_STDERR: Final = 2
-
-HANG_SECONDS: Final = 600
-"""Time without a step after which the stacks of all threads are printed."""
+_SIZES: Final = "buffer_sizes"
+"""Key of the sizes of ragged features in the description of a checkpoint."""
 
 ExistingRun = Literal["refuse", "resume"]
 """Treatment of a checkpoint in the output directory: raise an error, or continue from
 it. `"resume"` starts a new run if there is none, so a restarted job can pass it too."""
-
-
-class TrainingDivergedError(RuntimeError):
-    """Raised if the loss, a gradient or a metric is NaN or infinite."""
-
-
-class RunDirectoryError(ValueError):
-    """Raised if a run cannot start in its output directory."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -128,7 +118,7 @@ def train(
       stop_at: number of steps after which the run stops as if it got SIGTERM; None runs
         to the end.
       profile: steps done before and after those whose profile is recorded for xprof, in
-        `profile/` of the output directory; None: none.
+        `profile/` of the output directory; None records none.
       origin: what the config was loaded from; the run records it for `tpu-embedding
         export`.
       verbose: True prints the whole plan, False its tables.
@@ -147,11 +137,12 @@ def train(
     with contextlib.ExitStack() as stack:
         stop = stack.enter_context(_stop_on_signals())
         data = open_data(config, data_dir)  # Wrong data leave no directory behind.
-        stack.enter_context(_claimed(directory))
+        stack.enter_context(claimed(directory))
         run = _Run(config, directory, data, mesh, verbose)
         stack.enter_context(run.checkpoints)
-        run.start(existing_run, origin)
-        run.log = MLPerfLog(directory / LOG_FILE, config, run.data, first_step=run.step)
+        run.restore(existing_run)
+        run.drop_repeated()
+        run.start_report(origin)
         stack.callback(run.report.close)
         stack.callback(faulthandler.cancel_dump_traceback_later)
         if run.train(stop, stop_at or config.num_steps, profile) == "stopped":
@@ -174,18 +165,21 @@ def evaluate(
 ) -> RunResult:
     """Evaluates the newest checkpoint of a run on the held-out data.
 
-    Args and errors are those of `train`, whose records get the metrics.
+    Args and errors as in `train`. The run's records get the metrics.
     """
     _require_libraries()
     data = open_data(config, data_dir)
-    run = _Run(config, local_path(output_dir).resolve(), data, mesh)
+    directory = local_path(output_dir).resolve()
+    check_files(directory)
+    if newest_checkpoint(directory / CHECKPOINTS_DIR) is None:
+        raise RunDirectoryError(
+            f"{output_dir} holds no checkpoint to evaluate; pass the output directory "
+            "of a run that saved one."
+        )
+    run = _Run(config, directory, data, mesh)
     with run.checkpoints:
-        if run.checkpoints.latest_step() is None:
-            raise RunDirectoryError(
-                f"{output_dir} holds no checkpoint to evaluate; give the output "
-                "directory of a run that saved one."
-            )
-        run.start("resume")
+        run.restore("resume")
+        run.start_report()
         with contextlib.closing(run.report):
             return run.finish()
 
@@ -200,26 +194,6 @@ def open_data(config: RunConfig, data_dir: Any) -> Dataset:
     if is_local_path(data_dir):
         data_dir = local_path(data_dir)
     return config.data.open(data_dir, batch_size=config.batch_size, seed=config.seed)
-
-
-def check_vocabularies(data: Dataset, directory: pathlib.Path) -> None:
-    """Refuses data whose strings have other ids than those that a run was trained on.
-
-    Args:
-      data: opened data set, which may have vocabularies.
-      directory: output directory of the run.
-
-    Raises:
-      DataError: names the feature.
-    """
-    now = getattr(data, "vocabularies", {})
-    for name, vocabulary in load_vocabularies(directory).items():
-        if name in now and now[name].tokens != vocabulary.tokens:
-            raise DataError(
-                f"The strings of {name!r} must be those that the run in {directory} "
-                "began with, but its data have changed since; restore them, or start "
-                "a new run."
-            )
 
 
 @contextlib.contextmanager
@@ -244,29 +218,6 @@ def _stop_on_signals() -> Iterator[threading.Event]:
             signal.signal(number, handler)
 
 
-@contextlib.contextmanager
-def _claimed(directory: pathlib.Path) -> Iterator[None]:
-    """Creates and locks a directory, by the first process of a job.
-
-    The operating system frees the lock when the process ends, in whatever way.
-    """
-    if not distributed.is_first():
-        yield
-        return
-    directory.mkdir(parents=True, exist_ok=True)
-    with (directory / LOCK_FILE).open("a") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            raise RunDirectoryError(
-                f"{directory} is in use by another process. Wait for it to end, or "
-                "choose another --output-dir."
-            ) from error
-        except OSError:
-            pass  # Some network file systems have no locks.
-        yield
-
-
 class _Run:
     """A run in progress, whose state is that after `step` steps."""
 
@@ -284,11 +235,11 @@ class _Run:
         options = ocp.CheckpointManagerOptions(max_to_keep=config.checkpoints_kept)
         path = directory / CHECKPOINTS_DIR
         self.checkpoints = ocp.CheckpointManager(path, options=options)
-        self._evaluation_sizes = BufferSizes()
         self.log = MLPerfLog(None, config, self.data)
+        self.sizes, self.sizes_so_far = BufferSizes(), {}
 
-    def start(self, existing_run: ExistingRun, origin: RunOrigin | None = None) -> None:
-        """Makes the state, or restores it, and reports the start."""
+    def restore(self, existing_run: ExistingRun) -> None:
+        """Restores the state, or finds that there is none to restore."""
         config, data, plan = self.config, self.data, self.plan
         graph, abstract = abstract_train_state(config, data, plan)
         self.train_step = make_train_step(graph, abstract, config, plan)
@@ -306,6 +257,30 @@ class _Run:
             check_vocabularies(data, self.directory)
             restored = RestoreState(abstract, plan=plan)
             self.state = self.checkpoints.restore(self.step, args=restored)
+            path = self.directory / CHECKPOINTS_DIR / str(self.step)
+            with errors_of_reading(f"The description of the checkpoint {path}"):
+                saved = dict(describe(path).description).get(_SIZES)
+                self.sizes = BufferSizes.from_json(saved) if saved else BufferSizes()
+
+    @property
+    def evaluates_first(self) -> bool:
+        """True if a resumed run evaluates before its next step.
+
+        The run stopped before that evaluation, or a crash may have interrupted it.
+        """
+        return self.step > 0 and self.config.evaluates_after(self.step)
+
+    def drop_repeated(self) -> None:
+        """Removes what the files report of the steps that a resumed run repeats."""
+        evaluates, path = self.evaluates_first, self.directory / LOG_FILE
+        if distributed.is_first():
+            drop_repeated_records(self.directory, self.step, evaluates=evaluates)
+        done = {"first_step": self.step, "evaluates": evaluates}
+        self.log = MLPerfLog(path, self.config, self.data, **done)
+
+    def start_report(self, origin: RunOrigin | None = None) -> None:
+        """Reports the start, and makes the state of a new run."""
+        config, data, plan = self.config, self.data, self.plan
         record = origin and origin.record()
         self.report = RunReport(self.directory, config, self.step, record)
         if not self.step and distributed.is_first():
@@ -325,12 +300,14 @@ class _Run:
         """Runs steps, evaluates and saves when due, and saves the state at the end."""
         config = self.config
         self.log.write_start(self.step)
-        meter = _Meter(config, self.report)
+        meter = StepMeter(config, self.report)
         steps = range(self.step, max(self.step, config.num_steps))
+        if self.evaluates_first and steps:
+            self.evaluate()
         with contextlib.closing(
-            train_batches(config, self.data, self.plan, steps)
+            train_batches(config, self.data, self.plan, steps, self.sizes)
         ) as batches:
-            for step, batch in meter.waiting(batches):
+            for step, batch, self.sizes_so_far in meter.waiting(batches):
                 if profile is not None and step == profile[0]:
                     jax.profiler.start_trace(self.directory / PROFILE_DIR)
                 self.state, metrics = self.train_step(self.state, batch)
@@ -342,13 +319,13 @@ class _Run:
                 is_last = done == config.num_steps
                 stops = self.checkpoints.reached_preemption(done) or stop.is_set()
                 stops = (stops or done == stop_at) and not is_last
-                if stops or is_last or _is_due(done, config.checkpoint_every):
+                every = config.checkpoint_every
+                if stops or is_last or (every > 0 and done % every == 0):
                     meter.read(done)
                     self._save()
                 if stops:
                     break
-                evaluates = _is_due(done, config.evaluate_every)
-                if evaluates and not is_last and done >= config.evaluate_from:
+                if not is_last and config.evaluates_after(done):
                     meter.read(done)
                     self.evaluate()
         with _named_errors(self.directory):
@@ -357,18 +334,20 @@ class _Run:
 
     def _save(self) -> None:
         """Starts to save the state; the next step may then donate it."""
-        state = SaveState(self.state, self.plan)
+        state = SaveState(self.state, self.plan, {_SIZES: self.sizes_so_far})
         with _named_errors(self.directory):
             self.checkpoints.save(self.step, args=state, force=True)
 
     def evaluate(self) -> dict[str, float]:
         """Returns the metrics on the held-out data, and reports them."""
+        # New sizes each time, so a resumed run sums in the same order.
+        sizes = BufferSizes()
 
         def evaluated() -> Iterator[Metrics]:
             for number, batch in enumerate(self.data.evaluation_batches()):
                 check_values(batch, self.config, f"Evaluation batch {number}")
                 prepared = prepare_batch(
-                    batch, self.plan, self._evaluation_sizes, model=self.config.model
+                    batch, self.plan, sizes, model=self.config.model
                 )
                 on_devices = shard_batch(prepared, self.plan)
                 yield self.evaluation_step(self.state, on_devices)
@@ -422,80 +401,10 @@ class _Run:
         return result
 
 
-def _is_due(done: int, every: int) -> bool:
-    return every > 0 and done % every == 0
-
-
 @contextlib.contextmanager
 def _named_errors(directory: pathlib.Path) -> Iterator[None]:
-    """Makes an OSError of TensorStore's errors, as that of a full disk."""
+    """Turns TensorStore's errors, such as a full disk, into an OSError."""
     try:
         yield
     except ValueError as error:
         raise OSError(f"A checkpoint of {directory} is not saved: {error}") from error
-
-
-class _Meter:
-    """Keeps the metrics of steps on the devices, and reports their means."""
-
-    def __init__(self, config: RunConfig, report: RunReport):
-        self._config, self._report = config, report
-        self._steps: list[StepMetrics] = []
-        self._waited = 0.0
-        self._since = time.perf_counter()
-
-    def waiting(self, batches: Iterator[Any]) -> Iterator[Any]:
-        """Yields the batches, and counts the time in which the loop waits for them."""
-        while True:
-            begin = time.perf_counter()
-            faulthandler.dump_traceback_later(HANG_SECONDS, file=_STDERR)
-            batch = next(batches, None)
-            self._waited += time.perf_counter() - begin
-            if batch is None:
-                return
-            yield batch
-
-    def add(self, done: int, metrics: StepMetrics) -> None:
-        """Adds the metrics of a step that was just dispatched; reports when due.
-
-        Raises:
-          TrainingDivergedError: if a step was not finite whose metrics are read now.
-        """
-        self._steps.append(metrics)
-        if len(self._steps) > STEPS_IN_FLIGHT:
-            jax.block_until_ready(self._steps[-1 - STEPS_IN_FLIGHT])
-        if done % self._config.log_every == 0 or done == self._config.num_steps:
-            self.read(done)
-            self._report_means(done)
-
-    def read(self, done: int) -> None:
-        """Waits for all steps, the last of which is `done`.
-
-        Raises:
-          TrainingDivergedError: if one was not finite.
-        """
-        self._steps = jax.device_get(self._steps)
-        for step, metrics in enumerate(self._steps, done - len(self._steps) + 1):
-            if not metrics["is_finite"]:
-                raise TrainingDivergedError(
-                    f"The loss of step {step} is {metrics['loss']}, and the loss, a "
-                    "gradient or a learning rate is not finite; lower the learning "
-                    "rates, or check the input data for damaged values."
-                )
-
-    def _report_means(self, done: int) -> None:
-        now = time.perf_counter()
-        seconds, steps = now - self._since, len(self._steps)
-        means = {
-            name: float(np.mean([metrics[name] for metrics in self._steps]))
-            for name in self._steps[0]
-            if name != "is_finite"
-        }
-        speed = {
-            "steps_per_second": steps / seconds,
-            "samples_per_second": steps * self._config.batch_size / seconds,
-            "input_wait": self._waited / seconds,
-        }
-        loss = {"loss": means.pop("loss")}
-        self._report.scalars(done, "train", loss | speed | means)
-        self._steps, self._waited, self._since = [], 0.0, now

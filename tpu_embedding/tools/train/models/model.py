@@ -15,18 +15,18 @@ from tpu_embedding.plan.plan import EmbeddingPlan
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Outputs:
-    """A model's outputs for the samples of a batch: two float arrays `[batch]`.
+    """A model's outputs for the samples of a batch.
 
     `click_outputs` makes them from logits.
 
     Attributes:
       scores: input of the loss: logits, unclipped ratings, or log-softmax values.
       predictions: input of the metrics: probabilities, ratings clipped to their valid
-        range, or ranks.
+        range, or `te.metrics.Ranks`.
     """
 
     scores: Float[Array, " batch"]
-    predictions: Float[Array, " batch"]
+    predictions: Any
 
 
 class ModelConfig(Protocol):

@@ -100,7 +100,7 @@ class TwoTower(nnx.Module):
         )
 
     def __call__(self, features: dict[str, Any], dense: jax.Array | None) -> Outputs:
-        """Returns the log-softmax and rank of each sample's own item.
+        """Returns the log-softmax and ranks of each sample's own item.
 
         Args:
           features: inputs of `USER_FEATURES` and `ITEM_FEATURES`.
@@ -108,7 +108,7 @@ class TwoTower(nnx.Module):
             contains the item.
 
         Returns:
-          Outputs with the log-softmax as `scores` and the rank as `predictions`; see
+          Outputs with the log-softmax as `scores` and the ranks as `predictions`; see
           `te.nn.in_batch_softmax`.
         """
         assert dense is not None

@@ -21,7 +21,7 @@ from tests.tools.train.models.hstu.golden_runs import (
     unpad,
     with_weights,
 )
-from tpu_embedding.recommenders.expansion import expand
+from tpu_embedding.recommenders.unique_ids import expand
 from tpu_embedding.tools.train import load_config
 from tpu_embedding.tools.train.models.hstu import (
     HSTU,

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int, Key
 
-from tpu_embedding.recommenders.expansion import expand
+from tpu_embedding.recommenders.unique_ids import expand
 from tpu_embedding.tools.train.models.hstu.hstu_inputs import (
     HSTUInputs,
     Samples,

@@ -12,7 +12,7 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
-from tpu_embedding.recommenders.expansion import expand
+from tpu_embedding.recommenders.unique_ids import expand
 from tpu_embedding.tools.train.models.hstu.hstu_inputs import (
     HSTUInputs,
     Samples,

@@ -1,0 +1,213 @@
+"""The files of a run's directory, its lock, and checks of what somebody else wrote.
+
+A run may be downloaded. Its files are data: a link in it is not followed, and a damaged
+record raises an error that names the file.
+"""
+
+import contextlib
+import fcntl
+import json
+import os
+import pathlib
+import stat
+from collections.abc import Iterable, Iterator
+from typing import Any, Final
+
+import orbax.checkpoint as ocp
+
+from tpu_embedding import distributed
+from tpu_embedding.strings.string_ids import Vocabulary
+from tpu_embedding.strings.vocabulary_files import VOCABULARIES_DIR, load_vocabularies
+from tpu_embedding.tools.data.batch import DataError, Dataset
+
+RECORDS_FILE: Final = "metrics.jsonl"
+PLOT_FILE: Final = "curves.png"
+LOG_FILE: Final = "mlperf.log"
+LOCK_FILE: Final = "run.lock"
+CHECKPOINTS_DIR: Final = "checkpoints"
+TENSORBOARD_DIR: Final = "tensorboard"
+PROFILE_DIR: Final = "profile"
+
+_MAX_LINE_BYTES: Final = 2**22
+"""Longest line of records that is parsed: JSON takes up to 25 times its size."""
+
+_RECORD_FIELDS: Final = {
+    "run": dict,
+    "train": dict,
+    "evaluation": dict,
+    "result": dict,
+    "origin": dict | None,
+}
+
+
+class RunDirectoryError(ValueError):
+    """Raised if a run cannot start in its directory, or a file there is damaged."""
+
+
+@contextlib.contextmanager
+def claimed(directory: pathlib.Path) -> Iterator[None]:
+    """Creates and locks a directory on the first process of a job.
+
+    The lock file exists while a process uses the directory. If nothing was written, the
+    directory is removed again. The operating system frees the lock of a killed process.
+
+    Raises:
+      RunDirectoryError: if another process uses the directory, or it has a link.
+    """
+    check_files(directory)
+    if not distributed.is_first():
+        yield
+        return
+    is_new = not directory.exists()
+    directory.mkdir(parents=True, exist_ok=True)
+    path = directory / LOCK_FILE
+    with _locked(path):
+        try:
+            yield
+        finally:
+            path.unlink(missing_ok=True)
+            if is_new and not (directory / RECORDS_FILE).exists():
+                for empty in (directory / CHECKPOINTS_DIR, directory):
+                    with contextlib.suppress(OSError):  # It has files.
+                        empty.rmdir()
+
+
+@contextlib.contextmanager
+def _locked(path: pathlib.Path) -> Iterator[None]:
+    with contextlib.ExitStack() as stack:
+        is_current = False
+        while not is_current:
+            file = stack.enter_context(path.open("a"))
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError as error:
+                raise RunDirectoryError(
+                    f"{path.parent} is in use by another process. Wait for it to end, "
+                    "or choose another --output-dir."
+                ) from error
+            except OSError:
+                break  # Some network file systems have no locks.
+            # A process that ended may have removed the file after it was opened.
+            with contextlib.suppress(FileNotFoundError):
+                is_current = os.path.samestat(os.fstat(file.fileno()), path.stat())
+        yield
+
+
+def check_files(directory: pathlib.Path, names: Iterable[str] | None = None) -> None:
+    """Checks that the files of a run are files or directories of its own.
+
+    Args:
+      directory: directory of the run, which may be a link itself.
+      names: entries of the directory to check. None checks those that a run uses.
+
+    Raises:
+      RunDirectoryError: if an entry is a link, a pipe or a device; names it.
+    """
+    if names is None:
+        names = (RECORDS_FILE, PLOT_FILE, LOG_FILE, LOCK_FILE, CHECKPOINTS_DIR)
+        names = (*names, TENSORBOARD_DIR, PROFILE_DIR, VOCABULARIES_DIR)
+    unchecked = [directory / name for name in names]
+    while unchecked:
+        path = unchecked.pop()
+        try:
+            mode = path.lstat().st_mode
+            if stat.S_ISDIR(mode):
+                unchecked += path.iterdir()
+        except FileNotFoundError:
+            continue  # A process that trains removes old checkpoints.
+        if not stat.S_ISDIR(mode) and not stat.S_ISREG(mode):
+            raise RunDirectoryError(
+                f"{path} must be a file or directory, got a link, pipe or device; copy "
+                "what it leads to, or make the directory of the whole run a link."
+            )
+
+
+def newest_checkpoint(directory: pathlib.Path) -> pathlib.Path | None:
+    """Returns the checkpoint of the latest step in a directory of checkpoints."""
+    if not directory.is_dir():
+        return None
+    saved = ocp.utils.checkpoint_steps_paths(directory)
+    steps = [path.name for path in saved if path.name.isdecimal()]
+    return directory / max(steps, key=int) if steps else None
+
+
+def read_records(path: pathlib.Path) -> Iterator[dict[str, Any]]:
+    """Yields the records of a run, except incomplete lines of a killed one.
+
+    Raises:
+      RunDirectoryError: if a line is not a record in UTF-8; names file and line.
+    """
+    with path.open("rb") as file:
+        for number, line in enumerate(file, 1):
+            try:
+                if len(line) > _MAX_LINE_BYTES:
+                    raise ValueError(f"a line of {len(line):,} bytes")
+                record = json.loads(line.decode())
+                _check_record(record)
+            except json.JSONDecodeError:
+                continue
+            except (ValueError, RecursionError) as error:
+                raise RunDirectoryError(
+                    f"{path}, line {number}: a record must be a JSON object in UTF-8, "
+                    f"got {error}; remove the line."
+                ) from error
+            yield record
+
+
+def _check_record(record: Any) -> None:
+    if not isinstance(record, dict):
+        raise ValueError(f"a {type(record).__name__}")
+    for name, kind in _RECORD_FIELDS.items():
+        value = record.get(name)
+        if name in record and not isinstance(value, kind):
+            raise ValueError(f"a {type(value).__name__} as {name!r}")
+    for owner in (record, record.get("result", {})):
+        step = owner.get("step", 0)
+        if type(step) is not int or not 0 <= step < 2**63:
+            raise ValueError(f"the step {step!r:.80}")
+
+
+def replace_text(path: pathlib.Path, text: str) -> None:
+    """Replaces a file of a run as a whole, so a kill leaves the old or the new one."""
+    unfinished = path.with_name(f"{path.name}.partial")
+    unfinished.unlink(missing_ok=True)  # It may be a link.
+    try:
+        with unfinished.open("x", encoding="utf-8") as file:
+            file.write(text)
+        unfinished.replace(path)
+    finally:
+        unfinished.unlink(missing_ok=True)
+
+
+def vocabularies_of(directory: pathlib.Path) -> dict[str, Vocabulary]:
+    """Returns the vocabularies of a run, by the names of their features.
+
+    Raises:
+      RunDirectoryError: if a file is missing or damaged.
+    """
+    try:
+        return load_vocabularies(directory)
+    except (OSError, TypeError, ValueError, RecursionError) as error:
+        raise RunDirectoryError(
+            f"The vocabularies of {directory} are missing or damaged: {error}"
+        ) from error
+
+
+def check_vocabularies(data: Dataset, directory: pathlib.Path) -> None:
+    """Checks that strings have the ids that a run was trained on.
+
+    Args:
+      data: opened data set, which may have vocabularies.
+      directory: output directory of the run.
+
+    Raises:
+      DataError: names the feature.
+    """
+    now = getattr(data, "vocabularies", {})
+    for name, vocabulary in vocabularies_of(directory).items() if now else ():
+        if name in now and now[name].tokens != vocabulary.tokens:
+            raise DataError(
+                f"The strings of {name!r} must be those that the run in {directory} "
+                "began with, but its data have changed since; restore them, or start "
+                "a new run."
+            )
