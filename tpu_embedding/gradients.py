@@ -23,6 +23,7 @@ from tpu_embedding.lookup._backward import (
 )
 from tpu_embedding.lookup._sum_by_row import merge
 from tpu_embedding.optimizers.checks import check_hyperparameters, positive_bound
+from tpu_embedding.optimizers.row_optimizer import InSequence
 from tpu_embedding.plan.description import count_of, summarize
 from tpu_embedding.plan.plan import EmbeddingPlan
 from tpu_embedding.plan.shard_map import on_shards
@@ -385,7 +386,7 @@ def _total_of_stack(
 
 def _sum_by_row(gradients: RowGradients, stack: TrainedStackPlan) -> RowGradients:
     """Sums the occurrences of each row, for a rule that takes them one by one."""
-    if stack.optimizer.duplicates != "sequence":
+    if not isinstance(stack.optimizer.driver, InSequence):
         return gradients
     row_ids = gradients.row_ids
     max_rows = min(row_ids.shape[0], stack.rows_per_shard)

@@ -9,6 +9,7 @@ import pytest
 import tpu_embedding as te
 from tests.conftest import mesh_of
 from tests.optimizers.rule_cases import initial_state, one_table_plan, update
+from tpu_embedding.optimizers.row_optimizer import EveryRow
 
 
 def test_sequence_follows_the_samples_not_the_places_of_ids():
@@ -85,7 +86,7 @@ def test_options_keep_the_mode():
         te.optimizers.with_options(EVERY_ROW, clipvalue=1.0),
     ):
         plan = one_table_plan(wrapped, 5, 2, mesh_of(1))
-        assert plan.stacks[0].optimizer.rows == "every"
+        assert plan.stacks[0].optimizer.driver == EveryRow()
 
 
 @pytest.mark.parametrize("name", REFUSED)

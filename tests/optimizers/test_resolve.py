@@ -9,6 +9,12 @@ import tpu_embedding as te
 from tests.conftest import mesh_of
 from tests.optimizers.rule_cases import initial_state, one_table_plan, update
 from tpu_embedding.optimizers.resolve import resolve_optimizer
+from tpu_embedding.optimizers.row_optimizer import (
+    EveryRow,
+    InSequence,
+    KeptGradient,
+    Touched,
+)
 
 adagrad = te.optimizers.adagrad
 
@@ -79,36 +85,63 @@ def adam(**options):
     return te.optimizers.adam(0.1, **options)
 
 
-MODES = {
-    "plain": (adam(), "touched", "sum", False),
-    "every_row": (adam(lazy_adam=False), "every", "sum", False),
+DRIVERS = {
+    "plain": (adam(), Touched()),
+    "every_row": (adam(lazy_adam=False), EveryRow()),
     "sequence": (
         te.optimizers.adagrad(0.1, use_gradient_accumulation=False),
-        "touched",
-        "sequence",
-        False,
+        InSequence(),
     ),
     "rows_of_every_row": (
         te.optimizers.every_row(te.optimizers.rowwise_adagrad(0.1)),
-        "every",
-        "sum",
-        False,
+        EveryRow(),
     ),
     "collected": (
         te.optimizers.every_row(optax.sgd(0.1), gradient_steps=3),
-        "every",
-        "sum",
-        True,
+        KeptGradient(gradient_steps=3),
+    ),
+    "totals": (
+        te.optimizers.every_row(te.optimizers.clippy_adagrad(0.1)),
+        KeptGradient(),
+    ),
+    "rows_that_are_set": (
+        te.optimizers.every_row(te.optimizers.assign()),
+        KeptGradient(),
+    ),
+    "norm": (
+        te.optimizers.adafactor(0.1, clipnorm=1.0, clipnorm_of="occurrences"),
+        Touched(occurrence_norm=True),
     ),
 }
 
 
-@pytest.mark.parametrize("name", MODES)
-def test_modes_are_found_in_any_wrapper(name):
-    optimizer, rows, duplicates, keeps_gradient = MODES[name]
-    found = resolve(optimizer)
-    assert (found.rows, found.duplicates) == (rows, duplicates)
-    assert found.keeps_gradient == keeps_gradient
+@pytest.mark.parametrize("name", DRIVERS)
+def test_the_plan_chooses_the_driver(name):
+    optimizer, driver = DRIVERS[name]
+    assert resolve(optimizer).driver == driver
+
+
+CONTRADICTIONS = {
+    "every row of a sequence": (
+        lambda: te.optimizers.every_row(te.optimizers.in_sequence(optax.sgd(0.1))),
+        "every row and to duplicates in sequence",
+    ),
+    "sequence of every row": (
+        lambda: te.optimizers.in_sequence(adam(lazy_adam=False)),
+        "every row and to duplicates in sequence",
+    ),
+    "norm of occurrences of every row": (
+        lambda: te.optimizers.every_row(DRIVERS["norm"][0]),
+        "clipnorm_of='sum'",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CONTRADICTIONS)
+def test_drivers_that_contradict_each_other_cannot_be_declared(name):
+    make, reason = CONTRADICTIONS[name]
+    with pytest.raises(ValueError, match=reason):
+        make()
 
 
 def test_totals_in_sequence_are_refused():

@@ -20,7 +20,7 @@ from tests.optimizers.rule_cases import (
     update,
 )
 from tests.tiers import quick_cases
-from tpu_embedding.optimizers.slots import slot_row_shapes
+from tpu_embedding.optimizers.probe import slot_row_shapes
 from tpu_embedding.optimizers.table_rows import table_rows, table_rows_context
 
 VOCABULARY_SIZE, DIM = 40, 8
@@ -238,10 +238,3 @@ def test_step_gated_rules_need_every_row(name):
     """A row that waits for its turn would wait for its next lookup as well."""
     with pytest.raises(te.optimizers.NotRowLocalError, match="every_row"):
         one_table_plan(STEP_GATED[name], VOCABULARY_SIZE, DIM, mesh_of(1))
-
-
-# What looks at a row, at its size, or at all of them, cannot see several in a line.
-def test_every_row_excludes_sequence():
-    optimizer = te.optimizers.every_row(te.optimizers.in_sequence(OPTIMIZERS["sgd"]))
-    with pytest.raises(ValueError, match="at once"):
-        one_table_plan(optimizer, VOCABULARY_SIZE, DIM, mesh_of(1))

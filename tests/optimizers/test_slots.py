@@ -8,7 +8,7 @@ import optax
 import pytest
 
 import tpu_embedding as te
-from tpu_embedding.optimizers.slots import slot_row_shapes
+from tpu_embedding.optimizers.probe import slot_row_shapes
 
 DIM = 16
 FULL, SCALAR = (DIM,), ()

@@ -10,7 +10,7 @@ import pytest
 
 import tpu_embedding as te
 from tests.optimizers.rule_cases import OPTIMIZERS
-from tpu_embedding.optimizers.row_optimizer import RowOptimizer, row_optimizer_of
+from tpu_embedding.optimizers.row_optimizer import row_optimizer_of
 from tpu_embedding.sparse_core.row_rule import RowRule, row_rule
 
 
@@ -28,6 +28,10 @@ REFUSED = {
     "adafactor": (OPTIMIZERS["adafactor"], "totals over the rows"),
     "clippy_adagrad": (OPTIMIZERS["clippy_adagrad"], "totals over the rows"),
     "every_row": (te.optimizers.every_row(optax.adam(0.1)), "every row"),
+    "several steps": (
+        te.optimizers.every_row(optax.sgd(0.1), gradient_steps=2),
+        "every row",
+    ),
     "in_sequence": (te.optimizers.in_sequence(optax.sgd(0.1)), "each occurrence"),
     "bfloat16 slot": (
         optax.trace(0.9, accumulator_dtype=jnp.bfloat16),
@@ -120,13 +124,6 @@ def test_the_text_is_the_rule():
     arguments = 2 + rule.num_slots + rule.num_hyperparameters
     head = rule.stablehlo.split("->")[0]
     assert head.count("tensor<1x8xf32>") == arguments
-
-
-def test_gradients_of_several_steps_are_refused():
-    found = row_rule(
-        RowOptimizer(transformation=optax.sgd(0.1), gradient_steps=2), 4, 8
-    )
-    assert found == "the rule collects gradients of several steps"
 
 
 def test_rules_are_kept():

@@ -14,6 +14,7 @@ from tests.conftest import mesh_of
 from tests.update.update_cases import (
     Balanced,
     Counted,
+    apply_gradient,
     balanced,
     counted,
     gradients_of,
@@ -26,9 +27,10 @@ from tests.update.update_cases import (
     sharded,
     unshard,
 )
+from tpu_embedding.optimizers.row_optimizer import EveryRow, Touched
 from tpu_embedding.rows.packed_rows import unpack_rows
 from tpu_embedding.types import PADDING_ROW_ID as PADDING
-from tpu_embedding.update.apply import apply_gradient, init_state
+from tpu_embedding.update.apply import init_state
 from tpu_embedding.update.every_row import KeptGradientState
 
 NUM_ROWS = 45
@@ -89,7 +91,7 @@ def test_every_element(dim, hardware):
     """Each round moves the rows of its range, also those without a gradient."""
     rule = te.optimizers.every_row(counted(has_hits=False))
     plan, stack = plan_of([NUM_ROWS], dim, rule, hardware=hardware)
-    assert not stack.optimizer.keeps_gradient
+    assert stack.optimizer.driver == EveryRow()
     rounds = ROUNDS["three"]
     rows = integers((NUM_ROWS, dim))
     reference, table = Counted(rows), packed(rows, stack.layout)
@@ -170,7 +172,7 @@ def test_norm_of_all_occurrences():
     """Row 4 occurs three times; padding has squares, too, that must not count."""
     rule = balanced(asks_for_occurrences=True)
     plan, stack = plan_of(SIZES, 3, rule)
-    assert stack.optimizer.duplicates == "norm"
+    assert stack.optimizer.driver == Touched(occurrence_norm=True)
     rows = integers((12, 3))
     reference = Balanced(SIZES, rows)
     row_ids, values = np.array([0, 4, 11]), integers((3, 3))

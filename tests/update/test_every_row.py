@@ -9,6 +9,7 @@ import tpu_embedding as te
 from tests.tiers import quick_cases
 from tests.update.update_cases import (
     Balanced,
+    apply_gradient,
     balanced,
     gradients_of,
     gradients_of_shards,
@@ -22,8 +23,7 @@ from tests.update.update_cases import (
 )
 from tpu_embedding.rows import consecutive_rows
 from tpu_embedding.rows.packed_rows import unpack_rows
-from tpu_embedding.update.every_row import apply_to_every_row, init_every_row
-from tpu_embedding.update.table_writer import TableWriter
+from tpu_embedding.update.apply import init_state
 
 CASES = {
     "packed": ([20, 7], 16, "v5p", 1, 4, 1),
@@ -36,7 +36,7 @@ STEPS = [[0, 4, 2], [1, 4, 2, 0], [], [2, 3]]
 
 def start(plan, stack, rows):
     tables = [packed(x, stack.layout) for x in shard_of(rows, plan.num_shards)]
-    init = sharded(plan, lambda table: init_every_row(table, stack))
+    init = sharded(plan, lambda table: init_state(table, stack))
     return tables, init(tables)
 
 
@@ -59,7 +59,7 @@ def test_equals_the_rule_on_the_dense_gradient(name, monkeypatch):
 
     def step(table, state, first, second):
         gradient = rounds_of([(first, None), (second, (0, 1))])
-        return apply_to_every_row(table, state, gradient, TableWriter(stack=stack))
+        return apply_gradient(table, state, gradient, stack)
 
     apply = sharded(plan, step)
     kept, touched = np.zeros_like(rows), np.zeros(num_rows, bool)
@@ -128,8 +128,8 @@ def test_blocks_begin_at_lines_of_all_arrays(monkeypatch):
     values = integers((3, 64), seed=1)
     step = sharded(
         plan,
-        lambda table, state, gradients: apply_to_every_row(
-            table, state, rounds_of([(gradients, None)]), TableWriter(stack=stack)
+        lambda table, state, gradients: apply_gradient(
+            table, state, rounds_of([(gradients, None)]), stack
         ),
     )
     ((table, state),) = step(tables, states, [gradients_of(row_ids, values)])
@@ -138,7 +138,7 @@ def test_blocks_begin_at_lines_of_all_arrays(monkeypatch):
     np.testing.assert_array_equal(unpack_rows(table), expected)
     slot = np.zeros((31, 40))
     slot[row_ids] = values.sum(axis=1, keepdims=True)
-    np.testing.assert_array_equal(unpack_rows(state.inner), slot)
+    np.testing.assert_array_equal(unpack_rows(state), slot)
 
 
 def test_what_is_not_finite_stays_in_its_table():
@@ -153,8 +153,8 @@ def test_what_is_not_finite_stays_in_its_table():
     values[1] = np.inf
     step = sharded(
         plan,
-        lambda table, state, gradients: apply_to_every_row(
-            table, state, rounds_of([(gradients, None)]), TableWriter(stack=stack)
+        lambda table, state, gradients: apply_gradient(
+            table, state, rounds_of([(gradients, None)]), stack
         ),
     )
     ((table, state),) = step(tables, states, [gradients_of([0, 4, 7], values)])

@@ -16,20 +16,21 @@ from tests.update.update_cases import (
     plan_of,
 )
 from tpu_embedding.rows.packed_rows import unpack_rows
+from tpu_embedding.rows.row_gradients import GradientRounds, RowGradients
 from tpu_embedding.types import PADDING_ROW_ID as PADDING
-from tpu_embedding.types import RowUpdates
-from tpu_embedding.update.lazy_update import lift_to_rows, step_on_no_row
-from tpu_embedding.update.sequence import apply_in_sequence
+from tpu_embedding.update.apply import update_in_sequence
+from tpu_embedding.update.lazy_update import RuleStep, lift_to_rows
 from tpu_embedding.update.table_writer import TableWriter
 
 RULE = lift_to_rows(counted())
-WRITER = TableWriter(stack=plan_of([11], 3, counted())[1])
+WRITERS = {dim: TableWriter(stack=plan_of([11], dim, counted())[1]) for dim in (3, 16)}
 
 
 @jax.jit
-def apply(table, state, gradient):
-    table, state = apply_in_sequence(RULE, table, state, gradient, WRITER)
-    return table, step_on_no_row(counted(), state, table.layout.dim)
+def apply(table, state, row_ids, gradients):
+    gradients = RowGradients(row_ids=row_ids, values=gradients)
+    gradient = GradientRounds(first=gradients)
+    return update_in_sequence(table, state, gradient, WRITERS[table.layout.dim])
 
 
 CASES = {
@@ -52,8 +53,7 @@ def test_runs_once_per_occurrence_in_order(name, layout_name):
     for step in range(2):
         row_ids = np.roll(np.int32(CASES[name]), step)
         gradients = integers((7, layout.dim), seed=step)
-        gradient = RowUpdates(row_ids=jnp.asarray(row_ids), values=gradients)
-        table, state = apply(table, state, gradient)
+        table, state = apply(table, state, row_ids, gradients)
         # All occurrences see the same count; it advances once, without ids, too.
         reference.count += 1
         for row_id, values in zip(row_ids, gradients, strict=True):
@@ -62,22 +62,22 @@ def test_runs_once_per_occurrence_in_order(name, layout_name):
         reference.check(table, state)
 
 
-def test_takes_as_many_passes_as_the_most_frequent_row_has_occurrences():
+def test_takes_as_many_passes_as_the_most_frequent_row_has_occurrences(monkeypatch):
     """Padding, which is more frequent, takes none."""
     layout = LAYOUTS["dim3"]
     table = packed(integers((layout.num_rows, 3)), layout)
-    passes = []
+    passes, update_rows = [], RuleStep.update_rows
 
-    def update(updates, state, params):
-        jax.debug.callback(passes.append, jnp.sum(updates.row_ids != PADDING))
-        return RULE.update(updates, state, params)
+    def record(self, gradient, *arguments):
+        jax.debug.callback(passes.append, jnp.sum(gradient.row_ids != PADDING))
+        return update_rows(self, gradient, *arguments)
 
-    rule = RULE._replace(update=update)
-    gradient = RowUpdates(
-        row_ids=jnp.int32([PADDING, 1, PADDING, 5, PADDING, 1, PADDING]),
-        values=jnp.ones((7, 3)),
+    monkeypatch.setattr(RuleStep, "update_rows", record)
+    row_ids = jnp.int32([PADDING, 1, PADDING, 5, PADDING, 1, PADDING])
+    gradient = GradientRounds(
+        first=RowGradients(row_ids=row_ids, values=jnp.ones((7, 3)))
     )
-    result = apply_in_sequence(rule, table, RULE.init(table), gradient, WRITER)
+    result = update_in_sequence(table, RULE.init(table), gradient, WRITERS[3])
     jax.block_until_ready(unpack_rows(result[0]))
     jax.effects_barrier()
     # Rows 1 and 5, and row 1 again.

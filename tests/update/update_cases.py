@@ -13,7 +13,7 @@ import optax
 
 import tpu_embedding as te
 from tests.conftest import mesh_of
-from tpu_embedding.optimizers.row_optimizer import declare
+from tpu_embedding.optimizers.row_optimizer import Touched, declare
 from tpu_embedding.optimizers.table_rows import table_rows
 from tpu_embedding.rows.packed_rows import PackedRows, RowLayout, pack_rows, unpack_rows
 from tpu_embedding.rows.row_gradients import (
@@ -21,6 +21,8 @@ from tpu_embedding.rows.row_gradients import (
     RowGradients,
 )
 from tpu_embedding.types import PADDING_ROW_ID, RowRange, RowUpdates
+from tpu_embedding.update.apply import DRIVERS
+from tpu_embedding.update.table_writer import open_state
 
 NASTY = np.float32([-0.0, np.inf, -np.inf, np.nan, 1e38, 2e-38])
 """Values that an addition of anything but -0.0, or a product with 0, would change."""
@@ -157,7 +159,8 @@ def balanced(*, asks_for_occurrences=False):
         return -steps, new_state
 
     rule = optax.GradientTransformation(init, update)
-    return declare(rule, duplicates="norm") if asks_for_occurrences else rule
+    driver = Touched(occurrence_norm=asks_for_occurrences)
+    return declare(rule, driver=driver)
 
 
 class Balanced:
@@ -280,6 +283,14 @@ def plan_of(
     )
     (stack,) = plan.trained_stacks
     return plan, stack
+
+
+def apply_gradient(table, state, gradient, stack):
+    """Updates a stacked table, as a step does on each shard."""
+    writer, state = open_state(state, stack)
+    update = DRIVERS[type(stack.optimizer.driver)]
+    table, state = update(table, state, gradient, writer)
+    return table, writer.closed(state)
 
 
 def sharded(plan, function):

@@ -14,6 +14,7 @@ from tpu_embedding.checkpoint.dynamic_tables import (
 )
 from tpu_embedding.checkpoint.records import ArrayRecord, Json, TableRecord
 from tpu_embedding.checkpoint.split_state import LayerState
+from tpu_embedding.optimizers.row_optimizer import Driver, InSequence, Touched
 from tpu_embedding.plan.stack_plan import StackPlan, TablePlan, TrainedStackPlan
 from tpu_embedding.rows.file_rows import file_row
 from tpu_embedding.rows.packed_rows import PackedRows
@@ -117,10 +118,19 @@ def _optimizer_record(layer: LayerState, stack: StackPlan) -> Json | None:
     optimizer = stack.optimizer
     return {
         "state": _type_names(jax.tree.structure(layer.slots[stack.name])),
-        "rows": optimizer.rows,
-        "duplicates": optimizer.duplicates,
+        "rows": "every" if optimizer.moves_every_row else "touched",
+        "duplicates": _duplicates(optimizer.driver),
         "gradient_steps": optimizer.gradient_steps,
     }
+
+
+def _duplicates(driver: Driver) -> str:
+    match driver:
+        case InSequence():
+            return "sequence"
+        case Touched(occurrence_norm=True):
+            return "norm"
+    return "sum"
 
 
 def _type_names(structure: jax.tree_util.PyTreeDef) -> list[str]:

@@ -20,7 +20,6 @@ from tpu_embedding.functional.dynamic_ids import insert_ids as insert_ids
 from tpu_embedding.functional.final_table_values import (
     finalize_variable_values as finalize_variable_values,
 )
-from tpu_embedding.functional.finite_rates import finite_rates as finite_rates
 from tpu_embedding.functional.following_slots import (
     with_table_values as with_table_values,
 )
@@ -31,6 +30,7 @@ from tpu_embedding.functional.steps import Routing as Routing
 from tpu_embedding.functional.steps import activation_shapes as activation_shapes
 from tpu_embedding.functional.steps import apply_gradients as apply_gradients
 from tpu_embedding.functional.steps import compute_gradients as compute_gradients
+from tpu_embedding.functional.steps import finite_rates as finite_rates
 from tpu_embedding.functional.steps import init_slots as init_slots
 from tpu_embedding.functional.steps import lookup as lookup
 from tpu_embedding.functional.steps import read_rows as read_rows

@@ -213,11 +213,10 @@ def _following_parts(stack: TrainedStackPlan) -> tuple[str, ...]:
 
     A `"slot"` starts from the rows, a `"total"` is the sum of each table.
     """
-    row = jax.ShapeDtypeStruct((1, stack.dim), jnp.float32)
-    state = jax.eval_shape(stack.optimizer.init, row)
-    probed = iter(probe_rule(stack.optimizer, stack.dim).leaves)
+    rule = probe_rule(stack.optimizer, stack.dim)
+    probed = iter(rule.leaves)
     kinds = []
-    for part in jax.tree.leaves(state, is_leaf=is_sum):
+    for part in jax.tree.leaves(rule.state, is_leaf=is_sum):
         slots = [next(probed) for _ in jax.tree.leaves(part)]
         # The other sum of Adafactor, its clock, is a scalar.
         if is_sum(part):

@@ -19,6 +19,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
+from jaxtyping import Array, Bool
 
 from tpu_embedding.argument_checks import describe_value
 from tpu_embedding.functional.by_feature import (
@@ -49,6 +50,7 @@ from tpu_embedding.lookup._backward import (
     stack_gradient,
 )
 from tpu_embedding.lookup._forward import StackRouting, read_stack, route_stack
+from tpu_embedding.optimizers.probe import rates_are_finite
 from tpu_embedding.optimizers.table_rows import model_gradient_context
 from tpu_embedding.plan.check_rows import check_slots, check_tables
 from tpu_embedding.plan.plan import EmbeddingPlan
@@ -60,12 +62,15 @@ from tpu_embedding.rows.packed_rows import PackedRows
 from tpu_embedding.rows.row_gradients import gradient_of_no_row
 from tpu_embedding.types import LookupStats
 from tpu_embedding.update.apply import (
-    apply_gradient,
+    DRIVERS,
+    abstract_state,
     init_state,
-    step_without_gradient,
+    state_without_rows,
 )
-from tpu_embedding.update.lazy_update import state_specs
+from tpu_embedding.update.every_row import KeptGradientState
+from tpu_embedding.update.lazy_update import state_specs, values_of
 from tpu_embedding.update.sparse_cores import apply_on_sparse_cores
+from tpu_embedding.update.table_writer import RoundedState, open_state
 
 
 @jax.tree_util.register_dataclass
@@ -362,11 +367,12 @@ def init_slots(tables: dict[str, PackedRows], plan: EmbeddingPlan) -> dict[str, 
 
 def _init_stack(table: PackedRows, stack: TrainedStackPlan, plan: EmbeddingPlan) -> Any:
     """Returns the optimizer state of a stack."""
-    init_shard = functools.partial(init_state, stack=stack)
-    in_shards = functools.partial(on_shards, init_shard, plan, in_specs=stack.rows_spec)
-    # The structure of the state says which leaves are sharded.
-    structure = jax.eval_shape(in_shards(out_specs=PartitionSpec()), table)
-    return in_shards(out_specs=state_specs(structure, stack))(table)
+    return on_shards(
+        functools.partial(init_state, stack=stack),
+        plan,
+        in_specs=stack.rows_spec,
+        out_specs=state_specs(abstract_state(stack), stack),
+    )(table)
 
 
 @functools.partial(jax.jit, static_argnames="plan")
@@ -393,7 +399,7 @@ def apply_gradients(
       gradients: from `compute_gradients`, or a sum of several.
       plan: plan of the layer.
       gradient_norm: norm of the gradients of the whole model, a float32 scalar, for
-        optimizers with `global_clipnorm`. None: that of these tables.
+        optimizers with `global_clipnorm`. By default, the norm of these tables' own.
 
     Returns:
       New tables and slots. Rows that the step did not look up keep their bits, unless
@@ -406,7 +412,7 @@ def apply_gradients(
     _check_gradients(gradients, plan)
     check_tables(tables, plan.trained_stacks)
     check_slots(slots, plan.trained_stacks)
-    _check_states(tables, slots, plan)
+    _check_states(slots, plan)
     if gradient_norm is None and takes_model_norm(plan):
         gradient_norm = global_norm(gradients)
     new_tables: dict[str, Any] = dict(tables)
@@ -417,69 +423,101 @@ def apply_gradients(
             new_tables[name] = advance_clock(new_tables[name])
     for stack in plan.trained_stacks:
         gradient, state = gradients.stacks.get(stack.name), slots[stack.name]
-        if gradient is None and stack.optimizer.rows != "every":
-            step = functools.partial(step_without_gradient, stack=stack)
-            in_step = in_auto_axes(step, plan, state_specs(state, stack))
-            new_slots[stack.name] = in_step(state)
+        specs = state_specs(state, stack)
+        if gradient is None and not stack.optimizer.moves_every_row:
+            step = functools.partial(state_without_rows, stack=stack)
+            new_slots[stack.name] = in_auto_axes(step, plan, specs)(state)
             continue
         used_rows = None
         if stack.is_dynamic:
             used_rows = new_tables[directory_name(stack.name)].used_rows
-        new_tables[stack.name], new_slots[stack.name] = _update_stack(
-            tables[stack.name], state, gradient, used_rows, gradient_norm, stack, plan
-        )
+        rows_spec = stack.rows_spec
+        new_tables[stack.name], new_slots[stack.name] = on_shards(
+            functools.partial(_update_shard, stack=stack),
+            plan,
+            in_specs=(rows_spec, specs, plan.sample_spec, rows_spec, PartitionSpec()),
+            out_specs=(rows_spec, specs),
+        )(tables[stack.name], state, gradient, used_rows, gradient_norm)
     return new_tables, new_slots
 
 
-def _update_stack(
+def _update_shard(
     table: PackedRows,
     state: Any,
     gradient: Sealed | None,
     used_rows: Any,
     gradient_norm: Any,
     stack: TrainedStackPlan,
-    plan: EmbeddingPlan,
 ) -> tuple[PackedRows, Any]:
-    """Applies the gradient of a stack, one of no row if None, to table and state."""
-
-    def update_shard(table, state, gradient, used_rows, gradient_norm):
-        def update_by_rounds(table, state):
-            if gradient is None:
-                rounds = gradient_of_no_row(stack.dim)
-            else:
-                rounds = gradient_rounds(gradient, stack)
-            return apply_gradient(table, state, rounds, stack, used_rows)
-
-        squares = None if gradient_norm is None else lambda: jnp.square(gradient_norm)
-        with model_gradient_context(squares):
-            if gradient is None or stack.backend.updates == "xla":
-                return update_by_rounds(table, state)
+    """Updates a stack with its gradient, None if no row was looked up. Per shard."""
+    writer, state = open_state(state, stack, used_rows)
+    update = DRIVERS[type(stack.optimizer.driver)]
+    squares = None if gradient_norm is None else lambda: jnp.square(gradient_norm)
+    with model_gradient_context(squares), jax.named_scope("update"):
+        if gradient is None:
+            rounds = gradient_of_no_row(stack.dim)
+            table, state = update(table, state, rounds, writer)
+        elif stack.backend.updates == "xla":
+            rounds = gradient_rounds(gradient, stack)
+            table, state = update(table, state, rounds, writer)
+        else:
             ids, of_samples = gradient_by_sample(gradient, stack)
-            return apply_on_sparse_cores(
-                table, state, ids, of_samples, update_by_rounds, stack
+            table, state = apply_on_sparse_cores(
+                table,
+                state,
+                ids,
+                of_samples,
+                lambda table, state: update(
+                    table, state, gradient_rounds(gradient, stack), writer
+                ),
+                stack,
             )
-
-    rows_spec = stack.rows_spec
-    specs = rows_spec, state_specs(state, stack)
-    return on_shards(
-        update_shard,
-        plan,
-        in_specs=(*specs, plan.sample_spec, rows_spec, PartitionSpec()),
-        out_specs=specs,
-    )(table, state, gradient, used_rows, gradient_norm)
+    return table, writer.closed(state)
 
 
-def _check_states(
-    tables: dict[str, PackedRows], slots: dict[str, Any], plan: EmbeddingPlan
-) -> None:
-    """Refuses optimizer states of other optimizers, or of other storage types."""
-    expected = jax.eval_shape(functools.partial(init_slots, plan=plan), tables)
+@functools.partial(jax.jit, static_argnames="plan")
+def finite_rates(slots: dict[str, Any], plan: EmbeddingPlan) -> Bool[Array, ""]:
+    """Returns False if the next step has a learning rate that is NaN or infinite.
+
+    `apply_gradients` leaves the rows of such a table as they are, and advances its step
+    count. So ask before each step, as for `te.gradients.all_finite`.
+
+    Args:
+      slots: stack name to optimizer state, from `init_slots`.
+      plan: plan of the layer.
+
+    Example:
+      >>> import optax
+      >>> import tpu_embedding as te
+      >>> rule = optax.sgd(lambda step: 0.1 / step)
+      >>> table = te.TableConfig(
+      ...     vocabulary_size=10, dim=4, name="movie", optimizer=rule)
+      >>> plan = te.make_plan(te.FeatureConfig(table=table))
+      >>> tables = te.functional.init_tables(plan, jax.random.key(0))
+      >>> slots = te.functional.init_slots(tables, plan)
+      >>> bool(te.functional.finite_rates(slots, plan))
+      False
+    """
+    result = jnp.ones((), bool)
     for stack in plan.trained_stacks:
-        wanted, found = (jax.tree.structure(s[stack.name]) for s in (expected, slots))
-        if wanted != found:
+        state = slots[stack.name]
+        while isinstance(state, RoundedState | KeptGradientState):
+            state = state.inner
+        is_finite = rates_are_finite(stack.optimizer, stack.dim, values_of(state))
+        result &= True if is_finite is None else is_finite
+    return result
+
+
+def _check_states(slots: dict[str, Any], plan: EmbeddingPlan) -> None:
+    """Rejects optimizer states of other optimizers, or of other storage types."""
+    for stack in plan.trained_stacks:
+        expected, given = map(
+            jax.tree.structure, (abstract_state(stack), slots[stack.name])
+        )
+        if expected != given:
             raise ValueError(
                 f"slots[{stack.name!r}] must be the state of the plan's optimizer,\n"
-                f"  {wanted}, got\n  {found}.\nUse the slots that init_slots made "
+                f"  {expected}, got\n  {given}.\nUse the slots that init_slots made "
                 "for this plan."
             )
 

@@ -31,6 +31,7 @@ from tpu_embedding.lookup._sum_by_row import (
     merge,
     spread,
 )
+from tpu_embedding.optimizers.row_optimizer import InSequence, Touched
 from tpu_embedding.plan.stack_plan import TrainedStackPlan
 from tpu_embedding.rows.opaque_row_ids import Sealed, seal
 from tpu_embedding.rows.row_gradients import GradientRounds, RowGradients
@@ -208,10 +209,10 @@ def _at_owner(
     """Sums the gradients that an owner received for one row."""
     received = gather_from_replicas(received, stack)
     row_ids = received.row_ids
-    match stack.optimizer.duplicates:
-        case "sequence":
+    match stack.optimizer.driver:
+        case InSequence():
             return received
-        case "norm":
+        case Touched(occurrence_norm=True):
             # Each occurrence arrived separately.
             max_rows = min(row_ids.shape[0], stack.rows_per_shard)
             return dataclasses.replace(

@@ -10,6 +10,7 @@ A GPU adds repeated rows in no fixed order, unless XLA is told to be determinist
 import jax
 from jaxtyping import Array
 
+from tpu_embedding.optimizers.row_optimizer import InSequence
 from tpu_embedding.plan.stack_plan import TrainedStackPlan
 from tpu_embedding.rows.row_gradients import RowGradients
 
@@ -32,7 +33,7 @@ def gather_from_replicas(
 
     def gather(buffer: Array) -> Array:
         buffers = jax.lax.all_gather(buffer, stack.replica_axes)
-        if stack.optimizer.duplicates == "sequence":
+        if isinstance(stack.optimizer.driver, InSequence):
             return _in_sample_order(buffers, stack)
         return buffers.reshape(-1, *buffer.shape[1:])
 

@@ -1,7 +1,7 @@
 """Modes: the rows that an optimizer rule is applied to, and how often.
 
-A mode is a field of the value that `every_row` and `in_sequence` return. It must be the
-outermost wrapper; a plan refuses it inside of one of optax.
+A mode is the driver of the value that `every_row` and `in_sequence` return. It must be
+the outermost wrapper; a plan rejects it inside one of optax.
 """
 
 import operator
@@ -14,7 +14,13 @@ from tpu_embedding.optimizers.checks import (
     int_from,
 )
 from tpu_embedding.optimizers.equal_calls import equal_calls_are_one
-from tpu_embedding.optimizers.row_optimizer import declare, row_optimizer_of
+from tpu_embedding.optimizers.row_optimizer import (
+    EveryRow,
+    InSequence,
+    Touched,
+    declare,
+    row_optimizer_of,
+)
 
 
 @equal_calls_are_one
@@ -47,18 +53,26 @@ def every_row(
       >>> rule = every_row(optax.sgd(0.1, momentum=0.9))
       >>> table = te.TableConfig(vocabulary_size=10, dim=4, name="movie")
       >>> plan = te.make_plan(te.FeatureConfig(table=table), optimizer=rule)
-      >>> plan.stacks[0].optimizer.rows
-      'every'
+      >>> plan.stacks[0].optimizer.driver
+      EveryRow(gradient_steps=1)
     """
     check_rule("every_row", rule)
     check_hyperparameters("every_row", gradient_steps=int_from(1, gradient_steps))
     steps, inner = operator.index(gradient_steps), row_optimizer_of(rule)
-    if inner.rows == "every" and inner.gradient_steps != steps:
-        raise ValueError(
-            "every_row must have one gradient_steps within an optimizer, got "
-            f"{steps} around {inner.gradient_steps}."
-        )
-    return declare(rule, rows="every", gradient_steps=steps)
+    match inner.driver:
+        case InSequence():
+            raise _every_row_in_sequence()
+        case Touched(occurrence_norm=True):
+            raise ValueError(
+                "A rule for every row does not see the occurrences of ids, whose norm "
+                "it asks for; use clipnorm_of='sum'."
+            )
+        case EveryRow(gradient_steps=other) if other != steps:
+            raise ValueError(
+                "every_row must have one gradient_steps within an optimizer, got "
+                f"{steps} around {other}."
+            )
+    return declare(rule, driver=EveryRow(gradient_steps=steps))
 
 
 @equal_calls_are_one
@@ -80,8 +94,19 @@ def in_sequence(rule: optax.GradientTransformation) -> optax.GradientTransformat
       >>> rule = in_sequence(te.optimizers.adagrad(0.1))
       >>> table = te.TableConfig(vocabulary_size=10, dim=4, name="movie")
       >>> plan = te.make_plan(te.FeatureConfig(table=table), optimizer=rule)
-      >>> plan.stacks[0].optimizer.duplicates
-      'sequence'
+      >>> plan.stacks[0].optimizer.driver
+      InSequence()
     """
     check_rule("in_sequence", rule)
-    return declare(rule, duplicates="sequence")
+    if row_optimizer_of(rule).moves_every_row:
+        raise _every_row_in_sequence()
+    return declare(rule, driver=InSequence())
+
+
+def _every_row_in_sequence() -> ValueError:
+    return ValueError(
+        "A rule cannot be applied to every row and to duplicates in sequence at once: "
+        "the rows that are not looked up would be updated as often as the most "
+        "frequent id occurs. Take every_row or in_sequence away, or "
+        "use_gradient_accumulation=False."
+    )

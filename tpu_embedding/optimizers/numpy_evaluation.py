@@ -1,4 +1,4 @@
-"""Evaluates a traced function by NumPy, which compiles nothing.
+"""Evaluates a program by NumPy, which compiles nothing.
 
 The probe runs each rule a few times on small arrays. NumPy has most of the operations
 that rules consist of. JAX evaluates the others, one by one.
@@ -11,7 +11,12 @@ from typing import Any, Final
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.extend.core import JaxprEqn, Literal
+
+from tpu_embedding.optimizers.rule_split import (
+    Equation,
+    Program,
+    compute_by_jax,
+)
 
 _NAMES: Final = (
     "abs:abs add:add add_any:add and:bitwise_and copy:asarray cos:cos div:divide "
@@ -43,67 +48,33 @@ _WITH_PARAMETERS: Final[Mapping[str, Callable[..., Any]]] = {
 }
 """Operations with parameters; their results are cast to the type of the trace."""
 
-_CALLS: Final = dict(
-    jit="jaxpr", custom_jvp_call="call_jaxpr", custom_vjp_call="call_jaxpr"
-)
-"""Operations that call a function, and the parameter that holds it."""
 
-
-def trace(function: Callable[..., Any], *examples: Any) -> tuple[Any, Any]:
-    """Traces a function of pytrees of arrays.
+def evaluate_by_numpy(program: Program, *arguments: Any) -> list[Any]:
+    """Returns the results of a program as NumPy arrays; random keys stay JAX's.
 
     Args:
-      function: the function.
-      *examples: its arguments, or shapes and dtypes of them.
-
-    Returns:
-      A function of NumPy arrays that returns such arrays; and the shapes and dtypes of
-      its results. Random keys stay arrays of JAX.
+      program: from `trace_program`.
+      *arguments: pytrees of arrays, whose leaves are its arguments.
 
     Example:
-      >>> double, shape = trace(lambda x: 2 * x, jnp.ones(3))
-      >>> double(np.float32([1, 2, 3])).tolist(), shape.shape
-      ([2.0, 4.0, 6.0], (3,))
+      >>> from tpu_embedding.optimizers.rule_split import trace_program
+      >>> program, _ = trace_program(lambda x: 2 * x, np.ones(3, np.float32))
+      >>> evaluate_by_numpy(program, np.float32([1, 2, 3]))[0].tolist()
+      [2.0, 4.0, 6.0]
     """
-    jaxpr, shapes = jax.make_jaxpr(function, return_shape=True)(*examples)
-    tree = jax.tree.structure(shapes)
-
-    def evaluate(*arguments: Any) -> Any:
-        return tree.unflatten(_evaluate(jaxpr, jax.tree.leaves(arguments)))
-
-    return evaluate, shapes
+    results = program.evaluate(jax.tree.leaves(arguments), compute_by_numpy)
+    return [_on_host(x) for x in results]
 
 
-def _evaluate(jaxpr: Any, inputs: Sequence[Any]) -> list[Any]:
-    """Returns the results of a closed jaxpr."""
-    names = dict(zip(jaxpr.jaxpr.invars, inputs, strict=True))
-    names |= zip(jaxpr.jaxpr.constvars, jaxpr.consts, strict=True)
-
-    def read(atom: Any) -> Any:
-        if isinstance(atom, Literal):
-            return np.asarray(atom.val)
-        return names[atom]
-
-    for equation in jaxpr.jaxpr.eqns:
-        results = _compute(equation, [read(x) for x in equation.invars])
-        names |= zip(equation.outvars, results, strict=True)
-    return [_on_host(read(x)) for x in jaxpr.jaxpr.outvars]
-
-
-def _compute(equation: JaxprEqn, values: Sequence[Any]) -> Sequence[Any]:
-    """Returns the results of an operation."""
-    name, params = equation.primitive.name, equation.params
-    shapes: list[Any] = [x.aval for x in equation.outvars]
-    if called := params.get(_CALLS.get(name, "")):
-        return _evaluate(called, values)
+def compute_by_numpy(equation: Equation, operands: Sequence[Any]) -> Sequence[Any]:
+    """Returns the results of an equation, of arrays of NumPy."""
+    name, params = equation.name, equation.traced.params
     operation = _ELEMENTWISE.get(name)
     if operation is None and name in _WITH_PARAMETERS:
         operation = functools.partial(_WITH_PARAMETERS[name], **params)
-    if operation is not None and not _is_key(shapes[0]):
-        return [np.asarray(operation(*values), shapes[0].dtype)]
-    params = equation.primitive.get_bind_params(params)
-    results = equation.primitive.bind(*map(jnp.asarray, values), **params)
-    results = results if equation.primitive.multiple_results else [results]
+    if operation is not None and not _is_key(equation.outputs[0].aval):
+        return [np.asarray(operation(*operands), equation.outputs[0].aval.dtype)]
+    results = compute_by_jax(equation, [jnp.asarray(x) for x in operands])
     return [_on_host(x) for x in results]
 
 

@@ -5,13 +5,15 @@ import functools
 from typing import Any, Final
 
 import jax
-import jax.numpy as jnp
 import optax
 
 from tpu_embedding.optimizers.checks import check_rule
 from tpu_embedding.optimizers.names import text_of_name, transformation_of
-from tpu_embedding.optimizers.probe import probe_rule
+from tpu_embedding.optimizers.probe import check_any_number_of_rows, probe_rule
 from tpu_embedding.optimizers.row_optimizer import (
+    EveryRow,
+    InSequence,
+    KeptGradient,
     NotRowLocalError,
     RowOptimizer,
     TableOptimizer,
@@ -55,11 +57,13 @@ def resolve_optimizer(
 
 
 def check_row_local(optimizer: TableOptimizer, dim: int) -> None:
-    """Refuses an optimizer that a layer cannot apply to rows; `make_plan` asks it.
+    """Rejects an optimizer that a layer cannot apply to rows; `make_plan` asks it.
 
     The update of a row may depend on that row, its gradient and its slot variables, on
     values that belong to no row, and on totals that the rule asks `table_rows` for. The
-    optimizer is run on some rows, and on fewer of them: the updates must be the same.
+    optimizer is run on some rows, and on few of them alone: the updates must be the
+    same. It is also traced for another number of rows, and must do the same there; a
+    plan leaves that check to the first step.
 
     Args:
       optimizer: an optax transformation of rows `[rows, dim]`, a name, or a Keras
@@ -80,37 +84,30 @@ def check_row_local(optimizer: TableOptimizer, dim: int) -> None:
     """
     transformation = transformation_of(optimizer)
     check_rule("check_row_local", transformation, "optimizer")
-    _resolve(transformation, dim)
+    check_any_number_of_rows(_resolve(transformation, dim), dim)
 
 
 @functools.lru_cache(maxsize=4096)
 def _resolve(rule: optax.GradientTransformation, dim: int) -> RowOptimizer:
-    optimizer = row_optimizer_of(rule)
-    probed = probe_rule(optimizer.transformation, dim)
-    optimizer = dataclasses.replace(optimizer, takes_totals=probed.takes_totals)
-    _check_modes(optimizer, dim)
-    needs_gradient = optimizer.rows == "every" and (
-        optimizer.takes_totals or optimizer.gradient_steps > 1 or optimizer.sets_rows
-    )
-    return dataclasses.replace(optimizer, keeps_gradient=needs_gradient)
+    declared = row_optimizer_of(rule)
+    probed = probe_rule(declared, dim)
+    optimizer = dataclasses.replace(declared, takes_totals=probed.takes_totals)
+    _check_modes(optimizer, probed.state)
+    steps = optimizer.gradient_steps
+    needs_dense_gradient = optimizer.takes_totals or steps > 1 or optimizer.sets_rows
+    if isinstance(optimizer.driver, EveryRow) and needs_dense_gradient:
+        return dataclasses.replace(optimizer, driver=KeptGradient(steps))
+    return optimizer
 
 
-def _check_modes(optimizer: RowOptimizer, dim: int) -> None:
-    """Refuses modes that exclude each other."""
-    is_every, duplicates = optimizer.rows == "every", optimizer.duplicates
-    if is_every and duplicates == "sequence":
-        raise ValueError(
-            "A rule cannot be applied to every row and to duplicates in sequence at "
-            "once: the rows that are not looked up would be updated as often as the "
-            "most frequent id occurs. Take every_row or in_sequence away, or "
-            "use_gradient_accumulation=False."
-        )
-    if is_every and duplicates == "norm":
-        raise ValueError(
-            "A rule for every row does not see the occurrences of ids, whose norm it "
-            "asks for; use clipnorm_of='sum'."
-        )
-    if optimizer.takes_totals and duplicates == "sequence":
+def _check_modes(optimizer: RowOptimizer, state: Any) -> None:
+    """Rejects a rule that its driver cannot run.
+
+    Args:
+      optimizer: the rule, and its driver.
+      state: the state of the rule, as shapes and dtypes.
+    """
+    if optimizer.takes_totals and isinstance(optimizer.driver, InSequence):
         raise ValueError(
             "A rule that asks for totals over the rows of a table cannot run once per "
             "occurrence of an id; take in_sequence or "
@@ -124,10 +121,8 @@ def _check_modes(optimizer: RowOptimizer, dim: int) -> None:
             "batches by te.gradients.add, scale their sum, clip it by "
             "te.gradients.clip_by_global_norm, and update once."
         )
-    if is_every:
+    if optimizer.moves_every_row:
         return
-    rows = jax.ShapeDtypeStruct((5, dim), jnp.float32)
-    state = jax.eval_shape(optimizer.init, rows)
     if name := find_state(state, COLLECTING + _AVERAGING):
         raise NotRowLocalError(
             f"The optimizer is not row-local in time: {name} needs each row in every "

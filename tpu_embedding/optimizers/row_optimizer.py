@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import Any
 
 import optax
 
@@ -18,38 +18,95 @@ class NotRowLocalError(ValueError):
     """A layer cannot apply a transformation to the rows of a table one by one."""
 
 
+@dataclasses.dataclass(frozen=True)
+class Touched:
+    """The rule runs once on each row that the step looked up, and on no other (lazy).
+
+    The gradients of all occurrences of an id are summed.
+
+    Attributes:
+      occurrence_norm: whether the rule asks for the norm of the gradients of all
+        occurrences of ids, before they are summed.
+    """
+
+    occurrence_norm: bool = False
+
+
+@dataclasses.dataclass(frozen=True)
+class EveryRow:
+    """The rule runs on all rows, as dense optimizers do.
+
+    The gradient of rows that were not looked up is zero.
+
+    Attributes:
+      gradient_steps: number of steps whose mean gradient the rule gets. A plan turns
+        the driver into `KeptGradient` if there are several.
+    """
+
+    gradient_steps: int = 1
+
+
+@dataclasses.dataclass(frozen=True)
+class KeptGradient:
+    """As `EveryRow`, on a dense gradient that is part of the state.
+
+    A rule needs it that collects the gradients of several steps, or asks for totals
+    over a table. The plan finds that out.
+
+    Attributes:
+      gradient_steps: number of steps whose mean gradient the rule gets.
+    """
+
+    gradient_steps: int = 1
+
+
+@dataclasses.dataclass(frozen=True)
+class InSequence:
+    """The rule runs once for each occurrence of an id, in the order of the samples."""
+
+
+Driver = Touched | EveryRow | KeptGradient | InSequence
+"""Which rows a rule runs on, and how often in a step."""
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RowOptimizer:
     """A rule, and the way in which the layer applies it.
 
     Attributes:
       transformation: an optax transformation of `[rows, dim]`.
-      rows: `"touched"`: the rule updates the rows that were looked up in the step
-        (lazy). `"every"`: it updates all rows, as dense optimizers do; the gradient of
-        rows that were not looked up is zero.
-      duplicates: `"sum"`: the gradients of one row are summed, then the rule runs
-        once. `"sequence"`: the rule runs once for each gradient. `"norm"`: they are
-        summed, and the rule also asks for the norm of all of them.
-      gradient_steps: number of steps whose gradients are summed before the rule runs.
+      driver: which rows the rule runs on, and how often.
       takes_model_norm: whether the rule asks for the norm of the model's gradients.
       sets_rows: whether the rule sets rows without reading them, as `assign` does.
       takes_totals: whether the rule asks for totals over the rows of a table. The plan
         finds it out.
-      keeps_gradient: whether the state holds a dense gradient. It does for rules for
-        every row that collect gradients, or ask for totals. The plan finds it out.
-      named: the name that a table gives in place of a rule, and its learning rate, as
+      named: the name that a table gives instead of a rule, and its learning rate, as
         text; rules that differ in it alone are equal.
     """
 
     transformation: optax.GradientTransformation
-    rows: Literal["touched", "every"] = "touched"
-    duplicates: Literal["sum", "sequence", "norm"] = "sum"
-    gradient_steps: int = 1
+    driver: Driver = Touched()
     takes_model_norm: bool = False
     sets_rows: bool = False
     takes_totals: bool = False
-    keeps_gradient: bool = False
     named: str = dataclasses.field(default="", compare=False)
+
+    @property
+    def moves_every_row(self) -> bool:
+        """True if rows move in steps that do not look them up."""
+        return isinstance(self.driver, EveryRow | KeptGradient)
+
+    @property
+    def sees_occurrences(self) -> bool:
+        """True if each occurrence of an id must reach the owner of its row."""
+        return self.driver in (InSequence(), Touched(occurrence_norm=True))
+
+    @property
+    def gradient_steps(self) -> int:
+        """Number of steps whose mean gradient the rule gets."""
+        if isinstance(self.driver, EveryRow | KeptGradient):
+            return self.driver.gradient_steps
+        return 1
 
     def init(self, params: Any) -> Any:
         """Returns the rule's state for dense rows."""
@@ -65,7 +122,7 @@ class DeclaredRule(optax.GradientTransformation):
 
     `every_row` and `in_sequence` return one. On dense arrays it is used as any other
     transformation. A wrapper of optax around it would hide the declaration, so a plan
-    refuses that.
+    rejects that.
 
     Attributes:
       row_optimizer: the rule of rows, and what it declares.
@@ -82,7 +139,7 @@ class DeclaredRule(optax.GradientTransformation):
 
         Args:
           row_optimizer: what the layer applies.
-          on_arrays: transformation of dense arrays; None: that of the rows.
+          on_arrays: transformation of dense arrays; by default, the one of the rows.
         """
         on_arrays = on_arrays or row_optimizer.transformation
 
@@ -112,8 +169,8 @@ def declare(rule: optax.GradientTransformation, **declared: Any) -> DeclaredRule
     """Returns a rule with fields of its `RowOptimizer` replaced.
 
     Example:
-      >>> declare(optax.sgd(0.1), rows="every").row_optimizer.rows
-      'every'
+      >>> declare(optax.sgd(0.1), driver=EveryRow()).row_optimizer.driver
+      EveryRow(gradient_steps=1)
     """
     row_optimizer = dataclasses.replace(row_optimizer_of(rule), **declared)
     return DeclaredRule(row_optimizer, on_arrays=rule)
@@ -140,6 +197,6 @@ def _check_not_wrapped(inner: RowOptimizer) -> None:
     raise NotRowLocalError(
         "every_row, in_sequence, and rules that ask for a norm of the step must be the "
         "outermost of an optimizer: a wrapper of optax around them hides the rows that "
-        "they are for. Write every_row(optax.chain(...)) in place of "
+        "they are for. Write every_row(optax.chain(...)) instead of "
         "optax.chain(..., every_row(...)), and so for optax.inject_hyperparams."
     )

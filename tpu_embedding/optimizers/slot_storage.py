@@ -9,8 +9,8 @@ import optax
 
 from tpu_embedding.optimizers.array_rules import for_each_array
 from tpu_embedding.optimizers.checks import check_hyperparameters, finite
+from tpu_embedding.optimizers.probe import slot_row_shapes
 from tpu_embedding.optimizers.row_optimizer import wrap_rule
-from tpu_embedding.optimizers.slots import slot_row_shapes
 
 SlotInitializer = float | Callable[[tuple[int, ...], Any], jax.Array]
 SlotInitializers = Mapping[str, SlotInitializer]

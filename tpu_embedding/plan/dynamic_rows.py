@@ -99,7 +99,7 @@ def refuse_unsuited(table: NamedTable) -> None:
     Raises:
       ValueError: if the rule moves every row in every step.
     """
-    if table.optimizer is not None and table.optimizer.rows == "every":
+    if table.optimizer is not None and table.optimizer.moves_every_row:
         raise ValueError(
             f"TableConfig.optimizer of table {table.name!r} moves every row in each "
             "step, which a te.Dynamic vocabulary cannot have: rows without an id would "

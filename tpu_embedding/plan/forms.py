@@ -7,7 +7,7 @@ from typing import Literal
 
 from tpu_embedding.backends import BackendName
 from tpu_embedding.hardware import HardwareInfo
-from tpu_embedding.optimizers.row_optimizer import RowOptimizer
+from tpu_embedding.optimizers.row_optimizer import RowOptimizer, Touched
 
 Gathers = Literal["whole", "fused"]
 """The gathers that bring rows to samples:
@@ -53,8 +53,7 @@ def choose_updates(
     is_one_cpu &= backend == "xla"
     takes_blocks = (
         optimizer is not None
-        and optimizer.rows == "touched"
-        and optimizer.duplicates == "sum"
-        and not (optimizer.keeps_gradient or optimizer.takes_totals)
+        and optimizer.driver == Touched()
+        and not optimizer.takes_totals
     )
     return "blocks" if is_one_cpu and takes_blocks else "whole"

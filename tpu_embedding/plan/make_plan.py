@@ -13,7 +13,7 @@ from tpu_embedding.field_checks import is_int
 from tpu_embedding.hardware import HardwareInfo
 from tpu_embedding.optimizers.names import optimizer_problem
 from tpu_embedding.optimizers.probe import probe_rule
-from tpu_embedding.optimizers.row_optimizer import TableOptimizer
+from tpu_embedding.optimizers.row_optimizer import KeptGradient, TableOptimizer
 from tpu_embedding.placement import ChoosePlacement, Placement
 from tpu_embedding.plan import stacking
 from tpu_embedding.plan.capacity import LANES
@@ -206,7 +206,7 @@ def _slots_of(table: stacking.NamedTable) -> tuple[jax.ShapeDtypeStruct, ...]:
     if optimizer is None:
         return ()
     slots = [slot.row for slot in probe_rule(optimizer, dim).slots]
-    if optimizer.keeps_gradient:
+    if isinstance(optimizer.driver, KeptGradient):
         slots.append(jax.ShapeDtypeStruct((dim,), jnp.float32))
         slots.append(jax.ShapeDtypeStruct((), jnp.int32))
     return tuple(slots)

@@ -137,7 +137,7 @@ class StackPlan:
     @property
     def keeps_duplicates(self) -> bool:
         """True if each occurrence of an id travels separately."""
-        return self.optimizer is not None and self.optimizer.duplicates != "sum"
+        return self.optimizer is not None and self.optimizer.sees_occurrences
 
     def round_size(self, max_unique_ids: int) -> RoundSize:
         """Returns the buffer sizes of a round, for at most this many ids per shard."""

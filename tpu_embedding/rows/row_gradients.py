@@ -103,6 +103,33 @@ class GradientRounds:
         carry = body(carry, self.first, self.first_rows)
         return carry if self.fold_later is None else self.fold_later(body, carry)
 
+    def only_if(self, condition: Bool[Array, ""]) -> "GradientRounds":
+        """Returns this gradient; one of no row if a condition does not hold."""
+        later = self.fold_later
+
+        def kept(rows: RowRange | None) -> RowRange:
+            first_row, end_row = rows or RowRange(
+                jnp.int32(0), jnp.int32(PADDING_ROW_ID)
+            )
+            return RowRange(first_row, jnp.where(condition, end_row, 0))
+
+        def fold_later(
+            body: Callable[[Carry, RowGradients, RowRange], Carry], carry: Carry
+        ) -> Carry:
+            assert later is not None
+            return later(
+                lambda carry, gradients, rows: body(
+                    carry, gradients.only_if(condition), kept(rows)
+                ),
+                carry,
+            )
+
+        return GradientRounds(
+            first=self.first.only_if(condition),
+            first_rows=kept(self.first_rows),
+            fold_later=None if later is None else fold_later,
+        )
+
 
 def gradient_of_no_row(dim: int) -> GradientRounds:
     """Returns the gradient of a step that touched no row of a stack. Per shard.

@@ -1,95 +1,88 @@
-"""Updates table and slot variables with the gradient of a step. Per shard."""
+"""Updates a stacked table and its slot variables with the gradient of a step.
+
+Each driver of a rule has a function `(table, state, gradient, writer) -> (table,
+state)`, which `DRIVERS` finds: here those that run on touched rows, in `every_row.py`
+those that run on all. All of it is per shard, and in place where donated.
+
+A gradient comes in rounds, which are applied one after the other. Their rows are
+different, so the result equals one update with all rows. Values that belong to no row,
+such as the step count and the learning rate, advance once per step. If a learning rate
+is not finite, the step moves no row.
+"""
 
 import dataclasses
-from collections.abc import Callable
-from typing import Any
+import functools
+from collections.abc import Callable, Mapping
+from typing import Any, Final
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Int
 
-from tpu_embedding.optimizers.finite_rates import rates_are_finite
+from tpu_embedding.optimizers.row_optimizer import (
+    EveryRow,
+    InSequence,
+    KeptGradient,
+    Touched,
+)
 from tpu_embedding.optimizers.table_rows import AllReduce, TableRows
 from tpu_embedding.plan.stack_plan import TrainedStackPlan
 from tpu_embedding.rows.packed_rows import PackedRows
 from tpu_embedding.rows.row_gradients import GradientRounds, RowGradients
-from tpu_embedding.types import PADDING_ROW_ID, RowRange
+from tpu_embedding.types import PADDING_ROW_ID, RowUpdates
 from tpu_embedding.update.every_row import (
-    apply_round_to_every_row,
-    apply_to_every_row,
-    init_every_row,
+    init_kept_gradient,
+    update_every_row,
+    update_kept_gradient,
 )
 from tpu_embedding.update.lazy_update import (
-    is_slot,
-    lift_to_rows,
+    RuleStep,
+    abstract_rule_state,
+    init_rule,
     slots_of,
+    start_step,
     step_on_no_row,
-    with_slots,
 )
-from tpu_embedding.update.sequence import apply_in_sequence
-from tpu_embedding.update.table_writer import RoundedState, TableWriter
-from tpu_embedding.update.tables_of_rows import used_table_sizes
+from tpu_embedding.update.table_writer import RoundedState, TableWriter, open_state
+from tpu_embedding.update.tables_of_rows import tables_of_rows
 from tpu_embedding.update.totals import across_shards, find_totals, known_totals
 from tpu_embedding.xla import read_before_write
 
-ApplyRound = Callable[
-    [AllReduce, PackedRows, Any, RowGradients, RowRange | None],
-    tuple[PackedRows, Any],
+UpdateStack = Callable[
+    [PackedRows, Any, GradientRounds, TableWriter], tuple[PackedRows, Any]
 ]
-"""Applies the gradients of one round, those of a range of rows, to table and state."""
+"""Maps the rows of this shard, the state of the rule, the gradient of the stack and the
+writer of its rows to new rows and a new state."""
 
 
 def init_state(table: PackedRows, stack: TrainedStackPlan) -> Any:
     """Returns the optimizer's state for a stacked table. Per shard."""
-    if stack.optimizer.keeps_gradient:
-        state = init_every_row(table, stack)
-    else:
-        rule = _lifted(TableWriter(stack=stack), across_shards(stack))
-        state = rule.init(table)
+    known = None
+    if stack.optimizer.takes_totals:
+        row_ids = jnp.arange(table.layout.num_rows, dtype=jnp.int32)
+        is_touched = jnp.zeros(row_ids.shape, bool)
+        known = tables_of_rows(row_ids, is_touched, across_shards(stack), stack)
+    return _state_around(init_rule(stack.optimizer, table, known), stack)
+
+
+@functools.lru_cache(maxsize=4096)
+def abstract_state(stack: TrainedStackPlan) -> Any:
+    """Returns a state of the structure of `init_state`; the rule does not run."""
+    rule_state = abstract_rule_state(stack.optimizer, stack.layout)
+    return jax.eval_shape(functools.partial(_state_around, stack=stack), rule_state)
+
+
+def _state_around(rule_state: Any, stack: TrainedStackPlan) -> Any:
+    """Returns the first state of a stack, given that of its rule."""
+    state = rule_state
+    if isinstance(stack.optimizer.driver, KeptGradient):
+        state = init_kept_gradient(rule_state, stack.layout)
     if stack.layout.narrow_dtype is None:
         return state
     return RoundedState(step=jnp.zeros((), jnp.int32), inner=state)
 
 
-@jax.named_scope("update")
-def apply_gradient(
-    table: PackedRows,
-    state: Any,
-    gradient: GradientRounds,
-    stack: TrainedStackPlan,
-    used_rows: Int[Array, " tables"] | None = None,
-) -> tuple[PackedRows, Any]:
-    """Updates a stacked table with the gradient of a step. Per shard.
-
-    In place where donated. Rounds are applied one after the other. Their rows are
-    different, so the result equals one update with all rows. Values that belong to no
-    row, such as the step count and the learning rate, are the same for all rounds and
-    advance once. If a learning rate is not finite, the step moves no row.
-
-    Args:
-      table: rows of this shard.
-      state: from `init_state`.
-      gradient: gradient of the stack, or `gradient_of_no_row`.
-      stack: plan of the stack.
-      used_rows: rows of this shard that ids of dynamic tables have; None for tables
-        whose vocabulary is fixed.
-
-    Returns:
-      New table and state.
-    """
-    is_rounded = isinstance(state, RoundedState)
-    writer = TableWriter(
-        stack=stack,
-        step=state.step if is_rounded else None,
-        table_sizes=None if used_rows is None else used_table_sizes(used_rows, stack),
-    )
-    if not is_rounded:
-        return _apply(table, state, gradient, writer)
-    table, inner = _apply(table, state.inner, gradient, writer)
-    return table, RoundedState(step=state.step + 1, inner=inner)
-
-
-def step_without_gradient(state: Any, stack: TrainedStackPlan) -> Any:
+def state_without_rows(state: Any, stack: TrainedStackPlan) -> Any:
     """Returns the state of a stack after a step that touched none of its rows.
 
     Values that belong to no row advance, as they do in any other step. So they count
@@ -100,120 +93,92 @@ def step_without_gradient(state: Any, stack: TrainedStackPlan) -> Any:
       state: from `init_state`, of a rule for touched rows.
       stack: gives the rule.
     """
-    if isinstance(state, RoundedState):
-        inner = step_without_gradient(state.inner, stack)
-        return RoundedState(step=state.step + 1, inner=inner)
-    sizes = [x.num_rows for x in stack.tables] if stack.optimizer.takes_totals else None
-    return step_on_no_row(stack.optimizer, state, stack.dim, sizes)
+    writer, state = open_state(state, stack)
+    sizes = [table.num_rows for table in stack.tables]
+    return writer.closed(step_on_no_row(stack.optimizer, state, stack.dim, sizes))
 
 
-def _apply(
+def update_touched(
     table: PackedRows, state: Any, gradient: GradientRounds, writer: TableWriter
 ) -> tuple[PackedRows, Any]:
-    """Applies the rule to the rows of all rounds.
+    """Runs the rule once on each row that the step looked up.
 
-    A rule that keeps the gradient gets one of the whole table. A rule with totals over
-    the table runs twice if there are several rounds: first for the totals, then with
-    them. All others run once per round.
+    A rule with totals over the table runs twice if there are several rounds: first for
+    the totals, then with them.
     """
-    stack, optimizer = writer.stack, writer.stack.optimizer
-    inner = state.inner if optimizer.keeps_gradient else state
-    leaves = jax.tree.leaves(inner, is_leaf=is_slot)
-    is_finite = rates_are_finite(optimizer, stack.dim, leaves)
-    if optimizer.keeps_gradient:
-        rows = _if_finite(None, is_finite)
-        table, new = apply_to_every_row(table, state, gradient, writer, rows)
-        return table, _with_finite_values(new, state, is_finite)
+    stack, takes_totals = writer.stack, writer.stack.optimizer.takes_totals
+    step = start_step(stack.optimizer, state, stack.dim, stack.updates)
+    gradient, all_reduce = step.only_if_finite(gradient), across_shards(stack)
+    slots = slots_of(state)
 
-    def apply_round(all_reduce, table, state, gradients, rows):
-        if is_finite is not None:
-            gradients = gradients.only_if(is_finite)
-        rows = _if_finite(rows, is_finite)
-        return _apply_round(all_reduce, writer, table, state, gradients, rows)
+    def run_round(
+        gradients: RowGradients, all_reduce: AllReduce
+    ) -> tuple[Array, list[PackedRows], list[Any]]:
+        known = _known_rows(gradients, all_reduce, writer) if takes_totals else None
+        return step.update_rows(gradients.as_row_updates(), table, slots, known)
 
-    all_reduce, totals = across_shards(stack), None
-    if optimizer.takes_totals and gradient.fold_later is not None:
-        totals = _totals_over_rounds(apply_round, table, state, gradient, all_reduce)
-        totals, table, state = read_before_write((totals, table, state))
-    old = state
+    totals = None
+    if takes_totals and gradient.fold_later is not None:
+        totals = find_totals(run_round, gradient.first, gradient.fold_later, all_reduce)
+        totals, table, slots = read_before_write((totals, table, slots))
 
-    def apply_next(carry, gradients, rows):
-        table, new = carry
-        # Values that belong to no row advance once: every round starts from the old.
-        state = with_slots(old, slots_of(new))
-        total_of = all_reduce if totals is None else known_totals(totals)
-        return apply_round(total_of, table, state, gradients, rows)
-
-    table, new = gradient.fold(apply_next, (table, old))
-    return table, _with_finite_values(new, old, is_finite)
-
-
-def _if_finite(rows: RowRange | None, is_finite: Any) -> RowRange | None:
-    """Returns the rows that move: none if a learning rate is not finite."""
-    if is_finite is None:
-        return rows
-    first_row, end_row = rows or RowRange(jnp.int32(0), jnp.int32(PADDING_ROW_ID))
-    return RowRange(first_row, jnp.where(is_finite, end_row, 0))
-
-
-def _with_finite_values(new: Any, old: Any, is_finite: Any) -> Any:
-    """Keeps values of the state that a rate made NaN or infinite, such as totals."""
-    if is_finite is None:
-        return new
-
-    def keep(after, before):
-        if is_slot(after) or not jnp.issubdtype(after.dtype, jnp.floating):
-            return after
-        return jnp.where(is_finite | jnp.isfinite(after), after, before)
-
-    return jax.tree.map(keep, new, old, is_leaf=is_slot)
-
-
-def _totals_over_rounds(
-    apply_round: ApplyRound,
-    table: PackedRows,
-    state: Any,
-    gradient: GradientRounds,
-    all_reduce: AllReduce,
-) -> list[Any]:
-    """Returns the totals that the rule asks for, over the rows of all rounds."""
-    fold_later = gradient.fold_later
-    assert fold_later is not None
-
-    def run(all_reduce, gradients):
-        return apply_round(all_reduce, table, state, gradients, None)
-
-    return find_totals(
-        lambda all_reduce: run(all_reduce, gradient.first),
-        lambda fold, carry: fold_later(
-            lambda carry, gradients, _: fold(
-                carry, lambda all_reduce: run(all_reduce, gradients)
-            ),
-            carry,
-        ),
-        all_reduce,
-    )
-
-
-def _apply_round(
-    all_reduce: AllReduce,
-    writer: TableWriter,
-    table: PackedRows,
-    state: Any,
-    gradients: RowGradients,
-    rows: RowRange | None,
-) -> tuple[PackedRows, Any]:
-    """Applies the gradients of one round, whose rows are those of a range."""
-    optimizer = writer.stack.optimizer
-    if optimizer.duplicates != "sequence":
+    def apply_round(
+        carry: tuple[PackedRows, list[PackedRows]], gradients: RowGradients
+    ) -> tuple[PackedRows, list[PackedRows], list[Any]]:
+        table, slots = carry
         table = writer.before_rule(table, gradients.row_ids)
-    updates = gradients.as_row_updates()
-    if optimizer.rows == "every":
-        return apply_round_to_every_row(table, state, updates, rows, writer)
-    if optimizer.duplicates == "sequence":
-        rule: Any = _lifted(writer, all_reduce)
-        table, state = apply_in_sequence(rule, table, state, updates, writer)
-        return table, step_without_gradient(state, writer.stack)
+        reduce = all_reduce if totals is None else known_totals(totals)
+        known = _known_rows(gradients, reduce, writer) if takes_totals else None
+        updates, slots, new_values = step.update_rows(
+            gradients.as_row_updates(), table, slots, known
+        )
+        return writer.add(table, gradients.row_ids, updates), slots, new_values
+
+    table, slots, new_values = apply_round((table, slots), gradient.first)
+    if gradient.fold_later is not None:
+        table, slots = gradient.fold_later(
+            lambda carry, gradients, _: apply_round(carry, gradients)[:2],
+            (table, slots),
+        )
+    return table, step.new_state(slots, new_values)
+
+
+def update_in_sequence(
+    table: PackedRows, state: Any, gradient: GradientRounds, writer: TableWriter
+) -> tuple[PackedRows, Any]:
+    """Runs the rule once per occurrence of a row, in the order of the samples.
+
+    It takes as many passes as the most frequent row has occurrences. All occurrences of
+    a row are in one round. Values that belong to no row advance once per step.
+    """
+    stack = writer.stack
+    step = start_step(stack.optimizer, state, stack.dim)
+    gradient = step.only_if_finite(gradient)
+
+    def apply_round(
+        carry: tuple[PackedRows, list[PackedRows]], gradients: RowGradients, _: Any
+    ) -> tuple[PackedRows, list[PackedRows]]:
+        table, slots = carry
+        updates = gradients.as_row_updates()
+        return _update_occurrences(table, slots, updates, step, writer)
+
+    table, slots = gradient.fold(apply_round, (table, slots_of(state)))
+    return table, step.new_state(slots, step.new_values)
+
+
+DRIVERS: Final[Mapping[type, UpdateStack]] = {
+    Touched: update_touched,
+    EveryRow: update_every_row,
+    KeptGradient: update_kept_gradient,
+    InSequence: update_in_sequence,
+}
+"""How each driver of a rule updates a stack."""
+
+
+def _known_rows(
+    gradients: RowGradients, all_reduce: AllReduce, writer: TableWriter
+) -> TableRows:
+    """Returns the facts that a rule with totals may ask about the rows of a round."""
     occurrence_total = None
     occurrences = gradients.occurrences
     if occurrences is not None:
@@ -221,22 +186,41 @@ def _apply_round(
         is_touched = occurrences.row_ids != PADDING_ROW_ID
         known = writer.known_rows(occurrences.row_ids, is_touched, all_reduce)
         occurrence_total = known.total(squares)
-    rule = _lifted(writer, all_reduce, occurrence_total)
-    updates, state = rule.update(updates, state, table)
-    return writer.add(table, updates.row_ids, updates.values), state
+    is_touched = gradients.row_ids != PADDING_ROW_ID
+    known = writer.known_rows(gradients.row_ids, is_touched, all_reduce)
+    return dataclasses.replace(known, occurrence_squares=occurrence_total)
 
 
-def _lifted(
+def _update_occurrences(
+    table: PackedRows,
+    slots: list[PackedRows],
+    gradient: RowUpdates,
+    step: RuleStep,
     writer: TableWriter,
-    all_reduce: AllReduce,
-    occurrence_squares: Float[Array, " tables"] | None = None,
-) -> Any:
-    """Lifts the stack's rule to touched rows, and answers what it asks about them."""
-    optimizer = writer.stack.optimizer
+) -> tuple[PackedRows, list[PackedRows]]:
+    """Runs a rule on the first occurrence of each row, then on the second, etc."""
+    occurrences = _occurrences(gradient.row_ids)
+    is_used = gradient.row_ids != PADDING_ROW_ID
+    num_passes = jnp.max(jnp.where(is_used, occurrences + 1, 0))
 
-    def rows_of(row_ids: Int[Array, " rows"]) -> TableRows:
-        known = writer.known_rows(row_ids, row_ids != PADDING_ROW_ID, all_reduce)
-        return dataclasses.replace(known, occurrence_squares=occurrence_squares)
+    def run_pass(carry):
+        done, table, slots = carry
+        row_ids = jnp.where(occurrences == done, gradient.row_ids, PADDING_ROW_ID)
+        table = writer.before_rule(table, row_ids)
+        updates, slots, _ = step.update_rows(
+            RowUpdates(row_ids=row_ids, values=gradient.values), table, slots
+        )
+        return done + 1, writer.add(table, row_ids, updates, occurrence=done), slots
 
-    asks = optimizer.takes_totals
-    return lift_to_rows(optimizer, rows_of if asks else None, writer.stack.updates)
+    _, table, slots = jax.lax.while_loop(
+        lambda carry: carry[0] < num_passes, run_pass, (jnp.int32(0), table, slots)
+    )
+    return table, slots
+
+
+def _occurrences(row_ids: Int[Array, " n"]) -> Int[Array, " n"]:
+    """Counts the equal ids before each position."""
+    positions = jnp.arange(row_ids.shape[0], dtype=jnp.int32)
+    sorted_ids, order = jax.lax.sort((row_ids, positions), num_keys=1, is_stable=True)
+    firsts = jnp.searchsorted(sorted_ids, sorted_ids, side="left").astype(jnp.int32)
+    return jnp.zeros_like(positions).at[order].set(positions - firsts)

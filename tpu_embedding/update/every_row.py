@@ -9,28 +9,21 @@ size. Each step adds its gradient to it, and the pass over the table clears it.
 """
 
 import dataclasses
-import functools
+from collections.abc import Callable
 from typing import Any, Final, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array
 
-from tpu_embedding.optimizers.table_rows import AllReduce, table_rows_context
-from tpu_embedding.plan.stack_plan import TrainedStackPlan
+from tpu_embedding.optimizers.table_rows import AllReduce
 from tpu_embedding.rows.access import add_to_rows, gather_lines
 from tpu_embedding.rows.consecutive_rows import blocks_of, read_block, write_block
-from tpu_embedding.rows.packed_rows import PackedRows, full_rows
+from tpu_embedding.rows.packed_rows import PackedRows, RowLayout, full_rows
 from tpu_embedding.rows.row_gradients import GradientRounds, RowGradients
 from tpu_embedding.types import PADDING_ROW_ID, RowRange, RowUpdates
-from tpu_embedding.update.lazy_update import (
-    is_slot,
-    lift_to_rows,
-    slots_of,
-    with_slots,
-)
+from tpu_embedding.update.lazy_update import RuleStep, slots_of, start_step
 from tpu_embedding.update.table_writer import TableWriter
-from tpu_embedding.update.tables_of_rows import tables_of_rows
 from tpu_embedding.update.totals import across_shards, find_totals, known_totals
 from tpu_embedding.xla import read_before_write, run_if
 
@@ -54,103 +47,104 @@ class KeptGradientState(NamedTuple):
     inner: Any
 
 
-def init_every_row(table: PackedRows, stack: TrainedStackPlan) -> Any:
-    """Returns the state for a stacked table. Per shard."""
+def init_kept_gradient(rule_state: Any, layout: RowLayout) -> KeptGradientState:
+    """Returns the state of a rule with a dense gradient of zeros. Per shard.
 
-    def rows_of(row_ids):
-        is_touched = jnp.zeros(row_ids.shape, bool)
-        return tables_of_rows(row_ids, is_touched, across_shards(stack), stack)
+    Args:
+      rule_state: state of the rule.
+      layout: layout of the table.
+    """
 
-    takes_totals = stack.optimizer.takes_totals
-    rule: Any = lift_to_rows(stack.optimizer, rows_of if takes_totals else None)
+    def zeros(row_shape: tuple[int, ...], dtype: Any) -> PackedRows:
+        row = jax.ShapeDtypeStruct(row_shape, dtype)
+        return full_rows(0, layout.slot_layout(row), dtype)
+
     return KeptGradientState(
-        gradient=_slot_of_zeros(table, table.layout.row_shape, jnp.float32),
-        touches=_slot_of_zeros(table, (), jnp.int32),
+        gradient=zeros(layout.row_shape, jnp.float32),
+        touches=zeros((), jnp.int32),
         step=jnp.zeros((), jnp.int32),
-        inner=rule.init(table),
+        inner=rule_state,
     )
 
 
-def _slot_of_zeros(
-    table: PackedRows, row_shape: tuple[int, ...], dtype: Any
-) -> PackedRows:
-    row = jax.ShapeDtypeStruct(row_shape, dtype)
-    return full_rows(0, table.layout.slot_layout(row), dtype)
-
-
-def apply_to_every_row(
+def update_kept_gradient(
     table: PackedRows,
     state: KeptGradientState,
     gradient: GradientRounds,
     writer: TableWriter,
-    rows: RowRange | None = None,
 ) -> tuple[PackedRows, KeptGradientState]:
     """Adds to the kept gradient, and runs the rule on every row when it is due.
 
     Per shard; in place where donated.
-
-    Args:
-      table: rows of this shard.
-      state: from `init_every_row`.
-      gradient: gradient of the step.
-      writer: writes the rows of the table.
-      rows: rows that move; None: all.
     """
-    collected, touches = gradient.fold(_collect, (state.gradient, state.touches))
-    leaves, tree = jax.tree.flatten(
-        (table, state.inner, collected, touches), is_leaf=is_slot
+    stack = writer.stack
+    step = start_step(stack.optimizer, state.inner, stack.dim)
+    kept = gradient.fold(_collect, [state.gradient, state.touches])
+    num_steps = stack.optimizer.gradient_steps
+    rows = None
+    if step.is_finite is not None:
+        end_row = jnp.where(step.is_finite, jnp.int32(PADDING_ROW_ID), 0)
+        rows = RowRange(jnp.int32(0), end_row)
+    sweep = _Sweep(
+        step=step,
+        writer=writer,
+        gradient_of=lambda _start, _size, kept: (kept[0] / num_steps, kept[1]),
+        rows=rows,
     )
-    sweep = _Sweep(tree=tree, writer=writer, rows=rows)
-    step = state.step + 1
-    num_steps = writer.stack.optimizer.gradient_steps
-    if num_steps == 1:
-        leaves = _run_on_all_rows(leaves, sweep)
-    else:
-        run = functools.partial(_run_on_all_rows, sweep=sweep)
-        leaves = run_if(step >= num_steps, run, leaves)
-    table, inner, collected, touches = tree.unflatten(leaves)
-    return table, KeptGradientState(
-        collected, touches, jnp.where(step >= num_steps, 0, step), inner
-    )
+
+    def run(carry: tuple[PackedRows, Any, list[PackedRows]]) -> Any:
+        table, inner, kept = carry
+        packed, new_values = _sweep_table([table, *slots_of(inner), *kept], sweep)
+        table, *slots = packed[:-2]
+        return table, step.new_state(slots, new_values), packed[-2:]
+
+    count, carry = state.step + 1, (table, state.inner, kept)
+    carry = run(carry) if num_steps == 1 else run_if(count >= num_steps, run, carry)
+    table, inner, (collected, touches) = carry
+    count = jnp.where(count >= num_steps, 0, count)
+    return table, KeptGradientState(collected, touches, count, inner)
 
 
 def _collect(
-    kept: tuple[PackedRows, PackedRows], gradients: RowGradients, rows: Any
-) -> tuple[PackedRows, PackedRows]:
+    kept: list[PackedRows], gradients: RowGradients, rows: RowRange | None
+) -> list[PackedRows]:
     """Adds the gradient of a round to the kept one, and counts the touches."""
     del rows
     gradient, touches = kept
     updates = gradients.as_row_updates()
     ones = jnp.ones(updates.row_ids.shape, jnp.int32)
-    return (
+    return [
         add_to_rows(gradient, updates.row_ids, updates.values),
         add_to_rows(touches, updates.row_ids, ones),
-    )
+    ]
 
 
-def apply_round_to_every_row(
-    table: PackedRows,
-    state: Any,
-    gradients: RowUpdates,
-    rows: RowRange | None,
-    writer: TableWriter,
+def update_every_row(
+    table: PackedRows, state: Any, gradient: GradientRounds, writer: TableWriter
 ) -> tuple[PackedRows, Any]:
-    """Runs a rule that keeps no gradient on every row that a round covers.
+    """Runs a rule that keeps no gradient on every row: those that a round covers.
 
     Per shard; in place where donated.
-
-    Args:
-      table: rows of this shard.
-      state: from `lift_to_rows(stack.optimizer).init`.
-      gradients: gradients of rows of the round.
-      rows: rows that the round covers; None: all.
-      writer: writes the rows of the table.
     """
-    leaves, tree = jax.tree.flatten((table, state), is_leaf=is_slot)
-    of_round = _sorted_gradients(gradients)
-    leaves, of_round = read_before_write((leaves, of_round))
-    sweep = _Sweep(tree=tree, writer=writer, of_round=of_round, rows=rows)
-    return tree.unflatten(_run_on_all_rows(leaves, sweep))
+    stack = writer.stack
+    step = start_step(stack.optimizer, state, stack.dim)
+
+    def apply_round(
+        packed: list[PackedRows], gradients: RowGradients, rows: RowRange | None
+    ) -> list[PackedRows]:
+        in_order = _sorted_gradients(gradients.as_row_updates())
+        packed, in_order = read_before_write((packed, in_order))
+        sweep = _Sweep(
+            step=step,
+            writer=writer,
+            gradient_of=lambda start, size, _: in_order.of_block(start, size),
+            rows=rows,
+        )
+        return _sweep_table(packed, sweep)[0]
+
+    gradient = step.only_if_finite(gradient)
+    table, *slots = gradient.fold(apply_round, [table, *slots_of(state)])
+    return table, step.new_state(slots, step.new_values)
 
 
 class _SortedGradients(NamedTuple):
@@ -205,93 +199,92 @@ class _Sweep:
     """A run of a rule over all rows of a shard. It exists while a step is traced.
 
     Attributes:
-      tree: structure of the table, the rule's state, and the kept gradient and touches,
-        if there are any.
+      step: the step of the rule.
       writer: writes the rows of the table.
-      of_round: gradients of a round; None: the kept gradient counts.
+      gradient_of: returns the gradient of a block `[size, dim]` and the touches of its
+        rows `[size]`, given its start and size, and its rows of the kept gradient.
       rows: rows that move; None: all.
     """
 
-    tree: Any
+    step: RuleStep
     writer: TableWriter
-    of_round: _SortedGradients | None = None
-    rows: RowRange | None = None
+    gradient_of: Callable[[Any, int, list[Array]], tuple[Array, Array]]
+    rows: RowRange | None
 
 
-def _run_on_all_rows(leaves: list[Any], sweep: _Sweep) -> list[Any]:
-    """Runs the rule block by block: the first block alone, the others in a loop."""
-    run = functools.partial(_run_on_block, sweep=sweep)
-    blocks = blocks_of([leaf.layout for leaf in leaves if is_slot(leaf)])
+def _sweep_table(
+    packed: list[PackedRows], sweep: _Sweep
+) -> tuple[list[PackedRows], list[Any]]:
+    """Runs the rule block by block: the first block alone, all later ones in a loop.
 
-    def fold_rest(fold, carry):
-        def fold_next(start, carry):
-            return fold(carry, functools.partial(run, leaves, (start, blocks.size)))
+    Args:
+      packed: the table, its slot variables, and the kept gradient and touches, if any.
+      sweep: what to run.
 
-        return blocks.loop(fold_next, carry)
-
+    Returns:
+      The same, with all rows new; and the new values of the rule.
+    """
+    blocks = blocks_of([array.layout for array in packed])
     totals: list[Array] = []
-    if sweep.writer.stack.optimizer.takes_totals:
+    if sweep.step.probed.takes_totals:
         totals = find_totals(
-            functools.partial(run, leaves, blocks.first),
-            fold_rest,
+            lambda block, all_reduce: _run_on_block(packed, block, all_reduce, sweep),
+            blocks.first,
+            lambda add_block, total: blocks.loop(
+                lambda start, total: add_block(total, (start, blocks.size)), total
+            ),
             across_shards(sweep.writer.stack),
         )
-    leaves, totals = read_before_write((leaves, totals))
-    # Values that belong to no row advance once; every block must see the old ones.
-    result = run(leaves, blocks.first, known_totals(totals))
+    packed, totals = read_before_write((packed, totals))
 
-    def run_next(start, slots):
-        current = with_slots(leaves, slots)
-        return slots_of(run(current, (start, blocks.size), known_totals(totals)))
+    def run(
+        packed: list[PackedRows], block: tuple[Any, int]
+    ) -> tuple[list[PackedRows], list[Any]]:
+        return _run_on_block(packed, block, known_totals(totals), sweep)
 
-    return with_slots(result, blocks.loop(run_next, slots_of(result)))
+    packed, new_values = run(packed, blocks.first)
+    packed = blocks.loop(
+        lambda start, packed: run(packed, (start, blocks.size))[0], packed
+    )
+    return packed, new_values
 
 
 def _run_on_block(
-    leaves: list[Any],
+    packed: list[PackedRows],
     block: tuple[Any, int],
     all_reduce: AllReduce,
     sweep: _Sweep,
-) -> list[Any]:
+) -> tuple[list[PackedRows], list[Any]]:
     """Runs the rule on rows `start` to `start + size`, and clears a kept gradient.
 
     Returns:
-      The leaves, with the new rows of this block.
+      The arrays, with the new rows of this block; and the new values of the rule.
     """
-    (start, size), writer = block, sweep.writer
-    optimizer = writer.stack.optimizer
-    old = [read_block(leaf, start, size) if is_slot(leaf) else leaf for leaf in leaves]
-    rows, inner, *kept = sweep.tree.unflatten(old)
-    if optimizer.sets_rows:
+    start, size = block
+    writer, num_slots = sweep.writer, len(sweep.step.probed.slots)
+    rows, *others = (read_block(array, start, size) for array in packed)
+    slots, kept = others[:num_slots], others[num_slots:]
+    if writer.stack.optimizer.sets_rows:
         rows = jnp.zeros_like(rows)
-    if sweep.of_round is not None:
-        gradient, touches = sweep.of_round.of_block(start, size)
-    else:
-        gradient, touches = kept
+    gradient, touches = sweep.gradient_of(start, size, kept)
     row_ids = start + jnp.arange(size, dtype=jnp.int32)
     known = writer.known_rows(row_ids, touches > 0, all_reduce)
     is_moved = known.is_used
     if sweep.rows is not None:
         is_moved &= (row_ids >= sweep.rows.first_row) & (row_ids < sweep.rows.end_row)
-    with table_rows_context(known):
-        updates, new_inner = optimizer.update(
-            gradient / optimizer.gradient_steps, inner, rows
-        )
+    updates, new_slots, new_values = sweep.step.run(gradient, rows, slots, known)
     updates = jnp.where(is_moved[:, None], updates, 0)
     new_rows = writer.stored_rows(row_ids, rows, updates)
-    # The leaves of the rule's state follow the table.
-    slots = map(is_slot, leaves[1:])
-    new_inner = jax.tree.map(
-        lambda old, new: _where(is_moved, new, old) if next(slots) else new,
-        inner,
-        new_inner,
-    )
-    cleared = [jnp.zeros_like(x) for x in kept]
-    new = read_before_write(sweep.tree.flatten_up_to((new_rows, new_inner, *cleared)))
-    return [
-        write_block(leaf, start, part) if is_slot(leaf) else part
-        for leaf, part in zip(leaves, new, strict=True)
+    moved = [
+        _where(is_moved, new, old) for new, old in zip(new_slots, slots, strict=True)
     ]
+    cleared = [jnp.zeros_like(x) for x in kept]
+    new, new_values = read_before_write(([new_rows, *moved, *cleared], new_values))
+    written = [
+        write_block(array, start, block)
+        for array, block in zip(packed, new, strict=True)
+    ]
+    return written, new_values
 
 
 def _where(condition: Array, new: Array, old: Array) -> Array:

@@ -1,12 +1,13 @@
 """Applies any row-local optax transformation to touched rows only.
 
 A rule is written, or taken from optax, as if the table were a dense `[rows, dim]`
-array. `lift_to_rows` gathers the touched rows of table and slot variables, runs the
-rule on them, and adds the differences back in place. So rules know nothing of row ids,
-shards, packing or rounds.
+array. A `RuleStep` gathers the touched rows of table and slot variables, runs the rule
+on them, and adds the differences back in place. So rules know nothing of row ids,
+shards, packing or rounds. Values that belong to no row are computed once per step.
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any, Final
 
@@ -14,10 +15,16 @@ import jax
 import jax.numpy as jnp
 import optax
 from jax.sharding import PartitionSpec
-from jaxtyping import Array, Int
+from jaxtyping import Array, Bool, Int
 
-from tpu_embedding.optimizers.probe import ProbedSlot, probe_rule
-from tpu_embedding.optimizers.row_optimizer import RowOptimizer
+from tpu_embedding.optimizers.probe import (
+    ProbedRule,
+    ProbedSlot,
+    probe_rule,
+    rates_are_finite,
+    split_rule,
+)
+from tpu_embedding.optimizers.row_optimizer import RowOptimizer, row_optimizer_of
 from tpu_embedding.optimizers.table_rows import TableRows, table_rows_context
 from tpu_embedding.plan.forms import Updates
 from tpu_embedding.plan.stack_plan import StackPlan
@@ -27,14 +34,22 @@ from tpu_embedding.rows.access import (
     replace_rows,
     row_differences,
 )
-from tpu_embedding.rows.packed_rows import PackedRows, full_rows, pack_rows, unpack_rows
+from tpu_embedding.rows.packed_rows import (
+    PackedRows,
+    RowLayout,
+    full_rows,
+    pack_rows,
+    unpack_rows,
+)
+from tpu_embedding.rows.row_gradients import GradientRounds
+from tpu_embedding.types import RowUpdates
 from tpu_embedding.xla import read_before_write
 
 RowsOf = Callable[[Int[Array, " rows"]], TableRows]
 """Returns the facts that a rule may ask about the rows with some ids."""
 
 _PADDING_ROWS: Final = 8
-"""Rows of a step on no row. One row would broadcast as the value of a table does."""
+"""Rows of padding for a rule with totals. A single row would broadcast as totals do."""
 
 
 def lift_to_rows(
@@ -51,8 +66,8 @@ def lift_to_rows(
     Args:
       optimizer: any row-local optax transformation, chained, scheduled or with
         `optax.inject_hyperparams`.
-      rows_of: answers rules that ask for totals over the rows of a table; None: such
-        a rule sees the given rows as one whole table.
+      rows_of: answers rules that ask for totals over the rows of a table; without it,
+        such a rule sees the given rows as one whole table.
       form: form of the update. In `"blocks"`, slots are read before one is written.
 
     Returns:
@@ -75,85 +90,226 @@ def lift_to_rows(
     """
 
     def init(params: Any) -> Any:
-        table: PackedRows = params
-        all_rows = jnp.arange(table.layout.num_rows, dtype=jnp.int32)
-        with table_rows_context(rows_of and rows_of(all_rows)):
-            state = optimizer.init(unpack_rows(table))
-        leaves, tree = jax.tree.flatten(state)
-        slots = probe_rule(optimizer, table.layout.dim).leaves
-        return tree.unflatten(
-            [
-                leaf if slot is None else _new_slot(leaf, slot, table)
-                for leaf, slot in zip(leaves, slots, strict=True)
-            ]
-        )
+        all_rows = jnp.arange(params.layout.num_rows, dtype=jnp.int32)
+        return init_rule(optimizer, params, rows_of and rows_of(all_rows))
 
     def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
         table: PackedRows = params
-        row_ids = updates.row_ids
-        leaves, tree = jax.tree.flatten(state, is_leaf=is_slot)
-        old = [gather_rows(x, row_ids) if is_slot(x) else x for x in leaves]
-        if form == "blocks":
-            old, leaves = read_before_write((old, leaves))
-        with table_rows_context(rows_of and rows_of(row_ids)):
-            values, new_state = optimizer.update(
-                updates.values, tree.unflatten(old), gather_rows(table, row_ids)
-            )
-        new = tree.flatten_up_to(new_state)
-        slots = probe_rule(optimizer, table.layout.dim).leaves
-        leaves = [
-            after
-            if slot is None
-            else move_rows(leaf, row_ids, before, after, slot.is_moved_by_adding)
-            for leaf, before, after, slot in zip(leaves, old, new, slots, strict=True)
-        ]
-        return dataclasses.replace(updates, values=values), tree.unflatten(leaves)
+        step = start_step(optimizer, state, table.layout.dim, form)
+        known = rows_of and rows_of(updates.row_ids)
+        values, slots, new_values = step.update_rows(
+            updates, table, slots_of(state), known
+        )
+        new_state = with_values(with_slots(state, slots), new_values)
+        return dataclasses.replace(updates, values=values), new_state
 
     return optax.GradientTransformation(init, update)
+
+
+def init_rule(
+    optimizer: optax.GradientTransformation | RowOptimizer,
+    table: PackedRows,
+    known: TableRows | None = None,
+) -> Any:
+    """Returns the state of a rule for a table. Per shard.
+
+    Args:
+      optimizer: see `lift_to_rows`.
+      table: rows of this shard.
+      known: facts about all of them, for a rule that asks for totals.
+    """
+    with table_rows_context(known):
+        leaves, tree = jax.tree.flatten(optimizer.init(unpack_rows(table)))
+    slots = probe_rule(optimizer, table.layout.dim).leaves
+    return tree.unflatten(
+        [
+            leaf if slot is None else _new_slot(leaf, slot, table)
+            for leaf, slot in zip(leaves, slots, strict=True)
+        ]
+    )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class RuleStep:
+    """One step of a rule. It exists while a step is traced.
+
+    What belongs to no row is computed before the rows, which may come in rounds. A rule
+    that asks for totals runs as a whole instead: its values depend on the totals, and
+    are the same for all rows of a step.
+
+    Attributes:
+      optimizer: the rule.
+      dim: columns of the table.
+      probed: what the probe of the rule has shown.
+      state: the state before the step.
+      hyperparameters: values that the rows need; empty for a rule with totals.
+      new_values: values of the state after the step; for a rule with totals, before it.
+      form: see `lift_to_rows`.
+    """
+
+    optimizer: RowOptimizer
+    dim: int
+    probed: ProbedRule
+    state: Any
+    hyperparameters: list[Any]
+    new_values: list[Any]
+    form: Updates = "whole"
+
+    @functools.cached_property
+    def is_finite(self) -> Bool[Array, ""] | None:
+        """False if a learning rate of the step is not; None if rates never change."""
+        values = values_of(self.state)
+        return rates_are_finite(self.optimizer, self.dim, values)
+
+    def only_if_finite(self, gradient: GradientRounds) -> GradientRounds:
+        """Returns a gradient; one of no row if a learning rate is not finite."""
+        return gradient if self.is_finite is None else gradient.only_if(self.is_finite)
+
+    def new_state(self, slots: Sequence[PackedRows], new_values: list[Any]) -> Any:
+        """Returns the state after the step.
+
+        A learning rate that is not finite makes totals NaN, and other values that
+        follow it. They stay as they were.
+        """
+        if self.is_finite is not None:
+            pairs = zip(new_values, values_of(self.state), strict=True)
+            new_values = [_finite(new, old, self.is_finite) for new, old in pairs]
+        return with_values(with_slots(self.state, slots), new_values)
+
+    def update_rows(
+        self,
+        gradient: RowUpdates,
+        table: PackedRows,
+        slots: Sequence[PackedRows],
+        known: TableRows | None = None,
+    ) -> tuple[Array, list[PackedRows], list[Any]]:
+        """Runs the rule on rows of a table, and moves their slot variables in place.
+
+        Args:
+          gradient: gradients of the rows.
+          table: rows of this shard, which stay.
+          slots: slot variables before the update.
+          known: facts about the rows, for a rule that asks for totals.
+
+        Returns:
+          The updates of the rows, the new slot variables, and the new values.
+        """
+        row_ids = gradient.row_ids
+        old = [gather_rows(slot, row_ids) for slot in slots]
+        if self.form == "blocks":
+            old, slots = read_before_write((old, slots))
+        rows = gather_rows(table, row_ids)
+        updates, new, new_values = self.run(gradient.values, rows, old, known)
+        moved = [
+            move_rows(slot, row_ids, before, after, probed.is_moved_by_adding)
+            for slot, before, after, probed in zip(
+                slots, old, new, self.probed.slots, strict=True
+            )
+        ]
+        return updates, moved, new_values
+
+    def run(
+        self,
+        gradient: Array,
+        rows: Array,
+        slots: Sequence[Array],
+        known: TableRows | None,
+    ) -> tuple[Array, list[Array], list[Any]]:
+        """Returns updates `[rows, dim]`, new slots and new values; see `update_rows`.
+
+        Args:
+          gradient: `[rows, dim]`.
+          rows: `[rows, dim]`.
+          slots: the rows of each slot variable.
+          known: facts about the rows; without it, all rows of a table are there.
+        """
+        if not self.probed.takes_totals:
+            is_touched = (
+                jnp.ones(len(rows), bool) if known is None else known.is_touched
+            )
+            split = split_rule(self.optimizer.transformation, self.dim, len(rows))
+            updates, new_slots = split.rows(
+                gradient, rows, is_touched, slots, self.hyperparameters
+            )
+            return updates, new_slots, self.new_values
+        state = with_slots(self.state, slots)
+        with table_rows_context(known):
+            updates, new_state = self.optimizer.update(gradient, state, rows)
+        tree = jax.tree.structure(self.state, is_leaf=is_slot)
+        new = zip(tree.flatten_up_to(new_state), self.probed.leaves, strict=True)
+        new_slots, new_values = [], []
+        for leaf, slot in new:
+            (new_values if slot is None else new_slots).append(leaf)
+        return updates, new_slots, new_values
+
+
+def start_step(
+    optimizer: optax.GradientTransformation | RowOptimizer,
+    state: Any,
+    dim: int,
+    form: Updates = "whole",
+) -> RuleStep:
+    """Starts a step of a rule: computes what belongs to no row.
+
+    Args:
+      optimizer: see `lift_to_rows`.
+      state: from `init_rule`.
+      dim: columns of the table.
+      form: see `lift_to_rows`.
+    """
+    probed = probe_rule(optimizer, dim)
+    hyperparameters, values = [], values_of(state)
+    if not probed.takes_totals:
+        hyperparameters, values = probed.split.values(values)
+    return RuleStep(
+        optimizer=row_optimizer_of(optimizer),
+        dim=dim,
+        probed=probed,
+        state=state,
+        hyperparameters=hyperparameters,
+        new_values=values,
+        form=form,
+    )
 
 
 def step_on_no_row(
     optimizer: optax.GradientTransformation | RowOptimizer,
     state: Any,
     dim: int,
-    table_sizes: Sequence[int] | None = None,
+    table_sizes: Sequence[int] = (),
 ) -> Any:
     """Returns the state after a step that touched no row: counts and such advance.
 
-    The rule runs on a few rows of padding, whose results are dropped. So no row of a
-    table or slot variable is read or written, and devices communicate nothing.
+    No row of a table or slot variable is read or written, and devices communicate
+    nothing.
 
     Args:
       optimizer: see `lift_to_rows`.
-      state: from `lift_to_rows(optimizer).init`. Slot variables may be shapes.
+      state: from `init_rule`. Slot variables may be shapes.
       dim: columns of the table.
-      table_sizes: rows of each table, of which the rule asks for totals; None: it
-        asks for none.
+      table_sizes: rows of each table, if the rule asks for totals over them. It runs on
+        rows of padding then, over which totals are zero.
     """
-    zeros = jnp.zeros((_PADDING_ROWS, dim), jnp.float32)
-    leaves, tree = jax.tree.flatten(state, is_leaf=is_slot)
-
-    def rows_of_padding(leaf: Any) -> Any:
-        if not is_slot(leaf):
-            return leaf
-        dtype = jnp.float32 if leaf.layout.narrow_dtype else leaf.lines.dtype
-        return jnp.zeros((_PADDING_ROWS, *leaf.layout.row_shape), dtype)
-
-    old = tree.unflatten(map(rows_of_padding, leaves))
-    known = None if table_sizes is None else _padding_rows(table_sizes)
-    with table_rows_context(known):
-        _, new_state = optimizer.update(zeros, old, zeros)
-    new = tree.flatten_up_to(new_state)
-    return tree.unflatten(
-        [
-            before if is_slot(before) else after
-            for before, after in zip(leaves, new, strict=True)
+    step = start_step(optimizer, state, dim)
+    new_values = step.new_values
+    if step.probed.takes_totals:
+        zeros = jnp.zeros((_PADDING_ROWS, dim), jnp.float32)
+        slots = [
+            jnp.zeros((_PADDING_ROWS, *slot.row.shape), slot.row.dtype)
+            for slot in step.probed.slots
         ]
-    )
+        _, _, new_values = step.run(zeros, zeros, slots, _padding_rows(table_sizes))
+    return with_values(state, new_values)
+
+
+def _finite(new: Array, old: Array, is_finite: Bool[Array, ""]) -> Array:
+    if not jnp.issubdtype(new.dtype, jnp.floating):
+        return new
+    return jnp.where(is_finite | jnp.isfinite(new), new, old)
 
 
 def _padding_rows(table_sizes: Sequence[int]) -> TableRows:
-    """Returns rows of which none belongs to a table; totals over them are zero."""
+    """Returns rows none of which belongs to a table; totals over them are zero."""
     no_row = jnp.zeros(_PADDING_ROWS, bool)
     return TableRows(
         table_sizes=jnp.asarray(table_sizes, jnp.float32),
@@ -174,7 +330,7 @@ def slots_of(state: Any) -> list[PackedRows]:
     return [x for x in jax.tree.leaves(state, is_leaf=is_slot) if is_slot(x)]
 
 
-def with_slots(state: Any, slots: list[PackedRows]) -> Any:
+def with_slots(state: Any, slots: Sequence[Any]) -> Any:
     """Returns the state with its slot variables replaced; counts and such stay."""
     remaining = iter(slots)
     return map_slots(lambda _: next(remaining), state)
@@ -199,12 +355,33 @@ def map_slots(function: Callable[..., Any], state: Any, *others: Any) -> Any:
 def state_specs(state: Any, stack: StackPlan) -> Any:
     """Returns the partition of each part of a stack's state.
 
-    Slot variables lie like the rows of their table; other values are replicated.
+    Slot variables are split like the rows of their table; other values are replicated.
     """
     return jax.tree.map(
         lambda leaf: stack.rows_spec if is_slot(leaf) else PartitionSpec(),
         state,
         is_leaf=is_slot,
+    )
+
+
+def abstract_rule_state(optimizer: RowOptimizer, layout: RowLayout) -> Any:
+    """Returns a state like those of `init_rule`, with shapes of rows as slot variables.
+
+    It has their structure, and costs no run of the rule.
+
+    Args:
+      optimizer: the rule.
+      layout: layout of the table.
+    """
+    probed = probe_rule(optimizer, layout.dim)
+    leaves, tree = jax.tree.flatten(probed.state)
+    return tree.unflatten(
+        [
+            leaf
+            if slot is None
+            else PackedRows(lines=slot.row, layout=layout.slot_layout(slot.row))
+            for leaf, slot in zip(leaves, probed.leaves, strict=True)
+        ]
     )
 
 

@@ -12,14 +12,13 @@ from typing import Any
 import jax
 from jaxtyping import Array, Float
 
-from tpu_embedding.optimizers.finite_rates import rates_are_finite
+from tpu_embedding.optimizers.probe import rates_are_finite
 from tpu_embedding.plan.stack_backend import rule_on_sparse_cores
 from tpu_embedding.plan.stack_plan import TrainedStackPlan
 from tpu_embedding.rows.packed_rows import PackedRows, rows_of_lines
 from tpu_embedding.sparse_core import operations
 from tpu_embedding.sparse_core.limits import SparseCoreIds
 from tpu_embedding.update.lazy_update import (
-    is_slot,
     slots_of,
     values_of,
     with_slots,
@@ -30,7 +29,6 @@ UpdateRows = Callable[[PackedRows, Any], tuple[PackedRows, Any]]
 """Maps table and state to new ones."""
 
 
-@jax.named_scope("update")
 def apply_on_sparse_cores(
     table: PackedRows,
     state: Any,
@@ -73,8 +71,7 @@ def apply_on_sparse_cores(
         return table, with_values(with_slots(state, slots), new_values)
 
     (may_run,) = ids.fits
-    leaves = jax.tree.leaves(state, is_leaf=is_slot)
-    is_finite = rates_are_finite(stack.optimizer, stack.dim, leaves)
+    is_finite = rates_are_finite(stack.optimizer, stack.dim, values_of(state))
     if is_finite is not None:
         may_run &= is_finite
     return jax.lax.cond(may_run, update_rows, otherwise, table, state)

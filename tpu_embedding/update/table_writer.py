@@ -31,7 +31,11 @@ from tpu_embedding.rows.access import (
 )
 from tpu_embedding.rows.narrow_rows import encode_rows, mix_bits, random_bits
 from tpu_embedding.rows.packed_rows import PackedRows, load_rows
-from tpu_embedding.update.tables_of_rows import rows_of_stack, tables_of_rows
+from tpu_embedding.update.tables_of_rows import (
+    rows_of_stack,
+    tables_of_rows,
+    used_table_sizes,
+)
 from tpu_embedding.xla import value_of_range
 
 
@@ -62,6 +66,12 @@ class TableWriter:
     stack: TrainedStackPlan
     step: Int[Array, ""] | None = None
     table_sizes: Float[Array, " tables"] | None = None
+
+    def closed(self, state: Any) -> Any:
+        """Returns the state of the stack after the step, given that of the rule."""
+        if self.step is None:
+            return state
+        return RoundedState(step=self.step + 1, inner=state)
 
     def known_rows(
         self,
@@ -142,6 +152,28 @@ class TableWriter:
         """Returns the values that rows of the table have after `add`."""
         stored = self.stored_rows(row_ids, old, updates)
         return load_rows(stored, self.stack.layout)
+
+
+def open_state(
+    state: Any,
+    stack: TrainedStackPlan,
+    used_rows: Int[Array, " tables"] | None = None,
+) -> tuple[TableWriter, Any]:
+    """Returns the writer of a step, and the state of the stack's rule. Per shard.
+
+    Args:
+      state: the optimizer's state of the stack.
+      stack: plan of the stack.
+      used_rows: rows of this shard that ids of dynamic tables have; None for tables
+        whose vocabulary is fixed.
+    """
+    is_rounded = isinstance(state, RoundedState)
+    writer = TableWriter(
+        stack=stack,
+        step=state.step if is_rounded else None,
+        table_sizes=None if used_rows is None else used_table_sizes(used_rows, stack),
+    )
+    return writer, state.inner if is_rounded else state
 
 
 def bits_of_rows(

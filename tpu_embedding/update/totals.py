@@ -21,11 +21,12 @@ _ACROSS_SHARDS: Final = {"sum": jax.lax.psum, "min": jax.lax.pmin}
 _ACROSS_PARTS: Final = {"sum": jnp.add, "min": jnp.minimum}
 
 
-RunPart = Callable[[AllReduce], Any]
+RunPart = Callable[[Any, AllReduce], Any]
 """Runs the rule on one part; the rule asks the given function for totals."""
 
-FoldParts = Callable[[Callable[[Any, RunPart], Any], Any], Any]
-"""Calls `carry = fold(carry, run_part)` for all parts but the first."""
+FoldParts = Callable[[Callable[..., Any], Any], Any]
+"""Calls `carry = fold(carry, part, ...)` for all parts but the first, given `fold` and
+`carry`."""
 
 
 class _Request(NamedTuple):
@@ -52,24 +53,25 @@ def across_shards(stack: StackPlan) -> AllReduce:
 
 
 def find_totals(
-    run_first: RunPart, fold_rest: FoldParts, all_reduce: AllReduce
+    run: RunPart, first_part: Any, fold_rest: FoldParts, all_reduce: AllReduce
 ) -> list[Array]:
     """Returns all totals that a rule asks for, in the order of its requests. Per shard.
 
     Args:
-      run_first: runs the rule on the first part.
-      fold_rest: folds over the other parts.
+      run: runs the rule on one part.
+      first_part: a round of a gradient, or a block of rows.
+      fold_rest: folds over all later parts.
       all_reduce: reduces a total over the shards.
     """
     known: list[Array] = []
-    while len(requests := _requests(run_first, known)) > len(known):
+    while len(requests := _requests(run, first_part, known)) > len(known):
         number = len(known)
         first, reduction = requests[number]
 
         def add(
-            total: Array, run_part: RunPart, number=number, reduction=reduction
+            total: Array, part: Any, *_: Any, number=number, reduction=reduction
         ) -> Array:
-            of_part = _requests(run_part, known)[number].of_part
+            of_part = _requests(run, part, known)[number].of_part
             return _ACROSS_PARTS[reduction](total, of_part)
 
         known.append(all_reduce(fold_rest(add, first), reduction))
@@ -82,7 +84,7 @@ def known_totals(known: list[Array]) -> AllReduce:
     return lambda totals, reduction: next(remaining)
 
 
-def _requests(run: RunPart, known: list[Array]) -> list[_Request]:
+def _requests(run: RunPart, part: Any, known: list[Array]) -> list[_Request]:
     """Runs the rule with the known totals, and returns its requests for totals."""
     requests: list[_Request] = []
 
@@ -91,5 +93,5 @@ def _requests(run: RunPart, known: list[Array]) -> list[_Request]:
         requests.append(_Request(of_part, reduction))
         return known[number] if number < len(known) else of_part
 
-    run(all_reduce)
+    run(part, all_reduce)
     return requests

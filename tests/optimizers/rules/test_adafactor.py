@@ -15,7 +15,12 @@ from tests.optimizers.rule_cases import (
     update,
 )
 from tests.tiers import quick_cases
-from tpu_embedding.optimizers.row_optimizer import RowOptimizer, row_optimizer_of
+from tpu_embedding.optimizers.row_optimizer import (
+    EveryRow,
+    RowOptimizer,
+    Touched,
+    row_optimizer_of,
+)
 from tpu_embedding.optimizers.rules.adafactor import adafactor
 
 RUNS = sorted(
@@ -153,16 +158,19 @@ def test_norm_of_occurrences_needs_touched_rows():
         ({}, {}),
         ({"mode": "exact"}, {}),
         ({"weight_decay": 0.1}, {}),
-        ({"mode": "exact", "weight_decay": 0.1}, {"rows": "every"}),
+        ({"mode": "exact", "weight_decay": 0.1}, {"driver": EveryRow()}),
         ({"use_ema": True}, {}),
-        ({"use_ema": True, "ema_overwrite_frequency": 3}, {"rows": "every"}),
+        ({"use_ema": True, "ema_overwrite_frequency": 3}, {"driver": EveryRow()}),
         ({"ema_overwrite_frequency": 3}, {}),
         (
             {"gradient_accumulation_steps": 2},
-            {"rows": "every", "gradient_steps": 2},
+            {"driver": EveryRow(gradient_steps=2)},
         ),
         ({"clipnorm": 1.0}, {}),
-        ({"clipnorm": 1.0, "clipnorm_of": "occurrences"}, {"duplicates": "norm"}),
+        (
+            {"clipnorm": 1.0, "clipnorm_of": "occurrences"},
+            {"driver": Touched(occurrence_norm=True)},
+        ),
         ({"clipnorm_of": "occurrences"}, {}),
         ({"global_clipnorm": 1.0}, {"takes_model_norm": True}),
     ],

@@ -21,7 +21,13 @@ from tpu_embedding.optimizers.checks import (
 )
 from tpu_embedding.optimizers.learning_rates import learning_rate_at
 from tpu_embedding.optimizers.options import takes_own_options
-from tpu_embedding.optimizers.row_optimizer import DeclaredRule, RowOptimizer
+from tpu_embedding.optimizers.row_optimizer import (
+    DeclaredRule,
+    Driver,
+    EveryRow,
+    RowOptimizer,
+    Touched,
+)
 from tpu_embedding.optimizers.rules._adafactor_moments import (
     AdafactorMode,
     Moments,
@@ -199,11 +205,12 @@ def adafactor(
     transformation = for_each_array(rule.init, rule.update)
     if global_clipnorm is not None:
         transformation = with_norm_of_arrays(transformation, steps)
+    driver: Driver = Touched(occurrence_norm=of_occurrences)
+    if rule.moves_every_row:
+        driver = EveryRow(gradient_steps=steps)
     row_optimizer = RowOptimizer(
         transformation=transformation,
-        rows="every" if rule.moves_every_row else "touched",
-        duplicates="norm" if of_occurrences else "sum",
-        gradient_steps=steps,
+        driver=driver,
         takes_model_norm=global_clipnorm is not None,
     )
     if steps == 1:

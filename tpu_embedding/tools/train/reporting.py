@@ -14,7 +14,7 @@ from typing import Any
 import jax
 
 from tpu_embedding import distributed
-from tpu_embedding.optimizers.slots import slot_row_shapes
+from tpu_embedding.optimizers.probe import probe_rule
 from tpu_embedding.plan.memory import array_sizes, format_bytes, format_table
 from tpu_embedding.plan.plan import EmbeddingPlan
 from tpu_embedding.plan.stack_plan import StackPlan
@@ -174,7 +174,9 @@ def _name_of_rule(stack: StackPlan) -> str:
     """Returns the name of the state that an optimizer keeps, as `Adagrad`."""
     if stack.optimizer is None:
         return "none"
-    state = slot_row_shapes(stack.optimizer, (stack.dim,))
+    probed = probe_rule(stack.optimizer, stack.dim)
+    slots = [None if slot is None else slot.row for slot in probed.leaves]
+    state = jax.tree.structure(probed.state).unflatten(slots)
     names = [
         type(part).__name__.removesuffix("State").removeprefix("ScaleBy")
         for part in jax.tree.leaves(state, is_leaf=_has_slots)

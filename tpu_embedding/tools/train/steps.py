@@ -17,7 +17,7 @@ from flax import nnx
 from jax.sharding import Mesh
 
 from tpu_embedding.functional.dynamic_ids import find_ids
-from tpu_embedding.functional.finite_rates import finite_rates
+from tpu_embedding.functional.steps import finite_rates
 from tpu_embedding.gradients import all_finite
 from tpu_embedding.metrics import Mean
 from tpu_embedding.nn.embedding import TPUEmbedding

@@ -1,0 +1,196 @@
+"""A rule in two halves: values of a step, and arithmetic on rows."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import tpu_embedding as te
+from tests.conftest import mesh_of
+from tpu_embedding.optimizers.probe import probe_rule, split_rule
+from tpu_embedding.optimizers.row_optimizer import row_optimizer_of
+from tpu_embedding.optimizers.rule_split import (
+    rows_dependence,
+    split_program,
+    trace_program,
+)
+
+DIM, NUM_ROWS = 4, 7
+SCHEDULE = optax.linear_schedule(0.1, 0.0, 100)
+
+RULES = {
+    "sgd": te.optimizers.sgd(0.1),
+    "adam": optax.adam(SCHEDULE),
+    "te adam": te.optimizers.adam(SCHEDULE, bias_correction=True),
+    "adagrad": te.optimizers.adagrad(0.1),
+    "ftrl": te.optimizers.ftrl(SCHEDULE, l1_regularization_strength=0.1),
+    "rowwise adagrad": te.optimizers.rowwise_adagrad(0.1),
+    "lamb": te.optimizers.lamb(0.1),
+    "inject": optax.inject_hyperparams(optax.adam)(0.1),
+    "chain": optax.chain(optax.clip(1.0), optax.adamw(SCHEDULE)),
+    "rmsprop": te.optimizers.rmsprop(0.1),
+    "radam": optax.radam(0.1),
+    "conditional": optax.conditionally_transform(
+        optax.scale_by_adam(), lambda step: step > 2, forward_extra_args=False
+    ),
+    "steps in a conditional": te.optimizers.every_row(
+        optax.MultiSteps(optax.adam(0.1), 3).gradient_transformation()
+    ),
+}
+CROSSING = {"sgd": 0, "adagrad": 0, "adam": 3, "radam": 4, "conditional": 2}
+"""Scalars that rows need: Adam's two bias corrections and its learning rate."""
+
+
+def arguments_of(rule, num_rows):
+    """Returns gradients and rows of normal numbers, and the state after two steps."""
+    gradient, rows = np.random.default_rng(0).normal(size=(2, num_rows, DIM))
+    gradient, rows = jnp.float32(gradient), jnp.float32(rows)
+    state = rule.init(rows)
+    for _ in range(2):
+        _, state = rule.update(gradient, state, rows)
+    return gradient, rows, state
+
+
+@pytest.mark.parametrize("name", RULES)
+def test_both_halves_compute_what_the_rule_does(name):
+    rule = row_optimizer_of(RULES[name]).transformation
+    probed, split = probe_rule(rule, DIM), split_rule(rule, DIM, NUM_ROWS)
+    gradient, rows, state = arguments_of(rule, NUM_ROWS)
+    leaves, tree = jax.tree.flatten(state)
+    is_slot = [slot is not None for slot in probed.leaves]
+    slots = [x for x, of_rows in zip(leaves, is_slot, strict=True) if of_rows]
+    scalars = [x for x, of_rows in zip(leaves, is_slot, strict=True) if not of_rows]
+    # The probe's own split has other rows, but the same values.
+    hyperparameters, new_scalars = probed.split.values(scalars)
+    is_touched = jnp.ones(NUM_ROWS, bool)
+    updates, new_slots = split.rows(gradient, rows, is_touched, slots, hyperparameters)
+    new = [iter(new_scalars), iter(new_slots)]
+    found = [updates, *(next(new[of_rows]) for of_rows in is_slot)]
+    expected, new_state = rule.update(gradient, state, rows)
+    expected = [expected, *tree.flatten_up_to(new_state)]
+    for one, other in zip(found, expected, strict=True):
+        np.testing.assert_array_equal(np.asarray(one), np.asarray(other))
+    assert all(jnp.shape(x) == () for x in hyperparameters)
+    assert split.num_hyperparameters == CROSSING.get(name, split.num_hyperparameters)
+
+
+DEPENDS = {
+    "norm": lambda g, count: (g, count + jnp.sum(g * g)),
+    "any": lambda g, count: (g, jnp.where(jnp.isnan(g).any(), count, count + 1)),
+    "condition": lambda g, count: (
+        g,
+        jax.lax.cond(jnp.sum(g) > 0, lambda x: x + 1, lambda x: x, count),
+    ),
+    "branch": lambda g, count: jax.lax.cond(
+        count > 3, lambda g, x: (g, x + jnp.sum(g)), lambda g, x: (-g, x), g, count
+    ),
+    "product with 0": lambda g, count: (g, count + 0 * jnp.sum(g)),
+}
+
+
+@pytest.mark.parametrize("name", DEPENDS)
+def test_a_scalar_that_depends_on_rows_is_rejected(name):
+    rule = optax.GradientTransformation(
+        lambda rows: jnp.zeros(()), lambda g, s, rows: DEPENDS[name](g, s)
+    )
+    with pytest.raises(te.optimizers.NotRowLocalError, match="belongs to no row"):
+        probe_rule(rule, DIM)
+
+
+def test_a_conditional_of_scalars_and_rows_is_in_both_halves():
+    def update(g, rows, is_touched, count, slot):
+        new, count = jax.lax.cond(
+            count > 3, lambda g, x: (g, x + 1), lambda g, x: (-g, x + 2), g, count
+        )
+        return new * count, count, slot + g
+
+    arrays = [jax.ShapeDtypeStruct((3, DIM), jnp.float32)] * 3
+    is_touched, count = jax.ShapeDtypeStruct((3,), bool), jnp.float32(1)
+    program, _ = trace_program(update, *arrays[:2], is_touched, count, arrays[2])
+    split = split_program(program, [False, True])
+    assert not split.scalars_depend_on_rows
+    hyperparameters, new = split.values([count])
+    assert [float(x) for x in new] == [3.0]
+    g = jnp.ones((3, DIM))
+    updates, _ = split.rows(g, g, jnp.ones(3, bool), [g], hyperparameters)
+    np.testing.assert_array_equal(updates, -3 * g)
+
+
+def test_calls_are_followed():
+    """A function that JAX traces once may be called with rows and with scalars."""
+    scaled = jax.jit(lambda x, y: x * y)
+
+    def update(g, count):
+        return scaled(g, g), scaled(count, count)
+
+    program, _ = trace_program(update, jnp.ones((2, 1)), jnp.ones((2, 1)))
+    assert [equation.name for equation in program.equations] == ["mul", "mul"]
+    depends = rows_dependence(program, [True, False])
+    assert [x in depends for x in program.outputs] == [True, False]
+
+
+def counting(rule):
+    """Returns a rule, and how often its functions were called."""
+    calls = {"init": 0, "update": 0}
+
+    def init(rows):
+        calls["init"] += 1
+        return rule.init(rows)
+
+    def update(gradient, state, rows=None):
+        calls["update"] += 1
+        return rule.update(gradient, state, rows)
+
+    return optax.GradientTransformation(init, update), calls
+
+
+def first_step(rule, num_ids=8):
+    """Makes a plan, slot variables and a step on one device."""
+    table = te.TableConfig(vocabulary_size=50, dim=DIM, name="t", optimizer=rule)
+    plan = te.make_plan(te.FeatureConfig(table=table), mesh_of(1))
+    tables = te.functional.init_tables(plan, jax.random.key(0))
+    slots = te.functional.init_slots(tables, plan)
+    result = te.functional.lookup(tables, np.arange(num_ids, dtype=np.int32), plan)
+    gradients = te.functional.compute_gradients(
+        result.routing, jnp.ones((num_ids, DIM)), plan
+    )
+    return te.functional.apply_gradients(tables, slots, gradients, plan)
+
+
+@pytest.mark.parametrize(
+    "wrap", [lambda x: x, te.optimizers.every_row], ids=["", "every"]
+)
+def test_a_rule_is_called_a_few_times_before_the_first_step_is_done(wrap):
+    rule, calls = counting(optax.adam(SCHEDULE))
+    first_step(wrap(rule))
+    assert calls == {"init": 3, "update": 2}
+
+
+DEPENDS_ON_NUMBER = {
+    "row count": lambda g: g / g.shape[0],
+    "parity": lambda g: g * 2 if g.shape[0] % 2 else g + 1,
+    "more than 128 rows": lambda g: g * 2 if g.shape[0] > 128 else g,
+}
+
+
+@pytest.mark.parametrize("name", DEPENDS_ON_NUMBER)
+def test_another_number_of_rows_must_not_change_a_rule(name):
+    """A plan does not try one; the step does, and `check_row_local`."""
+    rule = optax.stateless(lambda g, rows: DEPENDS_ON_NUMBER[name](g))
+    with pytest.raises(te.optimizers.NotRowLocalError, match="mixes rows"):
+        te.optimizers.check_row_local(rule, DIM)
+    for num_rows in (3, 129):
+        if name == "more than 128 rows" and num_rows > 128:
+            continue
+        with pytest.raises(te.optimizers.NotRowLocalError, match="mixes rows"):
+            split_rule(rule, DIM, num_rows)
+
+
+@pytest.mark.parametrize("num_rows", [1, 2, 1000])
+def test_positions_may_depend_on_the_number_of_rows(num_rows):
+    """An index is bounded by it; each row still depends on itself alone."""
+    rule = optax.stateless(
+        lambda g, rows: g * g[jnp.arange(g.shape[0]), jnp.argmax(rows, axis=1)][:, None]
+    )
+    assert split_rule(rule, DIM, num_rows).num_hyperparameters == 0

@@ -1,0 +1,372 @@
+"""Splits a traced optimizer rule into values of a step and arithmetic on rows.
+
+A rule maps gradient, rows and state to updates and a new state. What depends on no row,
+such as the step count and the learning rate of a schedule, is computed once per step:
+
+    hyperparameters, new_scalars = split.values(scalars)
+    updates, new_slots = split.rows(gradient, rows, is_touched, slots, hyperparameters)
+
+Both halves together compute what the rule computes, operation by operation. Arrays that
+depend on no row, such as a learning rate broadcast to all rows, are computed with the
+rows, so that only scalars cross from one half to the other.
+
+A `Program` is a jaxpr without calls. It is evaluated by JAX, by NumPy (see
+`numpy_evaluation`), or element by element (see `sparse_core/row_rule.py`).
+"""
+
+import dataclasses
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Final
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.extend.core import JaxprEqn, Literal
+
+_CALLS: Final = dict(
+    jit="jaxpr", custom_jvp_call="call_jaxpr", custom_vjp_call="call_jaxpr"
+)
+"""Operations that call a function, and the parameter that holds it."""
+
+_RESHAPING: Final = frozenset(
+    "broadcast_in_dim copy expand_dims iota reshape squeeze".split()
+)
+"""Operations of which a rule may need more or fewer for another number of rows."""
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Variable:
+    """An argument of a program, or the result of an equation.
+
+    Attributes:
+      aval: its shape and dtype.
+    """
+
+    aval: Any
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Constant:
+    """A value that is known when a rule is traced.
+
+    Attributes:
+      value: an array, of NumPy or of JAX.
+      aval: its shape and dtype.
+    """
+
+    value: Any
+    aval: Any
+
+
+Atom = Variable | Constant
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class Equation:
+    """An operation of a program.
+
+    Attributes:
+      traced: the operation and its parameters.
+      inputs: its operands.
+      outputs: its results.
+    """
+
+    traced: JaxprEqn
+    inputs: tuple[Atom, ...]
+    outputs: tuple[Variable, ...]
+
+    @property
+    def name(self) -> str:
+        """Name of the operation."""
+        return self.traced.primitive.name
+
+
+Compute = Callable[[Equation, Sequence[Any]], Sequence[Any]]
+"""Computes the results of an equation from its operands."""
+
+
+def compute_by_jax(equation: Equation, operands: Sequence[Any]) -> Sequence[Any]:
+    """Returns the results of an equation: arrays, or tracers within a trace."""
+    primitive = equation.traced.primitive
+    results = primitive.bind(
+        *operands, **primitive.get_bind_params(equation.traced.params)
+    )
+    return results if primitive.multiple_results else [results]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class Program:
+    """A traced function of arrays.
+
+    Attributes:
+      inputs: its arguments.
+      equations: its operations, in order.
+      outputs: its results.
+    """
+
+    inputs: tuple[Variable, ...]
+    equations: tuple[Equation, ...]
+    outputs: tuple[Atom, ...]
+
+    def evaluate(
+        self,
+        arguments: Sequence[Any],
+        compute: Compute = compute_by_jax,
+        constant: Callable[[Constant], Any] = lambda constant: constant.value,
+    ) -> list[Any]:
+        """Returns the results for some arguments.
+
+        Args:
+          arguments: one for each input, in the form that `compute` takes.
+          compute: computes one equation.
+          constant: returns a constant in the form that `compute` takes.
+        """
+        values: dict[Atom, Any] = dict(zip(self.inputs, arguments, strict=True))
+
+        def read(atom: Atom) -> Any:
+            return constant(atom) if isinstance(atom, Constant) else values[atom]
+
+        for equation in self.equations:
+            results = compute(equation, [read(atom) for atom in equation.inputs])
+            values.update(zip(equation.outputs, results, strict=True))
+        return [read(atom) for atom in self.outputs]
+
+    def needed_for(
+        self, outputs: Iterable[Atom], is_given: Callable[[Variable], bool]
+    ) -> tuple[list[Equation], list[Variable]]:
+        """Returns the equations that some values need, and what these start from.
+
+        Args:
+          outputs: the values.
+          is_given: True for a value that need not be computed; it is started from.
+        """
+        equations: list[Equation] = []
+        needed: set[Variable] = set()
+        given: set[Variable] = set()
+
+        def need(atoms: Iterable[Atom]) -> None:
+            for atom in atoms:
+                if isinstance(atom, Constant):
+                    continue
+                (given if is_given(atom) else needed).add(atom)
+
+        need(outputs)
+        for equation in reversed(self.equations):
+            if not needed.isdisjoint(equation.outputs):
+                equations.append(equation)
+                need(equation.inputs)
+        order = [*self.inputs, *(x for eqn in self.equations for x in eqn.outputs)]
+        return equations[::-1], [atom for atom in order if atom in given]
+
+    def operations(self) -> list[tuple[str, ...]]:
+        """Returns what programs for other numbers of rows have in common with this.
+
+        These are the names of the operations, and the floats among their operands.
+        """
+        return [
+            (equation.name, *map(_float_text, equation.inputs))
+            for equation in self.equations
+            if equation.name not in _RESHAPING
+        ]
+
+
+def _float_text(atom: Atom) -> str:
+    """Returns the value of a constant float as text, so that NaN equals NaN."""
+    if isinstance(atom, Variable) or atom.aval.shape != ():
+        return ""
+    is_float = jnp.issubdtype(atom.aval.dtype, jnp.floating)
+    return str(float(atom.value)) if is_float else ""
+
+
+def trace_program(function: Callable[..., Any], *examples: Any) -> tuple[Program, Any]:
+    """Traces a function of pytrees of arrays.
+
+    Args:
+      function: the function.
+      *examples: its arguments, or their shapes and dtypes.
+
+    Returns:
+      A program of the leaves of the arguments that returns the leaves of the result;
+      and the shapes and dtypes of the result.
+
+    Example:
+      >>> program, shape = trace_program(lambda x: 2 * x, jnp.ones(3))
+      >>> program.evaluate([jnp.arange(3.0)])[0].tolist(), shape.shape
+      ([0.0, 2.0, 4.0], (3,))
+    """
+    jaxpr, shapes = jax.make_jaxpr(function, return_shape=True)(*examples)
+    return program_of(jaxpr), shapes
+
+
+def program_of(closed_jaxpr: Any) -> Program:
+    """Returns a closed jaxpr as a program, with the functions that it calls inlined."""
+    equations: list[Equation] = []
+    inputs = tuple(Variable(x.aval) for x in closed_jaxpr.jaxpr.invars)
+    outputs = _inline(closed_jaxpr, inputs, equations)
+    return Program(inputs=inputs, equations=tuple(equations), outputs=tuple(outputs))
+
+
+def _inline(
+    closed_jaxpr: Any, inputs: Sequence[Atom], equations: list[Equation]
+) -> list[Atom]:
+    """Appends the equations of a jaxpr, and returns its results."""
+    jaxpr = closed_jaxpr.jaxpr
+    atoms: dict[Any, Atom] = dict(zip(jaxpr.invars, inputs, strict=True))
+    for variable, value in zip(jaxpr.constvars, closed_jaxpr.consts, strict=True):
+        atoms[variable] = Constant(value, variable.aval)
+
+    def read(atom: Any) -> Atom:
+        if isinstance(atom, Literal):
+            return Constant(np.asarray(atom.val, atom.aval.dtype), atom.aval)
+        return atoms[atom]
+
+    for traced in jaxpr.eqns:
+        operands = tuple(read(x) for x in traced.invars)
+        called = traced.params.get(_CALLS.get(traced.primitive.name, ""))
+        if called is not None:
+            results: Sequence[Atom] = _inline(called, operands, equations)
+        else:
+            results = tuple(Variable(x.aval) for x in traced.outvars)
+            equations.append(Equation(traced=traced, inputs=operands, outputs=results))
+        atoms.update(zip(traced.outvars, results, strict=True))
+    return [read(x) for x in jaxpr.outvars]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class SplitRule:
+    """A rule, traced for a number of rows, in two halves.
+
+    Attributes:
+      value_program: maps the scalars of the state, which belong to no row, to the
+        hyperparameters and the new scalars.
+      row_program: maps gradient, rows, `is_touched`, slot variables and hyperparameters
+        to updates and new slot variables.
+      num_hyperparameters: scalars that cross from the values to the rows.
+      scalars_depend_on_rows: True if a new scalar does. `values` is wrong then.
+    """
+
+    value_program: Program
+    row_program: Program
+    num_hyperparameters: int
+    scalars_depend_on_rows: bool
+
+    def values(self, scalars: Sequence[Any]) -> tuple[list[Any], list[Any]]:
+        """Returns the hyperparameters of a step, and the scalars after it."""
+        results = self.value_program.evaluate(scalars)
+        return results[: self.num_hyperparameters], results[self.num_hyperparameters :]
+
+    def rows(
+        self,
+        gradient: Any,
+        rows: Any,
+        is_touched: Any,
+        slots: Sequence[Any],
+        hyperparameters: Sequence[Any],
+    ) -> tuple[Any, list[Any]]:
+        """Returns the updates of rows, and their slot variables after the step."""
+        updates, *new_slots = self.row_program.evaluate(
+            [gradient, rows, is_touched, *slots, *hyperparameters]
+        )
+        return updates, new_slots
+
+    @property
+    def hyperparameters_change(self) -> bool:
+        """True if a hyperparameter depends on a scalar of the state."""
+        outputs = self.value_program.outputs[: self.num_hyperparameters]
+        inputs = set(self.value_program.inputs)
+        return bool(self.value_program.needed_for(outputs, inputs.__contains__)[1])
+
+    def has_operations_of(self, other: "SplitRule") -> bool:
+        """Returns True if a rule does the same for the rows of another split of it."""
+        return all(
+            first.operations() == second.operations()
+            for first, second in (
+                (self.value_program, other.value_program),
+                (self.row_program, other.row_program),
+            )
+        )
+
+
+def split_program(program: Program, is_slot: Sequence[bool]) -> SplitRule:
+    """Splits the program of a rule.
+
+    Args:
+      program: maps gradient, rows, `is_touched` and the leaves of the state to updates
+        and the new leaves.
+      is_slot: which leaves are slot variables.
+    """
+    depends = rows_dependence(program, [True, True, True, *is_slot])
+    arguments = list(zip(program.inputs[3:], is_slot, strict=True))
+    results = list(zip(program.outputs[1:], is_slot, strict=True))
+    scalars = tuple(atom for atom, of_rows in arguments if not of_rows)
+    slots = tuple(atom for atom, of_rows in arguments if of_rows)
+    new_scalars = [atom for atom, of_rows in results if not of_rows]
+    new_slots = [atom for atom, of_rows in results if of_rows]
+
+    row_arguments = {*program.inputs[:3], *slots}
+
+    def is_given(variable: Variable) -> bool:
+        is_scalar = variable.aval.shape == () and variable not in depends
+        return variable in row_arguments or variable in scalars or is_scalar
+
+    updates = program.outputs[0]
+    row_equations, given = program.needed_for([updates, *new_slots], is_given)
+    hyperparameters = tuple(x for x in given if x not in row_arguments)
+    # A conditional may compute both: scalars, and arrays of rows that are dropped.
+    value_equations, _ = program.needed_for(
+        [*hyperparameters, *new_scalars], lambda x: x in scalars or x in depends
+    )
+    return SplitRule(
+        value_program=Program(
+            inputs=scalars,
+            equations=tuple(_without_rows(x, depends) for x in value_equations),
+            outputs=tuple(
+                _zeros(atom) if atom in depends else atom
+                for atom in (*hyperparameters, *new_scalars)
+            ),
+        ),
+        row_program=Program(
+            inputs=(*program.inputs[:3], *slots, *hyperparameters),
+            equations=tuple(row_equations),
+            outputs=(updates, *new_slots),
+        ),
+        num_hyperparameters=len(hyperparameters),
+        scalars_depend_on_rows=any(atom in depends for atom in new_scalars),
+    )
+
+
+def rows_dependence(program: Program, is_by_row: Sequence[bool]) -> set[Atom]:
+    """Returns the values of a program that depend on rows.
+
+    Args:
+      program: the program.
+      is_by_row: which of its arguments belong to rows.
+    """
+    arguments = zip(program.inputs, is_by_row, strict=True)
+    depends: set[Atom] = {atom for atom, by_row in arguments if by_row}
+    for equation in program.equations:
+        operands = [atom in depends for atom in equation.inputs]
+        if not any(operands):
+            continue
+        by_row = [True] * len(equation.outputs)
+        if equation.name == "cond" and not operands[0]:
+            by_row = [False] * len(equation.outputs)
+            for branch in map(program_of, equation.traced.params["branches"]):
+                inner = rows_dependence(branch, operands[1:])
+                by_row = [
+                    before or atom in inner
+                    for before, atom in zip(by_row, branch.outputs, strict=True)
+                ]
+        pairs = zip(equation.outputs, by_row, strict=True)
+        depends |= {atom for atom, is_dependent in pairs if is_dependent}
+    return depends
+
+
+def _without_rows(equation: Equation, depends: set[Atom]) -> Equation:
+    """Returns an equation whose operands that depend on rows are zeros."""
+    inputs = tuple(_zeros(x) if x in depends else x for x in equation.inputs)
+    return dataclasses.replace(equation, inputs=inputs)
+
+
+def _zeros(atom: Atom) -> Constant:
+    return Constant(np.zeros(atom.aval.shape, atom.aval.dtype), atom.aval)
