@@ -12,8 +12,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
-from tpu_embedding.metrics import Ranks
 from tpu_embedding.recommenders.metric import float32_in_order
+from tpu_embedding.recommenders.ranking_metrics import Ranks
 
 DIFFERENCE_OF_NO_PAIR: Final = -0.5
 """Replaces `s_j - s_i` where two items are not a pair.
