@@ -6,6 +6,7 @@ modules need no branches. A figure without a public source is None.
 """
 
 import dataclasses
+import math
 from collections.abc import Mapping
 from typing import Final
 
@@ -68,6 +69,14 @@ class HardwareInfo:
     def cores_per_device(self) -> int:
         """SparseCores of one JAX device."""
         return self.num_sparse_cores // self.devices_per_chip
+
+    @property
+    def max_array_bytes(self) -> float:
+        """Bytes per array that a device is said to take; infinity without SparseCores.
+
+        See `MAX_SPARSE_CORE_BYTES`.
+        """
+        return MAX_SPARSE_CORE_BYTES if self.num_sparse_cores else math.inf
 
 
 # Capacities: the "System architecture" page of each generation in Google Cloud's TPU

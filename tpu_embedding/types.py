@@ -245,9 +245,9 @@ class LookupStats:
 
     Attributes:
       rounds: exchange rounds per stack, int32 scalars by stack name. More than 1 means
-        that some ids spilled to later rounds because of skew. 0 means that SparseCores
-        looked the rows up; in a stack of theirs, 1 or more means that the ids were
-        beyond the limits.
+        that some ids spilled to later rounds because of skew. 0 means that the
+        backend of the stack looked the rows up without an exchange. Where it can, 1 or
+        more means that the ids were beyond its limits.
       out_of_range: ids outside their table, int32 scalars by feature name. The ids were
         dropped or clipped, as `FeatureConfig.out_of_range_ids` says.
       num_ids: ids of the batch without padding and dropped ones, int32 scalars by stack

@@ -68,7 +68,7 @@ def test_a_table_that_is_dealt_to_sparse_cores_is_written_in_place(dim, share):
         optimizer=te.optimizers.adagrad(0.1),
         backend="sparse_core",
     )
-    assert plan.stacks[0].layout.cores == 2
+    assert plan.stacks[0].layout.banks == 2
     assert_bounded(plan, share=share)
 
 

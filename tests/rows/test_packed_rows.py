@@ -36,7 +36,7 @@ LAYOUTS |= {
 }
 LAYOUTS |= {
     f"dim{dim}-dealt": RowLayout(
-        num_rows=2 * NUM_ROWS, row_shape=(dim,), line_lanes=128, cores=2
+        num_rows=2 * NUM_ROWS, row_shape=(dim,), line_lanes=128, banks=2
     )
     for dim in DIMS
 }
@@ -126,7 +126,7 @@ def whole_lines(lines, layout):
 
 
 def test_rows_are_dealt_to_sparse_cores_in_turn():
-    layout = RowLayout(num_rows=12, row_shape=(4,), line_lanes=128, cores=3)
+    layout = RowLayout(num_rows=12, row_shape=(4,), line_lanes=128, banks=3)
     rows = np.arange(12)
     np.testing.assert_array_equal(
         layout.dealt(rows), [0, 4, 8, 1, 5, 9, 2, 6, 10, 3, 7, 11]
@@ -139,7 +139,7 @@ def test_rows_are_dealt_to_sparse_cores_in_turn():
     [(1, 8, 16, 1), (20, 32, 4, 1), (64, 64, 2, 1), (65, 128, 1, 1), (200, 256, 1, 2)],
 )
 def test_sizes_of_rows_for_sparse_cores(dim, row_lanes, rows_per_line, lines_per_row):
-    layout = RowLayout(num_rows=64, row_shape=(dim,), line_lanes=128, cores=2)
+    layout = RowLayout(num_rows=64, row_shape=(dim,), line_lanes=128, banks=2)
     assert layout.row_lanes == row_lanes
     assert layout.rows_per_line == rows_per_line
     assert layout.lines_per_row == lines_per_row

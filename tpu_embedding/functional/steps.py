@@ -38,11 +38,7 @@ from tpu_embedding.inputs.shard_inputs import (
     to_feature_input,
     to_shardable,
 )
-from tpu_embedding.lookup._backward import (
-    gradient_by_sample,
-    gradient_rounds,
-    stack_gradient,
-)
+from tpu_embedding.lookup._backward import gradient_rounds, stack_gradient
 from tpu_embedding.lookup._forward import StackRouting, read_stack, route_stack
 from tpu_embedding.optimizers.probe import rates_are_finite
 from tpu_embedding.optimizers.table_rows import model_gradient_context
@@ -61,7 +57,6 @@ from tpu_embedding.update.apply import (
 )
 from tpu_embedding.update.every_row import KeptGradientState
 from tpu_embedding.update.lazy_update import state_specs, values_of
-from tpu_embedding.update.sparse_cores import update_on_sparse_cores
 from tpu_embedding.update.table_writer import RoundedState, open_state
 
 
@@ -450,16 +445,11 @@ def _update_shard(
         if gradient is None:
             rounds = gradient_of_no_row(stack.dim)
             table, state = update(table, state, rounds, writer)
-        elif stack.backend.updates == "xla":
-            rounds = gradient_rounds(gradient, stack)
-            table, state = update(table, state, rounds, writer)
         else:
-            ids, of_samples = gradient_by_sample(gradient, stack)
-            table, state = update_on_sparse_cores(
+            table, state = stack.backend.update(
                 table,
                 state,
-                ids,
-                of_samples,
+                gradient,
                 lambda table, state: update(
                     table, state, gradient_rounds(gradient, stack), writer
                 ),

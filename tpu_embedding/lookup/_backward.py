@@ -16,15 +16,14 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from tpu_embedding.lookup._exchange import exchange
-from tpu_embedding.lookup._forward import StackRouting
+from tpu_embedding.lookup._forward import StackRouting, sent_ids
 from tpu_embedding.lookup._gradient_blocks import (
     IdBlocks,
     gradient_blocks,
     sorted_blocks,
 )
 from tpu_embedding.lookup._replicas import gather_from_replicas
-from tpu_embedding.lookup._rounds import Round, SentIds, fold_later_rounds, send_ids
-from tpu_embedding.lookup._sparse_cores import gradients_by_sample, ids_by_core
+from tpu_embedding.lookup._rounds import Round, SentIds, fold_later_rounds
 from tpu_embedding.lookup._sum_by_row import (
     ReadCotangents,
     cotangent_reader,
@@ -34,7 +33,6 @@ from tpu_embedding.lookup._sum_by_row import (
 from tpu_embedding.optimizers.row_optimizer import InSequence, Touched
 from tpu_embedding.plan.stack_plan import TrainedStackPlan
 from tpu_embedding.rows.row_gradients import GradientRounds, RowGradients, Sealed, seal
-from tpu_embedding.sparse_core.limits import SparseCoreIds
 from tpu_embedding.types import RowRange
 
 Carry = TypeVar("Carry")
@@ -51,7 +49,8 @@ class StackGradient:
       routing: the ids of the samples.
       cotangents: `[samples, dim]` per feature of the stack.
       blocks: the ids in blocks, where one CPU device owns all rows; else None.
-      first: the first round at the owners; None for blocks and for SparseCores.
+      first: the first round at the owners; None for blocks, and for backends that
+        replace the update.
     """
 
     routing: StackRouting
@@ -79,8 +78,8 @@ def stack_gradient(
     blocks, first = None, None
     if stack.updates == "blocks":
         blocks = sorted_blocks(routing.keys, stack.dim)
-    elif stack.backend.updates == "xla":
-        sent = _sent_ids(routing, stack)
+    elif not stack.backend.replaces_update:
+        sent = sent_ids(routing, stack)
         reader = cotangent_reader(cotangents, routing.poolings)
         first = _receive(sent.first, sent, reader, stack)
         routing = dataclasses.replace(routing, sent=sent)
@@ -115,11 +114,13 @@ def join_gradients(gradients: Sequence[Sealed], stack: TrainedStackPlan) -> Seal
         max_unique_ids = min(max_unique_ids, stack.num_rows)
     keys = jnp.concatenate([part.keys for part in parts])
     poolings = [pooling for part in parts for pooling in part.poolings]
-    on_sparse_cores = stack.backend.updates == "sparse_core"
+    backend_ids = None
+    if stack.backend.replaces_update:
+        backend_ids = stack.backend.prepare_ids(keys, poolings, stack)
     routing = StackRouting(
         keys=keys,
         sent=None,
-        by_core=ids_by_core(keys, poolings, stack) if on_sparse_cores else None,
+        backend_ids=backend_ids,
         poolings=poolings,
         out_of_range=[count for part in parts for count in part.out_of_range],
         max_unique_ids=max_unique_ids,
@@ -142,7 +143,7 @@ def gradient_rounds(gradient: Sealed, stack: TrainedStackPlan) -> GradientRounds
     reader = cotangent_reader(opened.cotangents, opened.routing.poolings)
     if opened.blocks is not None:
         return gradient_blocks(opened.blocks, reader, stack.layout)
-    sent, first = _sent_ids(opened.routing, stack), opened.first
+    sent, first = sent_ids(opened.routing, stack), opened.first
     if first is None:
         first = _receive(sent.first, sent, reader, stack)
     if sent.size.holds_all:
@@ -166,27 +167,6 @@ def gradient_rounds(gradient: Sealed, stack: TrainedStackPlan) -> GradientRounds
         first_rows=RowRange(jnp.int32(0), sent.first.end_row[0]),
         fold_later=fold_later,
     )
-
-
-def gradient_by_sample(
-    gradient: Sealed, stack: TrainedStackPlan
-) -> tuple[SparseCoreIds, Float[Array, "samples width"]]:
-    """Returns a gradient as SparseCores take it: ids, and gradients of samples.
-
-    Args:
-      gradient: from `stack_gradient`, or a sum, of a stack that SparseCores update.
-      stack: plan of the stack.
-    """
-    opened = gradient.open()
-    ids, poolings = opened.routing.by_core, opened.routing.poolings
-    return ids, gradients_by_sample(opened.cotangents, ids, poolings, stack)
-
-
-def _sent_ids(routing: StackRouting, stack: TrainedStackPlan) -> SentIds:
-    """Returns the ids at the owners of their rows, and sends them if need be."""
-    if routing.sent is not None:
-        return routing.sent
-    return send_ids(routing.keys, routing.max_unique_ids, stack)
 
 
 def _receive(

@@ -7,8 +7,8 @@ need no table; `read_stack` folds the others over the rounds.
 A device that owns all rows of a stack skips dedup, rounds and both exchanges: it pools
 rows straight from its table. Only a gradient then needs these stages, and runs them.
 
-SparseCores replace all stages behind flatten, see `_sparse_cores.py`. The stages then
-run for batches that are beyond a limit of the operations.
+The stack's backend may replace all stages behind flatten, see `plan/backend.py`. The
+stages then run for batches that it cannot look up.
 """
 
 import dataclasses
@@ -28,11 +28,10 @@ from tpu_embedding.lookup._flatten_to_owners import (
     max_unique_ids,
 )
 from tpu_embedding.lookup._rounds import Round, SentIds, fold_later_rounds, send_ids
-from tpu_embedding.lookup._sparse_cores import ids_by_core, look_up
+from tpu_embedding.plan.backend import Activations
 from tpu_embedding.plan.features import FeaturePlan
 from tpu_embedding.plan.stack_plan import StackPlan
 from tpu_embedding.rows.packed_rows import PackedRows
-from tpu_embedding.sparse_core.limits import SparseCoreIds
 from tpu_embedding.xla import read_before_write
 
 
@@ -44,8 +43,8 @@ class StackRouting:
     Attributes:
       keys: int32 `[ids]`, of all features; see `_flatten_to_owners.py`.
       sent: the ids at the owners of their rows; None if this device reads its own rows.
-        If SparseCores look rows up, the gradient adds it.
-      by_core: the ids by SparseCore; None: SparseCores do not look rows up.
+        If the backend replaces the lookup, the gradient adds it.
+      backend_ids: what the backend needs of the ids, from `Backend.prepare_ids`.
       poolings: per feature of the stack.
       out_of_range: int32 `[1]` per feature of the stack.
       max_unique_ids: upper bound on the unique ids of a shard.
@@ -53,7 +52,7 @@ class StackRouting:
 
     keys: Int[Array, " ids"]
     sent: SentIds | None
-    by_core: SparseCoreIds | None
+    backend_ids: Any
     poolings: list[PoolingSpec]
     out_of_range: list[Int[Array, "_"]]
     max_unique_ids: int = dataclasses.field(metadata={"static": True})
@@ -67,7 +66,7 @@ class StackLookup:
     Attributes:
       activations: float32 `[samples, dim]` per feature of the stack.
       routing: facts for the backward pass.
-      rounds: int32 `[1]`; 0 if SparseCores looked the rows up.
+      rounds: int32 `[1]`; 0 if the backend looked the rows up without an exchange.
       num_ids: int32 `[1]`, ids of the shard without padding; None if this device reads
         its own rows, which are then not counted.
       requested_rows: int32 `[1, num_shards]`, rows that the shard asks of each owner,
@@ -98,11 +97,10 @@ def route_stack(
     keys, poolings, out_of_range = flatten(inputs, features, stack)
     max_unique = max_unique_ids(inputs, features, stack)
     sent = send_ids(keys, max_unique, stack) if stack.sends_ids else None
-    on_sparse_cores = stack.backend.lookups == "sparse_core"
     return StackRouting(
         keys=keys,
         sent=sent,
-        by_core=ids_by_core(keys, poolings, stack) if on_sparse_cores else None,
+        backend_ids=stack.backend.prepare_ids(keys, poolings, stack),
         poolings=poolings,
         out_of_range=[count[None] for count in out_of_range],
         max_unique_ids=max_unique,
@@ -119,15 +117,17 @@ def read_stack(
       routing: routed ids of the stack.
       stack: plan of the stack.
     """
-    sent, poolings = routing.sent, routing.poolings
-    if routing.by_core is not None:
-        activations, rounds = _read_on_sparse_cores(table, routing, stack)
-    elif sent is None:
-        activations, rounds = _read_own_rows(table, routing, stack), jnp.int32(1)
-    else:
-        activations, rounds = _read_rounds(table, sent, poolings, stack)
+
+    def exchange(table: PackedRows) -> Activations:
+        if routing.sent is None and stack.num_shards == 1:
+            return _read_own_rows(table, routing, stack), jnp.int32(1)
+        return _read_rounds(table, sent_ids(routing, stack), routing.poolings, stack)
+
+    activations, rounds = stack.backend.look_up(
+        table, routing.backend_ids, routing.poolings, exchange, stack
+    )
     activations, routing = _order(activations, routing)
-    counts = {}
+    sent, counts = routing.sent, {}
     if sent is not None:
         counts["num_ids"] = sent.unique.first_positions[-1:]
         counts["requested_rows"] = jnp.diff(sent.unique.first_ranks)[None]
@@ -136,23 +136,11 @@ def read_stack(
     )
 
 
-def _read_on_sparse_cores(
-    table: PackedRows, routing: StackRouting, stack: StackPlan
-) -> tuple[list[Float[Array, "_ dim"]], Int[Array, ""]]:
-    """Looks rows up on SparseCores, or by the exchange if the ids are too many."""
-    ids, poolings = routing.by_core, routing.poolings
-    assert ids is not None
-
-    def look_up_rows(table: PackedRows) -> tuple[list[Array], Array]:
-        return look_up(table, ids, poolings, stack), jnp.int32(0)
-
-    def exchange_rows(table: PackedRows) -> tuple[list[Array], Array]:
-        if stack.num_shards == 1:
-            return _read_own_rows(table, routing, stack), jnp.int32(1)
-        sent = send_ids(routing.keys, routing.max_unique_ids, stack)
-        return _read_rounds(table, sent, poolings, stack)
-
-    return jax.lax.cond(ids.fits[0], look_up_rows, exchange_rows, table)
+def sent_ids(routing: StackRouting, stack: StackPlan) -> SentIds:
+    """Returns the ids at the owners of their rows, and sends them if need be."""
+    if routing.sent is not None:
+        return routing.sent
+    return send_ids(routing.keys, routing.max_unique_ids, stack)
 
 
 def _read_own_rows(
@@ -173,7 +161,7 @@ def _read_rounds(
     sent: SentIds,
     poolings: list[PoolingSpec],
     stack: StackPlan,
-) -> tuple[list[Float[Array, "_ dim"]], Int[Array, ""]]:
+) -> Activations:
     """Fetches and pools rows, round by round; also returns the number of rounds."""
 
     def read_round(current: Round) -> list[Array]:
@@ -196,12 +184,12 @@ def _order(
     """
     sent = routing.sent
     of_sent = None if sent is None else (sent.unique.order, sent.first)
-    needed: Any = routing.keys, routing.by_core, of_sent
-    activations, (keys, by_core, of_sent) = read_before_write((activations, needed))
+    needed: Any = routing.keys, routing.backend_ids, of_sent
+    activations, (keys, backend_ids, of_sent) = read_before_write((activations, needed))
     if sent is not None:
         order, first = of_sent
         unique = dataclasses.replace(sent.unique, order=order)
         sent = dataclasses.replace(sent, unique=unique, first=first)
     return activations, dataclasses.replace(
-        routing, keys=keys, by_core=by_core, sent=sent
+        routing, keys=keys, backend_ids=backend_ids, sent=sent
     )

@@ -11,7 +11,7 @@ depend on no row, such as a learning rate broadcast to all rows, are computed wi
 rows, so that only scalars cross from one half to the other.
 
 A `Program` is a jaxpr without calls. It is evaluated by JAX, by NumPy, which compiles
-nothing, or element by element (see `sparse_core/row_rule.py`).
+nothing, or element by element, by a backend.
 """
 
 import dataclasses

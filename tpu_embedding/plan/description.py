@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from tpu_embedding.hardware import GIBIBYTE, MAX_SPARSE_CORE_BYTES
+from tpu_embedding.hardware import GIBIBYTE
 from tpu_embedding.plan import memory
 from tpu_embedding.rows.packed_rows import LANE_BYTES
 
@@ -60,26 +60,15 @@ def _notes(stack: "StackPlan", plan: "EmbeddingPlan") -> Iterator[str]:
                 "initializer needs the whole shape; see te.initializers"
             )
     largest = max(memory.array_sizes(stack.layout, stack.slots, plan.hardware))
-    if plan.hardware.num_sparse_cores and largest > MAX_SPARSE_CORE_BYTES:
+    if largest > plan.hardware.max_array_bytes:
         yield (
             f"warning: the largest array of {stack.name} takes "
             f"{memory.format_bytes(largest)} per device, more than the "
-            f"{memory.format_bytes(MAX_SPARSE_CORE_BYTES)} that a SparseCore is said "
-            "to take; more devices make it smaller"
+            f"{memory.format_bytes(plan.hardware.max_array_bytes)} that "
+            f"{plan.hardware.name} is said to take; more devices make it smaller"
         )
-    if stack.backend.lookups == "sparse_core":
-        yield f"{stack.name}: SparseCores hold {_skew_held(stack, plan)}"
+    yield from (f"{stack.name}: {note}" for note in stack.backend.notes(plan.hardware))
     yield from stack.vocabulary.stacks.notes(stack, plan.hardware)
-
-
-def _skew_held(stack: "StackPlan", plan: "EmbeddingPlan") -> str:
-    """Returns the skew that the limits of the operations hold; see `choose_limits`."""
-    if stack.backend.max_ids is not None:
-        return f"{stack.backend.max_ids:,} ids from one SparseCore to another"
-    ids = "6 standard deviations above the mean of ids from one to another"
-    if plan.hardware.sends_rows_once:
-        return f"{ids}, and one more row that every sample asks for"
-    return f"{ids}, and 4 times as many ids of repeated rows"
 
 
 def _placement_rows(plan: "EmbeddingPlan") -> list[tuple[str, ...]]:

@@ -5,9 +5,9 @@ Both forms give the same numbers up to rounding. The stack's plan keeps the choi
 
 from typing import Literal
 
-from tpu_embedding.backends import BackendName
 from tpu_embedding.hardware import HardwareInfo
 from tpu_embedding.optimizers.row_optimizer import RowOptimizer, Touched
+from tpu_embedding.plan.backend import Backend
 
 Gathers = Literal["whole", "fused"]
 """The gathers that bring rows to samples:
@@ -36,7 +36,7 @@ def choose_updates(
     *,
     num_devices: int,
     capacity: int | None,
-    backend: BackendName = "xla",
+    backend: Backend,
 ) -> Updates:
     """Returns how gradients are summed and applied.
 
@@ -47,10 +47,10 @@ def choose_updates(
       optimizer: rule of the tables; None: they are not trained.
       num_devices: devices of the mesh.
       capacity: the user's limit of ids per round, or None.
-      backend: what looks the rows up.
+      backend: what looks the rows up; blocks need gathers and scatters.
     """
     is_one_cpu = hardware.name == "cpu" and num_devices == 1 and capacity is None
-    is_one_cpu &= backend == "xla"
+    is_one_cpu &= not backend.replaces_lookup
     takes_blocks = (
         optimizer is not None
         and optimizer.driver == Touched()

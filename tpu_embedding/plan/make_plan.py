@@ -1,13 +1,12 @@
 """Makes the plan from configuration, mesh and hardware, and refuses contradictions."""
 
 import itertools
-from typing import Any, Literal
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from tpu_embedding.backends import Backend, SparseCore, checked_backend
 from tpu_embedding.config import TableConfig
 from tpu_embedding.field_checks import is_int
 from tpu_embedding.hardware import HardwareInfo
@@ -16,7 +15,8 @@ from tpu_embedding.optimizers.probe import probe_rule
 from tpu_embedding.optimizers.row_optimizer import KeptGradient, TableOptimizer
 from tpu_embedding.placement import ChoosePlacement, Placement
 from tpu_embedding.plan import stacking
-from tpu_embedding.plan.capacity import LANES
+from tpu_embedding.plan.backend import Backend, BackendOptions
+from tpu_embedding.plan.backend_names import BackendName, backend_options
 from tpu_embedding.plan.features import flatten_config, plan_features
 from tpu_embedding.plan.forms import choose_gathers, choose_updates
 from tpu_embedding.plan.mesh_options import (
@@ -25,11 +25,6 @@ from tpu_embedding.plan.mesh_options import (
 )
 from tpu_embedding.plan.placing import place_tables
 from tpu_embedding.plan.plan import EmbeddingPlan
-from tpu_embedding.plan.stack_backend import (
-    StackBackend,
-    choose_backend,
-    rows_of_shard,
-)
 from tpu_embedding.plan.stack_plan import StackPlan, TablePlan, TrainedStackPlan
 from tpu_embedding.rows.narrow_rows import NARROW_DTYPES, NarrowDtype
 from tpu_embedding.rows.packed_rows import (
@@ -48,7 +43,7 @@ def make_plan(
     capacity: int | None = None,
     placement: Placement | ChoosePlacement | None = None,
     hardware: HardwareInfo | None = None,
-    backend: Backend = "xla",
+    backend: BackendName | BackendOptions = "xla",
 ) -> EmbeddingPlan:
     """Makes the plan of an embedding layer.
 
@@ -84,13 +79,13 @@ def make_plan(
     hardware = choose_hardware(hardware, mesh)
     _check_options(capacity, optimizer)
     capacity = None if capacity is None else int(capacity)
-    wanted = checked_backend(backend)
+    options = backend_options(backend)
     features, tree = flatten_config(feature_config)
     configs = list(features.values())
     tables = stacking.name_tables([config.table for config in configs], optimizer)
     placed = place_tables(tables, placement, mesh)
     stacks = tuple(
-        _plan_stack(f"stack_{i}", group, mesh, capacity, hardware, wanted)
+        _plan_stack(f"stack_{i}", group, mesh, capacity, hardware, options)
         for i, group in enumerate(stacking.stack_tables(placed))
     )
     return EmbeddingPlan(
@@ -121,11 +116,11 @@ def _plan_stack(
     mesh: Mesh,
     capacity: int | None,
     hardware: HardwareInfo,
-    wanted: Literal["xla"] | SparseCore,
+    options: BackendOptions,
 ) -> StackPlan:
     first = tables[0]
     num_rows = sum(table.num_rows for table in tables)
-    backend = choose_backend(wanted, first, num_rows, mesh, hardware)
+    backend = options.choose(first, num_rows, mesh, hardware)
     placed = _tables_of_stack(tables)
     facts: dict[str, Any] = dict(
         name=name,
@@ -143,7 +138,7 @@ def _plan_stack(
             first.optimizer,
             num_devices=mesh.size,
             capacity=capacity,
-            backend=backend.lookups,
+            backend=backend,
         ),
         backend=backend,
         hardware=hardware,
@@ -173,26 +168,27 @@ def _layout_of_stack(
     tables: tuple[TablePlan, ...],
     num_shards: int,
     hardware: HardwareInfo,
-    backend: StackBackend,
+    backend: Backend,
 ) -> RowLayout:
     """Returns the layout of a shard of tables that lie one after the other."""
     first, last = tables[0], tables[-1]
     num_rows = last.row_offset + last.num_rows
-    rows_per_shard = rows_of_shard(num_rows, num_shards, backend.cores)
-    if rows_per_shard * num_shards >= PADDING_ROW_ID:
+    ranges = tuple(TableRange(t.name, t.row_offset, t.num_rows) for t in tables)
+    layout = backend.arrange(
+        RowLayout(
+            num_rows=-(-num_rows // num_shards),
+            row_shape=(first.config.dim,),
+            line_lanes=hardware.line_lanes,
+            contents=StackContents(ranges, num_shards),
+            narrow_dtype=_narrow_dtype(first.config),
+        )
+    )
+    if layout.num_rows * num_shards >= PADDING_ROW_ID:
         raise ValueError(
             f"TableConfig.vocabulary_size of table {first.name!r} is "
             f"{num_rows}, too near 2**31 for {num_shards} shards; cut it in two."
         )
-    ranges = tuple(TableRange(t.name, t.row_offset, t.num_rows) for t in tables)
-    return RowLayout(
-        num_rows=rows_per_shard,
-        row_shape=(first.config.dim,),
-        line_lanes=hardware.line_lanes if backend.cores == 1 else LANES,
-        cores=backend.cores,
-        contents=StackContents(ranges, num_shards),
-        narrow_dtype=_narrow_dtype(first.config),
-    )
+    return layout
 
 
 def _narrow_dtype(config: TableConfig) -> NarrowDtype | None:

@@ -9,9 +9,9 @@ from tpu_embedding.config import QuantizationConfig, TableConfig
 from tpu_embedding.hardware import HardwareInfo
 from tpu_embedding.initializers import RowInitializer, row_initializer
 from tpu_embedding.optimizers.row_optimizer import RowOptimizer
+from tpu_embedding.plan.backend import Backend
 from tpu_embedding.plan.capacity import RoundSize, round_size
 from tpu_embedding.plan.forms import Gathers, Updates
-from tpu_embedding.plan.stack_backend import StackBackend
 from tpu_embedding.rows.packed_rows import RowLayout
 from tpu_embedding.vocabularies import Vocabulary
 
@@ -81,7 +81,7 @@ class StackPlan:
     capacity: int | None
     gathers: Gathers
     updates: Updates
-    backend: StackBackend
+    backend: Backend
     hardware: HardwareInfo
     optimizer: RowOptimizer | None
     slots: tuple[jax.ShapeDtypeStruct, ...]
@@ -129,11 +129,11 @@ class StackPlan:
     def sends_ids(self) -> bool:
         """True if a lookup sends ids to the owners of their rows, each row once.
 
-        False if each device reads its own rows straight from its table, or SparseCores
-        exchange rows.
+        False if each device reads its own rows straight from its table, or the backend
+        brings rows to samples.
         """
         reads_own_rows = self.num_shards == 1 and self.capacity is None
-        return not reads_own_rows and self.backend.lookups == "xla"
+        return not (reads_own_rows or self.backend.replaces_lookup)
 
     @property
     def keeps_duplicates(self) -> bool:

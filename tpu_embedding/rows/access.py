@@ -133,7 +133,7 @@ def replace_rows(
 ) -> PackedRows:
     """Replaces the values of rows by adding the difference, in place.
 
-    A TPU runs additions on SparseCore, and packed rows can only be added to.
+    A TPU offloads additions from its TensorCore, and packed rows can only be added to.
     `old + (new - old)` equals `new` up to rounding, unless a value drops by orders of
     magnitude, such as a slot after an outlier. In that case the remainder is added too.
     A value that no difference moves, such as NaN, is cleared first.

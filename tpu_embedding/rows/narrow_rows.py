@@ -1,6 +1,6 @@
 """Rows of fewer than 32 bits per element, stored in 32-bit words.
 
-A TPU moves and adds 32-bit words on SparseCore, and XLA stores arrays of 16-bit
+A TPU's gathers and scatters move and add 32-bit words, and XLA stores arrays of 16-bit
 elements in tiles that a gather of rows would copy. So narrow rows lie in int32 arrays:
 
     bfloat16    two rows share each lane: the lower bits belong to one row, the upper

@@ -4,7 +4,7 @@ A TPU stores a float32 `[rows, dim]` array with `dim` below 128 column by column
 then copies the whole table before each gather or scatter. Packing prevents the copy:
 `128 // dim` rows share one *line* of 128 lanes, and a longer row takes a multiple of
 128 lanes. On CPU and GPU a line is one row. Rows of a single value are in a flat array
-on every device, because a SparseCore reads and adds to single elements of one.
+on every device, because a TPU reads and adds to single elements of one.
 
 A line consists of *lane groups*: neighbouring lanes that hold a row, or two of 16 bits
 each per element. Code above this folder names logical rows. Only rules that treat each
@@ -40,14 +40,14 @@ def round_up(value: int, multiple: int) -> int:
     return -(-value // multiple) * multiple
 
 
-def sparse_core_lanes(dim: int) -> int:
-    """Returns the lanes of a row that SparseCores look up and update.
+def bank_lanes(dim: int) -> int:
+    """Returns the lanes of a row in a table whose rows are dealt to banks.
 
     The next of 8, 16, 32 and 64, or the next multiple of 128: rows of these widths lie
     in lines of 128 lanes as they lie in an array `[rows, lanes]` of a TPU.
 
     Example:
-      >>> [sparse_core_lanes(dim) for dim in (1, 20, 64, 65, 200)]
+      >>> [bank_lanes(dim) for dim in (1, 20, 64, 65, 200)]
       [8, 32, 64, 128, 256]
     """
     if dim > 64:
@@ -97,9 +97,9 @@ class RowLayout:
       contents: tables that the rows belong to; None: not those of whole tables.
       narrow_dtype: storage type of rows of which several elements share a 32-bit lane;
         None: a lane holds one element, of the array's dtype.
-      cores: SparseCores that the rows of the shard are dealt to, round-robin; each has
-        its rows in one range, see `dealt`. A row then takes 8, 16, 32 or 64 lanes, or
-        a multiple of 128, as the operations of SparseCores ask. 1: rows are not dealt.
+      banks: ranges that the rows of the shard are dealt to, round-robin; see `dealt`.
+        If there are several, a row takes 8, 16, 32 or 64 lanes, or a multiple of 128.
+      bank_name: what the banks are, for messages.
     """
 
     num_rows: int
@@ -107,7 +107,8 @@ class RowLayout:
     line_lanes: int | None = None
     contents: StackContents | None = None
     narrow_dtype: NarrowDtype | None = None
-    cores: int = 1
+    banks: int = 1
+    bank_name: str = "banks"
 
     @property
     def dim(self) -> int:
@@ -119,8 +120,8 @@ class RowLayout:
         """Lanes that a row takes, alone or together with other rows."""
         if self.narrow_dtype is not None:
             return lanes_per_row(self.narrow_dtype, self.dim)
-        if self.cores > 1 and self.row_shape:
-            return sparse_core_lanes(self.dim)
+        if self.banks > 1 and self.row_shape:
+            return bank_lanes(self.dim)
         return self.dim
 
     @property
@@ -162,12 +163,12 @@ class RowLayout:
 
     @property
     def lines_per_row(self) -> int:
-        """Lines that a row takes, one after the other; 1 except for SparseCores.
+        """Lines that a row takes, one after the other; 1 unless rows are dealt.
 
         A TPU stores a line of several times 128 lanes in pieces between those of other
-        lines. The operations of SparseCores take a row in one piece.
+        lines. Rows of banks are in one piece.
         """
-        if self.cores == 1 or self.line_lanes is None:
+        if self.banks == 1 or self.line_lanes is None:
             return 1
         return max(1, self.row_lanes // self.line_lanes)
 
@@ -199,27 +200,27 @@ class RowLayout:
         return self.num_lines, self.lanes
 
     @property
-    def rows_per_core(self) -> int:
-        """Rows in the range of each SparseCore, the last ones possibly unused."""
-        return self.num_rows // self.cores
+    def rows_per_bank(self) -> int:
+        """Rows in the range of each bank, the last ones possibly unused."""
+        return self.num_rows // self.banks
 
     def dealt(self, rows: Any) -> Any:
-        """Returns where the rows of the shard lie, once they are dealt to SparseCores.
+        """Returns where the rows of the shard lie, once they are dealt to banks.
 
-        Row `r` belongs to SparseCore `r % cores`. So hot neighbouring rows spread out.
+        Row `r` belongs to bank `r % banks`. So hot neighbouring rows spread out.
 
         Args:
           rows: integers, NumPy or JAX, or an int; numbers of rows before dealing.
         """
-        if self.cores == 1:
+        if self.banks == 1:
             return rows
-        return rows % self.cores * self.rows_per_core + rows // self.cores
+        return rows % self.banks * self.rows_per_bank + rows // self.banks
 
     def undealt(self, rows: Any) -> Any:
         """Returns the rows before dealing; the inverse of `dealt`."""
-        if self.cores == 1:
+        if self.banks == 1:
             return rows
-        return rows % self.rows_per_core * self.cores + rows // self.rows_per_core
+        return rows % self.rows_per_bank * self.banks + rows // self.rows_per_bank
 
     def slot_layout(self, row: jax.ShapeDtypeStruct) -> "RowLayout":
         """Returns the layout of a slot variable of the same rows.
@@ -242,7 +243,11 @@ class RowLayout:
         contents = self.contents or StackContents((), 1)
         return (
             f"{contents.num_shards} shards of {self.num_rows} rows",
-            *([f"rows dealt to {self.cores} SparseCores"] if self.cores > 1 else []),
+            *(
+                [f"rows dealt to {self.banks} {self.bank_name}"]
+                if self.banks > 1
+                else []
+            ),
             f"rows of {self.dtype_name} and shape {self.row_shape}",
             f"lines of shape {self.lines_shape}, {self.rows_per_line} rows in each",
             *(

@@ -211,7 +211,7 @@ def _fill_slabs(
 
     def fill_slab(slab_id: Any, rows: PackedRows) -> PackedRows:
         part = jnp.sum(end_slabs <= slab_id)
-        i = part // layout.cores
+        i = part // layout.banks
         offset, size = offsets[i], sizes[i]
         slab_of_part = slab_id - (end_slabs[part] - num_slabs[part])
         # The last slab of the shard overlaps the one before, with equal values.
@@ -231,7 +231,7 @@ def _first_rows(
 ) -> Int[Array, " parts"]:
     """Returns the first rows of a shard at or behind some rows of its stack.
 
-    The rows of a table on a shard are one range for each SparseCore.
+    The rows of a table on a shard are one range in each bank.
 
     Args:
       bounds: rows of the stack.
@@ -239,14 +239,14 @@ def _first_rows(
       stack: plan of the stack.
 
     Returns:
-      Rows of the shard, `cores` for each bound.
+      Rows of the shard, `banks` for each bound.
     """
-    cores = stack.layout.cores
-    num_parts = cores * stack.num_shards
-    core = jnp.arange(bounds.size * cores, dtype=jnp.int32) % cores
-    residues = core * stack.num_shards + shard
-    in_part = (jnp.repeat(bounds, cores) + (num_parts - 1 - residues)) // num_parts
-    return in_part + core * stack.layout.rows_per_core
+    banks = stack.layout.banks
+    num_parts = banks * stack.num_shards
+    bank = jnp.arange(bounds.size * banks, dtype=jnp.int32) % banks
+    residues = bank * stack.num_shards + shard
+    in_part = (jnp.repeat(bounds, banks) + (num_parts - 1 - residues)) // num_parts
+    return in_part + bank * stack.layout.rows_per_bank
 
 
 def _logical_values(

@@ -149,11 +149,11 @@ class LineExchange:
 
     @property
     def num_parts(self) -> int:
-        """Parts of a window: one per SparseCore that rows are dealt to, or per shard.
+        """Parts of a window: one per bank that rows are dealt to, or per shard.
 
-        Part `p` comes from range `p % cores` of shard `p // cores`.
+        Part `p` comes from range `p % banks` of shard `p // banks`.
         """
-        return self.num_shards * self.layout.cores
+        return self.num_shards * self.layout.banks
 
     @property
     def received_sharding(self) -> NamedSharding:
@@ -178,7 +178,7 @@ class LineExchange:
 
     def first_row(self, part: Any, start: Any) -> Any:
         """Returns the first local row of a part at or behind a row of the stack."""
-        return self._first_in_part(part, start) + self._first_of_core(part)
+        return self._first_in_part(part, start) + self._first_of_bank(part)
 
     def first_line(self, part: Any, start: Any) -> Any:
         """Returns the first line of a part of the range from `start` on."""
@@ -203,14 +203,14 @@ class LineExchange:
 
     def _residue(self, part: Any) -> Any:
         """Returns the remainder that the part's rows of the stack leave."""
-        cores = self.layout.cores
-        return part % cores * self.num_shards + part // cores
+        banks = self.layout.banks
+        return part % banks * self.num_shards + part // banks
 
     def _first_in_part(self, part: Any, start: Any) -> Any:
         return (start + (self.num_parts - 1 - self._residue(part))) // self.num_parts
 
-    def _first_of_core(self, part: Any) -> Any:
-        return part % self.layout.cores * self.layout.rows_per_core
+    def _first_of_bank(self, part: Any) -> Any:
+        return part % self.layout.banks * self.layout.rows_per_bank
 
 
 def line_exchange(
@@ -244,16 +244,16 @@ def read_lines(
     Returns:
       For each window, its parts of `part_lines` lines each.
     """
-    cores = exchange.layout.cores
-    size = cores * exchange.part_lines
+    banks = exchange.layout.banks
+    size = banks * exchange.part_lines
 
     def parts_of(lines: Array, start: Any) -> Array:
-        first_part = _index(exchange.stack.shard_axes) * cores
+        first_part = _index(exchange.stack.shard_axes) * banks
         parts = [
             jax.lax.dynamic_slice_in_dim(
                 lines, exchange.first_line(first_part + c, start), exchange.part_lines
             )
-            for c in range(cores)
+            for c in range(banks)
         ]
         return jnp.concatenate(parts)
 
@@ -300,13 +300,13 @@ def write_lines(
     size = exchange.part_lines
 
     def write(lines: Array, parts: Array, starts: Array, sizes: Array) -> Array:
-        cores = exchange.layout.cores
-        first_part = _index(exchange.stack.shard_axes) * cores
+        banks = exchange.layout.banks
+        first_part = _index(exchange.stack.shard_axes) * banks
         if len(starts) > 1:
             parts = _exchanged(parts, exchange)
 
         def write_part(i: Any, lines: Array) -> Array:
-            window, part = i // cores, first_part + i % cores
+            window, part = i // banks, first_part + i % banks
             line = exchange.first_line(part, starts[window])
             first_row = exchange.layout.row_of(line)
             begin, end = (
@@ -318,7 +318,7 @@ def write_lines(
             new = _merged(old, new, begin, end, exchange.layout)
             return jax.lax.dynamic_update_slice_in_dim(lines, new, line, axis=0)
 
-        return jax.lax.fori_loop(0, len(starts) * cores, write_part, lines)
+        return jax.lax.fori_loop(0, len(starts) * banks, write_part, lines)
 
     spec = exchange.stack.rows_spec
     return on_shards(

@@ -387,7 +387,7 @@ def _read_on_host(
         parts = []
         for part in range(exchange.num_parts):
             line = exchange.first_line(part, window.start)
-            lines = by_shard[part // exchange.layout.cores]
+            lines = by_shard[part // exchange.layout.banks]
             parts.append(taken(lines[line : line + exchange.part_lines]))
         yield list(_blocks_of_window(parts, window, exchange))
 

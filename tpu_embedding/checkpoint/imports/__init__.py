@@ -15,7 +15,7 @@ Formats:
     dynamicemb                  files of keys and values
     tensorflow                  checkpoints, read by TensorFlow
     orbax                       arrays of checkpoints by their paths
-    stacked                     rows of tables that SparseCore libraries stacked
+    stacked                     rows of tables that libraries for TPUs stacked
 """
 
 from tpu_embedding.checkpoint.imports.importing import (

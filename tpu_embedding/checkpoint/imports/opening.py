@@ -34,7 +34,7 @@ def open_tables(source: str | pathlib.Path | Mapping[str, Any]) -> TableSource:
         * an orbax checkpoint: directory of a CheckpointManager, whose latest step is
           read, of a step, or of an item. Tables have the paths of their arrays.
 
-        See `open_stacked_tables` for tables that were trained on SparseCores.
+        See `open_stacked_tables` for tables that were saved in stacks.
 
     Returns:
       The tables; `print` shows them, `import_tables` writes them to a model.

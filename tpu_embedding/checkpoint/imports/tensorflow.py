@@ -1,8 +1,8 @@
 """Finds the tables in TensorFlow checkpoints of TPUEmbedding and of the layer of TFRS.
 
 Keys of a checkpoint are paths of Python objects: `model/emb/_tpu_embedding/movie`. A
-table is the variable of its name, and so is a stack of tables on chips with
-SparseCores. Slot variables of TensorFlow are siblings, such as `movie/accumulators`;
+table is the variable of its name, and so is a stack of tables on newer
+TPUs. Slot variables of TensorFlow are siblings, such as `movie/accumulators`;
 those of Keras optimizers, which TFRS uses, hang below the variable.
 `tf.train.load_checkpoint` reads all of them.
 """

@@ -198,7 +198,7 @@ def adagrad_momentum(
     0. So the first step of a row is about `learning_rate * sign(g)`.
 
     Source: `tf.tpu.experimental.embedding.AdagradMomentum`, with the formula of its
-    SparseCore operation.
+    TPU operation.
 
     The momentum decays only in steps that look its row up. optax has no such optimizer.
 

@@ -22,7 +22,7 @@ from tpu_embedding.hardware import HardwareInfo
 from tpu_embedding.plan import memory
 from tpu_embedding.plan.plan import EmbeddingPlan
 from tpu_embedding.plan.stack_plan import StackPlan
-from tpu_embedding.rows.packed_rows import LANE_BYTES, sparse_core_lanes
+from tpu_embedding.rows.packed_rows import LANE_BYTES, bank_lanes
 from tpu_embedding.types import ids_of
 
 
@@ -153,7 +153,7 @@ def model_traffic(
       >>> round(traffic.sparse_core / traffic.minimum, 2)
       1.09
     """
-    row, width = LANE_BYTES * stack.dim, LANE_BYTES * sparse_core_lanes(stack.dim)
+    row, width = LANE_BYTES * stack.dim, LANE_BYTES * bank_lanes(stack.dim)
     id_bytes = 4 * num_ids
     num_arrays = 1 + len(stack.slots)
     samples = 2 * num_samples  # Activations are written, cotangents are read.

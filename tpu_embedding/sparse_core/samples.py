@@ -1,10 +1,8 @@
-"""The lookup and the gradient of one stack on SparseCores. Per shard.
+"""The samples of a stack, dealt to SparseCores and back. Per shard.
 
-XLA's embedding operations replace the stages from dedup to combine: they fetch rows,
-exchange and pool them. They take ids sorted by the SparseCore of the sample and that of
-the row, and at most some ids of each pair. `SparseCoreIds.fits` says, equally on all
-devices, whether this batch keeps within that limit. If it does not, the stages of
-`_forward.py` and `_backward.py` run on the same rows.
+XLA's embedding operations take ids sorted by the SparseCore of the sample and the one
+of the row, and at most some ids of each pair. `SparseCoreIds.fits` says, equally on all
+devices, whether this batch keeps within that limit.
 
 The samples of each feature are dealt to the SparseCores of their device in equal parts,
 so each looks up its share of every feature.
@@ -21,8 +19,7 @@ from tpu_embedding.lookup._combine import samples_of, scale_samples
 from tpu_embedding.lookup._flatten_to_owners import PoolingSpec
 from tpu_embedding.lookup._sum_by_row import gain_of_each_id
 from tpu_embedding.plan.stack_plan import StackPlan
-from tpu_embedding.rows.packed_rows import PackedRows, round_up, rows_of_lines
-from tpu_embedding.sparse_core import operations
+from tpu_embedding.rows.packed_rows import RowLayout, round_up
 from tpu_embedding.sparse_core.limits import (
     Limits,
     OperationSizes,
@@ -48,6 +45,9 @@ def ids_by_core(
     keys: Int[Array, " ids"],
     poolings: Sequence[PoolingSpec],
     stack: StackPlan,
+    *,
+    cores: int,
+    max_ids: int | None,
 ) -> SparseCoreIds:
     """Sorts ids by SparseCore, and checks the limits on all devices. Per shard.
 
@@ -55,15 +55,17 @@ def ids_by_core(
       keys: keys of all features; see `_flatten_to_owners.py`.
       poolings: the features of the stack.
       stack: plan of the stack.
+      cores: SparseCores per device.
+      max_ids: the user's limit; None: as the batch needs.
     """
-    cores, layout = stack.backend.cores, stack.layout
+    layout = stack.layout
     owner, row = jnp.divmod(keys, stack.rows_per_shard)
-    core, row = jnp.divmod(row, layout.rows_per_core)
+    core, row = jnp.divmod(row, layout.rows_per_bank)
     partitions = jnp.where(keys == PADDING_ROW_ID, keys, owner * cores + core)
     gains = gain_of_each_id(poolings)
     sizes = OperationSizes(
         num_samples=cores * _samples_per_core(poolings, cores),
-        limits=_limits_of(poolings, stack),
+        limits=_limits_of(poolings, stack, cores, max_ids),
         cores=cores,
         axes=stack.shard_axes,
     )
@@ -74,7 +76,7 @@ def ids_by_core(
         jnp.ones(keys.shape, jnp.float32) if gains is None else gains,
         num_samples=sizes.num_samples,
         cores=cores,
-        rows_per_partition=layout.rows_per_core,
+        rows_per_partition=layout.rows_per_bank,
         devices=stack.num_shards,
         room=sizes.limits.room,
     )
@@ -84,55 +86,53 @@ def ids_by_core(
     return SparseCoreIds(ids=ids, fits=fits[None], sizes=sizes)
 
 
-def look_up(
-    table: PackedRows,
-    ids: SparseCoreIds,
+def by_feature(
+    sums: Float[Array, "samples width"],
+    cores: int,
     poolings: Sequence[PoolingSpec],
-    stack: StackPlan,
+    dim: int,
 ) -> list[Float[Array, "_ dim"]]:
-    """Returns the activations of each feature. Per shard; for a batch that fits."""
-    cores = stack.backend.cores
-    rows = rows_of_lines(table.lines, table.layout)
-    sums = operations.lookup(ids.ids, rows, ids.sizes)
-    by_core = sums.reshape(cores, -1, sums.shape[1])[:, :, : stack.dim]
+    """Returns the activations of each feature, given the sums of all samples."""
+    sums = sums.reshape(cores, -1, sums.shape[1])[:, :, :dim]
     result, first = [], 0
     for pooling in poolings:
         size = -(-pooling.num_samples // cores)
-        of_feature = by_core[:, first : first + size].reshape(-1, stack.dim)
+        of_feature = sums[:, first : first + size].reshape(-1, dim)
         result.append(of_feature[: pooling.num_samples])
         first += size
     return samples_of(result, poolings)
 
 
-def gradients_by_sample(
+def by_core(
     cotangents: Sequence[Float[Array, "_ dim"]],
-    ids: SparseCoreIds,
+    sizes: OperationSizes,
     poolings: Sequence[PoolingSpec],
-    stack: StackPlan,
+    layout: RowLayout,
 ) -> Float[Array, "samples width"]:
-    """Returns the cotangents in the order of SparseCores' samples. Per shard."""
-    cores = stack.backend.cores
-    parts = []
-    for x in scale_samples(cotangents, poolings):
-        padded = jnp.pad(x, ((0, -x.shape[0] % cores), (0, 0)))
-        parts.append(padded.reshape(cores, -1, stack.dim))
-    by_core = jnp.concatenate(parts, axis=1)
-    missing = ids.sizes.num_samples // cores - by_core.shape[1]
-    unused = stack.layout.row_lanes - stack.dim
-    by_core = jnp.pad(by_core, ((0, 0), (0, missing), (0, unused)))
-    return by_core.reshape(ids.sizes.num_samples, -1)
+    """Returns the cotangents of features in the order of SparseCores' samples."""
+    cores, dealt = sizes.cores, []
+    for cotangent in scale_samples(cotangents, poolings):
+        missing = -cotangent.shape[0] % cores
+        cotangent = jnp.pad(cotangent, ((0, missing), (0, 0)))
+        dealt.append(cotangent.reshape(cores, -1, layout.dim))
+    gradients = jnp.concatenate(dealt, axis=1)
+    missing = sizes.num_samples // cores - gradients.shape[1]
+    unused = layout.row_lanes - layout.dim
+    gradients = jnp.pad(gradients, ((0, 0), (0, missing), (0, unused)))
+    return gradients.reshape(sizes.num_samples, -1)
 
 
-def _limits_of(poolings: Sequence[PoolingSpec], stack: StackPlan) -> Limits:
+def _limits_of(
+    poolings: Sequence[PoolingSpec], stack: StackPlan, cores: int, max_ids: int | None
+) -> Limits:
     """Returns the limits of the operations, or those that the user gives."""
-    cores = stack.backend.cores
     return choose_limits(
         sum(_max_ids_of_core(pooling, cores) for pooling in poolings),
         num_samples=_samples_per_core(poolings, cores),
         num_partitions=cores * stack.num_shards,
         memory_bytes=stack.hardware.subcore_memory_bytes or _EMULATED_BYTES,
         sends_rows_once=stack.hardware.sends_rows_once,
-        max_ids=stack.backend.max_ids,
+        max_ids=max_ids,
     )
 
 

@@ -1,0 +1,154 @@
+"""The seam of backends: what looks rows up and updates them on a device.
+
+A backend changes speed, never results. `make_plan(backend=...)` asks for one, and the
+plan has one per stack. `Backend` itself is XLA's gathers and scatters: the exchange of
+`lookup/` and the drivers of `update/`. A subclass replaces its methods. They get the
+exchange or the driver as a function, `otherwise`, to call in steps that the backend
+cannot run, as in `jax.lax.cond(fits, look_up, otherwise, table)`.
+
+The core calls these methods only, and imports no other backend.
+"""
+
+import abc
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+from jax.sharding import Mesh
+from jaxtyping import Array, Float, Int
+
+from tpu_embedding.hardware import HardwareInfo
+from tpu_embedding.rows.packed_rows import PackedRows, RowLayout
+
+if TYPE_CHECKING:
+    from tpu_embedding.lookup._flatten_to_owners import PoolingSpec
+    from tpu_embedding.plan.stack_plan import StackPlan, TrainedStackPlan
+    from tpu_embedding.plan.stacking import NamedTable
+    from tpu_embedding.rows.row_gradients import Sealed
+
+Activations = tuple[list[Float[Array, "_ dim"]], Int[Array, ""]]
+"""The activations of each feature of a stack, and the rounds of the exchange."""
+
+ReadRows = Callable[[PackedRows], Activations]
+"""Looks up the rows of a batch in a table."""
+
+UpdateRows = Callable[[PackedRows, Any], tuple[PackedRows, Any]]
+"""Maps table and state of the rule to new ones."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Backend:
+    """Looks up and updates the rows of a stack; this one by gathers and scatters.
+
+    Backends are part of the plan, so they are hashable and printable. All methods but
+    `arrange` and `notes` are traced, per shard.
+
+    Attributes:
+      lookups: name of what looks rows up, `"xla"` for the exchange.
+      updates: name of what updates rows, `"xla"` for the drivers.
+      reason: why the plan chose them.
+    """
+
+    lookups: str = "xla"
+    updates: str = "xla"
+    reason: str = dataclasses.field(default="", compare=False)
+
+    @property
+    def replaces_lookup(self) -> bool:
+        """True if the exchange only runs in steps that the backend cannot run."""
+        return self.lookups != "xla"
+
+    @property
+    def replaces_update(self) -> bool:
+        """True if the drivers only run in steps that the backend cannot run."""
+        return self.updates != "xla"
+
+    def arrange(self, layout: RowLayout) -> RowLayout:
+        """Returns the layout of a shard, given the one of gathers and scatters."""
+        return layout
+
+    def notes(self, hardware: HardwareInfo) -> tuple[str, ...]:
+        """Returns what `print(plan)` says about the stack, a line each."""
+        return ()
+
+    def prepare_ids(
+        self,
+        keys: Int[Array, " ids"],
+        poolings: Sequence["PoolingSpec"],
+        stack: "StackPlan",
+    ) -> Any:
+        """Returns what lookup and update need of the ids: a pytree, without any table.
+
+        Args:
+          keys: keys of all features; see `lookup/_flatten_to_owners.py`.
+          poolings: the features of the stack.
+          stack: plan of the stack.
+        """
+        return None
+
+    def look_up(
+        self,
+        table: PackedRows,
+        ids: Any,
+        poolings: Sequence["PoolingSpec"],
+        otherwise: ReadRows,
+        stack: "StackPlan",
+    ) -> Activations:
+        """Returns activations, and the rounds: 0 if the exchange did not run.
+
+        Args:
+          table: this shard's rows.
+          ids: from `prepare_ids`.
+          poolings: the features of the stack.
+          otherwise: the exchange.
+          stack: plan of the stack.
+        """
+        return otherwise(table)
+
+    def update(
+        self,
+        table: PackedRows,
+        state: Any,
+        gradient: "Sealed",
+        otherwise: UpdateRows,
+        stack: "TrainedStackPlan",
+    ) -> tuple[PackedRows, Any]:
+        """Returns the new table and state of the rule; in place where donated.
+
+        Args:
+          table: this shard's rows.
+          state: state of the rule.
+          gradient: a `StackGradient`, see `lookup/_backward.py`. If the backend
+            replaces the update, its routing has `backend_ids`.
+          otherwise: the update by the rule's driver.
+          stack: plan of the stack.
+        """
+        return otherwise(table, state)
+
+
+class BackendOptions(abc.ABC):
+    """What a user passes as `backend=`: it chooses the backend of each stack."""
+
+    @abc.abstractmethod
+    def choose(
+        self, table: "NamedTable", num_rows: int, mesh: Mesh, hardware: HardwareInfo
+    ) -> Backend:
+        """Returns the backend of a stack, with its reason.
+
+        Args:
+          table: a table of the stack.
+          num_rows: rows of the stack.
+          mesh: devices of the plan.
+          hardware: their kind.
+        """
+
+
+@dataclasses.dataclass(frozen=True)
+class Xla(BackendOptions):
+    """XLA's gathers and scatters for all stacks."""
+
+    def choose(
+        self, table: "NamedTable", num_rows: int, mesh: Mesh, hardware: HardwareInfo
+    ) -> Backend:
+        """Returns the backend of any stack."""
+        return Backend(reason="backend='xla'")
