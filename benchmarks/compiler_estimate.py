@@ -44,7 +44,7 @@ from list_options import AllValues
 
 import tpu_embedding as te
 from tpu_embedding.hardware import hardware_of_device
-from tpu_embedding.plan.stack_plan import StackPlan
+from tpu_embedding.plan.plan import StackPlan
 from tpu_embedding.tools import compile_report
 
 jax.config.update("jax_platforms", "cpu")  # TPUs are only compiled for.

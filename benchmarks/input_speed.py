@@ -28,7 +28,7 @@ import numpy as np
 from measuring import peak_bytes, report_results, reset_peak, run_fresh
 
 from tpu_embedding.tools.data.criteo import DENSE_NAMES
-from tpu_embedding.tools.data.synthetic_criteo import CATEGORY_NAMES
+from tpu_embedding.tools.data.synthetic_clicks import CATEGORY_NAMES
 from tpu_embedding.tools.train import ParquetFeature, ParquetSource
 
 BATCH_SIZE: Final = 8192

@@ -23,9 +23,8 @@ help_on_request "$@"
 # Checks the shapes and dtypes that the traced stages declare, at every call: in the leg
 # of the lowest versions and in the exhaustive tier, for it takes a fifth of the time.
 traced=$(printf 'tpu_embedding.%s,' \
-    functional.{steps,serving_lookup,expansion} \
-    inputs.{agreed_sizes,buffer_sizes,prepare,ragged_shards,shard_inputs,sparse_ids,unique_ids} \
-    lookup rows update)
+    functional.{steps,serving_lookup} recommenders.unique_ids \
+    inputs.{buffer_sizes,prepare,ragged_shards,shard_inputs} dynamic lookup rows update)
 check_shapes="--jaxtyping-packages=${traced}beartype.beartype"
 
 tier=quick tests="not full" left_out=() all_checks=()

@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from tpu_embedding.row_random_bits import key_words, row_bits, threefry
+from tpu_embedding.initializers import key_words, row_bits, threefry
 
 KEY = jax.random.key(2**40 + 5)
 

@@ -49,7 +49,7 @@ if TYPE_CHECKING:  # Editors, type checkers and `lazy_names` read the public nam
     from tpu_embedding.plan.make_plan import make_plan as make_plan
     from tpu_embedding.plan.mesh_options import device_mesh as device_mesh
     from tpu_embedding.plan.plan import EmbeddingPlan as EmbeddingPlan
-    from tpu_embedding.sparse_core.options import SparseCore as SparseCore
+    from tpu_embedding.sparse_core.backend import SparseCore as SparseCore
     from tpu_embedding.types import DenseIds as DenseIds
     from tpu_embedding.types import RaggedIds as RaggedIds
     from tpu_embedding.types import SparseIds as SparseIds

@@ -13,8 +13,7 @@ from typing import Any, Final, Literal, cast, get_args
 import jax.numpy as jnp
 import numpy as np
 
-from tpu_embedding.argument_checks import right_names
-from tpu_embedding.field_checks import (
+from tpu_embedding.argument_checks import (
     BOOL_RULE,
     Rule,
     broken_rules,
@@ -25,6 +24,7 @@ from tpu_embedding.field_checks import (
     is_int,
     optional,
     raise_all,
+    right_names,
 )
 from tpu_embedding.initializers import Initializer, takes_key
 from tpu_embedding.optimizers.names import optimizer_problem

@@ -25,9 +25,8 @@ from tpu_embedding.lookup._sum_by_row import merge
 from tpu_embedding.optimizers.checks import check_hyperparameters, positive_bound
 from tpu_embedding.optimizers.row_optimizer import InSequence
 from tpu_embedding.plan.description import count_of, summarize
-from tpu_embedding.plan.plan import EmbeddingPlan
+from tpu_embedding.plan.plan import EmbeddingPlan, TrainedStackPlan
 from tpu_embedding.plan.shard_map import on_shards
-from tpu_embedding.plan.stack_plan import TrainedStackPlan
 from tpu_embedding.rows.row_gradients import RowGradients, Sealed
 from tpu_embedding.types import RowUpdates
 from tpu_embedding.xla import run_if

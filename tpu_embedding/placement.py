@@ -9,7 +9,7 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any, Final
 
-from tpu_embedding.field_checks import Rule, broken_rules, optional, raise_all
+from tpu_embedding.argument_checks import Rule, broken_rules, optional, raise_all
 
 
 def _are_axes(value: Any) -> bool:

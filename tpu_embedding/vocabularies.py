@@ -21,7 +21,7 @@ import jax
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from tpu_embedding.field_checks import broken_rules, int_rule, optional
+from tpu_embedding.argument_checks import broken_rules, int_rule, optional
 from tpu_embedding.types import PADDING_ROW_ID, RowIds
 
 if TYPE_CHECKING:
@@ -30,8 +30,7 @@ if TYPE_CHECKING:
     from tpu_embedding.initializers import Initializer
     from tpu_embedding.optimizers.row_optimizer import RowOptimizer
     from tpu_embedding.plan.features import FeaturePlan
-    from tpu_embedding.plan.plan import EmbeddingPlan
-    from tpu_embedding.plan.stack_plan import StackPlan
+    from tpu_embedding.plan.plan import EmbeddingPlan, StackPlan
 
 
 class VocabularyInputs:

@@ -14,7 +14,7 @@ from tests.lookup.pooled import (
     places_of,
     pooling_of,
 )
-from tpu_embedding.lookup._combine import pool_buffer, samples_of
+from tpu_embedding.lookup._forward import pool_buffer, samples_of
 
 
 @functools.partial(jax.jit, static_argnames="gathers")

@@ -6,7 +6,7 @@ import pytest
 
 import tpu_embedding as te
 from tests.lookup.stages import on_shards, plan_of
-from tpu_embedding.lookup._exchange import exchange, quantize
+from tpu_embedding.lookup._rounds import exchange, quantize
 
 ROWS_PER_SHARD = 9
 

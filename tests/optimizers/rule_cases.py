@@ -11,7 +11,7 @@ import optax
 
 import tpu_embedding as te
 from tests.conftest import mesh_of
-from tpu_embedding.plan.stack_plan import StackPlan
+from tpu_embedding.plan.plan import StackPlan
 from tpu_embedding.update.lazy_update import is_slot
 
 

@@ -10,23 +10,26 @@ import pytest
 
 import tpu_embedding as te
 from tests.optimizers.rule_cases import rowwise_momentum
-from tpu_embedding.optimizers.modes import every_row, in_sequence
+from tpu_embedding.optimizers.row_optimizer import every_row, in_sequence
 from tpu_embedding.optimizers.rules.adafactor import adafactor
 from tpu_embedding.optimizers.rules.adagrad import (
     adagrad,
     adagrad_momentum,
     bounded_adagrad,
+    clippy_adagrad,
+    frequency_aware_adagrad,
+    frequency_estimator,
     proximal_adagrad,
     rowwise_adagrad,
 )
-from tpu_embedding.optimizers.rules.adam import adam, online_yogi, proximal_yogi
-from tpu_embedding.optimizers.rules.clippy import clippy_adagrad
-from tpu_embedding.optimizers.rules.frequency import (
-    frequency_aware_adagrad,
-    frequency_estimator,
+from tpu_embedding.optimizers.rules.adam import (
+    adadelta,
+    adam,
+    online_yogi,
+    proximal_yogi,
+    rmsprop,
 )
 from tpu_embedding.optimizers.rules.ftrl import ftrl
-from tpu_embedding.optimizers.rules.rmsprop import adadelta, rmsprop
 from tpu_embedding.optimizers.rules.rowwise import (
     lamb,
     partial_rowwise_adam,

@@ -17,7 +17,7 @@ from tpu_embedding.plan.backend import Backend, BackendOptions
 PACKAGE = pathlib.Path(te.__file__).parent
 WIRING = {
     "__init__.py",
-    "plan/backend_names.py",
+    "plan/backend.py",
     "plan/make_plan.py",
     "checkpoint/imports/stacked.py",  # An argument of the public API.
 }

@@ -47,8 +47,7 @@ from tpu_embedding.checkpoint.state_file import (
     read_small_file,
     read_state_file,
 )
-from tpu_embedding.plan.plan import EmbeddingPlan
-from tpu_embedding.plan.stack_plan import StackPlan
+from tpu_embedding.plan.plan import EmbeddingPlan, StackPlan
 from tpu_embedding.rows.file_rows import decode_int8, file_row
 from tpu_embedding.rows.packed_rows import PackedRows
 from tpu_embedding.tables.line_exchange import rows_per_block

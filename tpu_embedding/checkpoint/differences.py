@@ -10,7 +10,7 @@ import jax
 import numpy as np
 
 from tpu_embedding.checkpoint.records import ArrayRecord, TableRecord
-from tpu_embedding.plan.stack_plan import StackPlan
+from tpu_embedding.plan.plan import StackPlan
 from tpu_embedding.tables.slot_values import NamedSlot
 
 SlotsChoice = Literal["restore", "initialize"]

@@ -32,7 +32,7 @@ from tpu_embedding.dynamic.ids_on_host import (
     with_placed_ids,
 )
 from tpu_embedding.dynamic.vocabulary import Dynamic, Eviction, LeastFrequentlyUsed
-from tpu_embedding.plan.stack_plan import StackPlan
+from tpu_embedding.plan.plan import StackPlan
 
 IDS: Final = f"{DIRECTORY_ARRAY}ids"
 NATURAL_ROWS: Final = f"{DIRECTORY_ARRAY}natural_rows"

@@ -20,7 +20,7 @@ from tpu_embedding.checkpoint.records import ArrayRecord, Json, TableRecord
 from tpu_embedding.checkpoint.split_state import LayerState
 from tpu_embedding.dynamic.vocabulary import Dynamic
 from tpu_embedding.optimizers.row_optimizer import Driver, InSequence, Touched
-from tpu_embedding.plan.stack_plan import StackPlan, TablePlan, TrainedStackPlan
+from tpu_embedding.plan.plan import StackPlan, TablePlan, TrainedStackPlan
 from tpu_embedding.rows.file_rows import file_row
 from tpu_embedding.rows.packed_rows import PackedRows
 from tpu_embedding.tables.slot_values import NamedSlot, named_slots

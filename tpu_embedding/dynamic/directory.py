@@ -19,7 +19,7 @@ from jaxtyping import Array, Bool, Int, UInt32
 
 from tpu_embedding.dynamic.ids_64 import NO_ID
 from tpu_embedding.dynamic.vocabulary import SLOTS_PER_BUCKET, Dynamic
-from tpu_embedding.plan.stack_plan import StackPlan, TablePlan
+from tpu_embedding.plan.plan import StackPlan, TablePlan
 from tpu_embedding.types import PADDING_ROW_ID
 
 LINE_LANES: Final = 2 * SLOTS_PER_BUCKET

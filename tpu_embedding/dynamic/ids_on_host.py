@@ -19,8 +19,7 @@ from tpu_embedding.dynamic.directory import (
 )
 from tpu_embedding.dynamic.ids_64 import NO_ID, Ids64, mix_ids, multiply_high, unmix_ids
 from tpu_embedding.dynamic.vocabulary import SLOTS_PER_BUCKET
-from tpu_embedding.plan.plan import EmbeddingPlan
-from tpu_embedding.plan.stack_plan import StackPlan
+from tpu_embedding.plan.plan import EmbeddingPlan, StackPlan
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -8,11 +8,10 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, UInt32
 
 from tpu_embedding.dynamic.directory import NewRows
-from tpu_embedding.initializers import threefry_key
-from tpu_embedding.optimizers.rules._sums import CompensatedSum, coarse_part, is_sum
+from tpu_embedding.initializers import threefry, threefry_key
+from tpu_embedding.optimizers.rules.adafactor import CompensatedSum, coarse_part, is_sum
 from tpu_embedding.optimizers.table_rows import AllReduce, table_rows_context
-from tpu_embedding.plan.stack_plan import StackPlan, TrainedStackPlan
-from tpu_embedding.row_random_bits import threefry
+from tpu_embedding.plan.plan import StackPlan, TrainedStackPlan
 from tpu_embedding.rows.access import gather_rows, set_rows
 from tpu_embedding.rows.packed_rows import (
     PackedRows,
@@ -22,7 +21,7 @@ from tpu_embedding.rows.packed_rows import (
 from tpu_embedding.types import PADDING_ROW_ID
 from tpu_embedding.update.lazy_update import is_slot, map_slots, slots_of, with_slots
 from tpu_embedding.update.table_writer import RoundedState
-from tpu_embedding.update.tables_of_rows import tables_of_rows
+from tpu_embedding.update.totals import tables_of_rows
 from tpu_embedding.xla import as_variables, read_before_write
 
 _ROWS_PER_TURN: Final = 256

@@ -18,21 +18,19 @@ import numpy as np
 from jax.sharding import PartitionSpec
 from jaxtyping import Array
 
-from tpu_embedding.argument_checks import describe_value
+from tpu_embedding.argument_checks import describe_value, is_int
 from tpu_embedding.dynamic.directory import IdDirectory, NewRows, directory_name
 from tpu_embedding.dynamic.find_or_insert import Counts, no_counts
 from tpu_embedding.dynamic.ids_64 import NO_ID, Ids64, truncated_ids
 from tpu_embedding.dynamic.new_rows import init_new_rows
 from tpu_embedding.dynamic.translation import SourceIds, find_rows, insert_rows
 from tpu_embedding.dynamic.vocabulary import Dynamic
-from tpu_embedding.field_checks import is_int
 from tpu_embedding.inputs.shard_inputs import feature_shape, positions_of
 from tpu_embedding.lookup._flatten_to_owners import leaves_out_weights
 from tpu_embedding.plan.check_rows import check_slots, check_tables
 from tpu_embedding.plan.features import FeaturePlan
-from tpu_embedding.plan.plan import EmbeddingPlan
+from tpu_embedding.plan.plan import EmbeddingPlan, StackPlan
 from tpu_embedding.plan.shard_map import in_auto_axes, on_shards
-from tpu_embedding.plan.stack_plan import StackPlan
 from tpu_embedding.types import (
     RaggedIds,
     RowIds,

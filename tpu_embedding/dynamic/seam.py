@@ -33,9 +33,8 @@ from tpu_embedding.hardware import HardwareInfo
 from tpu_embedding.inputs.containers import is_integer
 from tpu_embedding.plan.features import FeaturePlan
 from tpu_embedding.plan.memory import format_bytes
-from tpu_embedding.plan.plan import EmbeddingPlan
+from tpu_embedding.plan.plan import EmbeddingPlan, StackPlan
 from tpu_embedding.plan.shard_map import on_shards
-from tpu_embedding.plan.stack_plan import StackPlan
 from tpu_embedding.rows.packed_rows import round_up
 from tpu_embedding.tables.initial_values import keys_of_tables
 from tpu_embedding.types import (

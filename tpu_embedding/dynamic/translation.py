@@ -34,15 +34,15 @@ from tpu_embedding.dynamic.find_or_insert import (
 )
 from tpu_embedding.dynamic.ids_64 import NO_ID, mix_ids, multiply_high
 from tpu_embedding.lookup._dedup import dedup, unsort
-from tpu_embedding.lookup._exchange import exchange
 from tpu_embedding.lookup._rounds import (
     Round,
     SentIds,
+    exchange,
     fold_later_rounds,
     send_unique,
 )
 from tpu_embedding.plan.capacity import round_size
-from tpu_embedding.plan.stack_plan import StackPlan
+from tpu_embedding.plan.plan import StackPlan
 from tpu_embedding.types import PADDING_ROW_ID
 
 _HEADROOM_STDDEVS: Final = 8

@@ -8,7 +8,7 @@ import dataclasses
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, Final, Literal
 
-from tpu_embedding.field_checks import (
+from tpu_embedding.argument_checks import (
     Rule,
     broken_rules,
     choice_rule,

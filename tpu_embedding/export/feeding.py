@@ -24,8 +24,7 @@ from tpu_embedding.export.example import (
 from tpu_embedding.inputs.buffer_sizes import BufferSizes
 from tpu_embedding.inputs.containers import is_integer, read_ids
 from tpu_embedding.inputs.prepare import prepare_features
-from tpu_embedding.plan.features import FeaturePlan
-from tpu_embedding.plan.input_plan import InputPlan
+from tpu_embedding.plan.features import FeaturePlan, InputPlan
 from tpu_embedding.strings.string_ids import Unknown, Vocabulary
 from tpu_embedding.types import (
     PADDING_ROW_ID,

@@ -35,7 +35,7 @@ from tpu_embedding.export.tensor_files import (
 )
 from tpu_embedding.nn.embedding import TPUEmbedding
 from tpu_embedding.nn.training import embedding_layers
-from tpu_embedding.plan.stack_plan import TablePlan
+from tpu_embedding.plan.plan import TablePlan
 from tpu_embedding.tables.row_stream import read_blocks
 
 TABLES_DIR: Final = "tables"

@@ -15,10 +15,9 @@ import numpy as np
 from jax.sharding import PartitionSpec
 
 from tpu_embedding.optimizers.probe import probe_rule
-from tpu_embedding.optimizers.rules._sums import CompensatedSum, is_sum
-from tpu_embedding.plan.plan import EmbeddingPlan
+from tpu_embedding.optimizers.rules.adafactor import CompensatedSum, is_sum
+from tpu_embedding.plan.plan import EmbeddingPlan, TrainedStackPlan
 from tpu_embedding.plan.shard_map import on_shards
-from tpu_embedding.plan.stack_plan import TrainedStackPlan
 from tpu_embedding.rows.access import blocks_of, merge_block, read_block
 from tpu_embedding.rows.packed_rows import PackedRows, store_rows
 from tpu_embedding.tables import table_values
@@ -26,7 +25,7 @@ from tpu_embedding.update.apply import init_state
 from tpu_embedding.update.every_row import KeptGradientState
 from tpu_embedding.update.lazy_update import is_slot, state_specs
 from tpu_embedding.update.table_writer import RoundedState
-from tpu_embedding.update.tables_of_rows import rows_of_stack
+from tpu_embedding.update.totals import rows_of_stack
 
 _SAME: Final = 1e-5
 """Relative difference up to which a total keeps its bits when it is measured anew."""

@@ -19,11 +19,10 @@ from tpu_embedding.inputs.shard_inputs import (
     to_feature_input,
     to_shardable,
 )
-from tpu_embedding.lookup._combine import gather_and_pool, scale_samples
-from tpu_embedding.lookup._exchange import quantize
 from tpu_embedding.lookup._flatten_to_owners import rows_and_poolings
-from tpu_embedding.plan.features import FeaturePlan
-from tpu_embedding.plan.input_plan import InputPlan
+from tpu_embedding.lookup._forward import gather_and_pool, scale_samples
+from tpu_embedding.lookup._rounds import quantize
+from tpu_embedding.plan.features import FeaturePlan, InputPlan
 from tpu_embedding.plan.plan import EmbeddingPlan
 from tpu_embedding.rows.file_rows import SCALE_AND_BIAS_BYTES
 from tpu_embedding.types import PADDING_ROW_ID

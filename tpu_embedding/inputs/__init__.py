@@ -15,7 +15,7 @@ from tpu_embedding.inputs.buffer_sizes import BufferSizes as BufferSizes
 from tpu_embedding.inputs.prepare import prepare_features as prepare_features
 from tpu_embedding.inputs.prepare import shard_batch as shard_batch
 from tpu_embedding.lazy_names import import_when_used as _import_when_used
-from tpu_embedding.plan.input_plan import InputPlan as InputPlan
+from tpu_embedding.plan.features import InputPlan as InputPlan
 from tpu_embedding.types import PADDING_ROW_ID as PADDING_ROW_ID
 from tpu_embedding.types import ShardedRaggedIds as ShardedRaggedIds
 

@@ -25,8 +25,7 @@ from tpu_embedding.inputs.shard_inputs import (
     feature_shape,
     refuse_unequal_batches,
 )
-from tpu_embedding.plan.features import FeaturePlan
-from tpu_embedding.plan.input_plan import InputPlan
+from tpu_embedding.plan.features import FeaturePlan, InputPlan
 from tpu_embedding.plan.plan import AnyPlan, EmbeddingPlan
 from tpu_embedding.types import (
     DenseIds,

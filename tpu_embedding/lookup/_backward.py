@@ -15,15 +15,19 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from tpu_embedding.lookup._exchange import exchange
 from tpu_embedding.lookup._forward import StackRouting, sent_ids
 from tpu_embedding.lookup._gradient_blocks import (
     IdBlocks,
     gradient_blocks,
     sorted_blocks,
 )
-from tpu_embedding.lookup._replicas import gather_from_replicas
-from tpu_embedding.lookup._rounds import Round, SentIds, fold_later_rounds
+from tpu_embedding.lookup._rounds import (
+    Round,
+    SentIds,
+    exchange,
+    fold_later_rounds,
+    gather_from_replicas,
+)
 from tpu_embedding.lookup._sum_by_row import (
     ReadCotangents,
     cotangent_reader,
@@ -31,7 +35,7 @@ from tpu_embedding.lookup._sum_by_row import (
     spread,
 )
 from tpu_embedding.optimizers.row_optimizer import InSequence, Touched
-from tpu_embedding.plan.stack_plan import TrainedStackPlan
+from tpu_embedding.plan.plan import TrainedStackPlan
 from tpu_embedding.rows.row_gradients import GradientRounds, RowGradients, Sealed, seal
 from tpu_embedding.types import RowRange
 

@@ -17,7 +17,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from tpu_embedding.config import Combiner
 from tpu_embedding.plan.features import FeaturePlan
-from tpu_embedding.plan.stack_plan import StackPlan
+from tpu_embedding.plan.plan import StackPlan
 from tpu_embedding.types import PADDING_ROW_ID, AxisSize
 
 

@@ -1,4 +1,4 @@
-"""Stage 3, rounds: which ids travel when, and the requests that reach the owners.
+"""Stages 3 and 4: which ids travel when, and the exchange with their owners.
 
 A round carries at most `capacity` ids from each shard to each owner. Rounds are exact
 because an owner's ids are split into *ranges* that are equal for all source shards.
@@ -12,6 +12,12 @@ shards find it by an all-reduce (minimum) of one number per owner and word of th
 rounds exist only under skew. `fold_later_rounds` is the only loop: the forward pass
 folds "fetch, combine" over it, an update "spread, send, merge, apply the rule", and a
 vocabulary "find or insert". All shards agree on when to stop.
+
+Ids, rows and gradients travel by all-to-all, in buckets of equal size, one per
+destination. Where several devices hold equal copies of a shard, each copy is asked for
+rows by its own group of devices. The gradients of all copies are gathered and summed in
+the same order, so copies stay equal bit by bit after the update. A GPU adds repeated
+rows in no fixed order, unless XLA is told to be deterministic.
 """
 
 import dataclasses
@@ -20,8 +26,9 @@ from typing import TypeVar
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Int, Integer, UInt32
+from jaxtyping import Array, Bool, Float, Int, Integer, UInt32
 
+from tpu_embedding.config import QuantizationConfig
 from tpu_embedding.lookup._dedup import (
     SortedIds,
     Words,
@@ -31,10 +38,99 @@ from tpu_embedding.lookup._dedup import (
     id_at_rank,
     unsort,
 )
-from tpu_embedding.lookup._exchange import exchange
-from tpu_embedding.plan.capacity import RoundSize
-from tpu_embedding.plan.stack_plan import StackPlan
+from tpu_embedding.optimizers.row_optimizer import InSequence
+from tpu_embedding.plan.capacity import LANES, RoundSize
+from tpu_embedding.plan.plan import StackPlan, TrainedStackPlan
+from tpu_embedding.rows.access import gather_rows
+from tpu_embedding.rows.packed_rows import PackedRows
+from tpu_embedding.rows.row_gradients import RowGradients
 from tpu_embedding.types import PADDING_ROW_ID
+from tpu_embedding.xla import computed_apart
+
+
+def fetch_rows(
+    table: PackedRows,
+    row_ids: Int[Array, " buffer"],
+    stack: StackPlan,
+) -> Float[Array, "buffer dim"]:
+    """Gathers the rows asked of this shard, and sends them back. Per shard.
+
+    Args:
+      table: this shard's rows.
+      row_ids: requests of a `Round`.
+      stack: plan of the stack.
+
+    Returns:
+      The rows that this shard asked for, float32, in the positions of its requests.
+      Those without a request are undefined.
+    """
+    with jax.named_scope("gather"):
+        rows = gather_rows(table, row_ids)
+        rows = _gathered_as_a_whole(rows, stack)
+    # Rows of bfloat16 cross the network as such. The conversion is exact.
+    is_short = table.layout.narrow_dtype == "bfloat16" and stack.num_shards > 1
+    rows = rows.astype(jnp.bfloat16 if is_short else jnp.float32)
+    return _quantized(exchange(rows, stack).astype(jnp.float32), stack)
+
+
+def read_local_rows(
+    table: PackedRows, row_ids: Int[Array, " ids"], stack: StackPlan
+) -> Float[Array, "ids dim"]:
+    """Gathers rows that this device owns itself, without an exchange. Per shard.
+
+    Returns:
+      The rows, float32; zeros for ids beyond the last row.
+    """
+    rows = _quantized(gather_rows(table, row_ids).astype(jnp.float32), stack)
+    is_row = row_ids < table.layout.num_rows
+    return jnp.where(is_row[:, None], rows, 0.0)
+
+
+@jax.named_scope("exchange")
+def exchange(buffer: Array, stack: StackPlan) -> Array:
+    """Sends bucket `d` of the buffer to shard `d`; receives a bucket from each shard.
+
+    Args:
+      buffer: `[num_shards * bucket_size, ...]`, per shard.
+      stack: gives the mesh axes that rows are split over.
+
+    Returns:
+      The received buckets in the order of their senders, of the same shape. A second
+      exchange moves every bucket back to where it came from.
+    """
+    if stack.num_shards == 1:
+        return buffer
+    shape = buffer.shape
+    if buffer.ndim == 1 and buffer.size % (stack.num_shards * LANES) == 0:
+        # On TPU, an int32 array of this shape has the memory layout of the flat one.
+        buffer = buffer.reshape(-1, LANES)
+    received = jax.lax.all_to_all(
+        buffer, stack.shard_axes, split_axis=0, concat_axis=0, tiled=True
+    )
+    return received.reshape(shape)
+
+
+def quantize(
+    rows: Float[Array, "*shape"], config: QuantizationConfig
+) -> Float[Array, "*shape"]:
+    """Rounds each element to the nearest quantized value."""
+    step = (config.upper - config.lower) / (config.num_buckets - 1)
+    clipped = jnp.clip(rows, config.lower, config.upper)
+    return jnp.floor((clipped - config.lower) / step + 0.5) * step + config.lower
+
+
+def _quantized(
+    rows: Float[Array, "rows dim"], stack: StackPlan
+) -> Float[Array, "rows dim"]:
+    return rows if stack.quantization is None else quantize(rows, stack.quantization)
+
+
+def _gathered_as_a_whole(rows: Array, stack: StackPlan) -> Array:
+    """Keeps arithmetic on gathered rows out of the exchange's slices on CPUs."""
+    if stack.hardware.name != "cpu":
+        return rows
+    return computed_apart(rows)
+
 
 Carry = TypeVar("Carry")
 
@@ -280,3 +376,47 @@ def _fill(
         request, mode="drop", wrap_negative_indices=False
     )
     return positions, exchange(requests, stack)
+
+
+def gather_from_replicas(
+    received: RowGradients, stack: TrainedStackPlan
+) -> RowGradients:
+    """Returns the gradients that all copies of the shard received.
+
+    Args:
+      received: by this copy; rows may repeat.
+      stack: plan of the stack.
+
+    Returns:
+      The gradients of all copies, one after the other; rows repeat. If the optimizer
+      sees occurrences in sequence, they are in the order of their samples.
+    """
+    if stack.num_replicas == 1:
+        return received
+
+    def gather(buffer: Array) -> Array:
+        buffers = jax.lax.all_gather(buffer, stack.replica_axes)
+        if isinstance(stack.optimizer.driver, InSequence):
+            return _in_sample_order(buffers, stack)
+        return buffers.reshape(-1, *buffer.shape[1:])
+
+    with jax.named_scope("replicas"):
+        row_ids = gather(received.row_ids)
+        values = gather(received.values)
+    return RowGradients(row_ids=row_ids, values=values)
+
+
+def _in_sample_order(buffers: Array, stack: TrainedStackPlan) -> Array:
+    """Sorts the buckets of all copies by the device of their samples, and joins them.
+
+    Args:
+      buffers: `[num_replicas, num_shards * bucket, ...]`, in equal buckets.
+      stack: plan of the stack.
+    """
+    axes = (*stack.replica_axes, *stack.shard_axes)
+    sizes = [jax.lax.axis_size(axis) for axis in axes]
+    rest = buffers.shape[2:]
+    buckets = buffers.reshape(*sizes, -1, *rest)
+    order = [axes.index(axis) for axis in stack.sample_axes]
+    trailing = range(len(axes), buckets.ndim)
+    return buckets.transpose(*order, *trailing).reshape(-1, *rest)

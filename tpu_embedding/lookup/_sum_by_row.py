@@ -19,9 +19,9 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from tpu_embedding.lookup._combine import scale_samples
 from tpu_embedding.lookup._dedup import rank_unique, unsort
 from tpu_embedding.lookup._flatten_to_owners import PoolingSpec
+from tpu_embedding.lookup._forward import scale_samples
 from tpu_embedding.plan.capacity import LANES
 from tpu_embedding.rows.access import gather_lines
 from tpu_embedding.rows.packed_rows import gather_in_bounds, round_up

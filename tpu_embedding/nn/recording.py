@@ -30,7 +30,7 @@ from jax.extend.core import Primitive
 
 from tpu_embedding.argument_checks import describe_value
 from tpu_embedding.functional import steps
-from tpu_embedding.functional.by_feature import row_numbers
+from tpu_embedding.functional.steps import row_numbers
 from tpu_embedding.gradients import Gradients, TableGradients, add
 from tpu_embedding.plan.plan import EmbeddingPlan
 from tpu_embedding.plan.shard_map import replicate, user_mesh, zeros_like

@@ -42,39 +42,39 @@ from tpu_embedding.optimizers.keras import from_keras_config as from_keras_confi
 from tpu_embedding.optimizers.learning_rates import (
     with_hyperparameters as with_hyperparameters,
 )
-from tpu_embedding.optimizers.modes import every_row as every_row
-from tpu_embedding.optimizers.modes import in_sequence as in_sequence
 from tpu_embedding.optimizers.options import with_options as with_options
 from tpu_embedding.optimizers.resolve import check_row_local as check_row_local
 from tpu_embedding.optimizers.row_optimizer import NotRowLocalError as NotRowLocalError
 from tpu_embedding.optimizers.row_optimizer import RowOptimizer as RowOptimizer
 from tpu_embedding.optimizers.row_optimizer import TableOptimizer as TableOptimizer
+from tpu_embedding.optimizers.row_optimizer import every_row as every_row
+from tpu_embedding.optimizers.row_optimizer import in_sequence as in_sequence
 from tpu_embedding.optimizers.rules.adafactor import adafactor as adafactor
 from tpu_embedding.optimizers.rules.adagrad import adagrad as adagrad
 from tpu_embedding.optimizers.rules.adagrad import adagrad_momentum as adagrad_momentum
 from tpu_embedding.optimizers.rules.adagrad import (
     bounded_adagrad as bounded_adagrad,
 )
+from tpu_embedding.optimizers.rules.adagrad import clippy_adagrad as clippy_adagrad
+from tpu_embedding.optimizers.rules.adagrad import (
+    frequency_aware_adagrad as frequency_aware_adagrad,
+)
+from tpu_embedding.optimizers.rules.adagrad import (
+    frequency_estimator as frequency_estimator,
+)
+from tpu_embedding.optimizers.rules.adagrad import (
+    frequency_weights as frequency_weights,
+)
 from tpu_embedding.optimizers.rules.adagrad import proximal_adagrad as proximal_adagrad
 from tpu_embedding.optimizers.rules.adagrad import rowwise_adagrad as rowwise_adagrad
+from tpu_embedding.optimizers.rules.adam import adadelta as adadelta
 from tpu_embedding.optimizers.rules.adam import adam as adam
 from tpu_embedding.optimizers.rules.adam import online_yogi as online_yogi
 from tpu_embedding.optimizers.rules.adam import proximal_yogi as proximal_yogi
-from tpu_embedding.optimizers.rules.clippy import clippy_adagrad as clippy_adagrad
-from tpu_embedding.optimizers.rules.frequency import (
-    frequency_aware_adagrad as frequency_aware_adagrad,
-)
-from tpu_embedding.optimizers.rules.frequency import (
-    frequency_estimator as frequency_estimator,
-)
-from tpu_embedding.optimizers.rules.frequency import (
-    frequency_weights as frequency_weights,
-)
+from tpu_embedding.optimizers.rules.adam import rmsprop as rmsprop
 from tpu_embedding.optimizers.rules.ftrl import ftrl as ftrl
 from tpu_embedding.optimizers.rules.lazy_adam import adamw as adamw
 from tpu_embedding.optimizers.rules.lazy_adam import lazy_adam as lazy_adam
-from tpu_embedding.optimizers.rules.rmsprop import adadelta as adadelta
-from tpu_embedding.optimizers.rules.rmsprop import rmsprop as rmsprop
 from tpu_embedding.optimizers.rules.rowwise import lamb as lamb
 from tpu_embedding.optimizers.rules.rowwise import (
     partial_rowwise_adam as partial_rowwise_adam,

@@ -25,20 +25,19 @@ from tpu_embedding.optimizers.checks import (
     positive,
     step_size,
 )
-from tpu_embedding.optimizers.keras_instances import (
+from tpu_embedding.optimizers.learning_rates import check_takes_a_step
+from tpu_embedding.optimizers.options import with_options
+from tpu_embedding.optimizers.row_optimizer import (
     KerasOptimizer,
+    every_row,
     is_keras_optimizer,
     is_of_keras,
     keras_class_name,
 )
-from tpu_embedding.optimizers.learning_rates import check_takes_a_step
-from tpu_embedding.optimizers.modes import every_row
-from tpu_embedding.optimizers.options import with_options
 from tpu_embedding.optimizers.rules.adafactor import adafactor
 from tpu_embedding.optimizers.rules.adagrad import adagrad
-from tpu_embedding.optimizers.rules.adam import adam
+from tpu_embedding.optimizers.rules.adam import adadelta, adam, rmsprop
 from tpu_embedding.optimizers.rules.ftrl import ftrl
-from tpu_embedding.optimizers.rules.rmsprop import adadelta, rmsprop
 from tpu_embedding.optimizers.rules.sgd import lion, sgd
 
 

@@ -6,9 +6,8 @@ import optax
 
 from tpu_embedding.optimizers.checks import check_rule
 from tpu_embedding.optimizers.keras import from_keras_config
-from tpu_embedding.optimizers.keras_instances import is_keras_optimizer
 from tpu_embedding.optimizers.options import OPTIMIZERS
-from tpu_embedding.optimizers.row_optimizer import TableOptimizer
+from tpu_embedding.optimizers.row_optimizer import TableOptimizer, is_keras_optimizer
 
 
 def optimizer_by_name(name: str) -> optax.GradientTransformation:

@@ -1,13 +1,60 @@
-"""The types of optimizers: as the user gives one, and as the layer applies it."""
+"""The types of optimizers: as the user gives one, and as the layer applies it.
+
+Keras optimizers are passed as they are, and Keras itself is not imported. A *driver*
+says which rows a rule is applied to, and how often. `every_row` and `in_sequence`
+declare one; they must be the outermost wrapper, and a plan rejects them inside optax's.
+"""
 
 import dataclasses
+import inspect
+import operator
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Final, Protocol, TypeGuard
 
 import optax
 
-from tpu_embedding.optimizers.keras_instances import KerasOptimizer
+from tpu_embedding.optimizers.checks import (
+    check_hyperparameters,
+    check_rule,
+    equal_calls_are_one,
+    int_from,
+)
 from tpu_embedding.optimizers.table_rows import is_in_layer
+
+_PACKAGES: Final = ("keras", "tf_keras", "tensorflow")
+
+
+class KerasOptimizer(Protocol):
+    """An optimizer of Keras 3 or `tf_keras`, as `keras.optimizers.Adagrad(0.1)`."""
+
+    def get_config(self) -> dict[str, Any]:
+        """Returns the fields of the optimizer."""
+        ...
+
+
+def is_keras_optimizer(value: Any) -> TypeGuard[KerasOptimizer]:
+    """Returns True for an optimizer of Keras, or of a class that inherits from one."""
+    has_config = callable(getattr(value, "get_config", None))
+    is_instance = has_config and not isinstance(value, type)
+    classes = inspect.getmro(type(value))
+    return is_instance and any(is_of_keras(cls.__module__) for cls in classes)
+
+
+def keras_class_name(optimizer: KerasOptimizer) -> str:
+    """Returns the class of an optimizer; with its module, if it is not Keras' own.
+
+    A class of the user may have the name of Keras', and other formulas.
+    """
+    cls = type(optimizer)
+    if is_of_keras(cls.__module__):
+        return cls.__name__
+    return f"{cls.__module__}.{cls.__qualname__}"
+
+
+def is_of_keras(module: str) -> bool:
+    """Returns True for the path of a module of Keras, `tf_keras` or TensorFlow."""
+    return module.partition(".")[0] in _PACKAGES
+
 
 TableOptimizer = optax.GradientTransformation | str | KerasOptimizer
 """An optax transformation; or the name of a rule of this package, as `"adagrad"`; or a
@@ -199,4 +246,93 @@ def _check_not_wrapped(inner: RowOptimizer) -> None:
         "outermost of an optimizer: a wrapper of optax around them hides the rows that "
         "they are for. Write every_row(optax.chain(...)) instead of "
         "optax.chain(..., every_row(...)), and so for optax.inject_hyperparams."
+    )
+
+
+@equal_calls_are_one
+def every_row(
+    rule: optax.GradientTransformation, *, gradient_steps: int = 1
+) -> optax.GradientTransformation:
+    """Applies a rule to every row of the table in each step, as dense optimizers do.
+
+    Rows that were not looked up have gradient zero: their moments decay, and move the
+    row. So the result equals the same optax transformation of the dense gradient.
+    Each step costs a pass over the table and its slot variables, in place.
+
+    A rule that asks for totals over a table, as Adafactor does, and one with
+    `gradient_steps` keep a gradient of the table's size in their state. Other rules
+    need no more memory.
+
+    Args:
+      rule: a row-local optax transformation, or one of this package.
+      gradient_steps: number of steps between two updates, at least 1. The layer sums
+        the gradients of these steps and divides by their number; in between no row
+        moves. Keras' `gradient_accumulation_steps`. On a dense array, outside of the
+        layer, the rule is applied in each call.
+
+    Raises:
+      TypeError: if `rule` is not a transformation, or `gradient_steps` not an int.
+      ValueError: if `gradient_steps` is below 1, or the rule has another one.
+
+    Example:
+      >>> import tpu_embedding as te
+      >>> rule = every_row(optax.sgd(0.1, momentum=0.9))
+      >>> table = te.TableConfig(vocabulary_size=10, dim=4, name="movie")
+      >>> plan = te.make_plan(te.FeatureConfig(table=table), optimizer=rule)
+      >>> plan.stacks[0].optimizer.driver
+      EveryRow(gradient_steps=1)
+    """
+    check_rule("every_row", rule)
+    check_hyperparameters("every_row", gradient_steps=int_from(1, gradient_steps))
+    steps, inner = operator.index(gradient_steps), row_optimizer_of(rule)
+    match inner.driver:
+        case InSequence():
+            raise _every_row_in_sequence()
+        case Touched(occurrence_norm=True):
+            raise ValueError(
+                "A rule for every row does not see the occurrences of ids, whose norm "
+                "it asks for; use clipnorm_of='sum'."
+            )
+        case EveryRow(gradient_steps=other) if other != steps:
+            raise ValueError(
+                "every_row must have one gradient_steps within an optimizer, got "
+                f"{steps} around {other}."
+            )
+    return declare(rule, driver=EveryRow(gradient_steps=steps))
+
+
+@equal_calls_are_one
+def in_sequence(rule: optax.GradientTransformation) -> optax.GradientTransformation:
+    """Applies a rule once per occurrence of an id, in the order of the samples.
+
+    This is TensorFlow's `use_gradient_accumulation=False`, which promises no order.
+    Here features come in order, and so do the samples within each device. Use
+    it for comparisons: a step takes as many passes as its most frequent id occurs.
+
+    Args:
+      rule: a row-local optax transformation.
+
+    Raises:
+      TypeError: if `rule` is not a transformation.
+
+    Example:
+      >>> import tpu_embedding as te
+      >>> rule = in_sequence(te.optimizers.adagrad(0.1))
+      >>> table = te.TableConfig(vocabulary_size=10, dim=4, name="movie")
+      >>> plan = te.make_plan(te.FeatureConfig(table=table), optimizer=rule)
+      >>> plan.stacks[0].optimizer.driver
+      InSequence()
+    """
+    check_rule("in_sequence", rule)
+    if row_optimizer_of(rule).moves_every_row:
+        raise _every_row_in_sequence()
+    return declare(rule, driver=InSequence())
+
+
+def _every_row_in_sequence() -> ValueError:
+    return ValueError(
+        "A rule cannot be applied to every row and to duplicates in sequence at once: "
+        "the rows that are not looked up would be updated as often as the most "
+        "frequent id occurs. Take every_row or in_sequence away, or "
+        "use_gradient_accumulation=False."
     )

@@ -6,23 +6,26 @@ plan has one per stack. `Backend` itself is XLA's gathers and scatters: the exch
 exchange or the driver as a function, `otherwise`, to call in steps that the backend
 cannot run, as in `jax.lax.cond(fits, look_up, otherwise, table)`.
 
-The core calls these methods only, and imports no other backend.
+The core calls these methods only, and imports no other backend. To
+add one, add its name and its options to the table of names.
 """
 
 import abc
 import dataclasses
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+import importlib
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Final, Literal, get_args
 
 from jax.sharding import Mesh
 from jaxtyping import Array, Float, Int
 
+from tpu_embedding.argument_checks import describe_value
 from tpu_embedding.hardware import HardwareInfo
 from tpu_embedding.rows.packed_rows import PackedRows, RowLayout
 
 if TYPE_CHECKING:
     from tpu_embedding.lookup._flatten_to_owners import PoolingSpec
-    from tpu_embedding.plan.stack_plan import StackPlan, TrainedStackPlan
+    from tpu_embedding.plan.plan import StackPlan, TrainedStackPlan
     from tpu_embedding.plan.stacking import NamedTable
     from tpu_embedding.rows.row_gradients import Sealed
 
@@ -152,3 +155,31 @@ class Xla(BackendOptions):
     ) -> Backend:
         """Returns the backend of any stack."""
         return Backend(reason="backend='xla'")
+
+
+BackendName = Literal["xla", "sparse_core"]
+"""XLA's gathers and scatters; or its embedding operations for SparseCores."""
+
+_OPTIONS: Final[Mapping[BackendName, tuple[str, str]]] = {
+    "xla": ("tpu_embedding.plan.backend", "Xla"),
+    "sparse_core": ("tpu_embedding.sparse_core.backend", "SparseCore"),
+}
+"""Module and class of the options, imported when a plan asks for them."""
+
+
+def backend_options(value: Any) -> BackendOptions:
+    """Returns the options that `backend=` asks for.
+
+    Raises:
+      ValueError: if the value names no backend.
+    """
+    if isinstance(value, BackendOptions):
+        return value
+    names = get_args(BackendName)
+    if value not in names:
+        raise ValueError(
+            f"backend must be one of {names} or a te.SparseCore, got "
+            f"{describe_value(value)}. Leave it out for 'xla'."
+        )
+    module, name = _OPTIONS[value]
+    return getattr(importlib.import_module(module), name)()

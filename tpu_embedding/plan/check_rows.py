@@ -12,7 +12,7 @@ from typing import Any
 import jax
 from jax.core import Tracer
 
-from tpu_embedding.plan.stack_plan import StackPlan, TrainedStackPlan
+from tpu_embedding.plan.plan import StackPlan, TrainedStackPlan
 from tpu_embedding.rows.packed_rows import PackedRows, RowLayout
 
 

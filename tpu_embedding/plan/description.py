@@ -8,8 +8,7 @@ from tpu_embedding.plan import memory
 from tpu_embedding.rows.packed_rows import LANE_BYTES
 
 if TYPE_CHECKING:
-    from tpu_embedding.plan.plan import EmbeddingPlan
-    from tpu_embedding.plan.stack_plan import StackPlan
+    from tpu_embedding.plan.plan import EmbeddingPlan, StackPlan
 
 
 def describe(plan: "EmbeddingPlan") -> str:

@@ -7,25 +7,33 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
+from tpu_embedding.argument_checks import is_int
 from tpu_embedding.config import TableConfig
-from tpu_embedding.field_checks import is_int
 from tpu_embedding.hardware import HardwareInfo
 from tpu_embedding.optimizers.names import optimizer_problem
 from tpu_embedding.optimizers.probe import probe_rule
 from tpu_embedding.optimizers.row_optimizer import KeptGradient, TableOptimizer
 from tpu_embedding.placement import ChoosePlacement, Placement
 from tpu_embedding.plan import stacking
-from tpu_embedding.plan.backend import Backend, BackendOptions
-from tpu_embedding.plan.backend_names import BackendName, backend_options
+from tpu_embedding.plan.backend import (
+    Backend,
+    BackendName,
+    BackendOptions,
+    backend_options,
+)
+from tpu_embedding.plan.capacity import choose_gathers, choose_updates
 from tpu_embedding.plan.features import flatten_config, plan_features
-from tpu_embedding.plan.forms import choose_gathers, choose_updates
 from tpu_embedding.plan.mesh_options import (
     choose_hardware,
     choose_mesh,
 )
-from tpu_embedding.plan.placing import place_tables
-from tpu_embedding.plan.plan import EmbeddingPlan
-from tpu_embedding.plan.stack_plan import StackPlan, TablePlan, TrainedStackPlan
+from tpu_embedding.plan.plan import (
+    EmbeddingPlan,
+    StackPlan,
+    TablePlan,
+    TrainedStackPlan,
+)
+from tpu_embedding.plan.stacking import place_tables
 from tpu_embedding.rows.narrow_rows import NARROW_DTYPES, NarrowDtype
 from tpu_embedding.rows.packed_rows import (
     RowLayout,

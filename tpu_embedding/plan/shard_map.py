@@ -67,7 +67,7 @@ def unchecked_values() -> Iterator[None]:
     """Turns `jax_debug_nans` and `jax_debug_infs` off.
 
     Outside of `jit` they check each operation of a `shard_map`, and look for the origin
-    of a NaN in an endless recursion. SparseCores' buffers hold NaN in unused positions.
+    of a NaN in an endless recursion. Buffers of a backend may hold NaN where unused.
     The results are checked where they are used.
     """
     with jax.debug_nans(False), jax.debug_infs(False):

@@ -19,11 +19,10 @@ from jaxtyping import Array, Float, Int
 
 from tpu_embedding.argument_checks import check_mapping
 from tpu_embedding.functional.serving_lookup import rows_of_table
-from tpu_embedding.lookup._exchange import quantize
+from tpu_embedding.lookup._rounds import quantize
 from tpu_embedding.plan.check_rows import check_tables
-from tpu_embedding.plan.plan import EmbeddingPlan
+from tpu_embedding.plan.plan import EmbeddingPlan, StackPlan, TablePlan
 from tpu_embedding.plan.shard_map import in_auto_axes, on_shards
-from tpu_embedding.plan.stack_plan import StackPlan, TablePlan
 from tpu_embedding.rows.access import gather_rows
 from tpu_embedding.rows.packed_rows import PackedRows
 from tpu_embedding.types import PADDING_ROW_ID

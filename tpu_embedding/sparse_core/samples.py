@@ -15,10 +15,10 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from tpu_embedding.lookup._combine import samples_of, scale_samples
 from tpu_embedding.lookup._flatten_to_owners import PoolingSpec
+from tpu_embedding.lookup._forward import samples_of, scale_samples
 from tpu_embedding.lookup._sum_by_row import gain_of_each_id
-from tpu_embedding.plan.stack_plan import StackPlan
+from tpu_embedding.plan.plan import StackPlan
 from tpu_embedding.rows.packed_rows import RowLayout, round_up
 from tpu_embedding.sparse_core.limits import (
     Limits,

@@ -28,12 +28,10 @@ from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Int, UInt32
 
 from tpu_embedding.argument_checks import describe_value
-from tpu_embedding.initializers import RowFunction, threefry_key
+from tpu_embedding.initializers import RowFunction, key_words, threefry_key
 from tpu_embedding.plan.memory import rows_per_slab
-from tpu_embedding.plan.plan import EmbeddingPlan
+from tpu_embedding.plan.plan import EmbeddingPlan, StackPlan, TablePlan
 from tpu_embedding.plan.shard_map import constrain, in_auto_axes, on_shards
-from tpu_embedding.plan.stack_plan import StackPlan, TablePlan
-from tpu_embedding.row_random_bits import key_words
 from tpu_embedding.rows.access import merge_block
 from tpu_embedding.rows.packed_rows import (
     PackedRows,

@@ -14,8 +14,7 @@ import jax
 import numpy as np
 
 from tpu_embedding.argument_checks import check_mapping
-from tpu_embedding.plan.plan import EmbeddingPlan
-from tpu_embedding.plan.stack_plan import TablePlan, TrainedStackPlan
+from tpu_embedding.plan.plan import EmbeddingPlan, TablePlan, TrainedStackPlan
 from tpu_embedding.rows.packed_rows import PackedRows
 from tpu_embedding.tables.table_values import (
     real_array,

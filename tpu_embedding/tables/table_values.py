@@ -18,8 +18,7 @@ import numpy as np
 
 from tpu_embedding.argument_checks import check_mapping, check_type
 from tpu_embedding.plan.check_rows import check_stack
-from tpu_embedding.plan.plan import PLAN, EmbeddingPlan
-from tpu_embedding.plan.stack_plan import StackPlan, TablePlan
+from tpu_embedding.plan.plan import PLAN, EmbeddingPlan, StackPlan, TablePlan
 from tpu_embedding.rows.file_rows import file_rows_of_values, values_of_file_rows
 from tpu_embedding.rows.packed_rows import PackedRows
 from tpu_embedding.tables.line_exchange import rows_per_window

@@ -26,7 +26,7 @@ from tpu_embedding.optimizers.row_optimizer import (
     Touched,
 )
 from tpu_embedding.optimizers.table_rows import AllReduce, TableRows
-from tpu_embedding.plan.stack_plan import TrainedStackPlan
+from tpu_embedding.plan.plan import TrainedStackPlan
 from tpu_embedding.rows.packed_rows import PackedRows
 from tpu_embedding.rows.row_gradients import GradientRounds, RowGradients
 from tpu_embedding.types import PADDING_ROW_ID, RowUpdates
@@ -44,8 +44,12 @@ from tpu_embedding.update.lazy_update import (
     with_values,
 )
 from tpu_embedding.update.table_writer import RoundedState, TableWriter, open_state
-from tpu_embedding.update.tables_of_rows import tables_of_rows
-from tpu_embedding.update.totals import across_shards, find_totals, known_totals
+from tpu_embedding.update.totals import (
+    across_shards,
+    find_totals,
+    known_totals,
+    tables_of_rows,
+)
 from tpu_embedding.xla import read_before_write
 
 _PADDING_ROWS: Final = 8

@@ -26,8 +26,8 @@ from tpu_embedding.optimizers.probe import (
 )
 from tpu_embedding.optimizers.row_optimizer import RowOptimizer, row_optimizer_of
 from tpu_embedding.optimizers.table_rows import TableRows, table_rows_context
-from tpu_embedding.plan.forms import Updates
-from tpu_embedding.plan.stack_plan import StackPlan
+from tpu_embedding.plan.capacity import Updates
+from tpu_embedding.plan.plan import StackPlan
 from tpu_embedding.rows.access import (
     add_to_rows,
     gather_rows,

@@ -20,7 +20,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Shaped, UInt32
 
 from tpu_embedding.optimizers.table_rows import AllReduce, TableRows
-from tpu_embedding.plan.stack_plan import StackPlan, TablePlan, TrainedStackPlan
+from tpu_embedding.plan.plan import StackPlan, TablePlan, TrainedStackPlan
 from tpu_embedding.rows.access import (
     add_to_rows,
     gather_rows,
@@ -29,7 +29,7 @@ from tpu_embedding.rows.access import (
 )
 from tpu_embedding.rows.narrow_rows import encode_rows, mix_bits, random_bits
 from tpu_embedding.rows.packed_rows import PackedRows, load_rows
-from tpu_embedding.update.tables_of_rows import (
+from tpu_embedding.update.totals import (
     rows_of_stack,
     tables_of_rows,
 )

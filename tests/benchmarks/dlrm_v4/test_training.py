@@ -25,11 +25,11 @@ from tpu_embedding.tools.train import (
     RunConfig,
     warm_up,
 )
-from tpu_embedding.tools.train.feeding import prepare_batch
 from tpu_embedding.tools.train.steps import (
     init_train_state,
     make_run_plan,
     make_train_step,
+    prepare_batch,
 )
 from tpu_embedding.types import RaggedIds
 

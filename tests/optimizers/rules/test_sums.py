@@ -3,7 +3,7 @@
 import jax.numpy as jnp
 import numpy as np
 
-from tpu_embedding.optimizers.rules._sums import compensated_sum
+from tpu_embedding.optimizers.rules.adafactor import compensated_sum
 
 
 def test_keeps_what_float32_would_lose():

@@ -9,7 +9,7 @@ import pytest
 from tests.tools.data.criteo_text import criteo_lines, write_criteo_text
 from tpu_embedding.tools.data import criteo_to_parquet
 from tpu_embedding.tools.data.batch import DataError
-from tpu_embedding.tools.data.synthetic_criteo import CATEGORY_NAMES, SyntheticCriteo
+from tpu_embedding.tools.data.synthetic_clicks import CATEGORY_NAMES, SyntheticCriteo
 from tpu_embedding.tools.train import CriteoSource
 
 pq = pytest.importorskip("pyarrow.parquet")

@@ -9,13 +9,13 @@ import pytest
 from tests.conftest import mesh_of
 from tests.tools.train.runs import small_config
 from tpu_embedding.tools.data.batch import DataError
-from tpu_embedding.tools.train.feeding import (
+from tpu_embedding.tools.train.steps import (
     READ_AHEAD,
     check_values,
+    make_run_plan,
     prepare_batch,
     train_batches,
 )
-from tpu_embedding.tools.train.steps import make_run_plan
 
 CONFIG = small_config()
 DATA = CONFIG.data.open(None, batch_size=CONFIG.batch_size, seed=0)

@@ -12,7 +12,7 @@ from tpu_embedding.tools.train.metrics import (
     merge_batches,
     values_of,
 )
-from tpu_embedding.tools.train.models.model import Outputs, click_outputs
+from tpu_embedding.tools.train.models.click import Outputs, click_outputs
 
 GENERATOR = np.random.default_rng(0)
 SCORES = GENERATOR.normal(size=(3, 50)).astype(np.float32)

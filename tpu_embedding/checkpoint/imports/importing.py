@@ -32,8 +32,7 @@ from tpu_embedding.functional.following_slots import (
 from tpu_embedding.nn.optimizer import Optimizer
 from tpu_embedding.nn.training import embedding_layers
 from tpu_embedding.optimizers.probe import probe_rule
-from tpu_embedding.plan.plan import EmbeddingPlan
-from tpu_embedding.plan.stack_plan import StackPlan, TrainedStackPlan
+from tpu_embedding.plan.plan import EmbeddingPlan, StackPlan, TrainedStackPlan
 from tpu_embedding.rows.file_rows import decode_int8, file_row, file_rows_of_values
 from tpu_embedding.rows.packed_rows import PackedRows
 from tpu_embedding.tables.row_stream import write_blocks

@@ -20,8 +20,7 @@ import jax
 
 from tpu_embedding.hardware import HardwareInfo
 from tpu_embedding.plan import memory
-from tpu_embedding.plan.plan import EmbeddingPlan
-from tpu_embedding.plan.stack_plan import StackPlan
+from tpu_embedding.plan.plan import EmbeddingPlan, StackPlan
 from tpu_embedding.rows.packed_rows import LANE_BYTES, bank_lanes
 from tpu_embedding.types import ids_of
 

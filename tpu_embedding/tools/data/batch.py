@@ -9,7 +9,7 @@ from typing import Any, Protocol
 import jax
 import numpy as np
 
-from tpu_embedding.field_checks import is_int, raise_all
+from tpu_embedding.argument_checks import is_int, raise_all
 from tpu_embedding.paths import is_local_path, local_path
 from tpu_embedding.types import FeatureIds, RaggedIds
 

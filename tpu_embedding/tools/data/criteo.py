@@ -9,9 +9,12 @@ import pathlib
 from typing import Final
 
 from tpu_embedding.tools.data.batch import DataError, check_counts, required_files
-from tpu_embedding.tools.data.parquet import ParquetClicks, ParquetSource
-from tpu_embedding.tools.data.parquet_rows import ParquetFeature
-from tpu_embedding.tools.data.synthetic_criteo import (
+from tpu_embedding.tools.data.parquet import (
+    ParquetClicks,
+    ParquetFeature,
+    ParquetSource,
+)
+from tpu_embedding.tools.data.synthetic_clicks import (
     CATEGORY_NAMES,
     NUM_DENSE,
     SyntheticCriteo,

@@ -29,8 +29,8 @@ import numpy as np
 from tpu_embedding.paths import local_path
 from tpu_embedding.tools.data.batch import DataError
 from tpu_embedding.tools.data.criteo import DENSE_NAMES, LABEL
-from tpu_embedding.tools.data.parquet_rows import load_pyarrow
-from tpu_embedding.tools.data.synthetic_criteo import CATEGORY_NAMES
+from tpu_embedding.tools.data.parquet import load_pyarrow
+from tpu_embedding.tools.data.synthetic_clicks import CATEGORY_NAMES
 
 BLOCK_BYTES: Final = 2**24
 """Bytes of text parsed at a time: about 70,000 lines."""

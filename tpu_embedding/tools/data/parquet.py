@@ -1,20 +1,313 @@
-"""Samples of Parquet files, one column per feature."""
+"""Samples of Parquet files that may be larger than memory, one column per feature.
 
+A row group is the smallest part of a file that can be read by itself. So row groups are
+the blocks of the training order, and a few decoded ones are kept. pyarrow is imported
+only once a file is opened.
+"""
+
+import contextlib
 import dataclasses
+import functools
+import importlib
 import pathlib
-from typing import Any, Final
+from collections.abc import Iterator, Sequence
+from typing import Any, Final, Literal
 
 import numpy as np
 
+from tpu_embedding.extras import require_extra
 from tpu_embedding.tools.data.batch import (
     Batch,
     DataError,
     check_counts,
     required_files,
+    rows_of_batches,
 )
-from tpu_embedding.tools.data.block_dataset import BlockDataset, SampleReader
-from tpu_embedding.tools.data.parquet_rows import ParquetColumns, ParquetRows
-from tpu_embedding.types import FeatureIds, RaggedIds
+from tpu_embedding.tools.data.block_dataset import BlockDataset, SampleReader, by_part
+from tpu_embedding.types import PADDING_ROW_ID, FeatureIds, RaggedIds
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ParquetFeature:
+    """A column of ids.
+
+    Attributes:
+      name: name of the feature.
+      vocabulary_size: rows of its table.
+      column: name of the column; None is the feature's name.
+      expected_valence: None for a column of integers, one id per row. For a column of
+        lists of integers, the mean number of ids per row. The compile report sizes its
+        buffers by it; the training takes lists of any length.
+      out_of_range: `"error"` raises an error for ids outside `[0, vocabulary_size)`,
+        with file and row. `"modulo"` takes ids modulo the size. `"keep"` leaves them to
+        `FeatureConfig.out_of_range_ids`, as int64, or uint64 if the column is.
+    """
+
+    name: str
+    vocabulary_size: int
+    column: str | None = None
+    expected_valence: float | None = None
+    out_of_range: Literal["error", "modulo", "keep"] = "error"
+
+    def __post_init__(self):
+        check_counts(self)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ParquetColumns:
+    """Columns that are read; all others are skipped.
+
+    Attributes:
+      features: columns of ids.
+      label: name of the column of labels.
+      dense: names of the columns of dense inputs.
+      weight: name of the column of sample weights; None: all weigh 1.
+    """
+
+    features: tuple[ParquetFeature, ...]
+    label: str
+    dense: tuple[str, ...] = ()
+    weight: str | None = None
+
+    @property
+    def names(self) -> list[str]:
+        """Names of all columns, each once."""
+        ids = [feature.column or feature.name for feature in self.features]
+        weight = [] if self.weight is None else [self.weight]
+        return list(dict.fromkeys([*ids, *self.dense, self.label, *weight]))
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RowGroup:
+    """A row group of a file, which has a row or more.
+
+    Attributes:
+      path: path of the file.
+      number: number of the row group in the file.
+      first_row: first row of the group, counted from 0 in the file.
+      num_rows: number of its rows.
+    """
+
+    path: pathlib.Path
+    number: int
+    first_row: int
+    num_rows: int
+
+    def read(self, names: Sequence[str]) -> dict[str, Any]:
+        """Returns columns as arrays of Arrow, by name.
+
+        Raises:
+          DataError: if the row group is damaged.
+        """
+        parquet = load_pyarrow("pyarrow.parquet")
+        with _damage_of(f"{self.path}, row group {self.number},"):
+            with parquet.ParquetFile(
+                self.path, page_checksum_verification=True
+            ) as file:
+                table = file.read_row_group(self.number, columns=list(names))
+            table = table.combine_chunks()
+        return {name: table.column(name).chunk(0) for name in names}
+
+    def numbers(self, array: Any, column: str) -> np.ndarray:
+        """Returns a column of numbers; nulls and other types raise a DataError."""
+        if array.null_count:
+            row = int(np.argmax(array.is_null().to_numpy(zero_copy_only=False)))
+            text = "a value must not be null; fill it, or drop the row"
+            raise self.error(column, row, text)
+        numbers = array.to_numpy(zero_copy_only=False)
+        if numbers.dtype.kind not in "biuf":
+            raise self.error(column, 0, f"it must hold numbers, got {array.type}")
+        return numbers
+
+    def error(self, column: str, row: int, text: str) -> DataError:
+        """Returns the error of the value in a row of the group."""
+        return DataError(
+            f"{self.path}, row {self.first_row + row} (row group {self.number}), "
+            f"column {column!r}: {text}."
+        )
+
+
+class ParquetRows:
+    """A `SampleReader` of Parquet files, whose samples are the rows of all files.
+
+    Attributes:
+      block_bounds: first row of each row group, and the number of rows.
+    """
+
+    def __init__(
+        self, paths: Sequence[pathlib.Path], columns: ParquetColumns, *, num_kept: int
+    ):
+        """Reads the footers of the files.
+
+        Args:
+          paths: paths of the files, at least one.
+          columns: columns to read.
+          num_kept: decoded row groups that are kept.
+        """
+        self._columns, self._paths = columns, paths
+        self._groups = [g for path in paths for g in row_groups(path, columns.names)]
+        if not self._groups:
+            raise DataError(f"{paths[0]} must hold a row, got none.")
+        self.block_bounds = np.cumsum([0, *(group.num_rows for group in self._groups)])
+        self._decoded = functools.lru_cache(num_kept)(self._decode)
+        self._forms: dict[str, tuple[Any, ...]] = {}
+
+    def read(self, samples: np.ndarray) -> Batch:
+        """Returns the given rows.
+
+        Raises:
+          DataError: if a row group is damaged, or has a wrong value; the message names
+            file, row and column.
+        """
+        return rows_of_batches(
+            [
+                (self._decoded(number), rows)
+                for number, rows in by_part(samples, self.block_bounds[:-1])
+            ]
+        )
+
+    def _decode(self, number: int) -> Batch:
+        """Returns all rows of a row group."""
+        columns, group = self._columns, self._groups[number]
+        arrays = group.read(columns.names)
+
+        def numbers(column: str) -> np.ndarray:
+            return group.numbers(arrays[column], column).astype(np.float32)
+
+        dense = [numbers(name) for name in columns.dense]
+        features = {f.name: _read_ids(arrays, f, group) for f in columns.features}
+        for feature in columns.features:
+            # Batches join row groups, and NumPy joins int64 and uint64 as floats.
+            ids, column = features[feature.name], feature.column or feature.name
+            is_ragged = isinstance(ids, RaggedIds)
+            form = (ids.values.dtype,) if is_ragged else (ids.dtype, ids.shape[1:])
+            if self._forms.setdefault(column, form) != form:
+                text = "a column must have one type in all files, got also"
+                raise group.error(column, 0, f"{text} {arrays[column].type}")
+        return Batch(
+            features=features,
+            dense=np.stack(dense, axis=1) if dense else None,
+            labels=numbers(columns.label),
+            weights=(
+                np.ones(group.num_rows, np.float32)
+                if columns.weight is None
+                else numbers(columns.weight)
+            ),
+        )
+
+    def __str__(self) -> str:
+        return f"{self._paths[0]} to {self._paths[-1]}"
+
+
+def row_groups(path: pathlib.Path, columns: Sequence[str]) -> list[RowGroup]:
+    """Returns the row groups of a file that have rows.
+
+    Args:
+      path: path of the file.
+      columns: names of columns that the file must have.
+
+    Raises:
+      DataError: if the file is missing or damaged, or lacks a column; or if pyarrow is
+        not installed.
+    """
+    with _damage_of(str(path)):
+        footer = load_pyarrow("pyarrow.parquet").read_metadata(path)
+        names = footer.schema.to_arrow_schema().names
+    for column in columns:
+        if column not in names:
+            raise DataError(f"{path} has no column {column!r}; it has {names}.")
+    lengths = [footer.row_group(i).num_rows for i in range(footer.num_row_groups)]
+    first_rows = np.cumsum([0, *lengths]).tolist()
+    return [
+        RowGroup(path=path, number=i, first_row=first_rows[i], num_rows=length)
+        for i, length in enumerate(lengths)
+        if length
+    ]
+
+
+def load_pyarrow(module: str) -> Any:
+    """Returns a module of pyarrow, such as `"pyarrow.csv"`.
+
+    Raises:
+      DataError: if pyarrow is not installed.
+    """
+    require_extra("parquet", "pyarrow", purpose="This data set", error=DataError)
+    return importlib.import_module(module)
+
+
+@contextlib.contextmanager
+def _damage_of(owner: str) -> Iterator[None]:
+    """Raises errors of pyarrow as a `DataError`."""
+    pyarrow = load_pyarrow("pyarrow")
+    try:
+        yield
+    except (pyarrow.ArrowException, OSError) as error:
+        text = str(error).splitlines()[0].rstrip(".")
+        raise DataError(
+            f"{owner} is missing, damaged or no Parquet file: {text}; fetch or write "
+            "it again."
+        ) from error
+
+
+def _read_ids(
+    arrays: dict[str, Any], feature: ParquetFeature, group: RowGroup
+) -> np.ndarray | RaggedIds:
+    """Returns the ids of all rows of a row group.
+
+    A column of integers gives int32 `[rows]`, one of lists of a fixed size int32
+    `[rows, size]`, where a null is a row of `PADDING_ROW_ID`, and one of other lists
+    `RaggedIds`, where a null is an empty list.
+    """
+    column = feature.column or feature.name
+    array = arrays[column]
+    if hasattr(array.type, "value_type") != (feature.expected_valence is not None):
+        rule = "integers without expected_valence, and lists of integers with it"
+        raise group.error(column, 0, f"it must hold {rule}, got {array.type}")
+    if feature.expected_valence is None:
+        return _check_ids(array, np.arange(len(array) + 1), feature, group)
+    compute = load_pyarrow("pyarrow.compute")
+    lengths = compute.list_value_length(array).fill_null(0).to_numpy()
+    row_splits = np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)])
+    values = _check_ids(compute.list_flatten(array), row_splits, feature, group)
+    if hasattr(array.type, "list_size"):
+        shape = (len(array), array.type.list_size)
+        matrix = np.full(shape, PADDING_ROW_ID, values.dtype)
+        is_list = array.is_valid().to_numpy(zero_copy_only=False)
+        matrix[is_list] = values.reshape(-1, array.type.list_size)
+        return matrix
+    return RaggedIds(values=values, row_splits=row_splits)
+
+
+def _check_ids(
+    values: Any, row_splits: np.ndarray, feature: ParquetFeature, group: RowGroup
+) -> np.ndarray:
+    """Returns ids as int32, or as int64 or uint64 if those out of range are kept."""
+    column, size = feature.column or feature.name, feature.vocabulary_size
+
+    def error(is_wrong: np.ndarray, text: str) -> DataError:
+        row = np.searchsorted(row_splits, np.argmax(is_wrong), side="right") - 1
+        return group.error(column, int(row), text)
+
+    if values.null_count:
+        is_null = values.is_null().to_numpy(zero_copy_only=False)
+        raise error(is_null, "an id must not be null; fill it, or drop the row")
+    ids = values.to_numpy(zero_copy_only=False)
+    if ids.dtype.kind not in "iu":
+        raise group.error(column, 0, f"ids must be integers, got {values.type}")
+    if feature.out_of_range != "error":
+        is_wide = ids.dtype == np.uint64
+        ids = ids.astype(np.uint64 if is_wide else np.int64, copy=False)
+        return ids if feature.out_of_range == "keep" else (ids % size).astype(np.int32)
+    is_outside = (ids < 0) | (ids >= size)
+    if not is_outside.any():
+        return ids.astype(np.int32, copy=False)
+    raise error(
+        is_outside,
+        f"an id of the feature {feature.name!r} must be in [0, {size}), got "
+        f"{ids[np.argmax(is_outside)]}; correct the data, or set "
+        "ParquetFeature.out_of_range",
+    )
+
 
 NUM_STREAMS: Final = 8
 """Row groups that a batch mixes, by default."""

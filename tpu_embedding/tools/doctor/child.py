@@ -12,7 +12,7 @@ import jax
 import numpy as np
 
 import tpu_embedding as te
-from tpu_embedding.plan.backend_names import BackendName
+from tpu_embedding.plan.backend import BackendName
 
 RATE: Final = 0.5
 NUM_ROWS: Final = 1000

@@ -24,10 +24,10 @@ from tpu_embedding.tools.data.csv_clicks import CsvSource as CsvSource
 from tpu_embedding.tools.data.interactions import (
     InteractionsSource as InteractionsSource,
 )
+from tpu_embedding.tools.data.parquet import ParquetFeature as ParquetFeature
 from tpu_embedding.tools.data.parquet import ParquetSource as ParquetSource
-from tpu_embedding.tools.data.parquet_rows import ParquetFeature as ParquetFeature
-from tpu_embedding.tools.data.parquet_rows import RowGroup as RowGroup
-from tpu_embedding.tools.data.parquet_rows import row_groups as row_groups
+from tpu_embedding.tools.data.parquet import RowGroup as RowGroup
+from tpu_embedding.tools.data.parquet import row_groups as row_groups
 from tpu_embedding.tools.data.synthetic_clicks import (
     SyntheticClicksSource as SyntheticClicksSource,
 )
@@ -47,10 +47,10 @@ from tpu_embedding.tools.train.config import apply_overrides as apply_overrides
 from tpu_embedding.tools.train.config import list_configs as list_configs
 from tpu_embedding.tools.train.config import load_config as load_config
 from tpu_embedding.tools.train.config import warm_up as warm_up
-from tpu_embedding.tools.train.models.model import MLP as MLP
-from tpu_embedding.tools.train.models.model import ModelConfig as ModelConfig
-from tpu_embedding.tools.train.models.model import Outputs as Outputs
-from tpu_embedding.tools.train.models.model import click_outputs as click_outputs
+from tpu_embedding.tools.train.models.click import MLP as MLP
+from tpu_embedding.tools.train.models.click import ModelConfig as ModelConfig
+from tpu_embedding.tools.train.models.click import Outputs as Outputs
+from tpu_embedding.tools.train.models.click import click_outputs as click_outputs
 from tpu_embedding.tools.train.reporting import (
     TrainingDivergedError as TrainingDivergedError,
 )

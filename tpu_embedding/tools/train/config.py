@@ -19,14 +19,14 @@ import jax.numpy as jnp
 import optax
 
 import tpu_embedding
+from tpu_embedding.argument_checks import raise_all
 from tpu_embedding.extras import require_extra
-from tpu_embedding.field_checks import raise_all
 from tpu_embedding.optimizers.row_optimizer import TableOptimizer
 from tpu_embedding.paths import local_path
-from tpu_embedding.plan.backend_names import BackendName
+from tpu_embedding.plan.backend import BackendName
 from tpu_embedding.tools.data.batch import DataSource
 from tpu_embedding.tools.train.metrics import LOSSES, LossName
-from tpu_embedding.tools.train.models.model import ModelConfig
+from tpu_embedding.tools.train.models.click import ModelConfig
 
 
 def warm_up(learning_rate: float, num_steps: int) -> optax.Schedule:

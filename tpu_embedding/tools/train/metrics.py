@@ -15,7 +15,7 @@ import optax
 from jaxtyping import Array, Float
 
 from tpu_embedding import metrics as m
-from tpu_embedding.tools.train.models.model import Outputs
+from tpu_embedding.tools.train.models.click import Outputs
 
 LossName = Literal["log_loss", "squared_error", "in_batch_softmax"]
 

@@ -19,8 +19,7 @@ import numpy as np
 from tpu_embedding import distributed
 from tpu_embedding.optimizers.probe import probe_rule
 from tpu_embedding.plan.memory import array_sizes, format_bytes, format_table
-from tpu_embedding.plan.plan import EmbeddingPlan
-from tpu_embedding.plan.stack_plan import StackPlan
+from tpu_embedding.plan.plan import EmbeddingPlan, StackPlan
 from tpu_embedding.tools.train.config import RunConfig
 from tpu_embedding.tools.train.run_directory import (
     PLOT_FILE,

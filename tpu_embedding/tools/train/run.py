@@ -37,7 +37,6 @@ from tpu_embedding.tools.train.config import (
     RunEventKind,
     ignore_event,
 )
-from tpu_embedding.tools.train.feeding import check_values, prepare_batch, train_batches
 from tpu_embedding.tools.train.metrics import (
     LOSSES,
     Metrics,
@@ -63,10 +62,13 @@ from tpu_embedding.tools.train.run_directory import (
 )
 from tpu_embedding.tools.train.steps import (
     abstract_train_state,
+    check_values,
     init_train_state,
     make_evaluation_step,
     make_run_plan,
     make_train_step,
+    prepare_batch,
+    train_batches,
 )
 
 _SIZES: Final = "buffer_sizes"

@@ -5,6 +5,6 @@ retrieves items.
 """
 
 from tpu_embedding.tools.train.models.click import ClickModelConfig as ClickModelConfig
-from tpu_embedding.tools.train.models.dcn import DLRMDCNv2Config as DLRMDCNv2Config
 from tpu_embedding.tools.train.models.dlrm import DLRMConfig as DLRMConfig
+from tpu_embedding.tools.train.models.dlrm import DLRMDCNv2Config as DLRMDCNv2Config
 from tpu_embedding.tools.train.models.two_tower import TwoTowerConfig as TwoTowerConfig

@@ -1,24 +1,153 @@
-"""A click model: an MLP over activations and numbers gives a logit."""
+"""The interface of a model to the training loop, and a click model.
+
+The click model is an MLP over activations and numbers, which gives a logit.
+"""
 
 import dataclasses
-from collections.abc import Mapping
-from typing import Any, Literal
+from collections.abc import Callable, Mapping
+from typing import Any, Literal, Protocol
 
+import jax
 import jax.numpy as jnp
 from flax import nnx
+from jaxtyping import Array, Float
 
 from tpu_embedding import initializers
-from tpu_embedding.config import FeatureConfig
+from tpu_embedding.config import FeatureConfig, TableConfig
 from tpu_embedding.nn.embedding import TPUEmbedding
 from tpu_embedding.plan.plan import EmbeddingPlan
 from tpu_embedding.recommenders.interactions import DotInteraction
 from tpu_embedding.tools.data.csv_clicks import signed_log
-from tpu_embedding.tools.train.models.model import (
-    MLP,
-    Outputs,
-    click_outputs,
-    features_of_columns,
-)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Outputs:
+    """A model's outputs for the samples of a batch.
+
+    `click_outputs` makes them from logits.
+
+    Attributes:
+      scores: input of the loss: logits, unclipped ratings, or log-softmax values.
+      predictions: input of the metrics: probabilities, ratings clipped to their valid
+        range, or `te.metrics.Ranks`.
+    """
+
+    scores: Float[Array, " batch"]
+    predictions: Any
+
+
+class ModelConfig(Protocol):
+    """Hyperparameters of a model, and how to build it: the type of `RunConfig.model`.
+
+    A frozen dataclass, whose fields `--set` can change.
+
+    `feature_config` comes first, then the plan is made from it, then `build` runs. The
+    plan can therefore be printed, and compared with a checkpoint's, before anything is
+    allocated.
+
+    A model whose features are not those of the data set has an optional further method.
+    It runs on the host, and takes `sizes` and `samples` as `prepare_features` does::
+
+        def with_inputs(self, batch: Batch, plan, sizes=None, *, samples) -> Batch
+    """
+
+    def feature_config(self, data: Any) -> dict[str, FeatureConfig]:
+        """Returns the features of the model's embedding layer.
+
+        Args:
+          data: data set that the config's source opened.
+
+        Returns:
+          Feature name to its config; the names are those of `Batch.features`.
+        """
+        ...
+
+    def build(self, data: Any, plan: EmbeddingPlan, *, rngs: nnx.Rngs) -> nnx.Module:
+        """Returns the model with initial parameters.
+
+        Args:
+          data: data set that the config's source opened.
+          plan: plan of the embedding layer, which the model makes by
+            `TPUEmbedding(None, plan=plan, rngs=rngs)`.
+          rngs: random streams for the initial parameters.
+
+        Returns:
+          An `nnx.Module` whose `__call__(features, dense)` returns `Outputs`. It gets
+          the prepared features and the float32 dense inputs of a batch, or None if
+          there are none.
+        """
+        ...
+
+
+class MLP(nnx.Module):
+    """Linear layers with an activation function between them.
+
+    `last_activation` says if the last layer is followed by an activation too.
+    """
+
+    def __init__(
+        self,
+        num_inputs: int,
+        layer_sizes: tuple[int, ...],
+        *,
+        last_activation: bool,
+        activation: Callable[[jax.Array], jax.Array] = nnx.relu,
+        rngs: nnx.Rngs,
+    ):
+        """Initialises weights by He before an activation, and by LeCun otherwise."""
+        layers: list[Any] = []
+        for index, size in enumerate(layer_sizes):
+            is_activated = last_activation or index + 1 < len(layer_sizes)
+            initializer = (
+                nnx.initializers.he_normal()
+                if is_activated
+                else nnx.initializers.lecun_normal()
+            )
+            layers.append(
+                nnx.Linear(num_inputs, size, kernel_init=initializer, rngs=rngs)
+            )
+            if is_activated:
+                layers.append(activation)
+            num_inputs = size
+        self.layers = nnx.Sequential(*layers)
+
+    def __call__(self, inputs: Float[Array, "batch inputs"]) -> jax.Array:
+        """Returns the output of the last layer, `[batch, layer_sizes[-1]]`."""
+        return self.layers(inputs)
+
+
+def click_outputs(logits: Float[Array, " batch"]) -> Outputs:
+    """Returns the outputs of a click model.
+
+    Args:
+      logits: float32 `[batch]`, the logit of a click.
+
+    Example:
+      >>> click_outputs(jax.numpy.zeros(2)).predictions.tolist()
+      [0.5, 0.5]
+    """
+    return Outputs(scores=logits, predictions=jax.nn.sigmoid(logits))
+
+
+def features_of_columns(
+    vocabulary_sizes: Mapping[str, int], dim: int, **options: Any
+) -> dict[str, FeatureConfig]:
+    """Returns one feature per column of a data set, each with a table of its own.
+
+    Args:
+      vocabulary_sizes: rows of each table, by the names of the columns.
+      dim: dimension of every table.
+      **options: further fields of every `TableConfig`; lists of ids are averaged if
+        it names no combiner.
+    """
+    options = {"combiner": "mean"} | options
+    return {
+        name: FeatureConfig(
+            table=TableConfig(vocabulary_size=size, dim=dim, name=name, **options)
+        )
+        for name, size in vocabulary_sizes.items()
+    }
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

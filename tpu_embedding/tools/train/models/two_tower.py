@@ -17,7 +17,7 @@ from tpu_embedding.config import FeatureConfig, TableConfig
 from tpu_embedding.nn.embedding import TPUEmbedding
 from tpu_embedding.plan.plan import EmbeddingPlan
 from tpu_embedding.recommenders.ranking_losses import in_batch_softmax
-from tpu_embedding.tools.train.models.model import MLP, Outputs
+from tpu_embedding.tools.train.models.click import MLP, Outputs
 
 USER_FEATURES: Final = ("user", "history", "country", "device")
 ITEM_FEATURES: Final = ("item", "category")
