@@ -13,6 +13,7 @@ from tpu_embedding.strings.string_ids import (
     load_vocabularies,
     save_vocabularies,
 )
+from tpu_embedding.tools.data import csv_clicks
 from tpu_embedding.tools.data.batch import DataError
 from tpu_embedding.tools.train import CsvSource
 from tpu_embedding.types import PADDING_ROW_ID
