@@ -154,7 +154,7 @@ def right_names(
 
 
 def _right_name(name: str, known: list[str], right: Mapping[str, str]) -> str:
-    """Returns what to write in place of a name that a function does not take."""
+    """Returns what to write instead of a name that a function does not take."""
     similar = difflib.get_close_matches(name, known, n=1)
     found = right.get(name, similar[0] if similar else "")
     if not found:

@@ -295,7 +295,7 @@ class FeatureConfig:
         this feature alone. None: that of the table.
       validate_weights_and_indices: True ignores ids without a positive weight under
         `"mean"` and `"sqrtn"`. False counts them. Under jit, a weight of NaN makes the
-        activation NaN; `prepare_features` refuses it. The name is TensorFlow's;
+        activation NaN; `prepare_features` rejects it. The name is TensorFlow's;
         `drop_nonpositive_weights` is a second one.
       output_shape: shape of the activations without their last axis, `dim`. If its
         product is the batch size, samples are combined and reshaped. If its product is
@@ -310,9 +310,9 @@ class FeatureConfig:
         `prepare_features` raises; inside jit, which cannot raise, the ids are dropped.
         `"drop"`: the ids contribute zero and update no row. `"clip"`: the ids read the
         nearest row. `LookupStats.out_of_range` counts them under every policy. A
-        `Dynamic` vocabulary has all ids but -1, "no id": `"error"` refuses it in
+        `Dynamic` vocabulary has all ids but -1, "no id": `"error"` rejects it in
         `prepare_features`, `"drop"` takes it as no id and counts it nowhere, `"clip"`
-        is refused.
+        is rejected.
       expected_valence: mean number of ids per sample that a ragged feature's buffers
         hold. A shard with more ids gets a larger buffer, which recompiles the step.
         None: buffers grow with the batches. For a feature of `te.inputs.unique_ids`,

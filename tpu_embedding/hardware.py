@@ -22,7 +22,7 @@ MAX_SPARSE_CORE_BYTES: Final = 16 * GIBIBYTE
 """Bytes per array that a SparseCore is said to take.
 
 A note in the source code of TorchRec (`torchrec/experimental/torch_tpu`) says so of
-XLA, of each tensor. Libtpu 0.0.50.1 refuses larger arrays in XLA's embedding
+XLA, of each tensor. Libtpu 0.0.50.1 rejects larger arrays in XLA's embedding
 operations. It compiles gathers and scatters of them: it did so for v5p and v6e, up to
 24 GiB. What a chip does with them was not tried, so the plan warns.
 """

@@ -6,7 +6,7 @@ from typing import Any, TypeGuard
 
 
 def local_path(path: str | os.PathLike[str]) -> pathlib.Path:
-    """Returns a path of this machine, with the home directory in place of `~`.
+    """Returns a path of this machine, with the home directory instead of `~`.
 
     Args:
       path: path that the user wrote; it may be relative.

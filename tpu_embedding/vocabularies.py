@@ -81,7 +81,7 @@ class VocabularyInputs:
         if policy == "error" and is_outside.any():
             position = tuple(int(i) for i in np.argwhere(is_outside)[0])
             raise ValueError(
-                f"Ids of feature {feature.name!r} must lie in [0, {num_rows}), the "
+                f"Ids of feature {feature.name!r} must be in [0, {num_rows}), the "
                 f"rows of its table, got {ids[position]} at {where} {position}, "
                 f"and {int(is_outside.sum())} such ids in all. Correct the data, mark "
                 "places without an id by te.inputs.PADDING_ROW_ID, number ids with "

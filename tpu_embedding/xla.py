@@ -92,7 +92,7 @@ def running_sum(values: Array) -> Int[Array, " n"]:
 def value_of_range(
     numbers: Int[Array, " n"], starts: Sequence[int], values: Sequence[int]
 ) -> Int[Array, " n"]:
-    """Returns the value of the range that each number lies in.
+    """Returns the value of the range that each number is in.
 
     A range ends where the next one starts. The result is a sum of the steps from value
     to value: a TPU gathers single integers slowly.

@@ -193,7 +193,7 @@ def test_metrics_of_clicks_take_logits_and_then_labels(metric):
     assert float(of_names.compute()) == float(
         metric.from_batch(logits, labels).compute()
     )
-    with pytest.raises(ValueError, match=r"labels must lie in \[0, 1\], got"):
+    with pytest.raises(ValueError, match=r"labels must be in \[0, 1\], got"):
         metric.from_batch(labels, logits)
 
 

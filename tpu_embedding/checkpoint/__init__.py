@@ -3,21 +3,15 @@
 Files are independent of devices and plans: a table is one array in natural row order,
 in an ordinary orbax checkpoint.
 
-    saving           te.save and te.restore: one state in one directory
-    state_handler    the orbax handler behind both, also for a CheckpointManager
-    restoring        reads a checkpoint into a state, under any plan
+    saving           te.save and te.restore, and the orbax handler behind them
+    restoring        reads a checkpoint into a state, under any plan, by blocks
     split_state      finds the embedding layers in a state, and its other leaves
-    layer_tables     tables and slot variables as leaves to save, and their description
-    restored_tables  reads tables and slot variables into a layer, by blocks
+    layer_tables     the leaves to save, and their description
     dynamic_tables   the ids of dynamic tables, and their places after a restore
-    dense_leaves     the other leaves: as arrays to save, and restored
-    array_writer     writes all leaves for orbax, tables by blocks
-    arrays           one array on the disk, chunk by chunk, by tensorstore
-    records          names and descriptions of the files
-    state_file       state.json: written, sealed, read and checked, without devices
-    checksums        checksums of the files of an array
+    arrays           reads and writes arrays on the disk, chunk by chunk
+    records          names and descriptions of the files, and the error of this folder
+    state_file       state.json: written, sealed with checksums, read and checked
     differences      everything in which a checkpoint and a state differ
-    errors           the error of this folder
     imports/         tables that other libraries wrote
 """
 

@@ -15,12 +15,12 @@ from tpu_embedding.tables.slot_values import NamedSlot
 
 SlotsChoice = Literal["restore", "initialize"]
 """`"restore"`: slot variables come from the checkpoint. `"initialize"`: they start
-anew, as at the first step."""
+again, as at the first step."""
 
 RulesChoice = Literal["check", "ignore"]
 """`"check"`: the optimizer of each table must be that of the checkpoint, learning rates
 apart. `"ignore"`: slot variables are restored if their names and shapes are equal, and
-the others start anew."""
+the others start again."""
 
 DtypesChoice = Literal["check", "convert"]
 """`"check"`: tables must have the types of the checkpoint. `"convert"`: rows become
@@ -46,10 +46,10 @@ _WAYS_OUT: Final = {
     "dtype": "Give dtypes='convert' to round the rows to the types of now.",
     "abstract": "Give a state of arrays, whose new rows have their initial values.",
     "rule": "Restore with the optimizer of the checkpoint. Or give rules='ignore': it "
-    "takes over slot variables of equal names and shapes, and starts the others anew. "
-    "Or start all of them anew by slots='initialize'.",
+    "takes over slot variables of equal names and shapes, and starts the others again. "
+    "Or start all of them again by slots='initialize'.",
     "shared": "Give these tables different optimizers, so that they are not stacked. "
-    "Or start their slot variables anew by slots='initialize'.",
+    "Or start their slot variables again by slots='initialize'.",
     "dense": "Give dense='keep' to restore tables only. The path of a leaf starts with "
     "its place: restore a model that was saved in (model, optimizer) as (model,).",
 }

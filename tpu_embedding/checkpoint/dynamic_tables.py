@@ -1,6 +1,6 @@
 """The ids of dynamic tables in a checkpoint, and their places after a restore.
 
-A dynamic table lies in the files as its ids, rising, and their rows in that order; a
+A dynamic table is in the files as its ids, rising, and their rows in that order; a
 learned default row comes last. Beside each id stands its natural row: the bucket times
 64, plus the place in it. A table of as many buckets gives each id that place again, on
 any number of devices. In another table, the ids of a bucket that its policy evicts last

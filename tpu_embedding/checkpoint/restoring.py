@@ -516,7 +516,7 @@ def _is_abstract(tree: Any) -> bool:
 
 
 def _restored_leaves(checkpoint: OpenCheckpoint, parts: SplitState) -> dict[str, Any]:
-    """Returns all other leaves; their copies lie on the mesh of the layers."""
+    """Returns all other leaves; their copies are on the mesh of the layers."""
     sharding: Any = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
     if parts.layers:
         sharding = parts.layers[0].plan.replicated

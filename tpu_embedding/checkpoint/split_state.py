@@ -1,7 +1,7 @@
 """Splits the state of a training into embedding layers and other leaves.
 
 A state is what the user trains: Flax NNX modules, an `nnx.State`, a Linen `TrainState`,
-or any pytree with the stacks of the functional API. Tables and slot variables lie in it
+or any pytree with the stacks of the functional API. Tables and slot variables are in it
 in stacks. The plan says which rows belong to which table.
 """
 
@@ -77,7 +77,7 @@ class LayerState:
 
 @dataclasses.dataclass(frozen=True)
 class _StackedLeaves:
-    """Tables or slot variables by stack, as they lie in the state.
+    """Tables or slot variables by stack, as they are in the state.
 
     Attributes:
       index: position among the leaves of the state.

@@ -8,13 +8,13 @@ and takes rows back from ids that are no longer used. Two ids never share a row.
 # A vertical: the core knows `tpu_embedding.vocabularies` only, whose classes are
 # implemented here.
 #
-# * `vocabulary`: what a user declares. `inputs` and `stacks`: what the core calls.
+# * `vocabulary`: what a user declares. `seam`: what the core calls.
 # * `row_ids`: `insert_ids` and `find_ids`, which replace the ids of a batch by rows.
 # * `translation`: sends ids to the owners of their buckets, and answers back.
-# * `find_or_insert`: finds ids in a directory and gives lanes to new ones, as
-#   `admission` lets it. `new_rows` starts their rows.
-# * `directory`: the arrays. `buckets`: deals them to shards. `id_mixing`: hashes ids.
-# * `ids_64`: ids as two words. `ids_on_host`: ids and their places, as NumPy arrays.
+# * `find_or_insert`: finds ids in a directory, and admits and places new ones.
+#   `new_rows` starts their rows.
+# * `directory`: the arrays, and how buckets are dealt to shards.
+# * `ids_64`: ids as two mixed words. `ids_on_host`: ids and their places in NumPy.
 
 from tpu_embedding.dynamic.vocabulary import AdmitAfter as AdmitAfter
 from tpu_embedding.dynamic.vocabulary import Dynamic as Dynamic

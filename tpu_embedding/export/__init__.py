@@ -9,18 +9,15 @@ Public calls, and what they write:
 
 From a model to its program and tables:
 
-    example          an example batch gives the names and kinds of the inputs
+    example          the inputs of the program: their signature, and an example batch
     serving_program  traces the model for one device, without values of tables
-    signature        inputs of the program
     feeding          turns the arguments of a call into the arrays of the program
     layer_tables     the tables of a model and their ids, and the files of their rows
-    row_formats      float32, bfloat16 or int8 rows
 
 From there to files:
 
-    directories      a directory appears when all of its files are there
-    documents        export.json, and digests of the files
-    tensor_files     safetensors files, written by blocks of rows
+    documents        the directory, export.json, and digests of the files
+    tensor_files     safetensors files of float32, bfloat16 or int8 rows, by blocks
 """
 
 from tpu_embedding.export.deltas import apply_delta as apply_delta

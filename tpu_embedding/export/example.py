@@ -137,7 +137,7 @@ def quoted_path(keys: Iterable[str]) -> str:
 
 
 def refuse_repeated(kind: str, names: Iterable[str]) -> None:
-    """Refuses two things of the same name.
+    """Rejects two things of the same name.
 
     Args:
       kind: names the things in the error.

@@ -1,7 +1,7 @@
 """Turns the arguments of a call into the arrays that an exported program takes.
 
-Inputs that hold ids are checked by `prepare_features`, so that a wrong id is refused
-with the same words as in training. The program itself refuses wrong shapes.
+Inputs that hold ids are checked by `prepare_features`, so that a wrong id is rejected
+with the same words as in training. The program itself rejects wrong shapes.
 """
 
 import math

@@ -1,6 +1,6 @@
 """The tables of a model by their names in an export, and the files of their rows.
 
-Rows lie in their natural order. A dynamic table has 64 rows per bucket in the order of
+Rows are in their natural order. A dynamic table has 64 rows per bucket in the order of
 its buckets, maybe a default row behind them, and its ids as a tensor of their own: a
 line of 128 uint32 per bucket, the upper words of its 64 ids and then the lower ones.
 All ones stand for no id.

@@ -178,7 +178,7 @@ def _tf_name(name: str) -> str:
     """Returns a name of letters, digits and underscores, which TensorFlow takes."""
     ascii_name = name.encode("ascii", "backslashreplace").decode()
     flat = re.sub(r"\W", "_", ascii_name)
-    # TensorFlow refuses names that start with an underscore, and the argument `self`.
+    # TensorFlow rejects names that start with an underscore, and the argument `self`.
     return f"x_{flat}" if flat[:1] in ("", "_") or flat == "self" else flat
 
 

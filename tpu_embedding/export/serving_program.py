@@ -132,7 +132,7 @@ class _ServedMethod:
         self._graph, self._of_layers, random, dense = nnx.split(
             model, LAYER_VARIABLES, nnx.RngState, ...
         )
-        # The program of one device cannot hold keys that lie on a mesh.
+        # The program of one device cannot hold keys that are on a mesh.
         self._random = jax.device_put(random, jax.devices()[0])
         leaves, self._dense_tree = jax.tree_util.tree_flatten_with_path(dense)
         self.dense = {_parameter_name(path): leaf for path, leaf in leaves}

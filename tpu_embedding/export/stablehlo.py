@@ -112,7 +112,7 @@ def save(
     of_inputs = by_input(vocabularies or {}, program.signature)
     serialized = program.exported.serialize()
     with new_directory(directory) as path:
-        assert path is not None, "make_program refuses jobs of several processes"
+        assert path is not None, "make_program rejects jobs of several processes"
         write_table_files(path, program.tables, dtype)
         write_tensors(path / DENSE_FILE, program.dense)
         (path / PROGRAM_FILE).write_bytes(serialized)
@@ -194,7 +194,7 @@ class ServedModel:
         Args:
           *arguments: a batch like the example of `save`. Ragged features may be
             `RaggedIds`, `SparseIds`, nested lists or objects like `tf.RaggedTensor`.
-            Features with a vocabulary take strings in place of ids.
+            Features with a vocabulary take strings instead of ids.
 
         Returns:
           The outputs by name, or the array if the model returns an array.
@@ -227,7 +227,7 @@ def load(
         digest in `export.json`, about a second per GB.
       unknown_strings: what becomes of strings that a vocabulary of the export lacks:
         `"bucket"` gives them an id of its buckets for unknown strings, `"error"`
-        refuses them, as a vocabulary without buckets does.
+        rejects them, as a vocabulary without buckets does.
 
     Raises:
       ExportError: a ValueError, if the directory holds no program, a damaged file, or a
@@ -327,7 +327,7 @@ def _check_fits(
     signature: Signature,
     weights: tuple[dict[str, np.ndarray], dict[str, np.ndarray]],
 ) -> None:
-    """Refuses weights and a signature of another program.
+    """Rejects weights and a signature of another program.
 
     Args:
       path: directory of the export.

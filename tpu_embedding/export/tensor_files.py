@@ -148,7 +148,7 @@ _MAX_CODE: Final = np.float32(255)
 
 
 def check_row_format(row_format: str) -> None:
-    """Refuses a format of rows that is none of `RowFormat`.
+    """Rejects a format of rows that is none of `RowFormat`.
 
     Every process of a job calls it before a collective, or the others would wait.
 

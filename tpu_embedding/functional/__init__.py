@@ -1,11 +1,10 @@
 """The lookup and the update as functions of explicit arrays, without Flax.
 
-`steps` has the calls of a training step, and `by_feature` turns what stacks return
-into activations of features. `following_slots` and `final_table_values`
-have those around training, and `serving_lookup` that of an exported model.
-The arrays are the stacked tables and slot variables of a plan; `flax_states` lets Flax
-save them. `insert_ids` and its like are in `tpu_embedding.dynamic`, `top_k` and
-`expand` in `tpu_embedding.recommenders`.
+`steps` has the calls of a training step. `following_slots` and `final_table_values`
+have the calls around training, and `serving_lookup` an exported model's. The arrays are
+the stacked tables and slot variables of a plan; `flax_states` lets Flax save them.
+`insert_ids` and its like are in `tpu_embedding.dynamic`, `top_k` and `expand` in
+`tpu_embedding.recommenders`.
 """
 
 from typing import TYPE_CHECKING

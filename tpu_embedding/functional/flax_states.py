@@ -1,7 +1,7 @@
 """Lets `flax.serialization` save and restore tables and their slot variables.
 
 Flax knows containers of its own only, and cannot write others to bytes. A saved table
-has the layout's name as its key, so a state of another plan is refused.
+has the layout's name as its key, so a state of another plan is rejected.
 """
 
 import dataclasses

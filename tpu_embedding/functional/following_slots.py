@@ -28,7 +28,7 @@ from tpu_embedding.update.table_writer import RoundedState
 from tpu_embedding.update.totals import rows_of_stack
 
 _SAME: Final = 1e-5
-"""Relative difference up to which a total keeps its bits when it is measured anew."""
+"""Relative difference up to which a total keeps its bits when it is measured again."""
 
 
 @overload

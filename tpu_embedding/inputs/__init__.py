@@ -1,8 +1,8 @@
 """Ids on the host: containers of users, and batches that are fit for a step.
 
 `containers` reads the ids of one feature from any container. `prepare` checks a batch
-and gives ragged features a static size, which `buffer_sizes` chooses and `agreed_sizes`
-agrees on over the processes of a job. `ragged_shards` and `sparse_ids` convert for it.
+and gives ragged features a static size, which `buffer_sizes` chooses, equally on all
+processes of a job. `ragged_shards` splits ids by shard.
 
 `shard_inputs` turns a feature into the input of each shard. It also runs inside the
 step, for ids that go into `jit` as they are. Ids of strings are in

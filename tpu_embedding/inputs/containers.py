@@ -1,7 +1,7 @@
 """Reads the ids or weights of one feature from any container whose meaning is clear.
 
 Each container becomes `DenseIds`, `RaggedIds` or `SparseIds` of NumPy arrays. One with
-several meanings is refused, and the error says how to choose. `prepare` reads
+several meanings is rejected, and the error says how to choose. `prepare` reads
 integer ids by this module, `tpu_embedding.strings` reads strings.
 """
 
@@ -24,7 +24,7 @@ MAX_SAMPLES: Final = 2**27
 """Largest number of samples that a `dense_shape` may declare.
 
 Row splits of so many samples take 1 GiB. A larger shape is a mistake, such as the size
-of the vocabulary in place of the batch.
+of the vocabulary instead of the batch.
 """
 
 _LISTS: Final = (list, tuple, np.ndarray, jax.Array)
@@ -129,7 +129,7 @@ def as_array(values: Any, owner: str, what: str = "Ids") -> np.ndarray:
 
 
 def check_row_splits(row_splits: np.ndarray, num_values: int, owner: str) -> None:
-    """Refuses row splits that do not cut the values into at least one sample."""
+    """Rejects row splits that do not cut the values into at least one sample."""
     if row_splits.ndim != 1 or row_splits.shape[0] < 2:
         raise ValueError(
             f"row_splits of {owner} must have shape [batch + 1] with at least one "

@@ -101,7 +101,7 @@ def prepare_features(
     )
     padded = _pad_ragged(checked, part, sizes, num_parts)
     for ids, feature in zip(padded, plan.features, strict=True):
-        feature_shape(ids, feature, part)  # refuses shapes that do not fit
+        feature_shape(ids, feature, part)  # rejects shapes that do not fit
     return plan.unflatten(list(map(_for_step, padded, plan.features)))
 
 
@@ -180,7 +180,7 @@ def num_parts_of(samples: Samples, plan: AnyPlan) -> int:
 
 
 def _check_fits_int32(array: np.ndarray) -> np.ndarray:
-    """Refuses integers of which JAX would keep the lower half only."""
+    """Rejects integers of which JAX would keep the lower half only."""
     has_64_bits = np.issubdtype(array.dtype, np.integer) and array.dtype.itemsize > 4
     if has_64_bits and array.size and not jax.config.read("jax_enable_x64"):
         low, high = array.min(), array.max()
@@ -217,7 +217,7 @@ def _read_feature(ids: Any, feature: FeaturePlan) -> HostIds:
 
 
 def _refuse_batches(read: list[HostIds], num_parts: int, plan: AnyPlan) -> None:
-    """Refuses unequal batches, and parts that a process cannot deal to its devices."""
+    """Rejects unequal batches, and parts that a process cannot deal to its devices."""
     refuse_unequal_batches(
         (feature, math.prod(batch_shape_of(ids)))
         for ids, feature in zip(read, plan.features, strict=True)
@@ -273,7 +273,7 @@ def _read_weights(
     read = read_ids(weights, owner, "Weights")
     if read.weights is not None:
         raise ValueError(
-            f"Weights of {owner} must be held in place of ids, got a "
+            f"Weights of {owner} must be held instead of ids, got a "
             f"{type(read).__name__} that has weights of its own."
         )
     if not isinstance(read, DenseIds):
@@ -283,7 +283,7 @@ def _read_weights(
         raise TypeError(
             f"Weights of {owner} must be real numbers, got dtype {array.dtype}."
         )
-    with np.errstate(over="ignore"):  # It becomes infinite, which is refused.
+    with np.errstate(over="ignore"):  # It becomes infinite, which is rejected.
         array = array.astype(np.float32)
     is_finite = np.isfinite(array)
     if not is_finite.all():
@@ -295,7 +295,7 @@ def _read_weights(
 
 
 def _check_same_places(weights: HostIds, ids: HostIds, owner: str) -> None:
-    """Refuses ragged or sparse weights whose structure is not that of the ids."""
+    """Rejects ragged or sparse weights whose structure is not that of the ids."""
     if type(ids) is not type(weights):
         raise TypeError(
             f"Weights of {owner} must be an array or {type(ids).__name__}, as its ids "

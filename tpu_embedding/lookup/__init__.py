@@ -11,15 +11,14 @@ All modules are private. `functional/steps.py` calls them inside `shard_map`, an
    owner of each row.
 2. `_dedup`: equal keys become one request; requests are grouped by owner.
 3. `_rounds`: each request gets a round and a position in its buffer, and travels.
-4. `_exchange`: all-to-all of ids, of rows, and of gradients. Owners gather rows.
-5. `_combine`: rows are summed into samples.
+4. `_rounds`: all-to-all of ids, of rows, and of gradients. Owners gather rows.
+5. `_forward`: rows are summed into samples.
 6. `_sum_by_row`: cotangents are summed into the rows of their samples.
 7. `_sum_by_row`: the owner sums the gradients that several devices send for one row.
 
 `_forward` runs stages 1 to 5, and `_backward` stages 6, 4 and 7, round by round: an
-update folds over `gradient_rounds`. `_replicas` follows where several devices hold
-copies of a shard. `_gradient_blocks` replaces stages 3, 4, 6 and 7 where one CPU
-device owns all rows.
+update folds over `gradient_rounds`. `_gradient_blocks` replaces stages 3, 4, 6 and 7
+where one CPU device owns all rows.
 
 A gradient is its samples, the routing of the lookup and the cotangents, and round 1 at
 the owners. It has no size of the table, and is added by joining samples. An update, or

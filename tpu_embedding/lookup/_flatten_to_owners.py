@@ -261,7 +261,7 @@ def _count_by_feature(
 
 
 def split_by_feature(values: Array, sizes: Sequence[AxisSize]) -> list[Array]:
-    """Cuts what lies in one array, one feature after the other."""
+    """Cuts what is in one array, one feature after the other."""
     return jnp.split(values, list(itertools.accumulate(sizes))[:-1])
 
 

@@ -7,12 +7,7 @@ needs; `te.linen` is the folder `linen/`.
 * `training`: `value_and_grad` and `grad`. `optimizer`: for tables and dense parameters.
 * `recording`: records the lookups of a loss, which give tables their gradients.
 * `model_tables`: the step of all tables of a model, for NNX and for Linen.
-* `pipeline`: a train step that begins the next lookup early.
-* `pooled_ids`: warns of ids that are pooled by default.
-* `layer_stats`: counts of lookups, in the form that a layer's variables keep.
-* `each_step`: a train step that sets hyper-parameters before each step.
-* `dense_optimizer`: checks that a dense optimizer and the tables step together.
-* `short_repr`: prints layer and optimizer in a few lines.
+* `pipeline`: train steps that look ahead, or set hyper-parameters before each step.
 * `linen/`: the same for Flax Linen.
 
 Interactions, ranking losses and `top_k` are in `tpu_embedding.recommenders`.

@@ -85,7 +85,7 @@ def stats_of_layer(stats: LookupStats, plan: EmbeddingPlan) -> LookupStats:
         return stats
     zeros = no_stats(plan)
     if not any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves(stats)):
-        # The counts of an eager lookup lie on all devices.
+        # The counts of an eager lookup are on all devices.
         zeros = replicate_on_mesh(zeros, plan)
     return LookupStats(
         **{
@@ -133,7 +133,7 @@ def warn_of_pooled_ids(features: Any, plan: EmbeddingPlan, stacklevel: int) -> N
 
 
 class ShortRepr(nnx.Module):
-    """A module that prints facts about its tables in place of all its variables.
+    """A module that prints facts about its tables instead of all its variables.
 
     Flax prints every attribute of a module: a plan alone has a kilobyte per feature.
     """

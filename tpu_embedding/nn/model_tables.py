@@ -137,7 +137,7 @@ def apply_model_gradients(
 
 
 def check_gradients(gradients: Any, owner: str, compute: str, line: str) -> Gradients:
-    """Returns the gradients; refuses those that lack the tables'.
+    """Returns the gradients; rejects those that lack the tables'.
 
     Args:
       gradients: what the user gives.

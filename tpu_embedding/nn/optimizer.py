@@ -348,7 +348,7 @@ class Optimizer(ShortRepr):
     def _layers_and_slots(
         self, model: nnx.Module, method: str
     ) -> tuple[dict[str, TPUEmbedding], dict[str, Any]]:
-        """Returns the layers of a model, and slots by layer; refuses another model."""
+        """Returns the layers of a model, and slots by layer; rejects another model."""
         layers, slots = embedding_layers(model), dict(self.slots.get_value())
         if set(layers) != set(slots):
             raise ValueError(
@@ -359,7 +359,7 @@ class Optimizer(ShortRepr):
         return layers, slots
 
     def _by_layer(self, values: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-        """Returns the values of each layer by table name; refuses unknown keys."""
+        """Returns the values of each layer by table name; rejects unknown keys."""
         keys = self._table_keys()
         unknown = sorted(set(values) - set(keys.values()))
         if unknown:

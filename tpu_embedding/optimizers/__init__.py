@@ -23,19 +23,14 @@ An *optimizer* is the value that the user passes. A *rule* is its arithmetic on 
 The files, in the order in which a reader may want them:
 
 * `rules/`: the algorithms. `options`: the keyword arguments that most of them share.
-* `modes`: touched rows or every row, and how often. `table_rows`: totals for a rule.
-* `learning_rates`, `hyperparameters`: rates, and values that change between steps.
-* `slot_storage`: types and initial values of slot variables.
-* `row_optimizer`: types of optimizers, and the drivers that run them. `names`:
-  optimizers by name.
-* `resolve`: finds out how the layer applies an optimizer. `probe`: runs it on a few
-  rows, and finds its slot variables. `rule_split`: a rule as a program, and its two
-  halves, values of a step and arithmetic on rows.
-* `array_rules`: applies a rule to pytrees of arrays. `checks`: ranges of arguments.
-* `final_dense_values`: sets variables to their averages, at the end of training.
-* `equal_calls`: equal calls make one rule, so that their tables share a stack.
-* `keras`: translation of Keras' optimizers, which `keras_instances` recognises, and
-  `keras_schedules` of their learning rates.
+* `row_optimizer`: types of optimizers, and the drivers: touched rows, every row, or
+  once per occurrence. `names`: optimizers by name.
+* `learning_rates`: rates, and values that change between steps.
+* `resolve`: chooses how the layer applies an optimizer. `probe` runs it on a few rows.
+* `rule_split`: splits a rule into values of a step and arithmetic on rows.
+* `table_rows`: totals for a rule. `array_rules`: applies a rule to pytrees of arrays.
+* `checks`: ranges of arguments, and one rule for equal calls.
+* `keras`: translation of Keras' optimizers and learning rate schedules.
 """
 
 from tpu_embedding.optimizers.keras import from_keras_config as from_keras_config

@@ -428,7 +428,7 @@ def _problems(class_key: str, values: Mapping[str, Any], rows: str) -> Iterator[
         yield (
             f"{field}={values[field]!r}: the field is not known here; remove it "
             "if it has no effect on numbers. Optimizers before Keras 2.11 had other "
-            "fields, such as decay: make yours anew with tf_keras.optimizers or Keras 3"
+            "fields, such as decay: use tf_keras.optimizers or Keras 3"
         )
     for field, default in {**_COMMON_FIELDS, **_OWN_FIELDS[class_key]}.items():
         value = values.get(field, default)
@@ -532,7 +532,7 @@ def _rule_of_class(
             # Keras' momentum accumulates the gradient times the rate of its own step.
             return optax.chain(sgd(rate), optax.trace(own["momentum"], own["nesterov"]))
         case "adagrad" if own["initial_accumulator_value"] == 0:
-            # `adagrad` refuses it, as TensorFlow's TPU embedding does.
+            # `adagrad` rejects it, as TensorFlow's TPU embedding does.
             return optax.adagrad(rate, 0.0, own["epsilon"])
         case "adagrad":
             return adagrad(rate, **own)

@@ -68,7 +68,7 @@ def checked_schedule(
 def check_takes_a_step(owner: str, schedule: Callable[..., Any], name: str) -> None:
     """Raises TypeError if a schedule cannot be called with the step alone.
 
-    A function whose first argument has a default is refused, too: TensorFlow calls
+    A function whose first argument has a default is rejected, too: TensorFlow calls
     `lambda rate=rate: rate` without arguments, and here the step would be its rate.
     """
     try:

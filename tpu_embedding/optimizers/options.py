@@ -302,7 +302,7 @@ def _with_full_names(
 
 
 def _list_options(function: Callable[..., Any]) -> inspect.Signature:
-    """Returns a signature with the common options in place of `**options`."""
+    """Returns a signature with the common options instead of `**options`."""
     options = inspect.signature(_with_options).parameters
     signature = inspect.signature(function)
     own = [x for x in signature.parameters.values() if x.kind != x.VAR_KEYWORD]
@@ -325,7 +325,7 @@ def with_options(
 ) -> optax.GradientTransformation:
     """Adds TensorFlow's common options to any optimizer, under TensorFlow's names.
 
-    The options work on every platform; TensorFlow's second version ignores or refuses
+    The options work on every platform; TensorFlow's second version ignores or rejects
     most of them. The optimizers of this package take them as keyword arguments.
 
     Args:

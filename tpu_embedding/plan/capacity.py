@@ -32,7 +32,7 @@ _SUBLANES: Final = 8
 LANES: Final = 128
 """32-bit values in one row of a TPU vector register.
 
-A bucket whose size is a multiple of this is sent as it lies in memory. Any other bucket
+A bucket whose size is a multiple of this is sent as it is in memory. Any other bucket
 is copied first, by code that takes XLA seconds to compile."""
 
 _LANE_ALIGNMENT_MIN_IDS: Final = 128 * LANES

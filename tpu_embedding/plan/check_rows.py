@@ -1,4 +1,4 @@
-"""Refuses arrays that were made for another plan.
+"""Rejects arrays that were made for another plan.
 
 Arrays of two plans can have equal shapes. A lookup would then read the rows of another
 table without an error, so every public function checks its arrays first. The check
@@ -105,7 +105,7 @@ def _check_words(owner: str, rows: PackedRows, stack: StackPlan) -> None:
 def _check_rows_of(owner: str, layout: RowLayout, stack: StackPlan) -> None:
     """Raises if rows are of other tables, or not as many, as those of a stack.
 
-    Rows of a slot variable may be shorter than the table's, and lie in lines of their
+    Rows of a slot variable may be shorter than the table's, and are in lines of their
     own.
     """
     found = dataclasses.replace(

@@ -1,4 +1,4 @@
-"""Makes the plan from configuration, mesh and hardware, and refuses contradictions."""
+"""Makes the plan from configuration, mesh and hardware, and rejects contradictions."""
 
 import itertools
 from typing import Any

@@ -15,7 +15,7 @@ from jax.sharding import AbstractMesh, AxisType, Mesh
 from tpu_embedding.hardware import HardwareInfo, hardware_of_device
 
 SLICE_AXIS: Final = "slice"
-"""Mesh axis along which devices lie in different slices."""
+"""Mesh axis along which devices are in different slices."""
 
 SHARD_AXIS: Final = "shard"
 
@@ -28,7 +28,7 @@ def device_mesh(
     Args:
       devices: JAX devices; None takes all, those of other processes included.
       num_slices: number of equal slices to emulate on devices of one slice; None: the
-        slices that the devices lie in.
+        slices that the devices are in.
 
     Raises:
       ValueError: if the devices cannot be split into so many equal slices.
@@ -41,7 +41,7 @@ def device_mesh(
     found = len({_slice_of(device) for device in chosen})
     if num_slices is not None and found not in (1, num_slices):
         raise ValueError(
-            f"num_slices must be {found}, the slices that the devices lie in, got "
+            f"num_slices must be {found}, the slices that the devices are in, got "
             f"{num_slices}."
         )
     num_slices = num_slices or found

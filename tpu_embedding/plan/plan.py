@@ -141,7 +141,7 @@ class StackPlan:
     @property
     def rows_spec(self) -> PartitionSpec:
         """Partition of the rows of the table and of its slot variables."""
-        # XLA names the sharding of its results so; another name compiles anew.
+        # XLA names the sharding of its results so; another name compiles again.
         return (
             PartitionSpec(self.shard_axes) if self.num_shards > 1 else PartitionSpec()
         )
@@ -254,7 +254,7 @@ class EmbeddingPlan(FeatureNest):
     ) -> range:
         """Returns the samples of a global batch that one process has to load.
 
-        They are the samples that lie on its devices. Every process loads all samples if
+        They are the samples that are on its devices. Every process loads all samples if
         the devices of the mesh do not divide the batch, or if the samples of some
         process are not consecutive.
 

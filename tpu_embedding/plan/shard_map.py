@@ -145,7 +145,7 @@ def replicate(array: jax.Array, plan: EmbeddingPlan) -> jax.Array:
     """Copies an array to all devices, under the sharding that a step would return."""
     sharding = plan.replicated
     if _is_explicit(plan):
-        # XLA names the partition of each axis there; another name compiles anew.
+        # XLA names the partition of each axis there; another name compiles again.
         sharding = NamedSharding(plan.mesh, PartitionSpec(*[None] * array.ndim))
     return jax.device_put(array, sharding)
 

@@ -231,7 +231,7 @@ def check_clicks(
     is_wrong = (used < 0) | (used > 1)
     if is_wrong.any():
         raise ValueError(
-            f"{owner}: labels must lie in [0, 1], got {used[is_wrong][0]}, and "
+            f"{owner}: labels must be in [0, 1], got {used[is_wrong][0]}, and "
             f"{int(is_wrong.sum())} such labels in all; the order of arguments is "
             "from_batch(logits, labels, weights)."
         )

@@ -394,7 +394,7 @@ def merge_block(
 
 
 def _lines_from(packed: PackedRows, start: Any, layout: RowLayout) -> PackedRows:
-    """Returns the rows of a layout from row `start` on, as they lie in lines."""
+    """Returns the rows of a layout from row `start` on, as they are in lines."""
     first_line, size = layout.line_of(start), layout.num_lines
     lines = jax.lax.dynamic_slice_in_dim(packed.lines, first_line, size)
     return PackedRows(lines=lines, layout=layout)

@@ -1,7 +1,7 @@
 """Rows of fewer than 32 bits per element, stored in 32-bit words.
 
 A TPU's gathers and scatters move and add 32-bit words, and XLA stores arrays of 16-bit
-elements in tiles that a gather of rows would copy. So narrow rows lie in int32 arrays:
+elements in tiles that a gather of rows would copy. So narrow rows are in int32 arrays:
 
     bfloat16    two rows share each lane: the lower bits belong to one row, the upper
                 bits to another
@@ -120,7 +120,7 @@ def mix_bits(words: Any) -> Any:
     """Returns a pseudo-random word for each word; unequal ones for unequal words.
 
     Each bit of the input changes each bit of the result with probability near 1/2. A
-    hash of counters, in place of a random stream, makes the result independent of the
+    hash of counters, instead of a random stream, makes the result independent of the
     order and number of the devices. Source: Wellons' "lowbias32".
 
     Args:

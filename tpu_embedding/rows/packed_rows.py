@@ -44,7 +44,7 @@ def bank_lanes(dim: int) -> int:
     """Returns the lanes of a row in a table whose rows are dealt to banks.
 
     The next of 8, 16, 32 and 64, or the next multiple of 128: rows of these widths lie
-    in lines of 128 lanes as they lie in an array `[rows, lanes]` of a TPU.
+    in lines of 128 lanes as they are in an array `[rows, lanes]` of a TPU.
 
     Example:
       >>> [bank_lanes(dim) for dim in (1, 20, 64, 65, 200)]
@@ -238,7 +238,7 @@ class RowLayout:
     def facts(self) -> tuple[str, ...]:
         """All that decides where a row lies, as one text per fact.
 
-        Rows of two layouts lie in the same lanes if all facts are equal.
+        Rows of two layouts are in the same lanes if all facts are equal.
         """
         contents = self.contents or StackContents((), 1)
         return (
@@ -263,7 +263,7 @@ class RowLayout:
 
         The name of a table's array spells shards, lines and lanes. It ends with a
         digest of all that decides where a row lies. A checkpointer that matches arrays
-        by name therefore refuses an array whose rows lie elsewhere.
+        by name therefore rejects an array whose rows lie elsewhere.
         """
         if self.contents is None:
             return "lines"
@@ -272,7 +272,7 @@ class RowLayout:
         return f"lines_{sizes}_{digest}"
 
 
-@no_type_check  # It also holds shapes and shardings in place of arrays.
+@no_type_check  # It also holds shapes and shardings instead of arrays.
 @jax.tree_util.register_pytree_with_keys_class
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PackedRows:

@@ -228,6 +228,7 @@ class SparseCoreBackend(Backend):
 
         return jax.lax.cond(ids.fits[0], look_up_rows, otherwise, table)
 
+    @jax.named_scope("update")
     def update(
         self,
         table: PackedRows,

@@ -30,7 +30,7 @@ from tpu_embedding.types import PADDING_ROW_ID
 def unavailable_reason(hardware: HardwareInfo, num_devices: int) -> str | None:
     """Returns why the operations do not run on some devices; None if they do.
 
-    libtpu refuses 48 SparseCores, of v5p:2x2x3, by error E3001; it takes 8 to 2,048.
+    libtpu rejects 48 SparseCores, of v5p:2x2x3, by error E3001; it takes 8 to 2,048.
 
     Example:
       >>> from tpu_embedding.hardware import hardware_by_name

@@ -3,7 +3,7 @@
 A SparseCore looks up the samples of its own part of the device's batch. It sends each
 partition of the table, which is the rows of one SparseCore of the slice, the ids that
 it needs of it. So the ids of a device are sorted by core, partition, row and sample.
-They lie in one region of positions per core, and the ids of each partition begin at a
+They are in one region of positions per core, and the ids of each partition begin at a
 multiple of 8.
 
 TensorFlow and jax-tpu-embedding make the same buffers on the host. Like them, ids that

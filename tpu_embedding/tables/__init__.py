@@ -6,6 +6,5 @@
 * `table_values`: tables as NumPy arrays, and back.
 * `slot_values`: slot variables as NumPy arrays, and back.
 * `row_stream`: streams rows to and from hosts, block by block.
-* `row_windows`: cuts tables into the blocks of such a stream.
-* `line_exchange`: moves lines between owners and the devices that serve a block.
+* `line_exchange`: cuts tables into blocks, and moves their lines between devices.
 """

@@ -99,7 +99,7 @@ def windows_of(
 
 
 def _check_ranges(ranges: RowRanges, stack: StackPlan) -> None:
-    """Refuses tables of other stacks, and rows that a table lacks."""
+    """Rejects tables of other stacks, and rows that a table lacks."""
     sizes = {table.name: table.num_rows for table in stack.tables}
     unknown = sorted(set(ranges) - set(sizes))
     if unknown:

@@ -10,7 +10,7 @@ owners, and these write them in place.
 No step holds a whole table. In a turn, a device needs at most `MAX_DEVICE_BYTES` beside
 its tables, and the host six blocks of 10 to 20 MB per device of its own.
 
-If the process has all devices and these are CPUs, their lines lie in its memory. It
+If the process has all devices and these are CPUs, their lines are in its memory. It
 then reads rows where they lie, and deals new rows to their owners, without an exchange.
 
 The programs get their ranges as arguments. One compilation serves all tables of a
@@ -43,7 +43,6 @@ from tpu_embedding.tables.line_exchange import (
     windows_of,
     write_lines,
 )
-from tpu_embedding.tables.line_exchange import rows_per_block as rows_per_block
 
 MAX_DEVICE_BYTES: Final = 256 * 2**20
 """Bound on the temporaries of a turn on each device."""
@@ -354,7 +353,7 @@ def _dealt(
 def _checked(
     rows: Any, piece: tuple[str, int, int], row: jax.ShapeDtypeStruct
 ) -> np.ndarray:
-    """Returns the rows of a piece; refuses those of another shape or dtype."""
+    """Returns the rows of a piece; rejects those of another shape or dtype."""
     table, start, num_rows = piece
     shape = (num_rows, *row.shape)
     found = getattr(rows, "shape", None), getattr(rows, "dtype", None)

@@ -143,7 +143,7 @@ def check_values(values: Any, plan: EmbeddingPlan) -> None:
 def _checked(
     values: Any, packed: PackedRows, table: TablePlan, not_finite: NotFinite
 ) -> np.ndarray:
-    """Returns the values of a table as an array; refuses those it cannot hold."""
+    """Returns the values of a table as an array; rejects those it cannot hold."""
     layout = packed.layout
     shape = (table.num_rows, *layout.row_shape)
     owner = f"values of table {table.name!r}"
@@ -163,7 +163,7 @@ def _checked(
 
 
 def real_array(values: Any, shape: tuple[int, ...], owner: str) -> np.ndarray:
-    """Returns values as an array; refuses another shape, and what is no real number.
+    """Returns values as an array; rejects another shape, and what is no real number.
 
     Args:
       values: the values that the user gives.
@@ -187,7 +187,7 @@ def real_array(values: Any, shape: tuple[int, ...], owner: str) -> np.ndarray:
 
 
 def check_range(rows: np.ndarray, start: int, dtype: str, owner: str) -> None:
-    """Refuses rows that a narrower type cannot hold.
+    """Rejects rows that a narrower type cannot hold.
 
     Args:
       rows: `[rows, ...]`, real numbers.

@@ -6,8 +6,6 @@ All of it is private but `lift_to_rows`, which is in `te.functional`.
   once per occurrence of an id.
 * `every_row`: drivers that run a rule on every row, block by block.
 * `lazy_update`: one step of a rule, on touched rows.
-* `averages`: sets rows to their moving averages, at the end of training.
 * `table_writer`: writes new rows in the table's type, rounded where it is narrow.
-* `totals`: totals over rows that arrive in rounds or blocks.
-* `tables_of_rows`: the tables that rows of a shard belong to.
+* `totals`: totals over the rows of each table, which arrive in rounds or blocks.
 """

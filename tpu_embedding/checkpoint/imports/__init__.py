@@ -4,18 +4,16 @@ A source is opened, matched with the tables of a model, and written to them:
 
     opening        open_tables: finds the format, and returns a TableSource
     source         TableSource: the tables of a file, whose rows are read by ranges
-    match          pairs the tables and slot variables of a source with a model's
+    match          pairs the tables and slot variables of a source with a model's, and
+                   tells what was imported, dropped and kept
     importing      import_tables: writes the rows into the model, by blocks
-    report         tells what was imported, dropped and kept
 
 Formats:
 
-    named_arrays, safetensors   arrays by name
-    torchrec                    names of state dicts
-    dynamicemb                  files of keys and values
-    tensorflow                  checkpoints, read by TensorFlow
-    orbax                       arrays of checkpoints by their paths
-    stacked                     rows of tables that libraries for TPUs stacked
+    named_arrays   arrays by name, safetensors, TorchRec's and dynamicemb's files
+    tensorflow     checkpoints, read by TensorFlow
+    orbax          arrays of checkpoints by their paths
+    stacked        rows of tables that SparseCore libraries stacked
 """
 
 from tpu_embedding.checkpoint.imports.importing import (

@@ -224,7 +224,7 @@ def _match(
 
 
 def _check_rows(target: TargetTable, values: RowArray) -> None:
-    """Refuses values that do not fit a table.
+    """Rejects values that do not fit a table.
 
     Raises:
       CheckpointError: if they do not fit.

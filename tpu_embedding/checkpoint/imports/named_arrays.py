@@ -264,7 +264,7 @@ def tables_of_state_dict(arrays: Mapping[str, RowArray], origin: str) -> TableSo
 
 
 def _slots(arrays: Mapping[str, RowArray], key: str, name: str) -> dict[str, RowArray]:
-    """Returns the slot variables of a table, `[rows]` in place of `[rows, 1]`."""
+    """Returns the slot variables of a table, `[rows]` instead of `[rows, 1]`."""
     collection = key.removesuffix(".weight")
     found: dict[str, list[str]] = {}
     for other in arrays:

@@ -45,7 +45,7 @@ class RowArray:
         return jnp.issubdtype(self.dtype, jnp.floating)
 
     def squeezed(self) -> Self:
-        """Returns `[rows]` in place of `[rows, 1]`."""
+        """Returns `[rows]` instead of `[rows, 1]`."""
         return dataclasses.replace(
             self,
             shape=self.shape[:1],

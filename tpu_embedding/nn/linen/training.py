@@ -159,7 +159,7 @@ class TrainState(struct.PyTreeNode):
         plan = next(iter(layers.values())).plan  # all layers have one mesh
         # The optimizer's state then lies as the parameters do.
         on_mesh = replicate_on_mesh({**variables}, plan)
-        slots = init_model_slots(layers)  # tables lie on the mesh from the start
+        slots = init_model_slots(layers)  # tables are on the mesh from the start
         params = on_mesh.get("params", {})
         opt_state = tx.init(params)
         with_slots = [(tables.plan, slots[path]) for path, tables in layers.items()]
@@ -173,7 +173,7 @@ class TrainState(struct.PyTreeNode):
             slots=slots,
             **fields,
         )
-        # Step counts are new arrays, and lie on one device.
+        # Step counts are new arrays, and are on one device.
         return replicate_on_mesh(state, plan)
 
     def apply_gradients(

@@ -712,7 +712,7 @@ class _Adafactor:
 
 
 def _check_together(rule: _Adafactor) -> None:
-    """Refuses arguments that exclude each other."""
+    """Rejects arguments that exclude each other."""
     clip, steps = rule.clip, rule.gradient_steps
     bounds = ("clipnorm", "clipvalue", "global_clipnorm")
     given = [name for name in bounds if getattr(clip, name) is not None]

@@ -251,7 +251,7 @@ def online_yogi(
     Source: Zaheer et al. (2018), as `OnlineYogiParameters` of TensorFlow's
     `optimization_parameters.proto`. That file names the paper "plus some extensions
     based on FTRL" and no formula. This rule is a reading of it: `ftrl` with the root of
-    `v` in place of the power of its accumulator.
+    `v` instead of the power of its accumulator.
 
     As in `proximal_yogi`, bias correction is left to the learning rate. optax has no
     such optimizer.

@@ -78,7 +78,7 @@ def ftrl(
       initial_accumulator_value: start of `a`, positive.
       multiply_linear_by_learning_rate: True selects the second pair of equations.
       allow_zero_accumulator: allows an `initial_accumulator_value` of 0. TensorFlow's
-        class refuses 0 even so, although its documentation allows it.
+        class rejects 0 even so, although its documentation allows it.
       l2_shrinkage_regularization_strength: `s`, non-negative. Keras and TensorFlow's
         CPU kernels have it.
       **options: see `with_options`.

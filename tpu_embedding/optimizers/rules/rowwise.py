@@ -94,7 +94,7 @@ def lamb(
     `LAMB` of FBGEMM, with its defaults. In FBGEMM a row of zeros never moves, and a
     step of zeros gives NaN.
 
-    `optax.lamb` takes the norms over the whole table. A table refuses it, because it is
+    `optax.lamb` takes the norms over the whole table. A table rejects it, because it is
     not row-local.
 
     Args:

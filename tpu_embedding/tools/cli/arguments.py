@@ -45,7 +45,7 @@ class RunCommand(ConfigCommand):
     """Column of the labels of a CSV file: short for --set data.label=NAME."""
 
     devices: int | None = None
-    """Emulates so many CPU devices, over all processes, in place of the machine's."""
+    """Emulates so many CPU devices, over all processes, instead of the machine's."""
 
     def origin(self) -> RunOrigin:
         """Returns what the run is started with."""

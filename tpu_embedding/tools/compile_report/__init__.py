@@ -1,9 +1,9 @@
 """Ahead-of-time compilation and inspection of TPU programs, without a TPU.
 
 * `step_report`: compiles a step, and prints the report.
-* `memory`: memory of a program on one device.
-* `table_accesses`: how a program treats its tables. `hlo` parses the program.
-* `topology`: meshes of TPUs that are not there, of `slice_shapes` that exist.
+* `memory`: memory of a program on one device, and a model of its traffic.
+* `hlo`: parses a program, and tells how it treats its tables.
+* `topology`: meshes of TPUs that are not there.
 """
 
 from tpu_embedding.tools.compile_report.hlo import (

@@ -32,7 +32,7 @@ class Instruction:
       name: name, unique within the program.
       opcode: operation, such as `"copy"` or `"fusion"`.
       dims: shape of each array of the result; tuples are flattened.
-      is_on_chip: True if an array of the result lies in on-chip memory, not in HBM.
+      is_on_chip: True if an array of the result is in on-chip memory, not in HBM.
       operands: names of the instructions that it reads.
       attributes: text after the operands.
       text: the whole line.

@@ -31,12 +31,12 @@ class Memory:
 
     Attributes:
       arguments: all inputs, with tile padding: tables, slot variables, dense state and
-        the batch. 0 if the compiler refused the program.
+        the batch. 0 if the compiler rejected the program.
       aliased: inputs whose memory the results reuse.
       outputs: results that do not reuse the memory of an input.
       temporaries: see `temporary_bytes`.
       code: code of the program.
-      required: total memory; None if the compiler refused the program, whose error
+      required: total memory; None if the compiler rejected the program, whose error
         has the figure.
       capacity: the device's memory; None if unknown.
       fits: True if the compiler accepted the program, and `required` is at most the
@@ -90,7 +90,7 @@ def memory_of(compiled: jax.stages.Compiled, hardware: HardwareInfo) -> Memory:
 
 
 def refused_memory(refusal: str, hardware: HardwareInfo) -> Memory | None:
-    """Returns the memory of a program that the compiler refused for its size.
+    """Returns the memory of a program that the compiler rejected for its size.
 
     Args:
       refusal: first line of the compiler's error.

@@ -144,7 +144,7 @@ def abstract_arrays(tree: Tree, plan: EmbeddingPlan) -> Tree:
 
     Args:
       tree: pytree of arrays or `jax.ShapeDtypeStruct`, as from `nnx.eval_shape`. Tables
-        and slot variables lie in dicts by the names of their stacks.
+        and slot variables are in dicts by the names of their stacks.
       plan: plan of the layer.
 
     Returns:

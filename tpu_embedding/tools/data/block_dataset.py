@@ -209,7 +209,7 @@ class BlockOrder:
 def by_part(
     samples: np.ndarray, starts: np.ndarray
 ) -> Iterator[tuple[int, np.ndarray]]:
-    """Splits samples into runs that lie in one part, such as a file or a row group.
+    """Splits samples into runs that are in one part, such as a file or a row group.
 
     Args:
       samples: numbers of samples, in any order.

@@ -78,7 +78,7 @@ class ZipfIds:
 
         P(k) proportional to the integral of x**-exponent from k to k + 1.
 
-    This is Zipf's law with an integral in place of the power. Its cumulative law has a
+    This is Zipf's law with an integral instead of the power. Its cumulative law has a
     closed-form inverse, so drawing needs no table for any vocabulary. A fixed
     permutation, `id = (rank * multiplier) % vocabulary_size`, turns ranks into ids. It
     keeps hot ids apart, so no shard owns all of them.

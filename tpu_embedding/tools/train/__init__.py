@@ -2,11 +2,10 @@
 
 The command `tpu-embedding train` calls `train` of this package.
 
-* `config`: the value that a file in `configs/` defines. `schedules`: learning rates.
-* `run`: the loop. `feeding`: batches, ahead of it. `reporting`: lines, records, plot.
-* `step_meter`: waits for steps. `run_directory`: a run's files and their lock.
-* `origin`: what a run was started with.
-* `steps`: plan, state, train step and evaluation step, which XLA compiles.
+* `config`: the value that a file in `configs/` defines, and learning rates.
+* `run`: the loop. `reporting`: lines, records, plot, and means of steps.
+* `run_directory`: a run's files and their lock. `origin`: what a run was started with.
+* `steps`: plan, state, train step and evaluation step, and batches ahead of the loop.
 * `models/`: the models of the configs. `metrics`: their losses and metrics.
 """
 

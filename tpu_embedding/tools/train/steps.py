@@ -372,13 +372,13 @@ def _find_ids(model: Any, batch: Batch) -> tuple[Batch, Metrics]:
 
 
 def _dynamic_layer(model: Any) -> TPUEmbedding | None:
-    """Returns the layer with dynamic tables; `insert_ids` refuses several of them."""
+    """Returns the layer with dynamic tables; `insert_ids` rejects several of them."""
     layers = embedding_layers(model).values()
     return next((layer for layer in layers if hasattr(layer, "dynamic_stats")), None)
 
 
 def _outputs_of(model: Any, batch: Batch) -> Outputs:
-    """Calls the model; refuses outputs that the loss would broadcast."""
+    """Calls the model; rejects outputs that the loss would broadcast."""
     outputs = model(batch.features, batch.dense)
     shapes = [np.shape(array) for array in jax.tree.leaves(outputs)]
     if not isinstance(outputs, Outputs) or set(shapes) != {batch.labels.shape}:

@@ -1,7 +1,7 @@
 """Models of the run configs; each owns one `TPUEmbedding`.
 
-`model` has what they share. `click`, `dlrm` and `dcn` predict clicks, and `two_tower`
-retrieves items.
+`click` has what they share. `click` and `dlrm` (also DLRM-DCNv2) predict clicks, and
+`two_tower` retrieves items.
 """
 
 from tpu_embedding.tools.train.models.click import ClickModelConfig as ClickModelConfig

@@ -37,7 +37,7 @@ class TwoTowerConfig:
         category of an item.
       hidden_sizes: widths of the hidden layers of each tower.
       output_dim: dimension of the user and item vectors.
-      temperature: divisor of the cosines; positive. Scores lie in
+      temperature: divisor of the cosines; positive. Scores are in
         `[-1 / temperature, 1 / temperature]`.
     """
 
