@@ -113,7 +113,7 @@ class SaveState(ocp.args.CheckpointArgs):
     description: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
     def __post_init__(self):
-        # Errors of the user are raised here, and those of the disk later.
+        # The user's errors are raised here, and the disk's errors later.
         self.parts = SplitState(self.state, self.plan)
         self.description = description_as_json(self.description)
 

@@ -43,7 +43,7 @@ class Ids64:
           ids: integers of any shape. Negative ones of 32 bits are extended to 64.
 
         Raises:
-          TypeError: if they are no integers.
+          TypeError: if they are not integers.
 
         Example:
           >>> Ids64.of_array(np.array([5, 2**40 + 1])).high.tolist()

@@ -38,13 +38,13 @@ def swap_in_averages(
     """
     (node,) = averaged_nodes(state)
     # A step that only collected its gradient left the rows as they were, and their
-    # averages take it in, too.
+    # averages also take it in.
     waiting = sum(x.step for x in _nodes(state, KeptGradientState))
     rows = [table, node.averages, node.average_counts]
     blocks = blocks_of([packed.layout for packed in rows])
 
     def swap_block(block: tuple[Any, int], carry: tuple[Any, Array]) -> Any:
-        """Swaps the rows of a block; adds their squares to those of each table."""
+        """Swaps the rows of a block; adds their squares to each table's sum."""
         start, size = block
         (table, averages, counts), squares = carry
         missed = node.count - read_block(counts, start, size) + waiting
@@ -117,7 +117,7 @@ def finalize_dense_values(params: Params, state: Any) -> tuple[Params, Any]:
       without averages stay as they are; without `use_ema`, so do all, as in Keras.
 
     Raises:
-      ValueError: if the averages are those of other parameters.
+      ValueError: if the averages belong to other parameters.
 
     Example:
       >>> from tpu_embedding import optimizers

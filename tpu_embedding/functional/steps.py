@@ -100,7 +100,7 @@ def feature_shapes(
     """Returns the sizes of each feature of a batch.
 
     Args:
-      leaves: ids of each feature, of which shapes and dtypes are read.
+      leaves: ids of each feature; only shapes and dtypes are read.
       plan: plan of these features.
 
     Raises:
@@ -133,7 +133,7 @@ def collect_activations(
     for stack in plan.used_stacks:
         of_stack = results[stack.name].activations
         for i, of_feature in zip(plan.features_of(stack), of_stack, strict=True):
-            # Samples that only fill up the batch lie behind the others.
+            # Samples that only fill up the batch come last.
             num_rows = shapes[i].batch_size * max(1, shapes[i].sequence_length)
             activations[i] = of_feature[:num_rows].reshape(shapes[i].output_shape)
     return plan.unflatten(activations)

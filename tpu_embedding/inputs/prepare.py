@@ -180,7 +180,7 @@ def num_parts_of(samples: Samples, plan: AnyPlan) -> int:
 
 
 def _check_fits_int32(array: np.ndarray) -> np.ndarray:
-    """Rejects integers of which JAX would keep the lower half only."""
+    """Rejects integers that JAX would cut to their lower half."""
     has_64_bits = np.issubdtype(array.dtype, np.integer) and array.dtype.itemsize > 4
     if has_64_bits and array.size and not jax.config.read("jax_enable_x64"):
         low, high = array.min(), array.max()
@@ -295,7 +295,7 @@ def _read_weights(
 
 
 def _check_same_places(weights: HostIds, ids: HostIds, owner: str) -> None:
-    """Rejects ragged or sparse weights whose structure is not that of the ids."""
+    """Rejects ragged or sparse weights whose structure differs from the ids'."""
     if type(ids) is not type(weights):
         raise TypeError(
             f"Weights of {owner} must be an array or {type(ids).__name__}, as its ids "

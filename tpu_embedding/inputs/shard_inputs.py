@@ -175,7 +175,7 @@ def _matrix_shape(ids: Any) -> tuple[AxisSize, AxisSize]:
 
 
 def check_dtypes(ids, weights, feature: FeaturePlan) -> None:
-    """Rejects ids that are no integers, and weights of another shape.
+    """Rejects ids that are not integers, and weights of another shape.
 
     Raises:
       TypeError: if the ids are no array of integers.

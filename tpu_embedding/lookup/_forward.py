@@ -72,7 +72,7 @@ def pool_buffer(
       gathers: form of the gathers.
 
     Returns:
-      Sums of float32 for `samples_of`; those of several rounds are added. Samples
+      Sums of float32 for `samples_of`; several rounds are added up. Samples
       without ids are zero.
     """
     # Zeros as the last row make a mask on the gathered rows unnecessary.

@@ -52,7 +52,7 @@ def set_each_step(
       A function with the arguments and results of `step`. Do not compile it.
 
     Raises:
-      TypeError: if an argument is no function without arguments. When called: if no
+      TypeError: if an argument is not a function without arguments. When called: if no
         argument holds the tables' optimizers; or under `jit`.
       ValueError: when called, if no table's optimizer holds such a hyper-parameter.
 

@@ -306,7 +306,7 @@ def equal_calls_are_one(make: MakeRule) -> MakeRule:
             key = make, _hashable(bound.arguments)
             hash(key)
         except TypeError:
-            # Wrong arguments, too: the function says what is wrong with them.
+            # Also wrong arguments: the function says what is wrong with them.
             return make(*args, **arguments)
         return _result(_Call(key, functools.partial(make, *args, **arguments)))
 

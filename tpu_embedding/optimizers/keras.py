@@ -1,4 +1,4 @@
-"""Translates Keras' optimizers and learning rate schedules into those of this package.
+"""Translates Keras' optimizers and learning rate schedules into this package's.
 
 The formulas are in `keras/src/optimizers` of Keras 3.15, and in
 `tf_keras/src/optimizers` 2.21, which agree on schedules. Optimizers older than Keras

@@ -68,7 +68,7 @@ def checked_schedule(
 def check_takes_a_step(owner: str, schedule: Callable[..., Any], name: str) -> None:
     """Raises TypeError if a schedule cannot be called with the step alone.
 
-    A function whose first argument has a default is rejected, too: TensorFlow calls
+    A function whose first argument has a default is also rejected: TensorFlow calls
     `lambda rate=rate: rate` without arguments, and here the step would be its rate.
     """
     try:
@@ -114,7 +114,7 @@ def with_hyperparameters(state: Any, **values: Any) -> Any:
       The new state.
 
     Raises:
-      TypeError: if a value is no number.
+      TypeError: if a value is not a number.
       ValueError: if no optimizer in the state has a hyper-parameter of that name, or a
         value is not finite, has another shape, is a negative `learning_rate`, or is no
         integer where the state holds one.

@@ -58,7 +58,7 @@ def with_slot_storage(
 
     def store(inner: optax.GradientTransformation) -> optax.GradientTransformation:
         def init(rows: Any) -> Any:
-            # A tree like the state: None for leaves that are no slots.
+            # A tree like the state: None for leaves that are not slots.
             shapes = slot_row_shapes(inner, rows.shape[1:])
             _check_names(values, shapes)
             return jax.tree_util.tree_map_with_path(

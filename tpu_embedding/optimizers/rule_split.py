@@ -32,7 +32,7 @@ _CALLS: Final = dict(
 _RESHAPING: Final = frozenset(
     "broadcast_in_dim copy expand_dims iota reshape squeeze".split()
 )
-"""Operations of which a rule may need more or fewer for another number of rows."""
+"""Operations whose number in a rule may change with the number of rows."""
 
 
 _NAMES: Final = (

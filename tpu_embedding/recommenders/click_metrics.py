@@ -256,7 +256,7 @@ class AUC(ClickMetric):
 
     It is the probability that a positive sample scores above a negative one; equal
     scores count half. The scores are counted in bins, and two samples in one bin count
-    half, too. So the error is at most `max_error()`, half the share of pairs of
+    half as well. So the error is at most `max_error()`, half the share of pairs of
     different scores in one bin.
 
     A bin has equal width in `score / (1 + |score|)`. With logits as scores and 4096
@@ -331,7 +331,7 @@ def _max_error(auc: AUC) -> Float[Array, ""]:
 
 
 def _bins(scores: Float[Array, "*shape"], num_bins: int) -> Int[Array, "*shape"]:
-    """Returns the bin of each score; that of NaN is 0."""
+    """Returns the bin of each score, 0 for NaN."""
     sizes = jnp.abs(scores)
     places = jnp.where(
         jnp.isinf(scores), jnp.sign(scores), scores / (1 + sizes)

@@ -357,7 +357,7 @@ def _expand_on_mesh(values: Array, index: Array, plan: EmbeddingPlan) -> Array:
 
 @jax.named_scope("expand")
 def _expand(values: Array, index: Array) -> Array:
-    """Gathers values; zeros for an index behind the last. Per device."""
+    """Gathers values; zeros for an index past the last. Per device."""
     return _gather(values.shape[0], values, index)
 
 

@@ -23,7 +23,7 @@ from tpu_embedding.types import PADDING_ROW_ID, RowRange, RowUpdates
 
 
 def _refuse(*args: Any) -> Any:
-    raise TypeError("Row ids of a gradient are no random key.")
+    raise TypeError("Row ids of a gradient are not a random key.")
 
 
 _ROW_IDS: Final = define_prng_impl(
@@ -132,7 +132,7 @@ class RowGradients:
         )
 
     def only_if(self, condition: Bool[Array, ""]) -> "RowGradients":
-        """Returns these gradients; gradients of no row if a condition does not hold."""
+        """Returns these gradients; no rows if a condition does not hold."""
 
         def kept(row_ids: Array) -> Array:
             return jnp.where(condition, row_ids, PADDING_ROW_ID)
@@ -184,7 +184,7 @@ class GradientRounds:
         return carry if self.fold_later is None else self.fold_later(body, carry)
 
     def only_if(self, condition: Bool[Array, ""]) -> "GradientRounds":
-        """Returns this gradient; one of no row if a condition does not hold."""
+        """Returns this gradient; no rows if a condition does not hold."""
         later = self.fold_later
 
         def kept(rows: RowRange | None) -> RowRange:

@@ -76,7 +76,7 @@ class SparseCore(BackendOptions):
         SparseCore bounds it. It changes speed, never results. None: the mean and some
         standard deviations, and room for hot rows.
       cores: SparseCores per device, only for devices without: CPUs and GPUs run the
-        operations in plain JAX, for tests. None: those of the device, or 2.
+        operations in plain JAX, for tests. None takes the device's, or 2.
 
     Raises:
       ValueError: if an option is out of range.

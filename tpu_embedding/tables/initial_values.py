@@ -265,7 +265,7 @@ def _logical_values(
 def _check_values(
     values: Any, shape: tuple[int, int], tables: Sequence[TablePlan]
 ) -> None:
-    """Rejects what an initializer returned, if it is no float32 array of the shape."""
+    """Rejects what an initializer returned unless it is float32 of the shape."""
     shape_of = getattr(values, "shape", None)
     dtype_of = getattr(values, "dtype", None)
     if shape_of != shape or dtype_of != jnp.float32:

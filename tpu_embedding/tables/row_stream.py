@@ -353,7 +353,7 @@ def _dealt(
 def _checked(
     rows: Any, piece: tuple[str, int, int], row: jax.ShapeDtypeStruct
 ) -> np.ndarray:
-    """Returns the rows of a piece; rejects those of another shape or dtype."""
+    """Returns the rows of a piece; rejects another shape or dtype."""
     table, start, num_rows = piece
     shape = (num_rows, *row.shape)
     found = getattr(rows, "shape", None), getattr(rows, "dtype", None)

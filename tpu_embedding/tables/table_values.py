@@ -163,7 +163,7 @@ def _checked(
 
 
 def real_array(values: Any, shape: tuple[int, ...], owner: str) -> np.ndarray:
-    """Returns values as an array; rejects another shape, and what is no real number.
+    """Returns values as an array; rejects another shape, and what is not real.
 
     Args:
       values: the values that the user gives.

@@ -157,7 +157,7 @@ class RuleStep:
         return rates_are_finite(self.optimizer, self.dim, values)
 
     def only_if_finite(self, gradient: GradientRounds) -> GradientRounds:
-        """Returns a gradient; one of no row if a learning rate is not finite."""
+        """Returns a gradient; no rows if a learning rate is not finite."""
         return gradient if self.is_finite is None else gradient.only_if(self.is_finite)
 
     def new_state(self, slots: Sequence[PackedRows], new_values: list[Any]) -> Any:

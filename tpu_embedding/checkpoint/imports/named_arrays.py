@@ -238,7 +238,7 @@ _SLOT: Final = re.compile(r"(.*?)\.(?:weight\.)?momentum_?([12])")
 
 
 def is_state_dict(arrays: Mapping[str, RowArray]) -> bool:
-    """Returns True if the names are those of TorchRec's collections of tables."""
+    """Returns True if TorchRec's collections of tables have such names."""
     return any(_WEIGHT.fullmatch(name) for name in arrays)
 
 
@@ -364,6 +364,6 @@ def _slots_of_file(rows: np.ndarray, path: pathlib.Path) -> dict[str, RowArray]:
         case "exact_adagrad":
             return {"accumulator": array_of(rows)}
         case "exact_row_wise_adagrad":
-            # Older versions write the columns that fill up a line, too.
+            # Older versions also write the columns that fill up a line.
             return {"accumulator": array_of(rows[:, 0])}
     return {"opt_values": array_of(rows)}

@@ -210,7 +210,7 @@ class TableAccesses:
       sparse_core_operations: number of XLA's embedding operations, lookups and updates.
       sparse_core_relayouts: number of copies on SparseCore that change an array's
         layout. Any is a defect.
-      all_to_alls: number of all-to-alls, including those of later rounds.
+      all_to_alls: number of all-to-alls, including later rounds.
     """
 
     argument_bytes: int
@@ -286,7 +286,7 @@ def table_shapes(plan: EmbeddingPlan) -> set[tuple[int, ...]]:
 def _is_table_sized(instruction: Instruction, sizes: set[int]) -> bool:
     """Returns True if an instruction makes an array as large as a table or slot.
 
-    An array larger than all tables and slots counts, too. Arrays of fewer elements than
+    An array larger than all tables and slots also counts. Arrays of fewer elements than
     `_MIN_TABLE_SIZE` do not count.
 
     Args:

@@ -157,7 +157,7 @@ def model_traffic(
     num_arrays = 1 + len(stack.slots)
     samples = 2 * num_samples  # Activations are written, cotangents are read.
     updates = 2 * num_arrays * distinct_rows
-    # A SparseCore asks once for a row: ids of its samples, of which some are equal.
+    # A SparseCore asks once for a row: some ids of its samples are equal.
     asked = min(num_ids, cores * distinct_rows)
     asked = max(distinct_rows, min(asked, num_ids))
     buffers = 3 * 4 * num_ids * 3  # Row, sample and gain: written once, read twice.

@@ -191,7 +191,7 @@ class SyntheticCriteo(TeacherDataset):
       ((4, 13), [(4, 5), (4,)])
     """
 
-    click_rate = 0.25  # close to that of the Kaggle challenge
+    click_rate = 0.25  # close to the Kaggle challenge's
     num_dense = NUM_DENSE
 
     def __init__(

@@ -86,7 +86,7 @@ class StepMeter:
             self._report_means(done)
 
     def read(self, done: int) -> None:
-        """Waits for all steps, the last of which is `done`.
+        """Waits for all steps up to the last, `done`.
 
         Raises:
           TrainingDivergedError: if one was not finite.

@@ -162,7 +162,7 @@ def _narrow(array: Any) -> np.ndarray:
 
 
 def check_values(batch: Batch, config: RunConfig, owner: str) -> None:
-    """Rejects labels and weights for which the loss has no meaning.
+    """Rejects labels and weights that give the loss no meaning.
 
     A label of 4 under `log_loss`, for example, has a loss without a lower bound.
 

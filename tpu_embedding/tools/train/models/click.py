@@ -46,7 +46,7 @@ class ModelConfig(Protocol):
     plan can therefore be printed, and compared with a checkpoint's, before anything is
     allocated.
 
-    A model whose features are not those of the data set has an optional further method.
+    A model whose features differ from the data set's has an optional further method.
     It runs on the host, and takes `sizes` and `samples` as `prepare_features` does::
 
         def with_inputs(self, batch: Batch, plan, sizes=None, *, samples) -> Batch
@@ -59,7 +59,7 @@ class ModelConfig(Protocol):
           data: data set that the config's source opened.
 
         Returns:
-          Feature name to its config; the names are those of `Batch.features`.
+          Feature name to its config; the names are in `Batch.features`.
         """
         ...
 

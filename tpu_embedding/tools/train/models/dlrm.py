@@ -5,7 +5,7 @@ Model for Personalization and Recommendation Systems", arXiv 1906.00091.
 
 DCNv2 combines them by low-rank cross layers. It is the recommendation model of MLPerf
 Training since round 3.0 (`recommendation_v2/torchrec_dlrm` of
-github.com/mlcommons/training). The cross layers are those of Wang et al., "DCN V2:
+github.com/mlcommons/training). The cross layers follow Wang et al., "DCN V2:
 Improved Deep & Cross Network", arXiv 2008.13535.
 """
 
