@@ -9,7 +9,7 @@ import pytest
 
 from tests.lookup.pooled import integers
 from tests.lookup.stages import PADDING
-from tpu_embedding.lookup._gradient_blocks import gradient_blocks, sorted_blocks
+from tpu_embedding.lookup._backward import gradient_blocks, sorted_blocks
 from tpu_embedding.rows.packed_rows import RowLayout, gather_in_bounds
 
 ROWS, NUM_KEYS = 12, 12

@@ -17,8 +17,8 @@ All modules are private. `functional/steps.py` calls them inside `shard_map`, an
 7. `_sum_by_row`: the owner sums the gradients that several devices send for one row.
 
 `_forward` runs stages 1 to 5, and `_backward` stages 6, 4 and 7, round by round: an
-update folds over `gradient_rounds`. `_gradient_blocks` replaces stages 3, 4, 6 and 7
-where one CPU device owns all rows.
+update folds over `gradient_rounds`. Where one CPU device owns all rows, blocks of ids
+replace stages 3, 4, 6 and 7.
 
 A gradient is its samples, the routing of the lookup and the cotangents, and round 1 at
 the owners. It has no size of the table, and is added by joining samples. An update, or
