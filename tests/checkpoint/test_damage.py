@@ -18,7 +18,7 @@ from tpu_embedding.checkpoint import CheckpointError
 from tpu_embedding.tables import line_exchange
 
 STEPS = (1000, 2000)
-SEEDS = 12
+SEEDS = 15
 """Cases of each kind of damage; every other one is restored by a manager."""
 SIZES = {"movie": 40, "user": 7, "word": te.Dynamic(capacity=64)}
 
