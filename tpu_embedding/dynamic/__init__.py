@@ -21,3 +21,6 @@ from tpu_embedding.dynamic.vocabulary import Dynamic as Dynamic
 from tpu_embedding.dynamic.vocabulary import LeastFrequentlyUsed as LeastFrequentlyUsed
 from tpu_embedding.dynamic.vocabulary import LeastRecentlyUsed as LeastRecentlyUsed
 from tpu_embedding.dynamic.vocabulary import TimeToLive as TimeToLive
+
+# Where users find it: the reference also lists it as `te.Dynamic`.
+Dynamic.__module__ = __name__

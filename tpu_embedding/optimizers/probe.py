@@ -351,6 +351,8 @@ def _slot_row(
     if first.shape == second.shape:
         return None
     starts = [leaf.shape[:1] for leaf in leaves]
+    if name.endswith((".v_row", ".v_col")):  # Factored moments of optax.
+        raise _mixes_rows()
     if (
         starts != [(size,) for size in sizes]
         or first.shape[1:] != second.shape[1:]

@@ -35,8 +35,8 @@ class Ranks(NamedTuple):
         shaped like `num_higher`.
     """
 
-    num_higher: Float[Array, "*shape"]
-    num_equal: Float[Array, "*shape"]
+    num_higher: Float[Array, "..."]
+    num_equal: Float[Array, "..."]
 
 
 @jax.tree_util.register_dataclass

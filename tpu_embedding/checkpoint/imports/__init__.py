@@ -13,7 +13,7 @@ Formats:
     named_arrays   arrays by name, safetensors, TorchRec's and dynamicemb's files
     tensorflow     checkpoints, read by TensorFlow
     orbax          arrays of checkpoints by their paths
-    stacked        rows of tables that SparseCore libraries stacked
+    stacked        rows of tables that jax-tpu-embedding or TensorFlow stacked
 """
 
 from tpu_embedding.checkpoint.imports.importing import (
