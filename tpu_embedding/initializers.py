@@ -44,7 +44,7 @@ def key_words(key: jax.Array) -> UInt32[Array, " 2"]:
     """Returns the two words of a Threefry key that stands for a key of any kind.
 
     Args:
-      key: typed key, or the words of one. A Threefry key stands for itself; the words
+      key: typed key, or the words of one. A Threefry key is used as it is; the words
         of a longer key are hashed.
     """
     is_typed = jnp.issubdtype(key.dtype, jax.dtypes.prng_key)

@@ -67,7 +67,7 @@ def pool_buffer(
     Args:
       rows: rows in the exchange buffer.
       positions: position of each id's row in the buffer. An id without a row has one
-        beyond the end, and reads the last row of the buffer, which is no id's.
+        beyond the end, and reads the last row of the buffer, which no id uses.
       poolings: the features of the stack.
       gathers: form of the gathers.
 

@@ -26,7 +26,7 @@ def device_mesh(
     """Returns a mesh of devices: axis `shard`, or axes `slice` and `shard`.
 
     Args:
-      devices: JAX devices; None takes all, those of other processes included.
+      devices: JAX devices; None takes all, also on other processes.
       num_slices: number of equal slices to emulate on devices of one slice; None: the
         slices that the devices are in.
 

@@ -196,7 +196,7 @@ class TableAccesses:
     Attributes:
       argument_bytes: size of all inputs.
       alias_bytes: size of the inputs that are updated in place.
-      temporary_bytes: temporaries at a time, with those of SparseCores; see
+      temporary_bytes: temporaries at a time, also on SparseCores; see
         `memory.temporary_bytes`.
       table_sized_copies: copies within HBM of an array as large as a stacked table or
         slot variable, or larger than all of them. XLA may keep small tables on the chip
