@@ -2,6 +2,7 @@
 
 import collections
 import dataclasses
+import itertools
 
 import jax
 import jax.numpy as jnp
@@ -9,7 +10,8 @@ import numpy as np
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
-from tpu_embedding.sparse_core.partitioned_ids import partition_ids
+from tpu_embedding.sparse_core.limits import Limits
+from tpu_embedding.sparse_core.partitioned_ids import PartitionedIds, partition_ids
 
 PAD = 2**31 - 1
 
@@ -56,8 +58,9 @@ def random_case(seed, cores, devices, num_samples=None, valence=3, shuffled=True
     num_rows = rows_per_partition * cores * devices
     ids = random.integers(-1, num_rows, num_samples * valence)
     samples = np.repeat(np.arange(num_samples), valence)
-    if shuffled:
-        samples = random.permutation(samples)
+    if shuffled:  # The ids of a row must be in the order of samples, others not.
+        order = np.lexsort((samples, random.permutation(num_rows + 1)[ids]))
+        ids, samples = ids[order], samples[order]
     return Case(
         ids=ids,
         samples=samples,
@@ -69,8 +72,8 @@ def random_case(seed, cores, devices, num_samples=None, valence=3, shuffled=True
     )
 
 
-def expected_buffers(case, room):
-    """Returns pointers, rows, samples, gains and the three largest counts."""
+def groups_of(case):
+    """Returns `{(core, partition): {(row, sample): gain}}`, equal ids merged."""
     per_core = case.num_samples // case.cores
     groups = collections.defaultdict(dict)
     for row, sample, gain in zip(case.ids, case.samples, case.gains, strict=True):
@@ -79,39 +82,103 @@ def expected_buffers(case, room):
         group = groups[sample // per_core, row % case.num_partitions]
         pair = row // case.num_partitions, sample % per_core
         group[pair] = group.get(pair, 0.0) + np.float32(gain)
-    rows = np.full((case.cores, room), PAD, np.int32)
-    samples, gains = rows.copy(), np.full(rows.shape, np.nan, np.float32)
-    pointers = np.zeros((case.cores, max(8, case.num_partitions)), np.int32)
-    largest = [0, 0, 0]
+    return groups
+
+
+def minibatches_of(cases, limits):
+    """Returns the rows where minibatches end: as many rows as all groups allow.
+
+    None if a row has too many ids, or there are too many minibatches.
+    """
+    groups = [sorted(g) for case in cases for g in groups_of(case).values()]
+    ends, num_rows = [], cases[0].rows_per_partition
+    begin = 0
+    while begin < num_rows:
+        end = num_rows
+        for pairs in groups:
+            unique, count = set(), 0
+            for row, _ in pairs:
+                if row < begin:
+                    continue
+                unique.add(row)
+                count += 1
+                if count > limits.max_ids or len(unique) > limits.max_unique:
+                    end = min(end, row)
+                    break
+        if end == begin or len(ends) == 64:
+            return None
+        ends.append(end)
+        begin = end
+    return ends
+
+
+def expected_buffers(case, room, ends=None):
+    """Returns pointers, rows, samples and gains.
+
+    Args:
+      case: ids of a device.
+      room: number of positions.
+      ends: rows where minibatches end. Defaults to one minibatch.
+    """
+    ends = ends or [case.rows_per_partition]
+    groups = groups_of(case)
+    rows = np.full(room, PAD, np.int32)
+    samples, gains = rows.copy(), np.full(room, np.nan, np.float32)
+    pointers, place = [], 0
     for core in range(case.cores):
-        place = 0
-        for partition in range(case.num_partitions):
-            pairs = sorted(groups[core, partition].items())
-            for i, ((row, sample), gain) in enumerate(pairs):
-                rows[core, place + i] = row
-                samples[core, place + i] = sample
-                gains[core, place + i] = gain
-            pointers[core, partition] = place + len(pairs)
-            place = -(-(place + len(pairs)) // 8) * 8
-            largest[0] = max(largest[0], len(pairs))
-            largest[1] = max(largest[1], len({row for (row, _), _ in pairs}))
-        pointers[core, case.num_partitions :] = place
-        largest[2] = max(largest[2], place)
-    flat = (x.reshape(-1) for x in (pointers, rows, samples, gains))
-    return (*flat, tuple(largest))
+        for begin, end in itertools.pairwise([0, *ends]):
+            for partition in range(case.num_partitions):
+                pairs = [
+                    (pair, gain)
+                    for pair, gain in sorted(groups[core, partition].items())
+                    if begin <= pair[0] < end
+                ]
+                for i, ((row, sample), gain) in enumerate(pairs):
+                    rows[place + i] = row
+                    samples[place + i] = sample
+                    gains[place + i] = gain
+                pointers.append(place + len(pairs))
+                place = -(-(place + len(pairs)) // 8) * 8
+            pointers += [place] * max(0, 8 - case.num_partitions)
+    size = case.cores * 64 * max(8, case.num_partitions)
+    pointers += [place] * (size - len(pointers))
+    return np.asarray(pointers, np.int32), rows, samples, gains
 
 
-def room_for(case):
-    """Returns places that hold any ids of the case."""
-    return -(-(case.ids.size + 7 * case.num_partitions) // 8) * 8
+def limits_for(case, max_ids=4096, max_unique=4096):
+    """Returns limits with places for any ids of the case, in some minibatches."""
+    groups = case.cores * case.num_partitions
+    room = -(-(case.ids.size + 64 * 7 * groups) // 8) * 8
+    return Limits(max_ids=max_ids, max_unique=max_unique, room=room)
 
 
-def buffers(case, room):
-    ids, largest = jax.jit(
-        lambda *arrays: partition_ids(*arrays, **case.sizes(), room=room)
-    )(*case.arguments())
-    counts = int(largest.ids), int(largest.unique), int(largest.positions)
-    return ids, counts
+def partition(partitions, rows, samples, gains, *, limits, **options):
+    """Calls `partition_ids` on a shard of the axis "shard"."""
+
+    def sample_at(positions):
+        return samples[positions]
+
+    return partition_ids(
+        partitions, rows, sample_at, gains, limits=limits, axes=("shard",), **options
+    )
+
+
+def buffers(cases, limits, may_repeat=True):
+    """Returns the buffers of each device, and whether they hold all ids."""
+    options = dict(**cases[0].sizes(), limits=limits, may_repeat=may_repeat)
+
+    def buffers_of_shard(*arguments):
+        ids, fits = partition(*arguments, **options)
+        return *jax.tree.leaves(ids), fits
+
+    *leaves, fits = on_devices(buffers_of_shard, len(cases), 4, 6)(*stacked(cases))
+    names = [x.name for x in dataclasses.fields(PartitionedIds)]
+    return [
+        PartitionedIds(
+            **{k: np.asarray(x[i]) for k, x in zip(names, leaves, strict=True)}
+        )
+        for i in range(len(cases))
+    ], [bool(x) for x in fits]
 
 
 def on_devices(function, devices, num_inputs, num_outputs):

@@ -6,14 +6,20 @@ environment of its own.
 
 import dataclasses
 import functools
+import itertools
 import types
 
 import jax
 import numpy as np
 import pytest
 
-from tests.sparse_core.cases import Case, room_for
-from tpu_embedding.sparse_core.partitioned_ids import partition_ids
+from tests.sparse_core.cases import (
+    Case,
+    limits_for,
+    minibatches_of,
+    on_devices,
+    partition,
+)
 
 pytest.importorskip("jax_tpu_embedding", reason="jax-tpu-embedding is not installed")
 
@@ -49,27 +55,42 @@ def draw(seed, cores, devices, valence):
 
 
 @functools.cache
-def program(sizes, room):
-    return jax.jit(functools.partial(partition_ids, **dict(sizes), room=room))
+def program(sizes, limits):
+    def partition_of_shard(*arguments):
+        ids, fits = partition(*arguments, **dict(sizes), limits=limits)
+        return *jax.tree.leaves(ids), fits
+
+    return on_devices(partition_of_shard, 1, 4, 6)
 
 
-def ours(case):
-    """Returns the four buffers, by core."""
-    run = program(tuple(case.sizes().items()), room_for(case))
-    ids, largest = run(*case.arguments())
-    buffers = ids.pointers, ids.rows, ids.samples, ids.gains
-    return [np.asarray(x).reshape(case.cores, -1) for x in buffers], largest
+def ours(case, limits):
+    """Returns the four buffers, and the number of minibatches."""
+    run = program(tuple(case.sizes().items()), limits)
+    results = run(*(x[None] for x in case.arguments()))
+    *buffers, (count,), fits = (np.asarray(x[0]) for x in results)
+    assert fits
+    return buffers, count
 
 
-def by_python(case):
-    features = case.ids.reshape(case.num_samples, -1).astype(np.int32)
+def by_python(case, ends):
+    """Returns the buffers of minibatches that end at these rows."""
+    ids = case.ids.reshape(case.num_samples, -1)
+    gains = case.gains.reshape(ids.shape)
+    rows = ids // case.num_partitions
+    features, weights = [], []
+    for begin, end in itertools.pairwise([0, *ends]):
+        is_taken = (begin <= rows) & (rows < end)
+        for batches, values in ((features, ids), (weights, gains)):
+            pairs = zip(values, is_taken, strict=True)
+            batches.append([list(x[taken]) for x, taken in pairs])
     return input_preprocessing.preprocess_sparse_dense_matmul_input(
         features,
-        case.gains.reshape(features.shape).astype(np.float32),
-        types.SimpleNamespace(devices=[None] * case.devices),
+        weights,
+        types.SimpleNamespace(devices=np.full(case.devices, None)),
         max_ids_per_partition=MAX_IDS,
         max_unique_ids_per_partition=MAX_IDS,
         num_sc_per_device=case.cores,
+        enable_minibatching=True,
     )
 
 
@@ -112,7 +133,7 @@ def by_cpp(case):
             row_offset=0, col_offset=0, col_shift=0
         ),
     )
-    *buffers, _, stats = (
+    *buffers, num_minibatches, _ = (
         pybind_input_preprocessing.preprocess_sparse_dense_matmul_input(
             [features],
             [case.gains.reshape(features.shape).astype(np.float32)],
@@ -124,40 +145,44 @@ def by_cpp(case):
             has_leading_dimension=False,
             allow_id_dropping=False,
             batch_number=0,
+            enable_minibatching=True,
         )
     )
-    return [buffer["stack"] for buffer in buffers], stats
+    assert num_minibatches == 1
+    return [buffer["stack"] for buffer in buffers]
 
 
-def check_equal(buffers, theirs, cores):
-    """Compares the places that are taken; C++ leaves the others as they are."""
-    pointers, *places = buffers
-    their_pointers, *their_places = (np.asarray(x).reshape(cores, -1) for x in theirs)
-    np.testing.assert_array_equal(pointers, their_pointers)
-    for core, end in enumerate(-(-pointers[:, -1] // 8) * 8):
-        for mine, other in zip(places, their_places, strict=True):
-            np.testing.assert_array_equal(mine[core, :end], other[core, :end])
+def check_equal(buffers, theirs, count, case):
+    """Compares what is used; C++ leaves the rest as it is."""
+    (pointers, *positions), (their_pointers, *others) = buffers, theirs
+    num_pointers = case.cores * count * max(8, case.num_partitions)
+    their_pointers = np.asarray(their_pointers).reshape(-1)[:num_pointers]
+    np.testing.assert_array_equal(pointers[:num_pointers], their_pointers)
+    end = -(-pointers[num_pointers - 1] // 8) * 8
+    for mine, other in zip(positions, others, strict=True):
+        other = np.asarray(other).reshape(-1)
+        np.testing.assert_array_equal(mine[:end], other[:end])
 
 
 @pytest.mark.parametrize("cores, devices, valence", SHAPES)
 def test_buffers_equal_those_of_the_host(cores, devices, valence):
     for seed in range(BATCHES_OF_A_SHAPE):
         case = draw(seed, cores, devices, valence)
-        buffers, largest = ours(case)
-        check_equal(buffers, by_python(case), cores)
-        theirs, stats = by_cpp(case)
-        check_equal(buffers, theirs, cores)
-        assert int(largest.ids) == np.max(stats.max_ids_per_partition["stack"])
-        assert int(largest.unique) == np.max(
-            stats.max_unique_ids_per_partition["stack"]
-        )
-        needed = np.max(stats.required_buffer_sizes["stack"])
-        assert int(largest.positions) <= needed
+        one = limits_for(case, MAX_IDS, MAX_IDS)
+        buffers, count = ours(case, one)
+        assert count == 1
+        check_equal(buffers, by_cpp(case), 1, case)
+        check_equal(buffers, by_python(case, [case.rows_per_partition]), 1, case)
+        several = limits_for(case, MAX_IDS, 2)
+        buffers, count = ours(case, several)
+        ends = minibatches_of([case], several)
+        assert count == len(ends)
+        check_equal(buffers, by_python(case, ends), count, case)
 
 
 def test_it_sees_a_difference():
     case = draw(0, 2, 1, 3)
-    buffers, _ = ours(case)
+    buffers, _ = ours(case, limits_for(case, MAX_IDS, MAX_IDS))
     other = dataclasses.replace(case, ids=(case.ids + 1) % 16)
     with pytest.raises(AssertionError):
-        check_equal(buffers, by_python(other), 2)
+        check_equal(buffers, by_python(other, [case.rows_per_partition]), 1, case)

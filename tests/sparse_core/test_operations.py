@@ -15,15 +15,14 @@ from tests.sparse_core.cases import (
     dealt,
     gathered,
     on_devices,
+    partition,
     random_case,
-    room_for,
     stacked,
 )
 from tests.tiers import quick_cases, with_ids
 from tpu_embedding.optimizers.row_optimizer import row_optimizer_of
 from tpu_embedding.sparse_core import operations
 from tpu_embedding.sparse_core.limits import Limits, OperationSizes
-from tpu_embedding.sparse_core.partitioned_ids import partition_ids
 from tpu_embedding.sparse_core.row_rule import RowRule, row_rule
 
 WIDTH = 8
@@ -80,8 +79,8 @@ def run_lookup(cases, table, limits=LIMITS, change=lambda ids: ids):
     case = cases[0]
 
     def look_up(partitions, rows, samples, gains, shard):
-        ids, _ = partition_ids(
-            partitions, rows, samples, gains, **case.sizes(), room=room_for(case)
+        ids, _ = partition(
+            *(partitions, rows, samples, gains), **case.sizes(), limits=LIMITS
         )
         sizes = OperationSizes(case.num_samples, limits, case.cores, AXES)
         return operations.lookup(change(ids), shard, sizes)
@@ -95,7 +94,7 @@ def run_update(
 ):
     case = cases[0]
     sizes = tuple(case.sizes().items())
-    run = update_program(rule, sizes, room_for(case), limits)
+    run = update_program(rule, sizes, limits)
     shards = [dealt(x, case.cores, case.devices) for x in arrays]
     scalars = [jnp.repeat(x[None], case.devices) for x in hyperparameters]
     results = run(*stacked(cases), cotangents, *shards, *scalars)
@@ -103,12 +102,12 @@ def run_update(
 
 
 @functools.cache
-def update_program(rule: RowRule, sizes, room, limits):
+def update_program(rule: RowRule, sizes, limits):
     sizes, num_arrays = dict(sizes), 1 + rule.num_slots
     static = OperationSizes(sizes["num_samples"], limits, sizes["cores"], AXES)
 
     def update(partitions, rows, samples, gains, cotangents, *rest):
-        ids, _ = partition_ids(partitions, rows, samples, gains, **sizes, room=room)
+        ids, _ = partition(partitions, rows, samples, gains, **sizes, limits=LIMITS)
         shards, scalars = rest[:num_arrays], rest[num_arrays:]
         new = operations.update(ids, cotangents, shards, scalars, rule, static)
         return new if num_arrays > 1 else new[0]
@@ -262,8 +261,8 @@ def test_it_runs_in_a_conditional():
     hyperparameters, _ = rule.values([])
 
     def step(partitions, rows, samples, gains, shard, fits):
-        ids, _ = partition_ids(
-            partitions, rows, samples, gains, **case.sizes(), room=room_for(case)
+        ids, _ = partition(
+            *(partitions, rows, samples, gains), **case.sizes(), limits=LIMITS
         )
         cotangents = jnp.ones((case.num_samples, WIDTH))
 

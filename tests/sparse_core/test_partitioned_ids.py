@@ -12,11 +12,14 @@ from tests.sparse_core.cases import (
     PAD,
     buffers,
     expected_buffers,
+    limits_for,
+    minibatches_of,
+    on_devices,
+    partition,
     random_case,
-    room_for,
 )
 from tests.tiers import quick_cases, with_ids
-from tpu_embedding.sparse_core.partitioned_ids import partition_ids
+from tpu_embedding.sparse_core.limits import Limits
 
 SHAPES = quick_cases(
     with_ids(
@@ -31,42 +34,109 @@ SHAPES = quick_cases(
 )
 
 
-def check(case, room=None):
-    room = room or room_for(case)
-    ids, counts = buffers(case, room)
-    pointers, rows, samples, gains, expected_counts = expected_buffers(case, room)
-    assert counts == expected_counts
-    np.testing.assert_array_equal(ids.pointers, pointers)
-    np.testing.assert_array_equal(ids.rows, rows)
-    np.testing.assert_array_equal(ids.samples, samples)
-    # Gains of merged ids are summed, in another order.
-    np.testing.assert_allclose(ids.gains, gains, rtol=1e-6, atol=1e-6)
+def check(cases, limits=None, may_repeat=True):
+    """Compares the buffers of each device; returns the number of minibatches."""
+    limits = limits or limits_for(cases[0])
+    ends = minibatches_of(cases, limits)
+    all_ids, fits = buffers(cases, limits, may_repeat)
+    assert fits == [ends is not None] * len(cases)
+    if ends is None:
+        return None
+    for case, ids in zip(cases, all_ids, strict=True):
+        pointers, rows, samples, gains = expected_buffers(case, limits.room, ends)
+        assert ids.num_minibatches.tolist() == [len(ends)]
+        np.testing.assert_array_equal(ids.pointers, pointers)
+        np.testing.assert_array_equal(ids.rows, rows)
+        np.testing.assert_array_equal(ids.samples, samples)
+        # Gains of merged ids are summed, in another order.
+        np.testing.assert_allclose(ids.gains, gains, rtol=1e-6, atol=1e-6)
+    return len(ends)
 
 
 @pytest.mark.parametrize("cores, devices", SHAPES)
 def test_buffers_equal_plain_numpy(cores, devices):
-    check(random_case(cores * 10 + devices, cores, devices))
+    assert check([random_case(cores * 10 + devices, cores, devices)]) == 1
+
+
+def cases_of_devices(seed, cores, devices, **options):
+    """Draws the ids of each device, for one table."""
+    cases = [random_case(seed + i, cores, devices, **options) for i in range(devices)]
+    rows = max(case.rows_per_partition for case in cases)
+    return [dataclasses.replace(case, rows_per_partition=rows) for case in cases]
+
+
+@pytest.mark.parametrize("devices", [1, 2, 3, 8])
+def test_all_devices_cut_the_same_minibatches(devices):
+    cases = cases_of_devices(40 + devices, 2, devices, num_samples=64)
+    counts = [
+        check(cases, limits_for(cases[0], max_ids, max_unique))
+        for max_ids, max_unique in ((64, 1), (8, 8), (24, 3), (64, 64))
+    ]
+    assert counts[0] == cases[0].rows_per_partition > counts[2] > counts[3] == 1
+
+
+def test_a_row_with_more_ids_than_the_limit_does_not_fit():
+    case = random_case(0, 2, 1, valence=1)
+    zeros = np.zeros_like(case.ids)
+    equal = dataclasses.replace(case, ids=zeros, samples=np.sort(case.samples))
+    assert check([equal], limits_for(equal, max_ids=8)) == 1
+    assert check([equal], limits_for(equal, max_ids=7)) is None
+
+
+def test_more_than_64_minibatches_do_not_fit():
+    case = dataclasses.replace(
+        random_case(0, 1, 1),
+        ids=np.arange(65),
+        samples=np.arange(65),
+        gains=np.ones(65),
+        num_samples=72,
+        rows_per_partition=65,
+    )
+    assert check([case], limits_for(case, max_unique=1)) is None
+    fewer = dataclasses.replace(case, ids=np.minimum(case.ids, 63))
+    assert check([fewer], limits_for(case, max_unique=1)) == 64
+
+
+def test_gains_beyond_float32_do_not_fit():
+    case = random_case(0, 2, 1)
+    gains = np.where(case.ids == case.ids.max(), np.inf, 1.0)
+    _, fits = buffers([dataclasses.replace(case, gains=gains)], limits_for(case))
+    assert fits == [False]
+    gains = np.where(case.ids < 0, np.nan, 1.0)  # of padding
+    _, fits = buffers([dataclasses.replace(case, gains=gains)], limits_for(case))
+    assert fits == [True]
+
+
+@pytest.mark.parametrize("cores, devices", [(2, 1), (4, 2)])
+def test_ids_that_do_not_repeat_take_fewer_steps(cores, devices):
+    case = random_case(3, cores, devices, valence=1, num_samples=64)
+    case = dataclasses.replace(case, gains=np.ones_like(case.gains))
+    limits = limits_for(case, max_unique=2)
+    assert check([case], limits, may_repeat=False) == check([case], limits)
 
 
 def test_many_ids_are_padded_for_their_sort():
-    check(random_case(0, 2, 1, num_samples=5488, valence=3))  # 16,464 ids
+    check([random_case(0, 2, 1, num_samples=5488, valence=3)])  # 16,464 ids
 
 
 def test_padding_ids_vanish():
     case = random_case(0, 2, 1)
-    ids, counts = buffers(dataclasses.replace(case, ids=np.full_like(case.ids, -1)), 64)
-    assert counts == (0, 0, 0)
-    assert not np.any(np.asarray(ids.pointers))
-    assert np.all(np.asarray(ids.rows) == PAD) and np.all(np.isnan(ids.gains))
+    case = dataclasses.replace(case, ids=np.full_like(case.ids, -1))
+    (ids,), fits = buffers([case], limits_for(case))
+    assert fits == [True] and ids.num_minibatches.tolist() == [1]
+    assert not np.any(ids.pointers)
+    assert np.all(ids.rows == PAD) and np.all(np.isnan(ids.gains))
 
 
-def test_equal_ids_of_a_sample_are_merged():
+@pytest.mark.parametrize("count", [1, 2, 7, 48])
+def test_equal_ids_of_a_sample_are_merged(count):
     case = random_case(0, 2, 1)
-    equal = np.zeros_like(case.ids)
-    case = dataclasses.replace(case, ids=equal, samples=equal, gains=equal + 0.5)
-    ids, counts = buffers(case, 64)
-    assert counts == (1, 1, 8)
-    assert float(ids.gains[0]) == 0.5 * equal.size
+    zeros = np.zeros_like(case.ids)
+    ids = np.where(np.arange(zeros.size) < count, 0, -1)
+    case = dataclasses.replace(case, ids=ids, samples=zeros, gains=zeros + 0.5)
+    (ids,), _ = buffers([case], limits_for(case))
+    assert ids.pointers[:2].tolist() == [1, 8]
+    assert float(ids.gains[0]) == 0.5 * count
 
 
 @pytest.mark.parametrize("word", ["one word", "two words"])
@@ -75,18 +145,20 @@ def test_many_rows_need_two_sorts(word):
     many = {"one word": case.rows_per_partition, "two words": 2**30}[word]
     ids = np.where(case.ids < 0, -1, case.ids * (many // case.rows_per_partition))
     ids = ids // case.num_partitions * case.num_partitions + case.ids % 2
-    check(dataclasses.replace(case, ids=ids, rows_per_partition=many))
+    check([dataclasses.replace(case, ids=ids, rows_per_partition=many)])
 
 
-def test_nothing_is_written_outside_of_a_full_region():
-    case = dataclasses.replace(random_case(1, 2, 1), gains=np.ones(48))
-    needed = expected_buffers(case, room_for(case))[-1][2]
-    room = needed - 8
-    ids, counts = buffers(case, room)
-    assert counts[2] == needed
-    _, rows, *_ = expected_buffers(case, room_for(case))
-    fitting = rows.reshape(2, -1)[:, :room]
-    np.testing.assert_array_equal(np.asarray(ids.rows).reshape(2, room), fitting)
+def test_ids_beyond_the_room_do_not_fit():
+    case = random_case(1, 2, 1)
+    groups = case.cores * case.num_partitions
+    enough = case.ids.size + 7 * groups
+    for room, expected in ((enough // 8 * 8 + 8, True), (enough // 8 * 8 - 48, False)):
+        limits = Limits(max_ids=4096, max_unique=4096, room=room)
+        _, fits = buffers([case], limits)
+        assert fits == [expected]
+
+
+ANY_LIMITS = Limits(max_ids=3, max_unique=2, room=4096)
 
 
 @settings(max_examples=25)
@@ -96,7 +168,7 @@ def test_nothing_is_written_outside_of_a_full_region():
     )
 )
 def test_any_ids(data):
-    ids, samples = np.asarray(data).T
+    ids, samples = np.asarray(sorted(data)).T
     case = dataclasses.replace(
         random_case(0, 4, 2),
         ids=ids,
@@ -105,21 +177,27 @@ def test_any_ids(data):
         num_samples=32,
         rows_per_partition=8,
     )
-    placed, counts = _any(*case.arguments())
-    pointers, rows, samples, gains, expected = expected_buffers(case, 80)
-    assert tuple(int(x) for x in counts) == expected
-    for got, wanted in (
-        (placed.pointers, pointers),
-        (placed.rows, rows),
-        (placed.samples, samples),
-        (placed.gains, gains),
-    ):
-        np.testing.assert_array_equal(got, wanted)
-
-
-@jax.jit
-def _any(*arrays):
-    ids, largest = partition_ids(
-        *arrays, num_samples=32, rows_per_partition=8, cores=4, devices=2, room=80
+    *leaves, fits = (
+        np.asarray(x[0]) for x in _any(*(x[None] for x in case.arguments()))
     )
-    return ids, (largest.ids, largest.unique, largest.positions)
+    ends = minibatches_of([case], ANY_LIMITS)
+    assert fits == (ends is not None)
+    if ends is not None:
+        expected = expected_buffers(case, ANY_LIMITS.room, ends)
+        for got, wanted in zip(leaves, expected, strict=False):
+            np.testing.assert_array_equal(got, wanted)
+
+
+def _partition(*arguments):
+    ids, fits = partition(
+        *arguments,
+        num_samples=32,
+        rows_per_partition=8,
+        cores=4,
+        devices=2,
+        limits=ANY_LIMITS,
+    )
+    return *jax.tree.leaves(ids), fits
+
+
+_any = on_devices(_partition, 1, 4, 6)

@@ -47,8 +47,13 @@ from tpu_embedding.rows.packed_rows import (
 )
 from tpu_embedding.rows.row_gradients import Sealed
 from tpu_embedding.sparse_core import operations, samples
-from tpu_embedding.sparse_core.limits import SparseCoreIds
+from tpu_embedding.sparse_core.limits import MAX_MINIBATCHES
 from tpu_embedding.sparse_core.operations import unavailable_reason
+from tpu_embedding.sparse_core.partitioned_ids import (
+    NO_IDS,
+    PartitionedIds,
+    SparseCoreIds,
+)
 from tpu_embedding.sparse_core.row_rule import RowRule, row_rule
 from tpu_embedding.update.lazy_update import (
     slots_of,
@@ -67,16 +72,22 @@ class SparseCore(BackendOptions):
 
     TensorFlow's TPUEmbedding and jax-tpu-embedding train with these operations. They
     look rows up, pool and exchange them, and apply the optimizer. Here they get raw ids
-    within the step. A step whose ids are too many for an operation runs XLA's gathers
-    and scatters on the same rows, so no id is lost.
+    within the step. If a step has more ids than an operation takes at once, they are
+    cut into up to 64 minibatches. A step with more still runs XLA's gathers and
+    scatters on the same rows, so no id is lost.
 
     Attributes:
       max_ids: ids, and different rows among them, that the samples of one SparseCore
-        may look up in the rows of another, a multiple of 8; less if the memory of a
-        SparseCore bounds it. It changes speed, never results. None: the mean and some
-        standard deviations, and room for hot rows.
+        may look up in the rows of another in one minibatch, a multiple of 8; less if
+        the memory of a SparseCore bounds it. It changes speed, never results. Defaults
+        to the mean and some standard deviations, and room for hot rows.
       cores: SparseCores per device, only for devices without: CPUs and GPUs run the
-        operations in plain JAX, for tests. None takes the device's, or 2.
+        operations in plain JAX, for tests. Defaults to the device's, or 2.
+      exchange: whether programs contain XLA's gathers and scatters for steps that 64
+        minibatches do not hold. They are most of a program's code and compile time.
+        Without them, such a step changes no table, its activations are NaN, and its
+        `stats.rounds` are 1 instead of 0; the training command then stops. Stacks that
+        SparseCores cannot update keep them.
 
     Raises:
       ValueError: if an option is out of range.
@@ -88,6 +99,7 @@ class SparseCore(BackendOptions):
 
     max_ids: int | None = None
     cores: int | None = None
+    exchange: bool = True
 
     def __post_init__(self):
         convert_ints(self, "max_ids", "cores")
@@ -119,6 +131,7 @@ class SparseCore(BackendOptions):
             updates="xla" if problem else "sparse_core",
             max_ids=self.max_ids,
             cores=cores,
+            has_exchange=self.exchange or bool(problem),
             reason=reason,
         )
 
@@ -170,13 +183,15 @@ class SparseCoreBackend(Backend):
     """SparseCores look up the rows of a stack, and may update them.
 
     Attributes:
-      max_ids: the user's limit, see `te.SparseCore`; None: as the batch needs.
+      max_ids: the user's limit, see `te.SparseCore`.
       cores: SparseCores per device that own rows.
+      has_exchange: whether steps that do not fit run the exchange.
     """
 
     lookups: str = "sparse_core"
     max_ids: int | None = None
     cores: int
+    has_exchange: bool = True
 
     def arrange(self, layout: RowLayout) -> RowLayout:
         """Returns the layout of a shard whose rows are dealt to SparseCores."""
@@ -197,7 +212,11 @@ class SparseCoreBackend(Backend):
             held += ", and one more row that every sample asks for"
         else:
             held += ", and 4 times as many ids of repeated rows"
-        return (f"SparseCores hold {held}",)
+        beyond = "the exchange" if self.has_exchange else "an error"
+        return (
+            f"a minibatch holds {held}",
+            f"a step has up to {MAX_MINIBATCHES} minibatches; beyond: {beyond}",
+        )
 
     def prepare_ids(
         self,
@@ -226,7 +245,12 @@ class SparseCoreBackend(Backend):
             activations = samples.by_feature(sums, self.cores, poolings, stack.dim)
             return activations, jnp.int32(0)
 
-        return jax.lax.cond(ids.fits[0], look_up_rows, otherwise, table)
+        (fits,) = ids.fits
+        if self.has_exchange:
+            return jax.lax.cond(fits, look_up_rows, otherwise, table)
+        activations, _ = look_up_rows(table)
+        activations = [jnp.where(fits, x, jnp.nan) for x in activations]
+        return activations, 1 - fits.astype(jnp.int32)
 
     @jax.named_scope("update")
     def update(
@@ -248,11 +272,13 @@ class SparseCoreBackend(Backend):
             opened.cotangents, ids.sizes, opened.routing.poolings, stack.layout
         )
 
-        def update_rows(table: PackedRows, state: Any) -> tuple[PackedRows, Any]:
+        def update_rows(
+            table: PackedRows, state: Any, buffers: PartitionedIds = ids.ids
+        ) -> tuple[PackedRows, Any]:
             arrays = [table, *slots_of(state)]
             hyperparameters, new_values = rule.values(values_of(state))
             new = operations.update(
-                ids.ids,
+                buffers,
                 gradients,
                 tuple(rows_of_lines(x.lines, x.layout) for x in arrays),
                 hyperparameters,
@@ -269,7 +295,19 @@ class SparseCoreBackend(Backend):
         is_finite = rates_are_finite(stack.optimizer, stack.dim, values_of(state))
         if is_finite is not None:
             may_run &= is_finite
-        return jax.lax.cond(may_run, update_rows, otherwise, table, state)
+        if self.has_exchange:
+            return jax.lax.cond(may_run, update_rows, otherwise, table, state)
+        # Without ids, the operation changes no row.
+        empty = jax.tree.map(
+            lambda x, unused: jnp.where(may_run, x, unused), ids.ids, NO_IDS
+        )
+        table, new_state = update_rows(table, state, empty)
+        new_values = jax.tree.map(
+            lambda new, old: jnp.where(may_run, new, old),
+            values_of(new_state),
+            values_of(state),
+        )
+        return table, with_values(new_state, new_values)
 
 
 def rows_of_shard(num_rows: int, cores: int) -> int:

@@ -7,19 +7,15 @@ speed, never the result.
 
 import dataclasses
 import math
-from collections.abc import Sequence
 from typing import Final, NamedTuple
 
-import jax
-import jax.numpy as jnp
-from jaxtyping import Array, Bool
-
 from tpu_embedding.rows.packed_rows import round_up
-from tpu_embedding.sparse_core.partitioned_ids import (
-    ALIGNMENT,
-    LargestCounts,
-    PartitionedIds,
-)
+
+ALIGNMENT: Final = 8
+"""The ids of a group begin at a multiple of this position."""
+
+MAX_MINIBATCHES: Final = 64
+"""Minibatches that an operation takes, as in jax-tpu-embedding."""
 
 _HEADROOM_STDDEVS: Final = 6
 """Headroom above the mean count of a partition, in standard deviations.
@@ -56,10 +52,11 @@ class Limits:
     """Static sizes of the operations.
 
     Attributes:
-      max_ids: ids that one core may send to one partition, a multiple of 8.
+      max_ids: ids that one core may send to one partition in one minibatch, a multiple
+        of 8.
       max_unique: distinct rows among them, a multiple of 8. XLA keeps buffers for so
         many rows of each core and partition; for `max_ids`, if it sends every id's.
-      room: positions of one core's region of the buffers of ids, a multiple of 8.
+      room: positions of a device's buffers of ids, a multiple of 8.
     """
 
     max_ids: int
@@ -83,28 +80,13 @@ class OperationSizes(NamedTuple):
     axes: tuple[str, ...]
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class SparseCoreIds:
-    """The ids of a stack as SparseCores take them, for lookup and update. Per shard.
-
-    Attributes:
-      ids: the ids, by SparseCore.
-      fits: bool `[1]`, whether all SparseCores of all devices keep within the limits,
-        and all gains are finite.
-      sizes: sizes of the operations.
-    """
-
-    ids: PartitionedIds
-    fits: Bool[Array, "_"]
-    sizes: OperationSizes = dataclasses.field(metadata={"static": True})
-
-
 def choose_limits(
     num_ids: int,
     *,
+    device_ids: int,
     num_samples: int,
     num_partitions: int,
+    cores: int,
     memory_bytes: int,
     sends_rows_once: bool = True,
     max_ids: int | None = None,
@@ -122,8 +104,10 @@ def choose_limits(
 
     Args:
       num_ids: most ids of one core in one step, padding ids left out.
+      device_ids: most ids of one device in one step.
       num_samples: samples of one core.
       num_partitions: SparseCores of all devices that share the table.
+      cores: SparseCores per device.
       memory_bytes: memory of a SparseCore's vector subcore.
       sends_rows_once: see `HardwareInfo`. False: XLA keeps buffers for every id.
       max_ids: limit that the user gives, for ids and for distinct rows; the memory
@@ -131,8 +115,9 @@ def choose_limits(
 
     Example:
       >>> choose_limits(
-      ...     20_480, num_samples=1024, num_partitions=16, memory_bytes=512 * 1024)
-      Limits(max_ids=2520, max_unique=1496, room=20592)
+      ...     20_480, device_ids=81_920, num_samples=1024, num_partitions=16, cores=4,
+      ...     memory_bytes=512 * 1024)
+      Limits(max_ids=2520, max_unique=1496, room=92608)
     """
     mean = num_ids / num_partitions
     count = math.ceil(mean + _HEADROOM_STDDEVS * math.sqrt(mean))
@@ -145,10 +130,12 @@ def choose_limits(
     max_ids = min(num_ids, max_ids, most_ids)
     max_unique = (memory - max_ids // _IDS_PER_BYTE) // _BYTES_PER_UNIQUE
     max_ids = round_up(max(1, max_ids), ALIGNMENT)
+    # A group of a minibatch ends with up to 7 unused positions.
+    unused = (ALIGNMENT - 1) * cores * num_partitions
     return Limits(
         max_ids=max_ids,
         max_unique=min(max_ids, round_up(max(1, min(count, max_unique)), ALIGNMENT)),
-        room=round_up(num_ids + num_partitions * (ALIGNMENT - 1), ALIGNMENT),
+        room=round_up(device_ids + unused + max(device_ids // 8, unused), ALIGNMENT),
     )
 
 
@@ -156,30 +143,3 @@ def holds_partitions(num_partitions: int, memory_bytes: int) -> bool:
     """Returns True if the memory of a subcore holds so many partitions, and ids."""
     used = _RESERVED_BYTES + _BYTES_PER_PARTITION * num_partitions
     return used <= memory_bytes // 2
-
-
-def are_within(
-    largest: LargestCounts,
-    limits: Limits,
-    axes: Sequence[str],
-    is_finite: Bool[Array, ""] | bool = True,
-) -> Bool[Array, ""]:
-    """Returns True on all devices if the operations are defined for all of them.
-
-    No count of any device exceeds its limit, and no gain is NaN or infinite.
-
-    Per shard; reduces over the axes.
-
-    Args:
-      largest: from `partition_ids`.
-      limits: the limits.
-      axes: mesh axes whose devices share the table.
-      is_finite: whether the gains of this device are finite.
-    """
-    is_within = (
-        (largest.ids <= limits.max_ids)
-        & (largest.unique <= limits.max_unique)
-        & (largest.positions <= limits.room)
-        & is_finite
-    ).astype(jnp.int32)
-    return jax.lax.pmin(is_within, tuple(axes)) > 0

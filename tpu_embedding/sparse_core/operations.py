@@ -72,7 +72,7 @@ def lookup(
     return jax.lax.platform_dependent(
         ids,
         table,
-        tpu=lambda ids, x: _lookup_p.bind(*jax.tree.leaves(ids), x, sizes=sizes),
+        tpu=lambda ids, x: _lookup_p.bind(*_buffers(ids), x, sizes=sizes),
         default=functools.partial(reference.lookup, sizes=sizes),
     )
 
@@ -103,9 +103,12 @@ def update(
       The new table and slot variables.
     """
 
-    def on_tpu(*operands: Any) -> tuple[Array, ...]:
+    def on_tpu(
+        ids: PartitionedIds, gradients: Array, arrays: Any, hyperparameters: Any
+    ) -> tuple[Array, ...]:
         static = dict(num_arrays=len(arrays), rule=rule.stablehlo, sizes=sizes)
-        return tuple(_update_p.bind(*jax.tree.leaves(operands), **static))
+        operands = (*_buffers(ids), *arrays, gradients, *hyperparameters)
+        return tuple(_update_p.bind(*operands, **static))
 
     return jax.lax.platform_dependent(
         ids,
@@ -115,6 +118,12 @@ def update(
         tpu=on_tpu,
         default=functools.partial(reference.update, rule=rule, sizes=sizes),
     )
+
+
+def _buffers(ids: PartitionedIds) -> tuple[Array, ...]:
+    """Returns the first operands of both operations."""
+    num_minibatches = ids.num_minibatches[0]
+    return ids.pointers, ids.rows, ids.samples, ids.gains, num_minibatches
 
 
 _lookup_p = Primitive("sparse_core_lookup")
@@ -138,7 +147,9 @@ def _lower_lookup(context: Any, *operands: Any, sizes: OperationSizes) -> Any:
     zero = stablehlo.constant(ir.DenseElementsAttr.get(np.float32(0)))
     zeros = stablehlo.broadcast(zero, mlir.dense_int_array(result.shape))
     types = [mlir.aval_to_ir_type(context.module_context, result)]
-    lower = _custom_call("SparseDenseMatmulOp", types, _config(sizes.limits))
+    lower = _custom_call(
+        "SparseDenseMatmulWithMinibatchingOp", types, _config(sizes.limits)
+    )
     return lower(context, *operands, zeros)
 
 
@@ -157,10 +168,10 @@ def _lower_update(
     config = _config(
         sizes.limits,
         num_slot_variables=num_arrays - 1,
-        num_hyperparameters=len(operands) - 5 - num_arrays,
+        num_hyperparameters=len(operands) - 6 - num_arrays,
     )
     lower = _custom_call(
-        "SparseDenseMatmulGradOpWithOptimizerUpdate",
+        "SparseDenseMatmulGradOptimizerUpdateWithMinibatchingOp",
         [ir.TupleType.get_tuple(types)],
         config,
         called_computations=[function],

@@ -1,33 +1,42 @@
 """Sorts raw ids into the buffers that the SparseCore operations read.
 
-A SparseCore looks up the samples of its own part of the device's batch. It sends each
-partition of the table, which is the rows of one SparseCore of the slice, the ids that
-it needs of it. So the ids of a device are sorted by core, partition, row and sample.
-They are in one region of positions per core, and the ids of each partition begin at a
-multiple of 8.
+A SparseCore looks up the samples of its own part of the device's batch. It asks each
+*partition* of the table, the rows of one SparseCore of the slice, for the ids that it
+needs. What one core asks one partition for is a *group*. The operations have room for
+so many ids and distinct rows of a group; a batch with more is cut into *minibatches*,
+which an operation runs one after the other. A minibatch is a range of rows, the same in
+all partitions, so a row is in one minibatch and its gradients are summed in one order.
 
-TensorFlow and jax-tpu-embedding make the same buffers on the host. Like them, ids that
-are equal in row and sample are merged into one, whose gain is the sum of theirs.
+One sort by core, partition and row brings the ids of each group together, in the order
+of their samples. The buffers are copied from that order in lines of 8: the ids of the
+first core, then those of the second, each by minibatch, partition and row. The ids of a
+group begin at a multiple of 8.
+
+TensorFlow and jax-tpu-embedding make such buffers on the host. Like them, ids that are
+equal in row and sample are merged into one, whose gain is the sum of theirs.
 """
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Final, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.experimental.compute_on import compute_on
-from jaxtyping import Array, Bool, Float, Int, UInt32
+from jaxtyping import Array, Bool, Float, Int, Shaped, UInt32
 
+from tpu_embedding.sparse_core.limits import (
+    ALIGNMENT,
+    MAX_MINIBATCHES,
+    Limits,
+    OperationSizes,
+)
 from tpu_embedding.types import PADDING_ROW_ID
 from tpu_embedding.xla import computed_apart, running_sum
 
-ALIGNMENT: Final = 8
-"""The ids of a partition begin at a multiple of this position."""
-
 MIN_POINTERS: Final = 8
-"""A core has at least as many row pointers, even with fewer partitions."""
+"""A core has at least as many pointers per minibatch, even with fewer partitions."""
 
 _WORD: Final = 2**32
 """Number of values of one sort key."""
@@ -41,8 +50,11 @@ compiles fast, and libtpu aborts on one of 512 on the SparseCores of tpu7x."""
 _SORTED_TILE: Final = 4096
 """Ids that are sorted on SparseCores are padded to a multiple of this."""
 
-_RISING: Final[dict[str, Any]] = dict(indices_are_sorted=True, mode="promise_in_bounds")
-"""Options of scatters at positions that rise: XLA:TPU need not sort them."""
+_MAX_COMPARED_GROUPS: Final = 1024
+"""Groups whose bounds are found by comparing every id with every group."""
+
+SampleAt = Callable[[Int[Array, " n"]], Int[Array, " n"]]
+"""Returns the sample of the ids at some positions of the batch."""
 
 
 @jax.tree_util.register_dataclass
@@ -51,245 +63,224 @@ class PartitionedIds:
     """The ids of one device, as the SparseCore operations read them. Per shard.
 
     Attributes:
-      pointers: int32 `[cores * max(8, partitions)]`, for each core and partition the
-        position after the last id, counted from the beginning of the core's region. If
-        there are fewer than 8 partitions, the spare pointers are the end of all
-        positions that are taken, a multiple of 8.
-      rows: int32 `[cores * room]`, row of each id within its partition. Unused
+      pointers: int32 `[cores * 64 * max(8, partitions)]`. For each core, minibatch and
+        partition, the position after the last id. There are `num_minibatches` per core,
+        without gaps between the cores. Spare pointers of a minibatch, and those after
+        the last core's, are the end of all positions before, a multiple of 8.
+      rows: int32 `[room]`, row of each id within its partition. Unused positions hold
+        `PADDING_ROW_ID`.
+      samples: int32 `[room]`, sample of each id within the samples of its core. Unused
         positions hold `PADDING_ROW_ID`.
-      samples: int32 `[cores * room]`, sample of each id within the samples of its core.
-        Unused positions hold `PADDING_ROW_ID`.
-      gains: float32 `[cores * room]`, factor of the row. Unused positions hold NaN.
+      gains: float32 `[room]`, factor of the row. Unused positions hold NaN.
+      num_minibatches: int32 `[1]`, from 1 to 64, the same on all devices.
     """
 
     pointers: Int[Array, " pointers"]
     rows: Int[Array, " positions"]
     samples: Int[Array, " positions"]
     gains: Float[Array, " positions"]
+    num_minibatches: Int[Array, "_"]
+
+
+NO_IDS: Final = PartitionedIds(
+    pointers=np.int32(0),
+    rows=PADDING_ROW_ID,
+    samples=PADDING_ROW_ID,
+    gains=np.float32(np.nan),
+    num_minibatches=np.int32(1),
+)
+"""What the arrays hold in every position if there are no ids."""
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class LargestCounts:
-    """The largest counts of a device's cores and partitions, int32 scalars. Per shard.
+class SparseCoreIds:
+    """The ids of a stack as SparseCores take them, for lookup and update. Per shard.
 
     Attributes:
-      ids: ids that one core sends to one partition, equal ids of a sample once.
-      unique: distinct rows among them.
-      positions: positions that one core's region needs.
+      ids: the ids, by SparseCore.
+      fits: bool `[1]`, whether the operations are defined for the ids of all devices.
+      sizes: sizes of the operations.
     """
 
-    ids: Int[Array, ""]
-    unique: Int[Array, ""]
-    positions: Int[Array, ""]
+    ids: PartitionedIds
+    fits: Bool[Array, "_"]
+    sizes: OperationSizes = dataclasses.field(metadata={"static": True})
 
 
 @jax.named_scope("partition_ids")
 def partition_ids(
     partitions: Int[Array, " ids"],
     rows: Int[Array, " ids"],
-    samples: Int[Array, " ids"],
-    gains: Float[Array, " ids"],
+    sample_at: SampleAt,
+    gains: Float[Array, " ids"] | None,
     *,
     num_samples: int,
     rows_per_partition: int,
     cores: int,
     devices: int,
-    room: int,
-) -> tuple[PartitionedIds, LargestCounts]:
-    """Sorts ids into the buffers of the SparseCore operations. Per shard.
+    limits: Limits,
+    axes: Sequence[str],
+    may_repeat: bool = True,
+) -> tuple[PartitionedIds, Bool[Array, ""]]:
+    """Sorts ids into the buffers of the SparseCore operations. Per shard; reduces.
 
     Args:
       partitions: partition of each id's row, `device * cores + core`. Padding ids have
         any other number, such as `PADDING_ROW_ID`, and vanish.
       rows: row within the partition.
-      samples: 0 to `num_samples - 1`. Sample `s` belongs to the core
-        `s // (num_samples // cores)` of this device.
-      gains: factor of each id's row.
+      sample_at: maps positions of these arrays to samples, 0 to `num_samples - 1`.
+        Sample `s` belongs to the core `s // (num_samples // cores)` of this device. The
+        samples of a core rise with the position, among ids of the same row.
+      gains: factor of each id's row. Defaults to 1 for all ids if None.
       num_samples: samples of this device, a multiple of `8 * cores`.
       rows_per_partition: rows of each partition.
       cores: SparseCores per device.
       devices: devices that share the table.
-      room: positions of one core's region, a multiple of 8.
+      limits: sizes that the operations are compiled for.
+      axes: mesh axes whose devices share the table.
+      may_repeat: whether a sample may have the same row twice.
 
     Returns:
-      The buffers, and the counts to compare with the limits. Where a count exceeds its
-      limit, the buffers lack ids and must not be used.
-
-    Example:
-      >>> ids, largest = partition_ids(
-      ...     jnp.array([1, 0, 1, 1]), jnp.array([5, 2, 5, 3]), jnp.array([0, 0, 8, 0]),
-      ...     jnp.ones(4), num_samples=16, rows_per_partition=8, cores=2, devices=1,
-      ...     room=16)
-      >>> ids.pointers.reshape(2, 8)[:, :2].tolist()
-      [[1, 10], [0, 1]]
-      >>> ids.rows[jnp.array([0, 8, 9, 16])].tolist(), int(largest.ids)
-      ([2, 3, 5, 5], 2)
+      The buffers, and whether all ids of all devices are in them. If not, the buffers
+      are empty: a row has more ids than `limits.max_ids` in a group, 64 minibatches or
+      the room do not hold all ids, or a gain is not finite.
     """
-    num_partitions = cores * devices
-    num_groups = cores * num_partitions
+    num_ids, num_partitions = partitions.shape[0], cores * devices
+    num_groups, samples_per_core = cores * num_partitions, num_samples // cores
     is_used = (partitions >= 0) & (partitions < num_partitions)
-    core, sample = jnp.divmod(samples, jnp.int32(num_samples // cores))
-    # A group is what one core of this device asks one partition for.
+    core = sample_at(jnp.arange(num_ids, dtype=jnp.int32)) // samples_per_core
     group = jnp.where(is_used, core * num_partitions + partitions, num_groups)
-    order = _order_by(
-        (jnp.where(is_used, sample, 0), num_samples // cores),
-        (jnp.where(is_used, rows, 0), rows_per_partition),
-        (group, num_groups + 1),
+    row = jnp.where(is_used, rows, 0)
+    group, row, order = _sort_by_row(group, row, num_groups, rows_per_partition)
+    sample = sample_at(order) % samples_per_core
+
+    gain = None if gains is None else gains[order]
+    is_new_row = _differs(group) | _differs(row)
+    is_new_id = jnp.ones_like(is_new_row)
+    if may_repeat:
+        is_new_id = is_new_row | _differs(sample) | (group == num_groups)
+        gain = _sum_repeats(is_new_id, gain)
+    is_finite = True
+    if gain is not None:
+        is_finite = jnp.all(jnp.isfinite(gain) | ~is_new_id | (group == num_groups))
+    ids = _SortedIds(
+        bounds=_bounds_of_groups(group, num_groups),
+        row=row,
+        rows_before=_count_before(is_new_row),
+        ids_before=_count_before(is_new_id)
+        if may_repeat
+        else jnp.arange(num_ids + 1, dtype=jnp.int32),
     )
-    # A gather on SparseCores takes no padding into its fusion: libtpu aborts on tpu7x.
-    unsorted = computed_apart((group, rows, sample, gains))
-    group, row, sample, gain = (x[order] for x in unsorted)
+    cut = _cut_into_minibatches(ids, rows_per_partition, limits, axes, is_finite)
 
-    counts = _count_groups(group, row, sample, num_groups)
-    taken = (-(-counts.ids // ALIGNMENT) * ALIGNMENT).reshape(cores, num_partitions)
-    end = jnp.cumsum(taken, axis=1)
-    start = end - taken
-    position = _positions(group, counts, start, room)
-
-    rows, samples, gains = _in_regions(position, (row, sample, gain), cores, room)
-    pointers = start + counts.ids.reshape(cores, num_partitions)
-    spare = jnp.repeat(end[:, -1:], max(0, MIN_POINTERS - num_partitions), axis=1)
+    by_core = (-1, cores, num_partitions)
+    first, counts = (x.reshape(by_core).swapaxes(0, 1) for x in (cut.first, cut.counts))
+    taken = -(-counts // ALIGNMENT) * ALIGNMENT
+    aligned_end = running_sum(taken.reshape(-1)).reshape(taken.shape)
+    end = aligned_end - taken + counts
+    arrays = [row, sample] if gain is None else [row, sample, gain]
+    if may_repeat:
+        positions = jnp.arange(num_ids, dtype=jnp.uint32)
+        keys = jnp.where(is_new_id, positions, _LAST_WORD)
+        arrays = [_sort(keys, values)[1] for values in arrays]
+    source, used_until = _sources(first, counts, aligned_end, cut, limits.room)
+    rows, samples, *gains_of_rows = _copy_lines(arrays, source)
+    is_used = jnp.arange(limits.room) < jnp.repeat(used_until, ALIGNMENT)
+    gain = gains_of_rows[0] if gains_of_rows else jnp.float32(1)
     ids = PartitionedIds(
-        pointers=jnp.concatenate([pointers, spare], axis=1).reshape(-1),
-        rows=rows,
-        samples=samples,
-        gains=gains,
+        pointers=_pointers(end, aligned_end, cut.num_minibatches),
+        rows=jnp.where(is_used, rows, PADDING_ROW_ID),
+        samples=jnp.where(is_used, samples, PADDING_ROW_ID),
+        gains=jnp.where(is_used, gain, jnp.nan),
+        num_minibatches=cut.num_minibatches[None],
     )
-    largest = LargestCounts(
-        ids=jnp.max(counts.ids),
-        unique=jnp.max(counts.unique),
-        positions=jnp.max(end[:, -1]),
-    )
-    return ids, largest
+    return ids, cut.is_complete
 
 
-class _Counts(NamedTuple):
-    """Counts of sorted ids; equal ids of a sample are one.
+class _SortedIds(NamedTuple):
+    """Ids by group, row and sample, those of padding last.
 
     Attributes:
-      before: int32 `[ids + 1]`, ids before each position, and all.
-      before_group: int32 `[groups + 1]`, ids before each group, and all.
-      ids: int32 `[groups]`, ids of each group.
-      unique: int32 `[groups]`, distinct rows among them.
+      bounds: int32 `[groups + 1]`, where each group begins, and padding.
+      row: int32 `[ids]`, row within the partition.
+      rows_before: int32 `[ids + 1]`, distinct rows before each position, and all.
+      ids_before: int32 `[ids + 1]`, ids before each position, repeats left out.
     """
 
-    before: Array
-    before_group: Array
-    ids: Array
-    unique: Array
+    bounds: Int[Array, " groups_and_1"]
+    row: Int[Array, " ids"]
+    rows_before: Int[Array, " ids_and_1"]
+    ids_before: Int[Array, " ids_and_1"]
 
 
-def _count_groups(
-    group: Int[Array, " ids"],
-    row: Int[Array, " ids"],
-    sample: Int[Array, " ids"],
-    num_groups: int,
-) -> _Counts:
-    """Counts ids and distinct rows of each group; ids are sorted by group and row."""
-    is_new_row = _differs(group) | _differs(row)
-    is_new_id = is_new_row | _differs(sample)
-    bounds = jnp.searchsorted(group, jnp.arange(num_groups + 1, dtype=jnp.int32))
-    sums = [jnp.pad(running_sum(x), (1, 0)) for x in (is_new_id, is_new_row)]
-    num_ids, num_rows = computed_apart(sums)
-    return _Counts(
-        before=num_ids,
-        before_group=num_ids[bounds],
-        ids=jnp.diff(num_ids[bounds]),
-        unique=jnp.diff(num_rows[bounds]),
-    )
+class _Cut(NamedTuple):
+    """Minibatches of the ids of all groups.
 
-
-def _positions(
-    group: Int[Array, " ids"],
-    counts: _Counts,
-    start: Int[Array, "cores partitions"],
-    room: int,
-) -> Int[Array, " ids"]:
-    """Returns the position of each sorted id in regions of `room + 1` per core.
-
-    The last position of a region takes ids that do not fit, and padding. So no id is
-    placed outside of its region, and the positions rise.
-
-    Args:
-      group: group of each id; the number of groups for padding.
-      counts: counts of the groups.
-      start: position within its region where each group begins.
-      room: positions of a region that are used.
-    """
-    cores, num_partitions = start.shape
-    moved_by = start.reshape(-1) - counts.before_group[:-1]
-    position = counts.before[1:] - 1 + moved_by.at[group].get(mode="clip")
-    core = jnp.minimum(group // num_partitions, cores - 1)
-    position = jnp.where(group < start.size, position, room)
-    return core * (room + 1) + jnp.minimum(position, room)
-
-
-def _in_regions(
-    position: Int[Array, " ids"], ids: tuple[Array, Array, Array], cores: int, room: int
-) -> tuple[Array, Array, Array]:
-    """Returns rows, samples and gains in regions of `room` positions per core.
-
-    Args:
-      position: position of each id in regions of `room + 1`, see `_positions`.
-      ids: row, sample and gain of each id. Gains of equal positions are summed.
-      cores: number of regions.
-      room: positions of a region.
+    Attributes:
+      first: int32 `[64, groups]`, ids before those of each minibatch and group.
+      counts: int32 `[64, groups]`, ids of each minibatch and group.
+      num_minibatches: int32, from 1 to 64, the same on all devices.
+      is_complete: whether all ids of all devices are in minibatches.
     """
 
-    def cut(values: Array) -> Array:
-        return values.reshape(cores, room + 1)[:, :room].reshape(-1)
-
-    row, sample, gain = ids
-    unused = jnp.full((cores * (room + 1),), PADDING_ROW_ID, jnp.int32)
-    rows = cut(unused.at[position].set(row, **_RISING))
-    samples = cut(unused.at[position].set(sample, **_RISING))
-    sums = jnp.zeros(unused.shape, jnp.float32).at[position].add(gain, **_RISING)
-    return rows, samples, jnp.where(rows == PADDING_ROW_ID, jnp.nan, cut(sums))
+    first: Int[Array, "64 groups"]
+    counts: Int[Array, "64 groups"]
+    num_minibatches: Int[Array, ""]
+    is_complete: Bool[Array, ""]
 
 
-def _order_by(*digits: tuple[Int[Array, " ids"], int]) -> Int[Array, " ids"]:
-    """Returns an order that sorts ids by digits, of which the last one counts most.
+def _sort_by_row(
+    group: Int[Array, " ids"], row: Int[Array, " ids"], num_groups: int, num_rows: int
+) -> tuple[Int[Array, " ids"], Int[Array, " ids"], Int[Array, " ids"]]:
+    """Returns group, row and position of each id, sorted by group and row; stable.
 
-    The digits are joined to as few words as they fit in. Each word takes a sort of two
-    operands; XLA:TPU takes half a minute to compile a sort of four.
-
-    Args:
-      *digits: values, and their number: they are 0 to that number - 1.
+    One word holds both numbers, where they fit. Others take two sorts of two operands:
+    XLA:TPU takes half a minute to compile a sort of four.
     """
-    words, num_values = [], _WORD + 1
-    for digit, size in digits:
-        if num_values * size > _WORD:
-            words.append(jnp.zeros_like(digit, dtype=jnp.uint32))
-            num_values = 1
-        words[-1] += digit.astype(jnp.uint32) * np.uint32(num_values)
-        num_values *= size
-    num_ids = words[0].shape[0]
+    row = row.astype(jnp.uint32)
+    if (num_groups + 1) * num_rows <= _WORD:
+        word, order = _sort(group.astype(jnp.uint32) * np.uint32(num_rows) + row)
+        group = word // np.uint32(num_rows)
+        row = word - group * np.uint32(num_rows)
+        return group.astype(jnp.int32), row.astype(jnp.int32), order
+    _, order = _sort(row)
+    group, then = _sort(group[order].astype(jnp.uint32))
+    order = order[then]
+    return group.astype(jnp.int32), row[order].astype(jnp.int32), order
+
+
+def _sort(
+    words: UInt32[Array, " ids"], values: Shaped[Array, " ids"] | None = None
+) -> tuple[UInt32[Array, " ids"], Shaped[Array, " ids"]]:
+    """Returns sorted words, and their values. Defaults to the position of each word.
+
+    The order of equal words is stable for positions, and undefined for values.
+    """
+
+    def sort(words: Array, values: Array | None = None) -> tuple[Array, Array]:
+        # SparseCores sort stably where an operand is the positions themselves.
+        positions = jnp.arange(words.shape[0], dtype=jnp.int32)
+        operands = (words, positions if values is None else values)
+        return jax.lax.sort(operands, num_keys=1, is_stable=values is None)
+
+    operands = [words] if values is None else [words, values]
+    num_ids = words.shape[0]
     if num_ids < _MIN_IDS_ON_SPARSE_CORES:
-        return _sort(*words)
+        return sort(*operands)
     padding = (0, -num_ids % _SORTED_TILE)
-    words = [jnp.pad(x, padding, constant_values=_LAST_WORD) for x in words]
-    order = jax.lax.platform_dependent(
-        *computed_apart(words), tpu=_on_sparse_cores(_sort), default=_sort
+    operands[0] = jnp.pad(words, padding, constant_values=_LAST_WORD)
+    operands[1:] = [jnp.pad(x, padding) for x in operands[1:]]
+    words, values = jax.lax.platform_dependent(
+        *computed_apart(operands), tpu=_on_sparse_cores(sort), default=sort
     )
-    return order[:num_ids]
+    return words[:num_ids], values[:num_ids]
 
 
-def _sort(*words: UInt32[Array, " ids"]) -> Int[Array, " ids"]:
-    """Returns an order that sorts ids by words, of which the last one counts most."""
-    positions = jnp.arange(words[0].shape[0], dtype=jnp.int32)
-    # SparseCores sort stably where an operand is the positions themselves.
-    _, order = jax.lax.sort((words[0], positions), num_keys=1)
-    for word in words[1:]:
-        _, then = jax.lax.sort((word[order], positions), num_keys=1)
-        order = order[then]
-    return order
-
-
-def _on_sparse_cores(function: Callable[..., Array]) -> Any:
+def _on_sparse_cores(function: Callable[..., Any]) -> Any:
     """Returns a function whose operations XLA:TPU places on the SparseCores.
 
-    Two sorts of 82,000 ids compile in 1.5 s there, and in 24 s on the TensorCore. On
+    A sort of 82,000 ids compiles in 1.5 s there, and in 12 s on the TensorCore. On
     other devices, and with a jax before 0.12, this is the function itself.
     """
     if jax.__version_info__ < (0, 12):
@@ -299,6 +290,259 @@ def _on_sparse_cores(function: Callable[..., Array]) -> Any:
         compute_type="tpu_sparsecore",
         out_memory_spaces=jax.memory.Space.Device,
     )
+
+
+def _sum_repeats(
+    is_new_id: Bool[Array, " ids"], gain: Float[Array, " ids"] | None
+) -> Float[Array, " ids"]:
+    """Returns, for each new id, the sum of its gain and those of its repeats.
+
+    Each turn of the loop doubles the number of gains that are summed, and the loop ends
+    with the most repeats of an id. Most batches have none.
+
+    Args:
+      is_new_id: False for an id that repeats the one before it.
+      gain: gain of each id. All are 1 if None.
+    """
+    num_ids, number = is_new_id.shape[0], running_sum(is_new_id)
+
+    def shifted(values: Array, distance: Array) -> Array:
+        """Moves values to smaller positions."""
+        doubled = jnp.concatenate([values, jnp.zeros_like(values)])
+        return jax.lax.dynamic_slice(doubled, (distance,), (num_ids,))
+
+    def has_more(state: tuple[Array, Array]) -> Array:
+        return jnp.any(shifted(number, state[0]) == number)
+
+    def add(state: tuple[Array, Array]) -> tuple[Array, Array]:
+        distance, sums = state
+        is_repeat = shifted(number, distance) == number
+        sums = jnp.where(is_repeat, sums + shifted(sums, distance), sums)
+        return 2 * distance, sums
+
+    gain = jnp.ones((num_ids,), jnp.float32) if gain is None else gain
+    return jax.lax.while_loop(has_more, add, (jnp.int32(1), gain))[1]
+
+
+def _bounds_of_groups(
+    group: Int[Array, " ids"], num_groups: int
+) -> Int[Array, " groups_and_1"]:
+    """Returns where each group begins among sorted ids, and where padding begins."""
+    method = "compare_all" if num_groups <= _MAX_COMPARED_GROUPS else "scan"
+    numbers = jnp.arange(num_groups + 1, dtype=jnp.int32)
+    return jnp.searchsorted(group, numbers, method=method).astype(jnp.int32)
+
+
+def _cut_into_minibatches(
+    ids: _SortedIds,
+    num_rows: int,
+    limits: Limits,
+    axes: Sequence[str],
+    is_finite: Bool[Array, ""] | bool,
+) -> _Cut:
+    """Cuts the ids of all groups into ranges of rows. Per shard; reduces.
+
+    Each minibatch takes as many rows as the limits allow in every group of every
+    device: the device with the fullest group decides. Usually one takes them all.
+
+    Args:
+      ids: the sorted ids.
+      num_rows: rows of a partition.
+      limits: sizes that the operations are compiled for.
+      axes: mesh axes whose devices share the table.
+      is_finite: whether the gains of this device are finite.
+    """
+    ends, num_groups = ids.bounds[1:], ids.bounds.shape[0] - 1
+
+    class State(NamedTuple):
+        """The minibatches so far; `next_row` is the first row of the next one."""
+
+        count: Array
+        next_row: Array
+        begin: Array
+        positions: Array
+        first: Array
+        counts: Array
+        is_stuck: Array
+
+    def is_unfinished(state: State) -> Array:
+        is_within = (state.count < MAX_MINIBATCHES) & (state.next_row < num_rows)
+        return is_within & ~state.is_stuck
+
+    def cut(state: State) -> State:
+        begin = state.begin
+        rows_before, ids_before = ids.rows_before[begin], ids.ids_before[begin]
+
+        def is_beyond(end: Array) -> Array:
+            """True where the limits do not hold the ids from `begin` to `end`."""
+            num_unique = ids.rows_before[end] - rows_before
+            num_ids = ids.ids_before[end] - ids_before
+            return (num_unique > limits.max_unique) | (num_ids > limits.max_ids)
+
+        low = jnp.where(is_beyond(ends), begin, ends)
+        full = _first_index(lambda i: is_beyond(i + 1), low, ends)
+        next_rows = jnp.where(full < ends, ids.row[full], num_rows)
+        # Each group may end with 7 unused positions.
+        remaining = jnp.sum(ends - begin) + num_groups * (ALIGNMENT - 1)
+        has_room = state.positions + remaining <= limits.room
+        next_row = jnp.where(has_room & is_finite, jnp.min(next_rows), -1)
+        next_row = jax.lax.pmin(next_row, tuple(axes))
+        low = jnp.where(next_row < num_rows, begin, ends)
+        end = _first_index(lambda i: ids.row[i] >= next_row, low, ends)
+        counts = ids.ids_before[end] - ids_before
+        is_stuck = next_row <= state.next_row
+        taken = -(-counts // ALIGNMENT) * ALIGNMENT
+        return State(
+            count=state.count + ~is_stuck,
+            next_row=next_row,
+            begin=end,
+            positions=state.positions + jnp.sum(taken),
+            first=state.first.at[state.count].set(ids_before),
+            counts=state.counts.at[state.count].set(counts),
+            is_stuck=is_stuck,
+        )
+
+    zero = jnp.int32(0)
+    none = jnp.zeros((MAX_MINIBATCHES, num_groups), jnp.int32)
+    state = State(zero, zero, ids.bounds[:-1], zero, none, none, jnp.bool_(False))
+    state = jax.lax.while_loop(is_unfinished, cut, state)
+    is_complete = state.next_row >= num_rows
+    return _Cut(
+        first=state.first,
+        counts=jnp.where(is_complete, state.counts, 0),
+        num_minibatches=jnp.where(is_complete, state.count, 1),
+        is_complete=is_complete,
+    )
+
+
+def _first_index(
+    is_reached: Callable[[Int[Array, " n"]], Bool[Array, " n"]],
+    low: Int[Array, " n"],
+    high: Int[Array, " n"],
+) -> Int[Array, " n"]:
+    """Returns the first index from `low` where a condition holds, or `high`.
+
+    The condition holds for all indices after one for which it does.
+    """
+
+    def halve(state: tuple[Array, Array]) -> tuple[Array, Array]:
+        low, high = state
+        middle = (low + high) // 2
+        is_before = is_reached(middle) | (low >= high)
+        return jnp.where(is_before, low, middle + 1), jnp.where(is_before, middle, high)
+
+    return jax.lax.while_loop(lambda x: jnp.any(x[0] < x[1]), halve, (low, high))[0]
+
+
+def _sources(
+    first: Int[Array, "cores 64 partitions"],
+    counts: Int[Array, "cores 64 partitions"],
+    aligned_end: Int[Array, "cores 64 partitions"],
+    cut: _Cut,
+    room: int,
+) -> tuple[Int[Array, " lines"], Int[Array, " lines"]]:
+    """Returns, for each line of 8 positions, its first id and where ids end.
+
+    A line belongs to one group. Within a group, the number of the id rises with the
+    position. So their difference is a running sum of its steps from group to group,
+    and so is the end.
+
+    Args:
+      first: ids before those of each core, minibatch and partition.
+      counts: their number.
+      aligned_end: position after them, a multiple of 8.
+      cut: the minibatches.
+      room: number of positions.
+    """
+    start = aligned_end - -(-counts // ALIGNMENT) * ALIGNMENT
+    num_minibatches = cut.num_minibatches
+
+    def steps_of(values: Array) -> Array:
+        """Returns steps between groups; none to and from unused minibatches."""
+        last = jax.lax.dynamic_index_in_dim(values, num_minibatches - 1, axis=1)
+        is_used = jnp.arange(MAX_MINIBATCHES)[None, :, None] < num_minibatches
+        values = jnp.where(is_used, values, last[:, :, -1:])
+        return jnp.diff(values.reshape(-1), prepend=0).reshape(values.shape)
+
+    steps = steps_of(first - start), steps_of(start + counts)
+
+    def add_steps(minibatch: Array, totals: tuple[Array, Array]) -> Any:
+        line, *of_minibatch = (
+            jax.lax.dynamic_index_in_dim(x, minibatch, axis=1).reshape(-1)
+            for x in (start // ALIGNMENT, *steps)
+        )
+        return tuple(
+            total.at[line].add(step, indices_are_sorted=True, mode="drop")
+            for total, step in zip(totals, of_minibatch, strict=True)
+        )
+
+    # A step has few minibatches, so the loop is shorter than one scatter of them all.
+    zeros = jnp.zeros((room // ALIGNMENT,), jnp.int32)
+    totals = jax.lax.fori_loop(0, num_minibatches, add_steps, (zeros, zeros))
+    difference, end = (running_sum(total) for total in totals)
+    return ALIGNMENT * jnp.arange(zeros.size, dtype=jnp.int32) + difference, end
+
+
+def _copy_lines(
+    arrays: Sequence[Shaped[Array, " ids"]], source: Int[Array, " lines"]
+) -> list[Shaped[Array, " positions"]]:
+    """Returns lines of 8 numbers that begin anywhere in arrays, one after the other.
+
+    A TPU gathers single numbers slowly. So one gather fetches, for all arrays, the two
+    aligned lines that each line is in, and shifts move the line to the front.
+
+    Args:
+      arrays: numbers of 4 bytes.
+      source: where each line begins. What is beyond the arrays is undefined.
+    """
+    padding = ALIGNMENT - arrays[0].size % ALIGNMENT + ALIGNMENT
+    lines = jnp.concatenate(
+        [
+            jnp.pad(
+                jax.lax.bitcast_convert_type(values, jnp.int32), (0, padding)
+            ).reshape(-1, ALIGNMENT)
+            for values in arrays
+        ],
+        axis=1,
+    )
+    # A gather takes no padding into its fusion: libtpu aborts on tpu7x.
+    table = computed_apart(jnp.concatenate([lines[:-1], lines[1:]], axis=1))
+    found = computed_apart(table.at[source // ALIGNMENT].get(mode="clip").T)
+    windows = found.reshape(2, len(arrays), ALIGNMENT, -1)
+    shift, results = source % ALIGNMENT, []
+    for i, values in enumerate(arrays):
+        window = windows[:, i].reshape(2 * ALIGNMENT, -1)
+        for bit in (4, 2, 1):
+            window = jnp.where(shift & bit, window[bit:], window[:-bit])
+        line = window[:ALIGNMENT].T.reshape(-1)
+        results.append(jax.lax.bitcast_convert_type(line, values.dtype))
+    return results
+
+
+def _pointers(
+    ends: Int[Array, "cores 64 partitions"],
+    aligned_ends: Int[Array, "cores 64 partitions"],
+    num_minibatches: Int[Array, ""],
+) -> Int[Array, " pointers"]:
+    """Returns the pointers of the minibatches that are used, core after core."""
+    cores, _, num_partitions = ends.shape
+    spare = max(0, MIN_POINTERS - num_partitions)
+    spare = jnp.repeat(aligned_ends[:, :, -1:], spare, axis=2)
+    by_core = jnp.concatenate([ends, spare], axis=2)
+    size = by_core.shape[2]
+    pointers = jnp.full((by_core.size,), aligned_ends[-1, -1, -1])
+    for core in range(cores):
+        # What a core writes after its last minibatch, the next core overwrites.
+        at = core * num_minibatches * size
+        pointers = jax.lax.dynamic_update_slice(
+            pointers, by_core[core].reshape(-1), (at,)
+        )
+    return pointers
+
+
+def _count_before(is_counted: Bool[Array, " n"]) -> Int[Array, " n_and_1"]:
+    """Returns how many are counted before each position, and in all."""
+    return jnp.pad(running_sum(is_counted), (1, 0))
 
 
 def _differs(values: Int[Array, " ids"]) -> Bool[Array, " ids"]:

@@ -12,9 +12,9 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from tpu_embedding.sparse_core.limits import OperationSizes, are_within
+from tpu_embedding.sparse_core.limits import ALIGNMENT, OperationSizes
 from tpu_embedding.sparse_core.partitioned_ids import (
-    ALIGNMENT,
+    MIN_POINTERS,
     PartitionedIds,
     partition_ids,
 )
@@ -93,12 +93,12 @@ def _asked_rows(
     ids: PartitionedIds, num_rows: int, sizes: OperationSizes
 ) -> _AskedRows:
     """Gathers the ids of all devices, and finds those of this device's rows."""
-    cores, axes, room = sizes.cores, sizes.axes, ids.rows.size // sizes.cores
+    cores, axes = sizes.cores, sizes.axes
     device, rows_per_core = jax.lax.axis_index(axes), num_rows // cores
-    partitions = _partitions_of_positions(ids, sizes)
+    core, partitions = _groups_of_positions(ids, sizes)
     is_used = partitions != PADDING_ROW_ID
-    first_samples = jnp.arange(cores, dtype=jnp.int32) * (sizes.num_samples // cores)
-    samples = jnp.where(is_used, jnp.repeat(first_samples, room) + ids.samples, 0)
+    first_sample = core * (sizes.num_samples // cores)
+    samples = jnp.where(is_used, first_sample + ids.samples, 0)
     is_defined = _is_defined(ids, partitions, samples, rows_per_core, sizes)
     partitions, rows, samples, gains = (
         jax.lax.all_gather(x, axes, tiled=True)
@@ -113,19 +113,24 @@ def _asked_rows(
     return _AskedRows(rows, samples, gains, is_defined)
 
 
-def _partitions_of_positions(
+def _groups_of_positions(
     ids: PartitionedIds, sizes: OperationSizes
-) -> Int[Array, " positions"]:
-    """Returns the partition that each position asks; padding where it is unused."""
-    cores, room = sizes.cores, ids.rows.size // sizes.cores
+) -> tuple[Int[Array, " positions"], Int[Array, " positions"]]:
+    """Returns the core that owns each position, and the partition that it asks.
+
+    Unused positions ask `PADDING_ROW_ID`.
+    """
+    cores, room = sizes.cores, ids.rows.size
     num_partitions = cores * jax.lax.psum(1, sizes.axes)
-    ends = ids.pointers.reshape(cores, -1)[:, :num_partitions]
+    size = max(MIN_POINTERS, num_partitions)
     positions = jnp.arange(room, dtype=jnp.int32)
-    partitions = jax.vmap(
-        lambda starts: jnp.searchsorted(starts, positions, side="right")
-    )(-(-ends // ALIGNMENT) * ALIGNMENT)
-    ends = jnp.take_along_axis(ends, partitions, axis=1, mode="fill", fill_value=0)
-    return jnp.where(positions[None] < ends, partitions, PADDING_ROW_ID).reshape(-1)
+    aligned = -(-ids.pointers // ALIGNMENT) * ALIGNMENT
+    pointer = jnp.searchsorted(aligned, positions, side="right").astype(jnp.int32)
+    end = ids.pointers.at[pointer].get(mode="fill", fill_value=0)
+    minibatch, partition = pointer // size, pointer % size
+    core = minibatch // ids.num_minibatches[0]
+    is_used = (positions < end) & (partition < num_partitions) & (core < cores)
+    return core, jnp.where(is_used, partition, PADDING_ROW_ID)
 
 
 def _is_defined(
@@ -139,16 +144,17 @@ def _is_defined(
 
     Buffers are as SparseCores read them if their ids would make the same ones.
     """
-    again, largest = partition_ids(
+    again, fits = partition_ids(
         partitions,
         ids.rows,
-        samples,
+        lambda positions: samples[positions],
         ids.gains,
         num_samples=sizes.num_samples,
         rows_per_partition=rows_per_core,
         cores=sizes.cores,
         devices=jax.lax.psum(1, sizes.axes),
-        room=ids.rows.size // sizes.cores,
+        limits=sizes.limits,
+        axes=sizes.axes,
     )
     has_row = (ids.rows >= 0) & (ids.rows < rows_per_core)
     has_sample = (ids.samples >= 0) & (ids.samples < sizes.num_samples // sizes.cores)
@@ -158,6 +164,5 @@ def _is_defined(
         for x, y in zip(jax.tree.leaves(ids), jax.tree.leaves(again), strict=True)
     ]
     is_defined = jnp.all(is_sound | (partitions == PADDING_ROW_ID))
-    is_defined &= jnp.all(jnp.stack(is_same))
-    is_defined = jax.lax.pmin(is_defined.astype(jnp.int32), sizes.axes) > 0
-    return is_defined & are_within(largest, sizes.limits, sizes.axes)
+    is_defined &= jnp.all(jnp.stack(is_same)) & fits
+    return jax.lax.pmin(is_defined.astype(jnp.int32), sizes.axes) > 0

@@ -8,27 +8,27 @@ The samples of each feature are dealt to the SparseCores of their device in equa
 so each looks up its share of every feature.
 """
 
+import itertools
 from collections.abc import Sequence
 from typing import Final
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Int, Shaped
 
-from tpu_embedding.lookup._flatten_to_owners import PoolingSpec
+from tpu_embedding.lookup._flatten_to_owners import PoolingSpec, split_by_feature
 from tpu_embedding.lookup._forward import samples_of, scale_samples
 from tpu_embedding.lookup._sum_by_row import gain_of_each_id
 from tpu_embedding.plan.plan import StackPlan
 from tpu_embedding.rows.packed_rows import RowLayout, round_up
-from tpu_embedding.sparse_core.limits import (
-    Limits,
-    OperationSizes,
+from tpu_embedding.sparse_core.limits import Limits, OperationSizes, choose_limits
+from tpu_embedding.sparse_core.partitioned_ids import (
+    SampleAt,
     SparseCoreIds,
-    are_within,
-    choose_limits,
+    partition_ids,
 )
-from tpu_embedding.sparse_core.partitioned_ids import partition_ids
 from tpu_embedding.types import PADDING_ROW_ID
+from tpu_embedding.xla import computed_apart, value_of_range
 
 _SAMPLE_ALIGNMENT: Final = 8
 """The samples of a SparseCore are a multiple of it."""
@@ -58,7 +58,7 @@ def ids_by_core(
       cores: SparseCores per device.
       max_ids: the user's limit; None: as the batch needs.
     """
-    layout = stack.layout
+    layout, keys = stack.layout, _by_sample(keys, poolings)
     owner, row = jnp.divmod(keys, stack.rows_per_shard)
     core, row = jnp.divmod(row, layout.rows_per_bank)
     partitions = jnp.where(keys == PADDING_ROW_ID, keys, owner * cores + core)
@@ -69,20 +69,19 @@ def ids_by_core(
         cores=cores,
         axes=stack.shard_axes,
     )
-    ids, largest = partition_ids(
+    ids, fits = partition_ids(
         partitions,
         row,
-        _samples_of_ids(poolings, cores),
-        jnp.ones(keys.shape, jnp.float32) if gains is None else gains,
+        _sample_at(poolings, cores),
+        None if gains is None else _by_sample(gains, poolings),
         num_samples=sizes.num_samples,
         cores=cores,
         rows_per_partition=layout.rows_per_bank,
         devices=stack.num_shards,
-        room=sizes.limits.room,
+        limits=sizes.limits,
+        axes=stack.sample_axes,
+        may_repeat=any(x.sample_ids is not None or x.valence > 1 for x in poolings),
     )
-    # Gains of equal ids of a sample are summed, and may overflow.
-    is_finite = jnp.all(jnp.isfinite(ids.gains) | (ids.rows == PADDING_ROW_ID))
-    fits = are_within(largest, sizes.limits, stack.sample_axes, is_finite)
     return SparseCoreIds(ids=ids, fits=fits[None], sizes=sizes)
 
 
@@ -128,6 +127,8 @@ def _limits_of(
     """Returns the limits of the operations, or those that the user gives."""
     return choose_limits(
         sum(_max_ids_of_core(pooling, cores) for pooling in poolings),
+        device_ids=sum(pooling.num_ids for pooling in poolings),
+        cores=cores,
         num_samples=_samples_per_core(poolings, cores),
         num_partitions=cores * stack.num_shards,
         memory_bytes=stack.hardware.subcore_memory_bytes or _EMULATED_BYTES,
@@ -151,16 +152,59 @@ def _samples_per_core(poolings: Sequence[PoolingSpec], cores: int) -> int:
     return round_up(sum(sizes), _SAMPLE_ALIGNMENT)
 
 
-def _samples_of_ids(poolings: Sequence[PoolingSpec], cores: int) -> Int[Array, " ids"]:
-    """Returns the sample of each id, in the order in which they are dealt."""
+def _by_sample(
+    values: Shaped[Array, " ids"], poolings: Sequence[PoolingSpec]
+) -> Shaped[Array, " ids"]:
+    """Puts the ids of each sample side by side, feature by feature."""
+    if all(x.sample_ids is not None or x.valence == 1 for x in poolings):
+        return values
+    by_feature = split_by_feature(values, [pooling.num_ids for pooling in poolings])
+    return jnp.concatenate(
+        [
+            x
+            if pooling.sample_ids is not None
+            else x.reshape(pooling.valence, -1).T.ravel()
+            for x, pooling in zip(by_feature, poolings, strict=True)
+        ]
+    )
+
+
+def _sample_at(poolings: Sequence[PoolingSpec], cores: int) -> SampleAt:
+    """Returns a function that maps positions of ids to the samples of SparseCores.
+
+    The ids of a sample are side by side. Each core has an equal share of the samples of
+    each feature, one feature after the other.
+    """
+    shares = [-(-pooling.num_samples // cores) for pooling in poolings]
+    first_of_share = list(itertools.accumulate(shares, initial=0))[:-1]
+    num_ids = [pooling.num_ids for pooling in poolings]
+    first_id = list(itertools.accumulate(num_ids, initial=0))[:-1]
     per_core = _samples_per_core(poolings, cores)
-    samples, first = [], 0
-    for pooling in poolings:
-        size = -(-pooling.num_samples // cores)
 
-        def deal(sample, first=first, size=size):
-            return sample // size * per_core + first + sample % size
+    def by_feature(positions: Array, values: Sequence[int]) -> Array | int:
+        is_same = len(set(values)) == 1
+        return values[0] if is_same else value_of_range(positions, first_id, values)
 
-        samples.append(pooling.samples_of_ids(deal))
-        first += size
-    return jnp.concatenate(samples)
+    def sample_at(positions: Array) -> Array:
+        """Computes samples: a TPU gathers single numbers slowly."""
+        of_feature = positions - by_feature(positions, first_id)
+        of_feature = of_feature // by_feature(
+            positions, [pooling.valence for pooling in poolings]
+        )
+        share = by_feature(positions, shares)
+        # `of_feature // share`, and without a division.
+        core = sum((of_feature >= k * share).astype(jnp.int32) for k in range(1, cores))
+        sample = by_feature(positions, first_of_share) + of_feature - core * share
+        return core * per_core + sample
+
+    if all(pooling.sample_ids is None for pooling in poolings):
+        return sample_at
+    samples = []
+    for pooling, first, share in zip(poolings, first_of_share, shares, strict=True):
+        if pooling.sample_ids is None:
+            sample = jnp.arange(pooling.num_ids, dtype=jnp.int32) // pooling.valence
+        else:
+            sample = jnp.minimum(pooling.sample_ids, pooling.num_samples - 1)
+        samples.append(sample // share * per_core + first + sample % share)
+    table = computed_apart(jnp.concatenate(samples))
+    return lambda positions: table.at[positions].get(mode="clip")
