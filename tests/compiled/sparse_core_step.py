@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 from tpu_embedding.hardware import hardware_of_device
 from tpu_embedding.optimizers.row_optimizer import row_optimizer_of
 from tpu_embedding.sparse_core import operations
-from tpu_embedding.sparse_core.limits import OperationSizes, are_within, choose_limits
+from tpu_embedding.sparse_core.limits import OperationSizes, choose_limits
 from tpu_embedding.sparse_core.partitioned_ids import partition_ids
 from tpu_embedding.sparse_core.row_rule import row_rule
 
@@ -73,6 +73,8 @@ def compile_step(
     num_rows = num_lines * LANES // width
     limits = limits or choose_limits(
         num_samples * valence // cores,
+        device_ids=num_samples * valence,
+        cores=cores,
         num_samples=num_samples // cores,
         num_partitions=cores * count,
         memory_bytes=hardware.subcore_memory_bytes,
@@ -82,20 +84,20 @@ def compile_step(
     sizes = OperationSizes(num_samples, limits, cores, ("shard",))
 
     def step(lines, others, ids, cotangents):
-        samples = jnp.repeat(jnp.arange(num_samples, dtype=jnp.int32), valence)
         flat = ids.reshape(-1)
-        placed, largest = partition_ids(
+        placed, fits = partition_ids(
             flat % (cores * count),
             flat // (cores * count),
-            samples,
-            jnp.ones(flat.shape, jnp.float32),
+            lambda positions: positions // valence,
+            None,
             num_samples=num_samples,
             rows_per_partition=num_rows // cores,
             cores=cores,
             devices=count,
-            room=limits.room,
+            limits=limits,
+            axes=("shard",),
+            may_repeat=valence > 1,
         )
-        fits = are_within(largest, limits, ("shard",))
         hyperparameters, others = rule.values(others)
 
         def look_up(lines):

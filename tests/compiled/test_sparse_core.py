@@ -108,8 +108,10 @@ def test_the_largest_limits_compile_and_more_do_not(generation, dim):
     partitions = {"v5p": 16, "v6e": 8, "tpu7x": 16}[generation]
     most = choose_limits(
         10**7,
+        device_ids=10**7,
         num_samples=10**6,
         num_partitions=partitions,
+        cores=hardware.cores_per_device,
         memory_bytes=hardware.subcore_memory_bytes,
     )
     room = 2 * most.max_ids  # More ids than a region has places take no memory.

@@ -49,8 +49,8 @@ def few_features(**options):
     return {name: features[name] for name in ("bag", "wide")}
 
 
-def batch_of(step, hot=None):
-    """Returns ids of all forms; `hot` rows take the place of all of feature "wide"."""
+def batch_of(step):
+    """Returns ids of all forms."""
     draw = np.random.default_rng(step)
     wide = draw.integers(0, 300, (BATCH, 6)).astype(np.int32)
     lengths = draw.integers(0, 4, BATCH)
@@ -61,7 +61,7 @@ def batch_of(step, hot=None):
             [draw.normal(size=n).tolist() for n in lengths],
         ),
         "again": draw.integers(0, 30, (BATCH, 2)).astype(np.int32),
-        "wide": wide if hot is None else np.tile(hot, (BATCH, 1)),
+        "wide": wide,
         "sequence": te.RaggedIds.from_lists(
             [draw.integers(0, 300, n).tolist() for n in lengths]
         ),
@@ -221,22 +221,95 @@ def test_dims(dim):
     assert plan.stacks[0].backend.updates == "sparse_core"
 
 
-# Rows of one SparseCore, on up to 8 devices of 4.
-HOT_ROWS = 5 + 32 * np.arange(6, dtype=np.int32)
-HOT = batch_of(0, hot=HOT_ROWS)
-IS_HOT = np.arange(BATCH)[:, None] < BATCH // 2
-MIXED = BATCHES[1] | {"wide": np.where(IS_HOT, HOT_ROWS[None], BATCHES[1]["wide"])}
-LIMITS = {1: 80, 2: 24, 8: 8}
+def hot_batch(num_devices, rows, cores=2, samples=10):
+    """Returns a batch in which every sample asks for all rows.
+
+    Args:
+      num_devices: devices that share it.
+      rows: ids of the feature "wide".
+      cores: SparseCores per device.
+      samples: samples of a core.
+    """
+    return {"wide": np.tile(rows, (num_devices * cores * samples, 1)).astype(np.int32)}
 
 
-@pytest.mark.parametrize("num_devices", quick_cases([1, 2, 8], "2"))
-@pytest.mark.parametrize("batch", with_ids({"all_devices": HOT, "one_device": MIXED}))
-def test_a_batch_beyond_the_limit_loses_no_id(batch, num_devices):
+ONE_ROW = np.zeros(1)
+SIX_ROWS = 5 + 32 * np.arange(6)  # of one SparseCore, on up to 8 devices of 4
+WIDE = {"wide": features_of()["wide"]}
+
+
+@pytest.mark.parametrize("num_devices", quick_cases([1, 2, 3, 8], "2"))
+@pytest.mark.parametrize("one_device", [False, True])
+def test_a_row_beyond_the_limit_takes_the_exchange(one_device, num_devices):
     """The middle step of three takes the exchange, on the same rows."""
-    batches = [BATCHES[0], batch, BATCHES[2]]
-    backend = te.SparseCore(max_ids=LIMITS[num_devices])
-    _, rounds = check(few_features(), batches, backend, num_devices=num_devices)
+    hot = hot_batch(num_devices, ONE_ROW)
+    size = hot["wide"].shape[0]
+    spread = {"wide": np.arange(size, dtype=np.int32)[:, None]}
+    if one_device:
+        on_first = np.arange(size)[:, None] < size // num_devices
+        hot = {"wide": np.where(on_first, hot["wide"], spread["wide"])}
+    batches = [spread, hot, spread]
+    backend = te.SparseCore(cores=2, max_ids=8)
+    _, rounds = check(WIDE, batches, backend, num_devices=num_devices)
     assert [n["stack_0"] > 0 for n in rounds] == [False, True, False]
+
+
+@pytest.mark.parametrize("num_devices", quick_cases([1, 2, 3, 8], "2"))
+def test_a_skewed_batch_runs_in_minibatches(num_devices):
+    """One core asks another for 60 ids, of which a minibatch holds 16."""
+    batch = hot_batch(num_devices, SIX_ROWS)
+    backend = te.SparseCore(cores=2, max_ids=16)
+    _, rounds = check(WIDE, [batch] * 2, backend, num_devices=num_devices)
+    assert rounds == [{"stack_0": 0}] * 2
+
+
+@pytest.mark.parametrize("num_devices", quick_cases([1, 2, 3, 8], "2"))
+def test_minibatches_change_no_bit(num_devices):
+    """The gradients of a row are summed in one order, whatever the limit."""
+    draw = np.random.default_rng(0)
+    size = 20 * num_devices
+    batches = [{"wide": draw.zipf(1.3, (size, 1)).astype(np.int32) % 300} for _ in "ab"]
+    results = [
+        run(plan_of(WIDE, te.SparseCore(cores=2, max_ids=n), num_devices), batches)
+        for n in (16, 4096)
+    ]
+    (found, rounds), (expected, _) = results
+    assert rounds == [{"stack_0": 0}] * 2
+    jax.tree.map(np.testing.assert_array_equal, found, expected)
+
+
+@pytest.mark.parametrize("num_devices", quick_cases([1, 2, 3], "2"))
+def test_without_the_exchange_a_step_beyond_the_limit_changes_nothing(num_devices):
+    optimizer = te.optimizers.adam(0.1, bias_correction=True)
+    backend = te.SparseCore(cores=2, max_ids=8, exchange=False)
+    plan = plan_of(WIDE, backend, num_devices, optimizer)
+    tables, slots = start(plan)
+    step = step_of(plan)
+    hot, fits = hot_batch(num_devices, ONE_ROW), hot_batch(num_devices, SIX_ROWS[:1])
+    fits = {"wide": np.arange(hot["wide"].size, dtype=np.int32)[:, None]}
+    hot, fits = (te.inputs.prepare_features(x, plan) for x in (hot, fits))
+    new_tables, new_slots, activations, stats = step(tables, slots, hot)
+    assert int(stats.rounds["stack_0"]) == 1
+    assert np.all(np.isnan(activations["wide"]))
+    jax.tree.map(
+        np.testing.assert_array_equal, (new_tables, new_slots), (tables, slots)
+    )
+    *after, activations, stats = step(new_tables, new_slots, fits)
+    assert int(stats.rounds["stack_0"]) == 0
+    other = plan_of(WIDE, "xla", num_devices, optimizer)
+    *expected, wanted, _ = step_of(other)(*start(other), fits)
+    assert_close(values_of(*after, plan), values_of(*expected, other))
+    assert_close(activations, wanted)
+
+
+def test_without_the_exchange_programs_are_small():
+    sizes = []
+    for exchange in (False, True):
+        plan = plan_of(WIDE, te.SparseCore(exchange=exchange))
+        batch = te.inputs.prepare_features(hot_batch(2, SIX_ROWS), plan)
+        program = step_of(plan).lower(*start(plan), batch)
+        sizes.append(program.as_text().count("all_to_all"))
+    assert sizes[0] == 0 < sizes[1]
 
 
 @pytest.mark.parametrize(
@@ -266,33 +339,18 @@ def test_a_weight_that_is_not_finite_takes_the_exchange(weights):
     assert_close(*results)
 
 
-@pytest.mark.full
-def test_the_users_limit_holds_for_distinct_rows():
-    table = te.TableConfig(vocabulary_size=4000, dim=4, combiner="sum", name="t")
-    features = {"f": te.FeatureConfig(table=table)}
-    batch = {"f": np.arange(0, 4000, 4, dtype=np.int32)}  # of one SparseCore of four
-    (expected, rounds), (found, none) = (
-        run(plan_of(features, backend), [batch])
-        for backend in ("sparse_core", te.SparseCore(max_ids=4096))
-    )
-    assert rounds[0]["stack_0"] > 0
-    assert none == [{"stack_0": 0}]
-    assert_close(found, expected)
-
-
 @pytest.mark.parametrize(
     "beyond",
     quick_cases(["update", "lookup", "both", "neither"], "both", every_case=True),
 )
 def test_lookup_and_update_choose_on_their_own(beyond):
     """The gradient of two lookups is one batch for the update; or only one is used."""
-    features = features_of()
-    first, second = {
-        "update": (BATCHES[0], BATCHES[1]),
-        "lookup": (HOT, BATCHES[1]),
-        "both": (HOT, BATCHES[1]),
-        "neither": (BATCHES[0], BATCHES[1]),
-    }[beyond]
+    features, hot = WIDE, hot_batch(2, ONE_ROW)
+    first, second = (
+        {"wide": np.arange(n, n + 40, dtype=np.int32)[:, None]} for n in (0, 20)
+    )
+    if beyond in ("lookup", "both"):
+        first = hot
 
     def step_of_two(plan, features):
         tables, slots = start(plan)
@@ -314,7 +372,7 @@ def test_lookup_and_update_choose_on_their_own(beyond):
         tables, slots, activations, rounds = step(tables, slots, prepared)
         return (values_of(tables, slots, plan), activations), rounds
 
-    backend = te.SparseCore(max_ids=LIMITS[2])
+    backend = te.SparseCore(cores=2, max_ids=8)
     (found, rounds), (expected, _) = (
         step_of_two(plan_of(features, x), (first, second)) for x in (backend, "xla")
     )
@@ -337,13 +395,11 @@ def test_untouched_rows_keep_their_bits():
 
 
 def test_nothing_is_compiled_twice():
-    names = ["one", "again", "wide"]  # Ragged features could have other sizes.
-    features = features_of()
-    plan = plan_of({name: features[name] for name in names}, "sparse_core")
+    plan = plan_of(WIDE, te.SparseCore(cores=2, max_ids=16))
     tables, slots = start(plan)
     step = step_of(plan)
-    for batch in [BATCHES[0], HOT, BATCHES[2]]:
-        batch = {name: batch[name] for name in names}
+    spread = {"wide": np.arange(240, dtype=np.int32).reshape(40, 6)}
+    for batch in [spread, hot_batch(2, SIX_ROWS), spread]:
         features = te.inputs.prepare_features(batch, plan)
         tables, slots, _, _ = step(tables, slots, features)
     assert step._cache_size() == 1

@@ -1,8 +1,8 @@
-"""Chooses how many ids a SparseCore may send to a partition in one operation.
+"""Chooses how many ids a SparseCore may send to a partition in one minibatch.
 
-The operations have static limits, and are undefined beyond them. A step compares its
-counts with the limits, and takes another path if one is exceeded: limits change the
-speed, never the result.
+The operations have static limits, and are undefined beyond them. A step cuts its ids
+into as many minibatches as the limits need, and takes another path if 64 are too few:
+limits change the speed, never the result.
 """
 
 import dataclasses
@@ -13,6 +13,9 @@ from tpu_embedding.rows.packed_rows import round_up
 
 ALIGNMENT: Final = 8
 """The ids of a group begin at a multiple of this position."""
+
+MAX_PARTITIONS: Final = 4096
+"""SparseCores of one program that libtpu 0.0.50 takes; 8,192 exceed their memory."""
 
 MAX_MINIBATCHES: Final = 64
 """Minibatches that an operation takes, as in jax-tpu-embedding."""
@@ -41,6 +44,9 @@ _RESERVED_BYTES: Final = 32 * 1024
 
 _BYTES_PER_PARTITION: Final = 64
 """Memory that the operations need for each partition."""
+
+_MIN_SPARE_ROOM: Final = 4096
+"""Positions for further minibatches, if they can use as many: few beside a batch."""
 
 _MIN_BYTES_PER_ID: Final = 12
 """Memory of an id where a lookup of wide rows reads a whole partition at once: row,
@@ -132,14 +138,10 @@ def choose_limits(
     max_ids = round_up(max(1, max_ids), ALIGNMENT)
     # A group of a minibatch ends with up to 7 unused positions.
     unused = (ALIGNMENT - 1) * cores * num_partitions
+    of_all_minibatches = min((MAX_MINIBATCHES - 1) * unused, _MIN_SPARE_ROOM)
+    spare = max(device_ids // 8, unused, of_all_minibatches)
     return Limits(
         max_ids=max_ids,
         max_unique=min(max_ids, round_up(max(1, min(count, max_unique)), ALIGNMENT)),
-        room=round_up(device_ids + unused + max(device_ids // 8, unused), ALIGNMENT),
+        room=round_up(device_ids + unused + spare, ALIGNMENT),
     )
-
-
-def holds_partitions(num_partitions: int, memory_bytes: int) -> bool:
-    """Returns True if the memory of a subcore holds so many partitions, and ids."""
-    used = _RESERVED_BYTES + _BYTES_PER_PARTITION * num_partitions
-    return used <= memory_bytes // 2

@@ -21,7 +21,7 @@ from jaxtyping import Array, Float
 
 from tpu_embedding.hardware import HardwareInfo
 from tpu_embedding.sparse_core import reference
-from tpu_embedding.sparse_core.limits import Limits, OperationSizes, holds_partitions
+from tpu_embedding.sparse_core.limits import MAX_PARTITIONS, Limits, OperationSizes
 from tpu_embedding.sparse_core.partitioned_ids import PartitionedIds
 from tpu_embedding.sparse_core.row_rule import RowRule
 from tpu_embedding.types import PADDING_ROW_ID
@@ -30,7 +30,7 @@ from tpu_embedding.types import PADDING_ROW_ID
 def unavailable_reason(hardware: HardwareInfo, num_devices: int) -> str | None:
     """Returns why the operations do not run on some devices; None if they do.
 
-    libtpu rejects 48 SparseCores, of v5p:2x2x3, by error E3001; it takes 8 to 2,048.
+    libtpu rejects 48 SparseCores, of v5p:2x2x3, by error E3001; it takes 8 to 4,096.
 
     Example:
       >>> from tpu_embedding.hardware import hardware_by_name
@@ -47,9 +47,8 @@ def unavailable_reason(hardware: HardwareInfo, num_devices: int) -> str | None:
     num_cores = hardware.cores_per_device * num_devices
     if num_cores & (num_cores - 1):
         return f"{num_cores} SparseCores are no power of two"
-    memory_bytes = hardware.subcore_memory_bytes
-    if memory_bytes is not None and not holds_partitions(num_cores, memory_bytes):
-        return f"{num_cores} SparseCores leave no memory for ids in each of them"
+    if num_cores > MAX_PARTITIONS:
+        return f"libtpu takes up to {MAX_PARTITIONS:,} SparseCores, not {num_cores:,}"
     return None
 
 
