@@ -66,6 +66,13 @@ class HardwareInfo:
         return self.line_lanes is not None
 
     @property
+    def device_memory_bytes(self) -> int | None:
+        """Memory of one JAX device; None if the chip's is unknown."""
+        if self.hbm_capacity_bytes is None:
+            return None
+        return self.hbm_capacity_bytes // self.devices_per_chip
+
+    @property
     def cores_per_device(self) -> int:
         """SparseCores of one JAX device."""
         return self.num_sparse_cores // self.devices_per_chip

@@ -10,7 +10,7 @@ from tests.benchmarks.dlrm_v4 import FOLDER, FULL, SMALL
 from tests.conftest import mesh_of
 from tests.tools.train.runs import losses_of, start_command
 from tpu_embedding.tools.train import apply_overrides, load_config
-from tpu_embedding.tools.train.steps import abstract_step, make_run_plan
+from tpu_embedding.tools.train.run_steps import abstract_step, make_run_plan
 
 PUBLIC = ("tpu_embedding", "tpu_embedding.tools.train")
 

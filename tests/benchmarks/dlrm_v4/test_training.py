@@ -25,7 +25,7 @@ from tpu_embedding.tools.train import (
     RunConfig,
     warm_up,
 )
-from tpu_embedding.tools.train.steps import (
+from tpu_embedding.tools.train.run_steps import (
     init_train_state,
     make_run_plan,
     make_train_step,

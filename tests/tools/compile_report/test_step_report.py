@@ -11,7 +11,8 @@ import tpu_embedding as te
 from tests.conftest import mesh_of
 from tpu_embedding.hardware import hardware_by_name
 from tpu_embedding.tools import cli, compile_report
-from tpu_embedding.tools.compile_report.memory import refused_memory, temporary_bytes
+from tpu_embedding.tools.compile_report.hlo import temporary_bytes
+from tpu_embedding.tools.compile_report.step_report import refused_memory
 
 
 @pytest.fixture(scope="module")

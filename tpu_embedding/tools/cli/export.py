@@ -24,7 +24,7 @@ from tpu_embedding.tools.train.run_directory import (
     check_vocabularies,
     newest_checkpoint,
 )
-from tpu_embedding.tools.train.steps import abstract_model_state, make_run_plan
+from tpu_embedding.tools.train.run_steps import abstract_model_state, make_run_plan
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -15,14 +15,14 @@ from typing import Any, Final
 from tpu_embedding.paths import is_local_path, local_path
 from tpu_embedding.tools.data.batch import DataError, required_files
 from tpu_embedding.tools.data.csv_clicks import open_csv
-from tpu_embedding.tools.train.config import (
+from tpu_embedding.tools.train.reporting import changes
+from tpu_embedding.tools.train.run_config import (
     ConfigError,
     RunConfig,
     apply_overrides,
     list_configs,
     load_config,
 )
-from tpu_embedding.tools.train.reporting import changes
 from tpu_embedding.tools.train.run_directory import RECORDS_FILE, read_records
 
 CSV_SUFFIXES: Final = (".csv", ".tsv", ".csv.gz", ".tsv.gz")

@@ -35,7 +35,7 @@ class Loss:
 
     Attributes:
       metrics: names of the metrics for which a run may have a target; lower is better.
-        The first one is the main metric, which a teacher can have, too.
+        The first one is the main metric, which a teacher can also have.
       rising_metrics: likewise, for which higher is better.
       label_range: minimum and maximum of a label; None if every finite number is one.
       per_sample: `(outputs, labels) -> losses [batch]`.
@@ -73,9 +73,9 @@ def merge_batches(batches: Iterable[Metrics]) -> Metrics:
       batches: metrics of each batch, on the devices.
     """
     merged: Metrics = collections.OrderedDict()
-    for of_batch in batches:
+    for batch_metrics in batches:
         jax.block_until_ready(merged)
-        merged = _merge(merged, of_batch) if merged else of_batch
+        merged = _merge(merged, batch_metrics) if merged else batch_metrics
     return merged
 
 

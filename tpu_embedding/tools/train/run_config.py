@@ -25,7 +25,7 @@ from tpu_embedding.optimizers.row_optimizer import TableOptimizer
 from tpu_embedding.paths import local_path
 from tpu_embedding.plan.backend import BackendName
 from tpu_embedding.tools.data.batch import DataSource
-from tpu_embedding.tools.train.metrics import LOSSES, LossName
+from tpu_embedding.tools.train.losses import LOSSES, LossName
 from tpu_embedding.tools.train.models.click import ModelConfig
 
 

@@ -13,7 +13,7 @@ from tpu_embedding.tools.train import (
     load_config,
     warm_up,
 )
-from tpu_embedding.tools.train.steps import abstract_step, make_run_plan
+from tpu_embedding.tools.train.run_steps import abstract_step, make_run_plan
 
 
 @pytest.mark.parametrize("name", sorted(list_configs()))
