@@ -73,8 +73,8 @@ class SparseCore(BackendOptions):
     Attributes:
       max_ids: ids, and different rows among them, that the samples of one SparseCore
         may look up in the rows of another, a multiple of 8; less if the memory of a
-        SparseCore bounds it. It changes speed, never results. None: the mean and some
-        standard deviations, and room for hot rows.
+        SparseCore bounds it. It changes speed, never results. By default, it is the
+        mean and some standard deviations, and has room for hot rows.
       cores: SparseCores per device, only for devices without: CPUs and GPUs run the
         operations in plain JAX, for tests. None takes the device's, or 2.
 
@@ -170,7 +170,8 @@ class SparseCoreBackend(Backend):
     """SparseCores look up the rows of a stack, and may update them.
 
     Attributes:
-      max_ids: the user's limit, see `te.SparseCore`; None: as the batch needs.
+      max_ids: the user's limit, see `te.SparseCore`. None takes as many as the batch
+        needs.
       cores: SparseCores per device that own rows.
     """
 

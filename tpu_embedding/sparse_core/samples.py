@@ -56,7 +56,7 @@ def ids_by_core(
       poolings: the features of the stack.
       stack: plan of the stack.
       cores: SparseCores per device.
-      max_ids: the user's limit; None: as the batch needs.
+      max_ids: the user's limit. None takes as many as the batch needs.
     """
     layout = stack.layout
     owner, row = jnp.divmod(keys, stack.rows_per_shard)
@@ -139,7 +139,8 @@ def _limits_of(
 def _max_ids_of_core(pooling: PoolingSpec, cores: int) -> int:
     """Returns the ids of a feature that one SparseCore has room for.
 
-    Samples of different lengths may lie unevenly; a batch beyond the room does not fit.
+    Samples of different lengths may be spread unevenly. A batch that needs more room
+    does not fit.
     """
     if pooling.sample_ids is None:
         return -(-pooling.num_samples // cores) * pooling.valence

@@ -15,7 +15,6 @@ import pathlib
 import re
 import zlib
 from collections.abc import Collection, Iterator, Sequence
-from itertools import chain
 from typing import IO, Any, Final, Literal
 
 import numpy as np
@@ -241,7 +240,9 @@ class Strings:
         if self._separator is not None:
             lists = [cell.split(self._separator) if cell else [] for cell in cells]
             self._lengths.append(np.fromiter(map(len, lists), np.int32, len(lists)))
-            cells = [element.strip() for element in chain.from_iterable(lists)]
+            cells = [
+                element.strip() for element in itertools.chain.from_iterable(lists)
+            ]
         distinct: dict[str, int] = {}
         numbers = [distinct.setdefault(cell, len(distinct)) for cell in cells]
         self._numbers.append(np.array(numbers, np.min_scalar_type(len(distinct))))

@@ -231,7 +231,9 @@ def check_devices(
             fix = "Start the doctor on all hosts; check the accelerator type."
             findings.append(Finding("expected", "FAILED", text, fix))
     capacity = None if hardware is None else hardware.device_memory_bytes
-    for limit in set(devices["memory"]) if capacity is not None else ():
+    if capacity is None:
+        return findings
+    for limit in set(devices["memory"]):
         if limit is None:
             text = "the devices do not report their memory"
             findings.append(Finding("memory", "warning", text))

@@ -142,7 +142,7 @@ class RunReport:
         if not distributed.is_first():
             return
         description = last = config.describe()
-        for record in read_records(self._path) if self._path.exists() else ():
+        for record in read_records(self._path):
             last = record.get("run", last)
         for name, before, now in changes(last, description):
             self.line(f"changed since the last start: {name} {before!r} -> {now!r}")
@@ -309,15 +309,14 @@ def drop_repeated_records(
       evaluates: True if the run evaluates before the next step.
     """
     path = directory / RECORDS_FILE
-    if not path.exists():
-        return
     kept = ""
     for record in read_records(path):
         done = record.get("step", record.get("result", {}).get("step", 0))
         is_repeated = evaluates and "train" not in record and done == step
         if "run" in record or not (done > step or is_repeated):
             kept += json.dumps(record) + "\n"
-    replace_text(path, kept)
+    if path.exists():
+        replace_text(path, kept)
 
 
 def _curve(path: pathlib.Path, group: str, name: str) -> tuple[list[int], list[float]]:

@@ -116,7 +116,7 @@ def train(
     directory = local_path(output_dir).resolve()
     with contextlib.ExitStack() as stack:
         stop = stack.enter_context(_stop_on_signals())
-        data = open_data(config, data_dir)  # Wrong data leave no directory behind.
+        data = open_data(config, data_dir)  # Before the directory is made.
         stack.enter_context(run_directory.claimed(directory))
         run = _Run(config, directory, data, mesh)
         stack.enter_context(run.checkpoints)

@@ -136,9 +136,13 @@ def newest_checkpoint(directory: pathlib.Path) -> pathlib.Path | None:
 def read_records(path: pathlib.Path) -> Iterator[dict[str, Any]]:
     """Yields the records of a run, except incomplete lines of a killed one.
 
+    There are none before the run has written the file.
+
     Raises:
       RunDirectoryError: if a line is not a record in UTF-8; names file and line.
     """
+    if not path.exists():
+        return
     with path.open("rb") as file:
         for number, line in enumerate(file, 1):
             try:

@@ -245,7 +245,7 @@ def abstract_train_state(
 ) -> tuple[nnx.GraphDef, nnx.State]:
     """Returns shapes, dtypes and shardings of the state, without touching devices.
 
-    Arguments and result are those of `init_train_state`, with values of type
+    Arguments and result are as in `init_train_state`, with values of type
     `jax.ShapeDtypeStruct` instead of arrays.
     """
     graphdef, state = nnx.split(nnx.eval_shape(lambda: _build(config, data, plan)))
@@ -263,7 +263,7 @@ def abstract_model_state(
 ) -> tuple[nnx.GraphDef, nnx.State]:
     """Returns the part of `abstract_train_state` without the optimizer.
 
-    Its tree is that of `(model,)`, so its names are those in a checkpoint of the run.
+    Its tree is the tree of `(model,)`, so it has the names of a checkpoint of the run.
     """
     model = nnx.eval_shape(lambda: _build(config, data, plan)[:1])
     graphdef, state = nnx.split(model)
