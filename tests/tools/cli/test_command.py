@@ -47,7 +47,7 @@ def test_version(capsys):
         (["train", "synthetic", "--device", "8"], "--devices"),
         (["train", "synthetic", "--set", "num_step=5"], "--num-steps"),
         (["train", "synthetic", "--set", "num_steps=many"], "num-steps"),
-        (["train", "synthetic", "--set", "num_steps=0"], "must be at least 1"),
+        (["train", "synthetic", "--set", "num_steps=0"], "an int of at least 1, got 0"),
         (["train", "syntetic"], "There is no config 'syntetic'"),
         (["train", "synthetic", "--devices", "9"], "JAX has 8 CPU devices"),
         (["train", "synthetic", "--devices", "1", "--data-dir", "."], "reads no file"),

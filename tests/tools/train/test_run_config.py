@@ -65,7 +65,10 @@ def test_settings(setting, section, field, value):
         (["num_steps=1.5"], "num-steps"),
         (["loss=log"], "log_loss"),
         (["make_table_optimizer=adam"], "make-table-optimizer"),
-        (["seed=4294967296"], "below 2"),
+        (
+            ["seed=4294967296"],
+            "seed must be an int from 0 to 4294967295, got 4294967296",
+        ),
         (["target.metric=rmse"], "must be one of"),
     ],
 )

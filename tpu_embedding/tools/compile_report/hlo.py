@@ -237,7 +237,11 @@ def inspect_program(
     assert text is not None
     memory = compiled.memory_analysis()
     assert memory is not None
-    sizes = {math.prod(shape) for shape in table_shapes(plan)}
+    sizes = {
+        math.prod(layout.lines_shape)
+        for stack in plan.stacks
+        for layout in (stack.layout, *map(stack.layout.slot_layout, stack.slots))
+    }
     instructions = list(parse_module(text).unfused_instructions())
     large = [
         instruction
@@ -258,7 +262,11 @@ def inspect_program(
             if i.opcode in _COPIES and on_chip.isdisjoint((i.name, *i.operands))
         ),
         table_sized_passes=tuple(
-            i.text for i in large if i.opcode not in _COPIES and not _is_in_place(i)
+            i.text
+            for i in large
+            # XLA names a fusion that updates in place after its scatter.
+            if i.opcode not in _COPIES | _WITHOUT_COPY
+            and not (i.opcode == "fusion" and "scatter" in i.name)
         ),
         table_sized_all_gathers=tuple(
             i.text for i in large if i.opcode in _ALL_GATHERS
@@ -289,25 +297,3 @@ def temporary_bytes(sizes: Any) -> int:
     outputs = sizes.output_size_in_bytes - sizes.alias_size_in_bytes
     peak = sizes.peak_memory_in_bytes - sizes.argument_size_in_bytes - outputs
     return max(sizes.temp_size_in_bytes, peak)
-
-
-def table_shapes(plan: EmbeddingPlan) -> set[tuple[int, ...]]:
-    """Returns the shapes per device of a plan's stacked tables and slot variables."""
-    return {
-        layout.lines_shape
-        for stack in plan.stacks
-        for layout in (
-            stack.layout,
-            *(stack.layout.slot_layout(slot) for slot in stack.slots),
-        )
-    }
-
-
-def _is_in_place(instruction: Instruction) -> bool:
-    """Returns True if an instruction updates in place or only forwards an operand.
-
-    A fusion updates in place if XLA names it after a scatter.
-    """
-    if instruction.opcode == "fusion":
-        return "scatter" in instruction.name
-    return instruction.opcode in _WITHOUT_COPY

@@ -83,7 +83,21 @@ class StepMeter:
             jax.block_until_ready(self._steps[-1 - STEPS_IN_FLIGHT])
         if done % self._config.log_every == 0 or done == self._config.num_steps:
             self.read(done)
-            self._report_means(done)
+            now = time.perf_counter()
+            seconds, steps = now - self._since, len(self._steps)
+            means = {
+                name: float(np.mean([metrics[name] for metrics in self._steps]))
+                for name in self._steps[0]
+                if name != "is_finite"
+            }
+            speed = {
+                "steps_per_second": steps / seconds,
+                "samples_per_second": steps * self._config.batch_size / seconds,
+                "input_wait": self._waited / seconds,
+            }
+            loss = {"loss": means.pop("loss")}
+            self._report(done, "train", loss | speed | means)
+            self._steps, self._waited, self._since = [], 0.0, now
 
     def read(self, done: int) -> None:
         """Waits for all steps up to the last, `done`.
@@ -99,23 +113,6 @@ class StepMeter:
                     "gradient or a learning rate is not finite; lower the learning "
                     "rates, or check the input data for damaged values."
                 )
-
-    def _report_means(self, done: int) -> None:
-        now = time.perf_counter()
-        seconds, steps = now - self._since, len(self._steps)
-        means = {
-            name: float(np.mean([metrics[name] for metrics in self._steps]))
-            for name in self._steps[0]
-            if name != "is_finite"
-        }
-        speed = {
-            "steps_per_second": steps / seconds,
-            "samples_per_second": steps * self._config.batch_size / seconds,
-            "input_wait": self._waited / seconds,
-        }
-        loss = {"loss": means.pop("loss")}
-        self._report(done, "train", loss | speed | means)
-        self._steps, self._waited, self._since = [], 0.0, now
 
 
 class RunReport:
