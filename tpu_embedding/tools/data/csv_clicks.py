@@ -368,28 +368,28 @@ class CsvClicks(BlockDataset):
     """
 
     def __init__(
-        self, columns: "_Columns", source: "CsvSource", *, batch_size: int, seed: int
+        self, path: pathlib.Path, source: "CsvSource", *, batch_size: int, seed: int
     ):
-        """Encodes the columns.
+        """Reads the file, and encodes its columns.
 
         Args:
-          columns: the columns of the file.
-          source: the choice of the held-out rows.
+          path: path of the file.
+          source: kinds of the columns, and choice of the held-out rows.
           batch_size: samples per batch.
           seed: seed of the order, and of the held-out rows.
         """
-        labels, numbers = columns.labels, columns.numbers
-        is_held_out = source.is_held_out(len(labels), seed)
+        kinds, numbers, strings = _read_columns(path, source)
+        is_held_out = source.is_held_out(len(numbers[source.label]), seed)
         features: dict[str, FeatureIds] = {}
         self.vocabularies: dict[str, Vocabulary] = {}
         shown = [("column", "kind", "distinct values", "table rows")]
-        for name, kind in columns.kinds.items():
+        for name, kind in kinds.items():
             distinct, size = "-", "-"
-            if kind in ("label", "number"):
-                values = labels if kind == "label" else numbers[name]
+            if name in numbers:
+                values = numbers[name]
                 distinct = f"{len(np.unique(values[~np.isnan(values)])):,}"
-            elif kind in ("category", "list"):
-                num_strings, vocabulary, ids = columns.strings.pop(name).encode(
+            elif name in strings:
+                num_strings, vocabulary, ids = strings.pop(name).encode(
                     ~is_held_out, source.min_count
                 )
                 distinct, size = f"{num_strings:,}", "none: no value repeats"
@@ -399,9 +399,10 @@ class CsvClicks(BlockDataset):
             shown.append((name, kind, distinct, size))
         if not features:
             raise DataError(
-                f"{columns.path} must have a category that occurs {source.min_count} "
+                f"{path} must have a category that occurs {source.min_count} "
                 "times; lower data.min_count, or name its column by data.categories."
             )
+        labels = numbers.pop(source.label)
         self.vocabulary_sizes = {
             name: v.vocabulary_size for name, v in self.vocabularies.items()
         }
@@ -409,7 +410,7 @@ class CsvClicks(BlockDataset):
             name: _scale(values[~is_held_out]) for name, values in numbers.items()
         }
         self.description = (
-            f"{columns.path.name}: {len(labels):,} rows, {is_held_out.sum():,} of them "
+            f"{path.name}: {len(labels):,} rows, {is_held_out.sum():,} of them "
             f"held out; {labels.mean():.1%} of the labels are 1\n"
             f"{format_table(shown, num_left_aligned=2)}\n"
             "change a kind by --set data.categories=COLUMN, data.numbers, data.lists "
@@ -495,8 +496,8 @@ class CsvSource:
           DataError: if the file is missing, empty or damaged, a column is missing, or a
             cell breaks the rule of its column; the message names the line.
         """
-        columns = _read_columns(required_files(data_dir, "a CSV file"), self)
-        return CsvClicks(columns, self, batch_size=batch_size, seed=seed)
+        path = required_files(data_dir, "a CSV file")
+        return CsvClicks(path, self, batch_size=batch_size, seed=seed)
 
     def outline(self, *, batch_size: int, seed: int) -> CsvClicks:
         """Raises a DataError: only the file tells the sizes of the tables."""
@@ -568,26 +569,13 @@ class CsvSource:
         return is_held_out
 
 
-@dataclasses.dataclass(frozen=True)
-class _Columns:
-    """The columns of a file.
+def _read_columns(
+    path: pathlib.Path, source: CsvSource
+) -> tuple[dict[str, Kind], dict[str, np.ndarray], dict[str, Strings]]:
+    """Returns the kind of each column, numbers and labels, and strings, by column.
 
-    Attributes:
-      path: path of the file.
-      kinds: kind of each column.
-      labels: float32 `[rows]`.
-      numbers: float64 `[rows]` by column of numbers.
-      strings: the columns of categories and of lists.
+    Numbers are float64 `[rows]`, and labels float32 `[rows]`.
     """
-
-    path: pathlib.Path
-    kinds: dict[str, Kind]
-    labels: np.ndarray
-    numbers: dict[str, np.ndarray]
-    strings: dict[str, Strings]
-
-
-def _read_columns(path: pathlib.Path, source: CsvSource) -> _Columns:
     kinds: dict[str, Kind] = {}
     strings: dict[str, Strings] = {}
     blocks: dict[str, list[np.ndarray]] = collections.defaultdict(list)
@@ -610,13 +598,13 @@ def _read_columns(path: pathlib.Path, source: CsvSource) -> _Columns:
                 blocks[name].append(read_numbers(block, name))
     # A column's blocks are freed before the next column is joined.
     numbers = {name: np.concatenate(blocks.pop(name)) for name in list(blocks)}
-    labels = numbers.pop(source.label)
+    labels = numbers[source.label]
     if len(np.unique(labels)) < 2:
         raise DataError(
             f"{path}, column {source.label!r}: the labels of {len(labels)} rows must "
             "hold both 0 and 1; give rows of both kinds."
         )
-    return _Columns(path, kinds, labels, numbers, strings)
+    return kinds, numbers, strings
 
 
 class _Rows:
