@@ -26,7 +26,7 @@ from jax.sharding import Mesh
 
 from tpu_embedding import functional
 from tpu_embedding.argument_checks import ArgumentType, check_type, right_names
-from tpu_embedding.functional.following_slots import check_no_followers
+from tpu_embedding.functional.derived_state import check_has_slots
 from tpu_embedding.functional.serving_lookup import serve
 from tpu_embedding.inputs.buffer_sizes import BufferSizes
 from tpu_embedding.inputs.prepare import Samples, prepare_features
@@ -259,8 +259,8 @@ class TPUEmbedding(ShortRepr):
       dynamic_stats: hits, new ids and evictions by table, of the latest `insert_ids`;
         only with a dynamic table.
       buffer_sizes: sizes of ragged features, which `prepare` remembers.
-      followed_tables: names of tables from whose values an optimizer made state. They
-        are set together with that state.
+      tables_with_derived_state: names of tables from whose values an optimizer derives
+        state. They are set together with that state.
 
     Example:
       >>> import numpy as np
@@ -339,7 +339,7 @@ class TPUEmbedding(ShortRepr):
         if counts := no_vocabulary_counts(plan):
             self.dynamic_stats = DynamicStatsVariable(replicate_on_mesh(counts, plan))
         self.buffer_sizes = LayerBufferSizes()
-        self.followed_tables: frozenset[str] = frozenset()
+        self.tables_with_derived_state: frozenset[str] = frozenset()
         self.recorded = RecordedCalls(())
         # Inside a pipelined step: features and the result of their lookup, until a call
         # takes it; then whether that call had these features.
@@ -519,12 +519,12 @@ class TPUEmbedding(ShortRepr):
         Raises:
           TypeError: if `values` is not a dict.
           ValueError: if a table is unknown or an array does not fit; or if an optimizer
-            has made state from the values of these tables, as `adafactor` does. Then
+            derives state from the values of these tables, as `adafactor` does. Then
             call `Optimizer.set_embedding_tables`.
         """
         check_values(values, self.plan)
-        check_no_followers(
-            self.followed_tables & set(values),
+        check_has_slots(
+            self.tables_with_derived_state & set(values),
             "optimizer.set_embedding_tables(model, values)",
         )
         tables, _ = functional.with_table_values(

@@ -13,7 +13,6 @@ import jax.numpy as jnp
 
 from tpu_embedding import functional
 from tpu_embedding.functional import steps
-from tpu_embedding.functional.final_table_values import has_averages
 from tpu_embedding.gradients import Gradients, TableGradients, global_norm
 from tpu_embedding.optimizers.probe import LOOKAHEAD
 from tpu_embedding.optimizers.resolve import COLLECTING, find_state
@@ -203,13 +202,10 @@ def finalize_model_values(
     Returns:
       New stacks and slot variables by layer, dense parameters, and their state.
     """
-    stacks = {path: tables.stacks for path, tables in layers.items()}
-    new_slots = dict(slots)
+    stacks, new_slots = {}, {}
     for path, tables in layers.items():
-        if has_averages(slots[path]):
-            stacks[path], new_slots[path] = functional.finalize_variable_values(
-                tables.stacks, slots[path], tables.plan
-            )
-    if has_averages(opt_state):
-        params, opt_state = functional.finalize_variable_values(params, opt_state)
+        stacks[path], new_slots[path] = functional.finalize_variable_values(
+            tables.stacks, slots[path], tables.plan
+        )
+    params, opt_state = functional.finalize_variable_values(params, opt_state)
     return stacks, new_slots, params, opt_state

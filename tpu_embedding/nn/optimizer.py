@@ -9,8 +9,8 @@ from flax import nnx
 
 from tpu_embedding import functional
 from tpu_embedding.argument_checks import check_mapping, right_names
-from tpu_embedding.functional.following_slots import (
-    tables_with_followers,
+from tpu_embedding.functional.derived_state import (
+    tables_with_derived_state,
     with_table_values,
 )
 from tpu_embedding.gradients import Gradients
@@ -90,7 +90,7 @@ class Optimizer(ShortRepr):
             [(plan, self.slots.get_value()[path]) for path, plan in self.plans],
         )
         for layer in layers.values():
-            layer.followed_tables |= tables_with_followers(layer.plan)
+            layer.tables_with_derived_state |= tables_with_derived_state(layer.plan)
         put_on_mesh(self, plan)
 
     @property
@@ -289,10 +289,10 @@ class Optimizer(ShortRepr):
     def set_embedding_tables(
         self, model: nnx.Module, values: Mapping[str, Any]
     ) -> None:
-        """Replaces the values of some tables, and the state that was made from them.
+        """Replaces the values of some tables, and restarts the state derived from them.
 
-        Moving averages and Adafactor's scale of a table follow the new values. All
-        other slot variables stay. Rows whose values do not change keep their averages.
+        The moving averages of all their rows, and Adafactor's scale of a table, restart
+        from the new values. All other slot variables stay.
 
         Args:
           model: the one this optimizer was made for; it changes in place.

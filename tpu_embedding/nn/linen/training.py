@@ -286,8 +286,8 @@ class TrainState(struct.PyTreeNode):
     ) -> "TrainState":
         """Returns the state with the values of some tables replaced.
 
-        State that an optimizer made from the old values follows: moving averages, and
-        Adafactor's scale of a table. All other slot variables stay.
+        The moving averages of all their rows, and Adafactor's scale of a table, restart
+        from the new values. All other slot variables stay.
 
         Args:
           values: layer path to table name to array `[vocabulary_size, dim]`.

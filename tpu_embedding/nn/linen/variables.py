@@ -8,9 +8,9 @@ import jax
 import numpy as np
 
 from tpu_embedding.argument_checks import check_mapping
-from tpu_embedding.functional.following_slots import (
-    check_no_followers,
-    tables_with_followers,
+from tpu_embedding.functional.derived_state import (
+    check_has_slots,
+    tables_with_derived_state,
     with_table_values,
 )
 from tpu_embedding.nn.model_tables import LayerTables as LayerTables
@@ -21,7 +21,7 @@ TABLES: Final = "embedding_tables"
 """The collection of all tables; each layer has one `LayerTables` in it."""
 
 
-_WAY_OUT: Final = (
+_SET_WITH_SLOTS: Final = (
     "state = state.with_embedding_tables(values)\n"
     "Before TrainState.create there is none: write\n"
     "  variables, _ = te.linen.with_embedding_tables(variables, values, {})"
@@ -66,41 +66,41 @@ def with_embedding_tables(
 ) -> Any:
     """Returns the variables with the values of some tables replaced.
 
-    With `slots`, the optimizer state that was made from the old values follows, as in
-    `tpu_embedding.functional.with_table_values`.
+    With `slots`, the state that an optimizer derived from the old values restarts from
+    the new values, as in `tpu_embedding.functional.with_table_values`.
 
     Args:
       variables: from `model.init`, or `state.variables`.
       values: layer path to table name to array `[vocabulary_size, dim]`.
       slots: layer path to stack name to optimizer state, as `state.slots`; an empty
         dict if there is no `TrainState` yet. It may be left out if no optimizer of
-        these tables makes state from their values, as `adafactor` does.
+        these tables derives state from their values, as `adafactor` does.
 
     Returns:
       New variables; with `slots`, `(variables, slots)`.
 
     Raises:
-      TypeError: if `values`, or those of a layer, are no dict.
+      TypeError: if `values`, or a layer's values, are not a dict.
       ValueError: if a layer or table is unknown, or an array has the wrong shape; or if
-        `slots` is missing. Of a `TrainState`, call its `with_embedding_tables`.
+        `slots` is missing. For a `TrainState`, call its `with_embedding_tables`.
     """
     line = "values={'embedding': {'movie': array}}, by layer path and table name"
     check_mapping("values", values, line)
-    for of_layer in values.values():
-        check_mapping("values of each layer", of_layer, line)
+    for layer_values in values.values():
+        check_mapping("values of each layer", layer_values, line)
     layers = layer_tables(variables)
     check_names("Values", values, "layers", layers)
     new_stacks, new_slots = {}, {}
-    for path, of_layer in values.items():
+    for path, layer_values in values.items():
         stacks, plan = layers[path].stacks, layers[path].plan
         if slots is None:
-            check_no_followers(tables_with_followers(plan) & set(of_layer), _WAY_OUT)
-        of_slots = (slots or {}).get(path, {})
-        new_stacks[path], of_layer_slots = with_table_values(
-            stacks, of_layer, plan, of_slots
+            derived = tables_with_derived_state(plan)
+            check_has_slots(derived & set(layer_values), _SET_WITH_SLOTS)
+        new_stacks[path], layer_slots = with_table_values(
+            stacks, layer_values, plan, (slots or {}).get(path, {})
         )
-        if of_layer_slots:
-            new_slots[path] = of_layer_slots
+        if layer_slots:
+            new_slots[path] = layer_slots
     replaced = with_stacks(variables, new_stacks)
     return replaced if slots is None else (replaced, {**slots, **new_slots})
 
