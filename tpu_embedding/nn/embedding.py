@@ -8,7 +8,6 @@ though nobody has asked for it, and the short text of a module.
 
 import contextlib
 import dataclasses
-import functools
 import warnings
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any, Final, Literal
@@ -36,8 +35,6 @@ from tpu_embedding.nn.recording import (
     LayerCalls,
     Recorder,
     answer_call,
-    have_same_shapes,
-    have_same_values,
     is_differentiated,
     is_mapped,
     recorder_of_trace,
@@ -346,8 +343,9 @@ class TPUEmbedding(ShortRepr):
         self.prefetched = RecordedCalls(())
         self.features_agree = RecordedCalls(())
         self.recording: Recording = "off"
-        # Equal for all copies of the layer: its path, and the number of the recorder.
-        self.recorded_as = ("", 0)
+        # Equal for all copies of the layer: its path in the model that is recorded, and
+        # the number of the recorder.
+        self.path, self.recorder_number = "", 0
 
     def __call__(
         self, features: Any, weights: Any = None, serving_config: Any = None
@@ -370,7 +368,9 @@ class TPUEmbedding(ShortRepr):
         Raises:
           TypeError, ValueError: if a feature's dtype or shape does not fit its config.
         """
-        plan = self._plan_for(serving_config)
+        plan = self.plan
+        if serving_config is not None:
+            plan = plan.with_features(serving_config)
         if weights is not None:
             features = attach_weights(features, weights, plan)
         if self.recording != "serving":
@@ -417,32 +417,31 @@ class TPUEmbedding(ShortRepr):
         return functional.expand(values, index, plan)
 
     def _look_up(self, features: Any, plan: EmbeddingPlan) -> functional.LookupResult:
-        result = self._take_prefetched(features)
-        if result is not None:
-            return result
-        tables = without_derivative(self.tables.get_value(), NO_DERIVATIVE)
+        """Returns the lookup that a pipelined step has prefetched, or looks up."""
+        if prefetched := self.prefetched.get_value():
+            expected, result = prefetched
+            self.prefetched.set_value(())  # The first call takes it.
+            leaves, structure = jax.tree.flatten(expected)
+            call_leaves, call_structure = jax.tree.flatten(features)
+            fits = structure == call_structure and all(
+                jnp.shape(x) == jnp.shape(y)
+                for x, y in zip(leaves, call_leaves, strict=True)
+            )
+            agrees = jnp.array(fits)
+            if fits:
+                equal = map(jnp.array_equal, leaves, call_leaves)
+                agrees = jnp.all(jnp.array(list(equal)))
+            recorder = recorder_of_trace(self.recorder_number)
+            if recorder is None:
+                self.features_agree.set_value((agrees,))
+            elif self.path in recorder.agreements:
+                fits = False  # Another copy of the layer has taken the lookup.
+            else:
+                recorder.agreements[self.path] = agrees
+            if fits:
+                return result
+        tables = without_derivative(NO_DERIVATIVE, self.tables.get_value())
         return functional.lookup(tables, features, plan)
-
-    def _take_prefetched(self, features: Any) -> functional.LookupResult | None:
-        """Returns the prefetched lookup if no call of the layer has taken it."""
-        prefetched = self.prefetched.get_value()
-        if not prefetched:
-            return None
-        expected, result = prefetched
-        self.prefetched.set_value(())
-        agrees = have_same_values(expected, features)
-        recorder, path = self._recorder(), self.recorded_as[0]
-        if recorder is None:
-            self.features_agree.set_value((agrees,))
-        elif path in recorder.agreements:  # Another copy has taken it.
-            return None
-        else:
-            recorder.agreements[path] = agrees
-        return result if have_same_shapes(expected, features) else None
-
-    def _recorder(self) -> Recorder | None:
-        """Returns the recorder of calls; None inside an inner transformation."""
-        return None if self.recording == "off" else recorder_of_trace(self.recorded_as)
 
     def _record_call(self, features: Any, plan: EmbeddingPlan) -> Any:
         """Answers a call inside a loss or an exported program, and records it."""
@@ -450,13 +449,13 @@ class TPUEmbedding(ShortRepr):
         if self.recording == "serving":
             activations, record = serve(given, features, plan)
         else:
-            recorder, path = self._recorder(), self.recorded_as[0]
-            taps, number = given, len(inner_calls)
-            if recorder is not None:
-                taps, number = recorder.next_taps(path)
-            look_up = functools.partial(self._look_up, features, plan)
+            recorder = recorder_of_trace(self.recorder_number)
+            if recorder is None:
+                taps, number = given, len(inner_calls)
+            else:
+                taps, number = recorder.next_taps(self.path)
             activations, stats, record = answer_call(
-                taps, number, features, plan, look_up
+                taps, number, features, plan, lambda: self._look_up(features, plan)
             )
             if stats is not None:
                 self._keep_stats(stats)
@@ -469,9 +468,9 @@ class TPUEmbedding(ShortRepr):
         Raises:
           ValueError: if an inner transformation would lose it.
         """
-        recorder = self._recorder()
+        recorder = recorder_of_trace(self.recorder_number)
         if recorder is not None:
-            recorder.calls[self.recorded_as[0]].append(record)
+            recorder.calls[self.path].append(record)
             return
         if is_mapped(record):
             raise ValueError(CALL_OUTSIDE)
@@ -496,15 +495,12 @@ class TPUEmbedding(ShortRepr):
           serving_config: see a call of the layer.
           samples: `"global"` or this process's samples; see `prepare_features`.
         """
-        plan = self._plan_for(serving_config)
+        plan = self.plan
+        if serving_config is not None:
+            plan = plan.with_features(serving_config)
         return prepare_features(
             features, plan, weights, self.buffer_sizes, samples=samples
         )
-
-    def _plan_for(self, serving_config: Any) -> EmbeddingPlan:
-        if serving_config is None:
-            return self.plan
-        return self.plan.with_features(serving_config)
 
     def embedding_tables(self) -> dict[str, Any]:
         """Returns each table's values, NumPy `[vocabulary_size, dim]`, by name."""
@@ -561,17 +557,19 @@ class TPUEmbedding(ShortRepr):
             self.stats.set_value(stats_of_layer(stats, self.plan))
 
     def start_recording(
-        self, recording: Recording, recorded_as: tuple[str, int], given: Any
+        self, recording: Recording, path: str, recorder_number: int, given: Any
     ) -> None:
         """Starts recording calls.
 
         Args:
           recording: how calls are answered.
-          recorded_as: path of the layer, and the number of the open recorder.
+          path: path of the layer.
+          recorder_number: from `open_recorder`.
           given: taps of the calls inside inner transformations; when serving, whole
             tables.
         """
-        self.recording, self.recorded_as = recording, recorded_as
+        self.recording = recording
+        self.path, self.recorder_number = path, recorder_number
         self.recorded.set_value((given,))
 
     def stop_recording(self, recorder: Recorder) -> LayerCalls:
@@ -581,14 +579,14 @@ class TPUEmbedding(ShortRepr):
           recorder: the one that was open.
         """
         _, *inner_calls = self.recorded.get_value()
-        path = self.recorded_as[0]
-        if path in recorder.agreements:
-            agrees = (*self.features_agree.get_value(), recorder.agreements[path])
+        calls = tuple(recorder.calls[self.path]), tuple(inner_calls)
+        if self.path in recorder.agreements:
+            agrees = (*self.features_agree.get_value(), recorder.agreements[self.path])
             self.features_agree.set_value((jnp.all(jnp.array(agrees)),))
-        self.recording, self.recorded_as = "off", ("", 0)
+        self.recording, self.path, self.recorder_number = "off", "", 0
         self.recorded.set_value(())
         self.prefetched.set_value(())
-        return tuple(recorder.calls[path]), tuple(inner_calls)
+        return calls
 
 
 def _check_arguments(

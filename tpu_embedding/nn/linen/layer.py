@@ -19,7 +19,7 @@ from tpu_embedding.nn.linen.variables import TABLES, LayerTables
 from tpu_embedding.nn.recording import (
     Recorder,
     answer_call,
-    guard_activations,
+    guard_activation,
     without_derivative,
 )
 from tpu_embedding.plan.plan import PLAN, EmbeddingPlan
@@ -143,11 +143,14 @@ class TPUEmbedding(nn.Module):
         if isinstance(tables, RecordingTables):
             activations, stats = tables.look_up(features, plan)
         else:
-            stacks = without_derivative(tables.stacks, NO_DERIVATIVE)
+            stacks = without_derivative(NO_DERIVATIVE, tables.stacks)
             result = functional.lookup(stacks, features, plan)
             activations, stats = result.activations, result.stats
             if guard is not None:
-                activations = guard_activations(activations, guard, USE_VALUE_AND_GRAD)
+                activations = jax.tree.map(
+                    lambda x: guard_activation(USE_VALUE_AND_GRAD, x, guard),
+                    activations,
+                )
         self.sow("intermediates", "lookup_stats", stats)
         return activations
 
