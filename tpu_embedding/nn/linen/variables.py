@@ -1,4 +1,4 @@
-"""The variables of a Linen model: its tables by layer, read and replaced."""
+"""The variables of a Linen model: its tables by layer, read, replaced and saved."""
 
 import dataclasses
 from collections.abc import Callable, Iterable, Mapping
@@ -6,6 +6,7 @@ from typing import Any, Final, overload
 
 import jax
 import numpy as np
+from flax import serialization
 
 from tpu_embedding.argument_checks import check_mapping
 from tpu_embedding.functional.derived_state import (
@@ -171,3 +172,18 @@ def check_names(
             f"{owner} must name {kind} of the model, {sorted(known)}, got unknown "
             f"{kind} {unknown}."
         )
+
+
+def _state_of_tables(tables: LayerTables) -> dict[str, Any]:
+    return {"stacks": serialization.to_state_dict(tables.stacks)}
+
+
+def _tables_of_state(tables: LayerTables, state: dict[str, Any]) -> LayerTables:
+    stacks = serialization.from_state_dict(tables.stacks, state["stacks"])
+    return dataclasses.replace(tables, stacks=stacks)
+
+
+# Lets Flax save and restore tables; `functional/flax_states.py` does so for a stack.
+serialization.register_serialization_state(
+    LayerTables, _state_of_tables, _tables_of_state
+)
