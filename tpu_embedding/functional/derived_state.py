@@ -42,9 +42,8 @@ from tpu_embedding.update.totals import across_shards, tables_of_rows
 _SAME: Final = 1e-5
 """Relative difference up to which a total keeps its bits when it is measured again."""
 
-DerivedPart = Literal["slot", "total"]
-"""A part of an optimizer's state that starts from table values: a slot variable, or a
-sum over each table."""
+DerivedKind = Literal["slot", "total"]
+"""State that starts from table values: a slot variable, or a sum over each table."""
 
 
 @overload
@@ -144,22 +143,25 @@ def tables_with_derived_state(plan: EmbeddingPlan) -> frozenset[str]:
     return frozenset(
         table.name
         for stack in plan.trained_stacks
-        if any(_derived_parts(stack))
+        if any(_derived_kinds(stack))
         for table in stack.tables
     )
 
 
 @functools.lru_cache(maxsize=256)
-def _derived_parts(stack: TrainedStackPlan) -> tuple[DerivedPart | None, ...]:
-    """Returns the kind of each part of a rule's state. Other parts are None."""
+def _derived_kinds(stack: TrainedStackPlan) -> tuple[DerivedKind | None, ...]:
+    """Returns the kind of each sum and each other leaf of a rule's state.
+
+    It is None for state that does not start from table values.
+    """
     rule = probe_rule(stack.optimizer, stack.dim)
     slots = iter(rule.leaves)
-    kinds: list[DerivedPart | None] = []
-    for part in jax.tree.leaves(rule.state, is_leaf=is_sum):
-        first_slot, *_ = [next(slots) for _ in jax.tree.leaves(part)]
-        if is_sum(part):
+    kinds: list[DerivedKind | None] = []
+    for node in jax.tree.leaves(rule.state, is_leaf=is_sum):
+        first_slot, *_ = [next(slots) for _ in jax.tree.leaves(node)]
+        if is_sum(node):
             # The other sum of Adafactor, its clock, is a scalar.
-            kinds.append("total" if part.value.ndim == 1 else None)
+            kinds.append("total" if node.value.ndim == 1 else None)
         else:
             is_derived = first_slot is not None and first_slot.starts_from_rows
             kinds.append("slot" if is_derived else None)
@@ -171,7 +173,7 @@ def restarted_slots(
     tables: Mapping[str, PackedRows],
     names: Collection[str],
     plan: EmbeddingPlan,
-    parts: tuple[DerivedPart, ...] = ("slot", "total"),
+    kinds: tuple[DerivedKind, ...] = ("slot", "total"),
 ) -> dict[str, Any]:
     """Returns slots whose derived state restarts from the values of some tables.
 
@@ -182,43 +184,45 @@ def restarted_slots(
       tables: stack name to packed rows, with the new values.
       names: names of the tables whose values were set.
       plan: plan of the embedding layer.
-      parts: the parts that restart.
+      kinds: the state that restarts.
     """
     result = dict(slots)
     for stack in plan.trained_stacks:
         is_set = np.array([table.name in names for table in stack.tables])
-        if stack.name in slots and any(_derived_parts(stack)) and any(is_set):
+        if stack.name in slots and any(_derived_kinds(stack)) and any(is_set):
             result[stack.name] = _restarted_state(
-                slots[stack.name], tables[stack.name], is_set, stack, plan, parts
+                slots[stack.name], tables[stack.name], is_set, stack, plan, kinds
             )
     return result
 
 
-@functools.partial(jax.jit, static_argnames=("stack", "plan", "parts"))
+@functools.partial(jax.jit, static_argnames=("stack", "plan", "kinds"))
 def _restarted_state(
     state: Any,
     table: PackedRows,
     is_set: jax.Array,
     stack: TrainedStackPlan,
     plan: EmbeddingPlan,
-    parts: tuple[DerivedPart, ...],
+    kinds: tuple[DerivedKind, ...],
 ) -> Any:
     """Returns the state of a stack with the derived state of some tables as new."""
 
     def restart_shard(state: Any, table: PackedRows, is_set: jax.Array) -> Any:
-        leaves, tree = jax.tree.flatten(
-            state, is_leaf=lambda x: is_slot(x) or is_sum(x)
+        nodes, tree = jax.tree.flatten(
+            state, is_leaf=lambda node: is_slot(node) or is_sum(node)
         )
-        new_leaves = tree.flatten_up_to(init_state(table, stack))
-        kinds = _derived_parts(stack)
+        new_nodes = tree.flatten_up_to(init_state(table, stack))
+        rule_kinds = _derived_kinds(stack)
         # The rule's state comes last, after what is kept around it.
-        num_before = len(leaves) - len(kinds)
-        for i, kind in enumerate(kinds, start=num_before):
-            if kind == "total" and kind in parts:
-                leaves[i] = _restarted_total(leaves[i], new_leaves[i], is_set)
-            elif kind == "slot" and kind in parts:
-                leaves[i] = _restarted_slot(leaves[i], new_leaves[i], is_set, stack)
-        return tree.unflatten(leaves)
+        num_before = len(nodes) - len(rule_kinds)
+        for i, kind in enumerate(rule_kinds, start=num_before):
+            if kind not in kinds:
+                continue
+            if kind == "total":
+                nodes[i] = _restarted_total(nodes[i], new_nodes[i], is_set)
+            else:
+                nodes[i] = _restarted_slot(nodes[i], new_nodes[i], is_set, stack)
+        return tree.unflatten(nodes)
 
     specs = state_specs(state, stack)
     return on_shards(

@@ -50,14 +50,6 @@ from tpu_embedding.tables.table_values import check_values, unstack_tables
 from tpu_embedding.types import LookupStats
 
 
-def no_vocabulary_counts(plan: EmbeddingPlan) -> dict[str, Any]:
-    """Returns what vocabularies count per table, before the first step."""
-    counts = {}
-    for stack in plan.stacks:
-        counts |= stack.vocabulary.stacks.zero_counts(stack)
-    return counts
-
-
 def no_stats(plan: EmbeddingPlan) -> LookupStats:
     """Returns zeros for each stack and feature, before the first lookup."""
     return LookupStats(
@@ -69,29 +61,6 @@ def no_stats(plan: EmbeddingPlan) -> LookupStats:
             for stack in plan.stacks
             if stack.sends_ids
         },
-    )
-
-
-def stats_of_layer(stats: LookupStats, plan: EmbeddingPlan) -> LookupStats:
-    """Returns the stats with an entry per stack and feature of the plan.
-
-    The variable keeps its structure, whatever a call looks up, so that a jitted step
-    which reads it is not compiled again.
-    """
-    if stats.out_of_range.keys() == {feature.name for feature in plan.features}:
-        return stats
-    zeros = no_stats(plan)
-    if not any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves(stats)):
-        # The counts of an eager lookup are on all devices.
-        zeros = replicate_on_mesh(zeros, plan)
-    return LookupStats(
-        **{
-            field.name: {
-                name: getattr(stats, field.name).get(name, zero)
-                for name, zero in getattr(zeros, field.name).items()
-            }
-            for field in dataclasses.fields(LookupStats)
-        }
     )
 
 
@@ -286,12 +255,12 @@ class TPUEmbedding(ShortRepr):
         """Makes the plan and the initial tables.
 
         Args:
-          feature_config: nest of `FeatureConfig`; activations have the same nest. None
-            is allowed together with a plan.
+          feature_config: nest of `FeatureConfig`; activations have the same nest. It
+            may be None together with a plan.
           optimizer: row-local optax transformation, one of `tpu_embedding.optimizers`,
-            a name, or a Keras optimizer, for tables that name none; None: these tables
-            are not trained.
-          mesh: devices to shard tables and batch over; None: all, on one axis.
+            a name, or a Keras optimizer, for tables without an optimizer of their own.
+            Without it, these tables are not trained.
+          mesh: devices to shard tables and batch over. Defaults to all, on one axis.
           plan: made by `make_plan` from the same `feature_config`, instead of
             `optimizer` and `mesh`; it sets more options.
           embedding_feature: TensorFlow's `"UNSUPPORTED"`, `"V1"` or `"V2"`, or its enum
@@ -333,7 +302,10 @@ class TPUEmbedding(ShortRepr):
         self.tables = EmbeddingTables(init_tables(plan, rngs.params()))
         # On the mesh from the start, as after the first lookup.
         self.stats = LookupStatsVariable(replicate_on_mesh(no_stats(plan), plan))
-        if counts := no_vocabulary_counts(plan):
+        counts = {}
+        for stack in plan.stacks:
+            counts |= stack.vocabulary.stacks.zero_counts(stack)
+        if counts:
             self.dynamic_stats = DynamicStatsVariable(replicate_on_mesh(counts, plan))
         self.buffer_sizes = LayerBufferSizes()
         self.tables_with_derived_state: frozenset[str] = frozenset()
@@ -355,8 +327,8 @@ class TPUEmbedding(ShortRepr):
         Args:
           features: nest like `feature_config`, whose dicts may lack keys; see
             `tpu_embedding.functional.lookup`.
-          weights: None, or the same nest with an array, or None, per dense feature.
-            Weights of ragged features are given to `prepare`.
+          weights: the same nest with an array, or None, per dense feature. Weights of
+            ragged features are given to `prepare`.
           serving_config: nest of `FeatureConfig` that replaces `feature_config` in this
             call; its tables must be those of the layer. `stats` does not count features
             of other names.
@@ -491,7 +463,7 @@ class TPUEmbedding(ShortRepr):
 
         Args:
           features: nest like `feature_config`, whose dicts may lack keys.
-          weights: None, or the same nest with weights, or None, per feature.
+          weights: the same nest with weights, or None, per feature.
           serving_config: see a call of the layer.
           samples: `"global"` or this process's samples; see `prepare_features`.
         """
@@ -538,23 +510,37 @@ class TPUEmbedding(ShortRepr):
         if not is_differentiated():
             return False
         try:
-            self.recording = (
-                "off"  # as it is; Flax rejects this for a layer from outside
-            )
+            # It is off already. Flax rejects the assignment for a layer from outside.
+            self.recording = "off"
         except TraceContextError:
             return False
         return True
 
     def _keep_stats(self, stats: LookupStats) -> None:
-        """Stores the stats, unless a JAX transformation closes over the layer or maps.
+        """Stores the stats, with an entry per stack and feature of the plan.
 
-        A closure cannot change a Flax variable, and `nnx.vmap` would give the counts an
-        axis. The lookup itself works there.
+        The variable keeps its structure, whatever a call looks up, so that a jitted
+        step which reads it is not compiled again.
         """
-        if is_mapped(stats):
+        if is_mapped(stats):  # `nnx.vmap` would give the counts an axis.
             return
+        if stats.out_of_range.keys() != {x.name for x in self.plan.features}:
+            zeros = no_stats(self.plan)
+            if not any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves(stats)):
+                # The counts of an eager lookup are on all devices.
+                zeros = replicate_on_mesh(zeros, self.plan)
+            stats = LookupStats(
+                **{
+                    field.name: {
+                        name: getattr(stats, field.name).get(name, zero)
+                        for name, zero in getattr(zeros, field.name).items()
+                    }
+                    for field in dataclasses.fields(LookupStats)
+                }
+            )
+        # A JAX transformation that closes over the layer cannot change its variables.
         with contextlib.suppress(TraceContextError):
-            self.stats.set_value(stats_of_layer(stats, self.plan))
+            self.stats.set_value(stats)
 
     def start_recording(
         self, recording: Recording, path: str, recorder_number: int, given: Any

@@ -118,7 +118,7 @@ class TPUEmbedding(nn.Module):
           features: nest like the plan's `feature_config`, whose dicts may lack keys.
             See `tpu_embedding.functional.lookup`. Ragged features come from
             `tpu_embedding.inputs.prepare_features`.
-          weights: None, or the same nest with an array, or None, per dense feature.
+          weights: the same nest with an array, or None, per dense feature.
           serving_config: nest of `FeatureConfig` that replaces `feature_config` in this
             call; its tables must be those of the plan.
 
