@@ -249,7 +249,7 @@ def clip_by_global_norm(gradients: T, max_norm: float) -> T:
 
 
 def add(*gradients: T) -> T:
-    """Adds gradients of one model, such as those of several micro-batches.
+    """Adds gradients of one model, such as the gradients of several micro-batches.
 
     A row that several of them touch is one row of the sum. So the sum equals the
     gradient of one batch that holds all samples, and a rule that squares gradients

@@ -21,8 +21,10 @@ from tpu_embedding.optimizers.rules.adafactor import (
     CollectedGradients,
     CompensatedSum,
     catch_up,
+    compensated_sum,
     is_sum,
 )
+from tpu_embedding.optimizers.table_rows import TableRows
 from tpu_embedding.plan.check_rows import check_slots, check_tables
 from tpu_embedding.plan.plan import EmbeddingPlan, TrainedStackPlan
 from tpu_embedding.plan.shard_map import on_shards
@@ -247,9 +249,7 @@ def _restarted_slot(
     """Returns a slot variable with new rows for the tables that were set. Per shard."""
 
     def restart_block(start: Any, size: int, slot: PackedRows) -> PackedRows:
-        row_ids = start + jnp.arange(size, dtype=jnp.int32)
-        is_touched = jnp.zeros(size, bool)
-        rows = tables_of_rows(row_ids, is_touched, across_shards(stack), stack)
+        rows = _rows_of_block(start, size, stack)
         values = store_rows(read_block(new, start, size), slot.layout)
         is_new = rows.is_used & rows.per_row(is_set)
         return merge_block(slot, start, values.reshape(size, -1), is_new)
@@ -259,6 +259,13 @@ def _restarted_slot(
     return blocks.loop(
         lambda start, slot: restart_block(start, blocks.size, slot), slot
     )
+
+
+def _rows_of_block(start: Any, size: int, stack: TrainedStackPlan) -> TableRows:
+    """Returns the tables of some rows of this shard. Totals are over these rows."""
+    row_ids = start + jnp.arange(size, dtype=jnp.int32)
+    is_touched = jnp.ones(size, bool)
+    return tables_of_rows(row_ids, is_touched, lambda total, _: total, stack)
 
 
 def finalize_variable_values(
@@ -322,18 +329,20 @@ def _is_averaged(node: Any) -> bool:
 def _finalize_tables(
     tables: dict[str, PackedRows], slots: dict[str, Any], plan: EmbeddingPlan
 ) -> tuple[dict[str, PackedRows], dict[str, Any]]:
-    new_tables, new_slots, names = dict(tables), dict(slots), set()
+    tables, slots = dict(tables), dict(slots)
     for stack in plan.trained_stacks:
-        table, state = tables[stack.name], slots[stack.name]
+        name, state = stack.name, slots[stack.name]
         if has_averages(state):
+            finalize = functools.partial(_finalize_shard, stack=stack)
             specs = stack.rows_spec, state_specs(state, stack)
-            finalize = on_shards(_finalize_shard, plan, in_specs=specs, out_specs=specs)
-            new_tables[stack.name], new_slots[stack.name] = finalize(table, state)
-            names |= {table.name for table in stack.tables}
-    return new_tables, restarted_slots(new_slots, new_tables, names, plan, ("total",))
+            finalize = on_shards(finalize, plan, in_specs=specs, out_specs=specs)
+            tables[name], slots[name] = finalize(tables[name], state)
+    return tables, slots
 
 
-def _finalize_shard(table: PackedRows, state: Any) -> tuple[PackedRows, Any]:
+def _finalize_shard(
+    table: PackedRows, state: Any, stack: TrainedStackPlan
+) -> tuple[PackedRows, Any]:
     """Sets all rows, and their averages, to the averages as the table stores them."""
     nodes = jax.tree.leaves(state, is_leaf=_is_averaged)
     (adafactor,) = filter(_is_averaged, nodes)
@@ -344,8 +353,8 @@ def _finalize_shard(table: PackedRows, state: Any) -> tuple[PackedRows, Any]:
     count = adafactor.count + sum(x.step for x in filter(is_kept_gradient, nodes))
 
     def finalize_block(
-        start: Any, size: int, table: PackedRows, averages: PackedRows
-    ) -> tuple[PackedRows, PackedRows]:
+        start: Any, size: int, table: PackedRows, averages: PackedRows, squares: Any
+    ) -> tuple[PackedRows, PackedRows, Any]:
         missed_steps = count - read_block(adafactor.average_counts, start, size)
         values = catch_up(
             read_block(averages, start, size),
@@ -354,20 +363,26 @@ def _finalize_shard(table: PackedRows, state: Any) -> tuple[PackedRows, Any]:
             adafactor.average_momentum,
         )
         stored = store_rows(values, table.layout)
+        values = load_rows(stored, table.layout)
+        row_squares = jnp.sum(jnp.square(values), axis=1)
         return (
             write_block(table, start, stored),
-            write_block(averages, start, load_rows(stored, table.layout)),
+            write_block(averages, start, values),
+            squares + _rows_of_block(start, size, stack).total(row_squares),
         )
 
     blocks = blocks_of(
         [x.layout for x in (table, adafactor.averages, adafactor.average_counts)]
     )
-    carry = finalize_block(*blocks.first, table, adafactor.averages)
-    table, averages = blocks.loop(
+    no_squares = jnp.zeros(len(stack.tables))
+    carry = finalize_block(*blocks.first, table, adafactor.averages, no_squares)
+    table, averages, squares = blocks.loop(
         lambda start, carry: finalize_block(start, blocks.size, *carry), carry
     )
+    squares = compensated_sum(across_shards(stack)(squares, "sum"))
+    finalized = adafactor._replace(averages=averages, squares=squares)
     state = jax.tree.map(
-        lambda x: x._replace(averages=averages) if x is adafactor else x,
+        lambda x: finalized if x is adafactor else x,
         state,
         is_leaf=lambda x: x is adafactor,
     )

@@ -264,7 +264,7 @@ class TPUEmbedding(ShortRepr):
           plan: made by `make_plan` from the same `feature_config`, instead of
             `optimizer` and `mesh`; it sets more options.
           embedding_feature: TensorFlow's `"UNSUPPORTED"`, `"V1"` or `"V2"`, or its enum
-            member. `"UNSUPPORTED"` replicates all tables, the others shard them. Only
+            member. `"UNSUPPORTED"` replicates all tables, and the rest shard them. Only
             without a `plan`, whose placement says it.
           pipeline_execution_with_tensor_core: TensorFlow's name; only False. Pipelining
             is a property of the train step here: see
@@ -290,8 +290,8 @@ class TPUEmbedding(ShortRepr):
         elif (optimizer, mesh, embedding_feature) != (None, None, None):
             raise ValueError(
                 "TPUEmbedding takes a plan, or optimizer, mesh and embedding_feature "
-                "to make one, got both; give them to make_plan, whose placement stands "
-                "for embedding_feature."
+                "to make one, got both; pass them to make_plan, whose placement "
+                "replaces embedding_feature."
             )
         elif feature_config is not None and not plan.is_for(feature_config):
             raise ValueError(
@@ -330,8 +330,8 @@ class TPUEmbedding(ShortRepr):
           weights: the same nest with an array, or None, per dense feature. Weights of
             ragged features are given to `prepare`.
           serving_config: nest of `FeatureConfig` that replaces `feature_config` in this
-            call; its tables must be those of the layer. `stats` does not count features
-            of other names.
+            call, with the layer's tables. `stats` does not count features of other
+            names.
 
         Returns:
           Activations, the nest of the features; float32 `[batch, dim]`, or the
@@ -578,7 +578,7 @@ class TPUEmbedding(ShortRepr):
 def _check_arguments(
     pipeline_execution_with_tensor_core: bool, rngs: Any, plan: Any
 ) -> None:
-    """Rejects a layer within Linen modules, and arguments of another type."""
+    """Rejects a layer within Linen modules, and arguments of wrong types."""
     if current_linen_module() is not None:
         raise ValueError(
             "te.TPUEmbedding cannot be made inside a Linen module, such as "

@@ -195,8 +195,8 @@ def finalize_model_values(
 ) -> tuple[dict[str, dict[str, PackedRows]], ModelSlots, Any, Any]:
     """Returns the moving averages of a model as its values, after training.
 
-    Tables and dense parameters whose optimizer keeps no averages stay as they are. In
-    Keras, too, the call does nothing without `use_ema`.
+    Tables and dense parameters without averages stay as they are. In Keras, the call
+    also does nothing without `use_ema`.
 
     Args:
       layers: tables of the model.

@@ -341,7 +341,7 @@ class Optimizer(ShortRepr):
     def _layers_and_slots(
         self, model: nnx.Module, method: str
     ) -> tuple[dict[str, TPUEmbedding], dict[str, Any]]:
-        """Returns the layers of a model, and slots by layer; rejects another model."""
+        """Returns the layers of a model, and slots by layer; rejects a wrong model."""
         layers, slots = embedding_layers(model), dict(self.slots.get_value())
         if set(layers) != set(slots):
             raise ValueError(

@@ -145,8 +145,8 @@ class PipelinedTrainStep:
     """A train step that begins the lookup of the next batch.
 
     Each call trains on a batch, returns the loss of that batch, and begins the lookup
-    of the batch after it. In mode `"exact"`, model and optimizer are those of a plain
-    loop after every call.
+    of the batch after it. In mode `"exact"`, model and optimizer equal a plain loop's
+    after every call.
 
     Call it outside of `jit`: it compiles the step itself, and donates model and
     optimizer. A steady stream of batches compiles three programs: one that begins the
@@ -228,7 +228,7 @@ class PipelinedTrainStep:
             buffers must copy them: two batches are alive at a time.
           next_batch: the batch of the next call. None finishes: after the last batch,
             and before something else changes the model. In mode `"stale"`, the rows
-            of `next_batch` are those of the tables in this call.
+            of `next_batch` come from the tables as they are in this call.
 
         Returns:
           The loss of `batch` before the update, or `(loss, aux)`.
@@ -265,7 +265,7 @@ class PipelinedTrainStep:
     def _check_pending(
         self, pending: "_Pending", optimizer: Optimizer, batch: Any
     ) -> None:
-        """Rejects another batch than the call before announced, and stale rows."""
+        """Rejects a batch that the call before did not announce, and stale rows."""
         if pending.announced is not batch:
             raise ValueError(
                 "PipelinedTrainStep must be called with the batch that the call before "
@@ -440,7 +440,7 @@ def _own_copy(leaf: Any) -> Any:
 
 
 def _check_agreements(agreements: Mapping[str, Any]) -> None:
-    """Rejects a loss that gives other features to a layer than `features_of`."""
+    """Rejects a loss that calls a layer without the features of `features_of`."""
     for path, agrees in agreements.items():
         if not agrees:
             raise ValueError(

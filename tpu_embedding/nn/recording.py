@@ -156,7 +156,7 @@ def differentiate(
             raise ValueError(UNEQUAL_RUNS)
         gradients = {}
         for path, plan in plans.items():
-            # First the calls of the loss itself, then those of inner transformations.
+            # First the calls of the loss itself, then calls in inner transformations.
             routings, cotangents = (itertools.chain(*x[path]) for x in (calls, by_taps))
             call_gradients = [
                 steps.compute_gradients(routing, cotangent, plan)
@@ -282,7 +282,7 @@ def answer_call(
 
     Returns:
       Activations, stats, and the record of the call: its routing. In the run that finds
-      shapes, the activations and the record are zeros, and there are no stats.
+      shapes, the activations and the record are zeros, and the stats are None.
 
     Raises:
       TypeError: if the features hold ids whose rows are not known.

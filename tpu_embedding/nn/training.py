@@ -254,7 +254,7 @@ def put_on_mesh(module: nnx.Module, plan: EmbeddingPlan | None = None) -> None:
       plan: plan of a layer. None uses the plan of the model's first layer.
 
     Raises:
-      ValueError: if there is no plan and no layer.
+      ValueError: if there is neither a plan nor a layer.
 
     Example:
       >>> import tpu_embedding as te

@@ -120,7 +120,7 @@ class TPUEmbedding(nn.Module):
             `tpu_embedding.inputs.prepare_features`.
           weights: the same nest with an array, or None, per dense feature.
           serving_config: nest of `FeatureConfig` that replaces `feature_config` in this
-            call; its tables must be those of the plan.
+            call, with the plan's tables.
 
         Returns:
           Activations, the nest of the features; float32 `[batch, dim]`, or the
@@ -128,7 +128,7 @@ class TPUEmbedding(nn.Module):
 
         Raises:
           TypeError, ValueError: if a feature's dtype or shape does not fit its config,
-            or the variables lack the tables or have those of another plan.
+            or the variables lack the tables or hold another plan's tables.
         """
         tables = self._tables()
         plan = self.plan

@@ -145,7 +145,7 @@ class TrainState(struct.PyTreeNode):
         Args:
           apply_fn: usually `model.apply`.
           variables: from `model.init`.
-          tx: optimizer of the dense parameters. Tables have those of their plan.
+          tx: optimizer of the dense parameters. The plan has the tables' optimizers.
           **fields: of a subclass.
 
         Raises:

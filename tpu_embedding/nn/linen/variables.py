@@ -74,7 +74,7 @@ def with_embedding_tables(
       variables: from `model.init`, or `state.variables`.
       values: layer path to table name to array `[vocabulary_size, dim]`.
       slots: layer path to stack name to optimizer state, as `state.slots`; an empty
-        dict if there is no `TrainState` yet. It may be left out if no optimizer of
+        dict before there is a `TrainState`. It may be left out unless an optimizer of
         these tables derives state from their values, as `adafactor` does.
 
     Returns:
