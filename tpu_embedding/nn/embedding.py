@@ -173,7 +173,7 @@ class DynamicStatsVariable(nnx.Variable):
 
 
 class RecordedCalls(nnx.Variable):
-    """What calls inside an inner transformation are given, and their records."""
+    """The taps of calls inside an inner transformation, then their records."""
 
 
 LAYER_VARIABLES: Final = (
@@ -417,13 +417,13 @@ class TPUEmbedding(ShortRepr):
 
     def _record_call(self, features: Any, plan: EmbeddingPlan) -> Any:
         """Answers a call inside a loss or an exported program, and records it."""
-        given, *inner_calls = self.recorded.get_value()
+        taps_or_tables, *inner_calls = self.recorded.get_value()
         if self.recording == "serving":
-            activations, record = serve(given, features, plan)
+            activations, record = serve(taps_or_tables, features, plan)
         else:
             recorder = recorder_of_trace(self.recorder_number)
             if recorder is None:
-                taps, number = given, len(inner_calls)
+                taps, number = taps_or_tables, len(inner_calls)
             else:
                 taps, number = recorder.next_taps(self.path)
             activations, stats, record = answer_call(
@@ -543,7 +543,11 @@ class TPUEmbedding(ShortRepr):
             self.stats.set_value(stats)
 
     def start_recording(
-        self, recording: Recording, path: str, recorder_number: int, given: Any
+        self,
+        recording: Recording,
+        path: str,
+        recorder_number: int,
+        taps_or_tables: Any,
     ) -> None:
         """Starts recording calls.
 
@@ -551,12 +555,12 @@ class TPUEmbedding(ShortRepr):
           recording: how calls are answered.
           path: path of the layer.
           recorder_number: from `open_recorder`.
-          given: taps of the calls inside inner transformations; when serving, whole
-            tables.
+          taps_or_tables: taps of the calls inside inner transformations; when serving,
+            whole tables.
         """
         self.recording = recording
         self.path, self.recorder_number = path, recorder_number
-        self.recorded.set_value((given,))
+        self.recorded.set_value((taps_or_tables,))
 
     def stop_recording(self, recorder: Recorder) -> LayerCalls:
         """Returns the records of all calls since the start, including calls of copies.

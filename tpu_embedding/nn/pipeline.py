@@ -80,14 +80,14 @@ def set_each_step(
 
     @functools.wraps(step, updated=())
     def step_with_values(*args: Any, **kwargs: Any) -> Any:
-        given = [*args, *kwargs.values()]
-        if not any(map(_has_optimizers, given)):
+        arguments = [*args, *kwargs.values()]
+        if not any(map(_has_optimizers, arguments)):
             raise TypeError(
                 "te.nn.set_each_step: the step must be called with a te.Optimizer or "
                 "a te.linen.TrainState, whose tables have the hyper-parameters, got "
-                f"{[type(x).__name__ for x in given]}."
+                f"{[type(x).__name__ for x in arguments]}."
             )
-        if any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves(given)):
+        if any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves(arguments)):
             raise TypeError(
                 "te.nn.set_each_step: its step must be called outside of jit, which "
                 f"would call {', '.join(functions)} once, while it compiles, and keep "
@@ -105,18 +105,17 @@ def set_each_step(
 
 def _with_values(argument: Any, values: dict[str, Any]) -> Any:
     """Returns an argument of a step, with new values if it has optimizers of tables."""
-    if not _has_optimizers(argument):
-        return argument
-    if hasattr(argument, "set_hyperparameters"):
+    if isinstance(argument, Optimizer):
         argument.set_hyperparameters(**values)
-        return argument
-    return argument.with_hyperparameters(**values)
+    elif _has_optimizers(argument):
+        return argument.with_hyperparameters(**values)
+    return argument
 
 
 def _has_optimizers(argument: Any) -> bool:
     """Returns True for an `Optimizer`, and for a `TrainState` of Linen."""
-    methods = ("set_hyperparameters", "with_hyperparameters")
-    return any(hasattr(type(argument), method) for method in methods)
+    is_train_state = hasattr(type(argument), "with_hyperparameters")
+    return isinstance(argument, Optimizer) or is_train_state
 
 
 def _check_takes_nothing(name: str, function: Any) -> None:
@@ -342,11 +341,9 @@ class PipelinedTrainStep:
         routed = self._route(model, batch)
         lookups = _read(model, routed)
         self._compute_with(model, batch, lookups)
-        agreements = dict.fromkeys(routed, False)
-        for path, of_calls in _take_agreements(model).items():
-            if of_calls:  # Otherwise, the loss does not call the layer.
-                (agreements[path],) = of_calls
-        return (routed if self._mode == "exact" else lookups), agreements
+        agreements = _take_agreements(model)
+        in_flight = routed if self._mode == "exact" else lookups
+        return in_flight, {path: agreements[path] for path in routed}
 
     def _advance(
         self,
@@ -453,11 +450,12 @@ def _check_agreements(agreements: Mapping[str, Any]) -> None:
             )
 
 
-def _take_agreements(model: nnx.Module) -> dict[str, tuple[Any, ...]]:
-    """Returns whether calls had the prefetched features, and clears the variables."""
+def _take_agreements(model: nnx.Module) -> dict[str, Any]:
+    """Returns whether layers were called with the prefetched features; clears it."""
     agreements = {}
     for path, layer in embedding_layers(model).items():
-        agreements[path] = layer.features_agree.get_value()
+        # Empty if the loss has not called the layer.
+        (agreements[path],) = layer.features_agree.get_value() or (False,)
         layer.features_agree.set_value(())
     return agreements
 

@@ -77,11 +77,11 @@ def value_and_grad(
         def run(params, tables, taps):
             recorder = Recorder(plans, taps)
 
-            def record(path, of_layer):
-                return RecordingTables(tables=of_layer, path=path, recorder=recorder)
+            def recording(path, tables):
+                return RecordingTables(tables=tables, path=path, recorder=recorder)
 
             changed = {**variables, "params": params, TABLES: tables}
-            result = loss_fn(map_tables(record, changed), *args, **kwargs)
+            result = loss_fn(map_tables(recording, changed), *args, **kwargs)
             loss, aux = loss_and_aux(result, has_aux)
             calls = {path: (tuple(own), ()) for path, own in recorder.calls.items()}
             return loss, (aux, calls)

@@ -115,17 +115,17 @@ def layer_tables(variables: Mapping[str, Any]) -> dict[str, LayerTables]:
     Raises:
       ValueError: if there are none.
     """
-    found: dict[str, LayerTables] = {}
+    layers: dict[str, LayerTables] = {}
     if isinstance(variables, Mapping):
-        map_tables(found.setdefault, variables)
-    if not found:
+        map_tables(layers.setdefault, variables)
+    if not layers:
         collections = sorted(variables) if isinstance(variables, Mapping) else ()
         raise ValueError(
             f"variables must have the tables of a te.linen.TPUEmbedding in the "
             f"collection {TABLES!r}, got {type(variables).__name__} with collections "
             f"{collections}. Pass all variables that model.init returned."
         )
-    return found
+    return layers
 
 
 def map_tables(
