@@ -569,7 +569,7 @@ class TPUEmbedding(ShortRepr):
           recorder: the one that was open.
         """
         _, *inner_calls = self.recorded.get_value()
-        calls = tuple(recorder.calls[self.path]), tuple(inner_calls)
+        calls = LayerCalls(tuple(recorder.calls[self.path]), tuple(inner_calls))
         if self.path in recorder.agreements:
             agrees = (*self.features_agree.get_value(), recorder.agreements[self.path])
             self.features_agree.set_value((jnp.all(jnp.array(agrees)),))

@@ -19,7 +19,7 @@ import contextvars
 import functools
 import itertools
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -59,9 +59,17 @@ UNEQUAL_RUNS: Final = (
     "calls. Let arguments of the loss decide, not Python variables that it changes."
 )
 
-LayerCalls = tuple[tuple[Any, ...], tuple[Any, ...]]
-"""Something per call of a layer: calls of the loss itself, then those inside inner
-transformations."""
+
+class LayerCalls(NamedTuple):
+    """A value per call of a layer: a tap, its derivative, or a record.
+
+    Attributes:
+      outer: calls of the loss itself.
+      inner: calls inside inner transformations.
+    """
+
+    outer: tuple[Any, ...]
+    inner: tuple[Any, ...]
 
 
 class Recorder:
@@ -88,7 +96,7 @@ class Recorder:
 
     def next_taps(self, path: str) -> tuple[tuple[Any, ...] | None, int]:
         """Returns the taps of a layer's calls, and the number of the next call."""
-        taps = None if self.taps is None else self.taps[path][0]
+        taps = None if self.taps is None else self.taps[path].outer
         return taps, len(self.calls[path])
 
 
@@ -156,7 +164,6 @@ def differentiate(
             raise ValueError(UNEQUAL_RUNS)
         gradients = {}
         for path, plan in plans.items():
-            # First the calls of the loss itself, then calls in inner transformations.
             routings, cotangents = (itertools.chain(*x[path]) for x in (calls, by_taps))
             call_gradients = [
                 steps.compute_gradients(routing, cotangent, plan)
@@ -201,7 +208,7 @@ def _find_calls(
 
 
 def _num_calls(calls: dict[str, LayerCalls]) -> dict[str, tuple[int, int]]:
-    return {path: (len(own), len(inner)) for path, (own, inner) in calls.items()}
+    return {path: (len(x.outer), len(x.inner)) for path, x in calls.items()}
 
 
 _call = Primitive("embedding_call")

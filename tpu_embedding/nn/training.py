@@ -111,13 +111,12 @@ def value_and_grad(
             copied_layers = embedding_layers(copy)
             with open_recorder(copied_layers, taps) as (recorder, number):
                 for path, layer in copied_layers.items():
-                    inner_taps = None if taps is None else taps[path][1]
+                    inner_taps = None if taps is None else taps[path].inner
                     layer.start_recording("recording", path, number, inner_taps)
                 try:
                     result = loss_fn(copy, *args, **kwargs)
                 except TypeError as error:
-                    # nnx.cond and nnx.scan compare a model's variables before and
-                    # after.
+                    # nnx.cond and nnx.scan compare variables before and after.
                     if RECORDED not in str(error):
                         raise
                     raise ValueError(CALL_OUTSIDE) from error

@@ -30,6 +30,7 @@ from tpu_embedding.nn.model_tables import (
     insert_model_ids,
 )
 from tpu_embedding.nn.recording import (
+    LayerCalls,
     Recorder,
     differentiate,
     loss_and_aux,
@@ -83,7 +84,10 @@ def value_and_grad(
             changed = {**variables, "params": params, TABLES: tables}
             result = loss_fn(map_tables(recording, changed), *args, **kwargs)
             loss, aux = loss_and_aux(result, has_aux)
-            calls = {path: (tuple(own), ()) for path, own in recorder.calls.items()}
+            calls = {
+                path: LayerCalls(outer=tuple(records), inner=())
+                for path, records in recorder.calls.items()
+            }
             return loss, (aux, calls)
 
         params = variables.get("params", {})
