@@ -217,18 +217,21 @@ class Optimizer(ShortRepr):
         """
         layers, slots = self._layers_and_slots(model, "finalize_variable_values")
         params = nnx.state(model, self.dense.wrt)
-        stacks, slots, new_params, opt_state = finalize_model_values(
-            _tables_of(layers),
-            slots,
-            _arrays(params),
-            _arrays(self.dense.opt_state),
+        variables, structure = jax.tree.flatten(
+            (params, self.dense.opt_state),
+            is_leaf=lambda x: isinstance(x, nnx.Variable),
+        )
+        arrays = [variable.get_value() for variable in variables]
+        stacks, slots, *dense = finalize_model_values(
+            _tables_of(layers), slots, *structure.unflatten(arrays)
         )
         for path, layer in layers.items():
             layer.tables.set_value(stacks[path])
         self.slots.set_value(slots)
-        _set_arrays(params, new_params)
+        arrays = structure.flatten_up_to(tuple(dense))
+        for variable, array in zip(variables, arrays, strict=True):
+            variable.set_value(array)
         nnx.update(model, params)
-        _set_arrays(self.dense.opt_state, opt_state)
 
     def set_hyperparameters(self, **values: Any) -> None:
         """Changes hyper-parameters of the tables' optimizers without a recompilation.
@@ -386,24 +389,3 @@ def _tables_of(layers: Mapping[str, TPUEmbedding]) -> dict[str, LayerTables]:
         path: LayerTables(layer.tables.get_value(), layer.plan)
         for path, layer in layers.items()
     }
-
-
-def _arrays(tree: Any) -> Any:
-    """Returns a pytree with values instead of variables."""
-    return jax.tree.map(
-        lambda x: x.get_value() if isinstance(x, nnx.Variable) else x,
-        tree,
-        is_leaf=_is_variable,
-    )
-
-
-def _set_arrays(tree: Any, values: Any) -> None:
-    """Sets the variables of a pytree to the values of a second pytree."""
-    variables, structure = jax.tree.flatten(tree, is_leaf=_is_variable)
-    new = structure.flatten_up_to(values)
-    for variable, value in zip(variables, new, strict=True):
-        variable.set_value(value)
-
-
-def _is_variable(value: Any) -> bool:
-    return isinstance(value, nnx.Variable)
