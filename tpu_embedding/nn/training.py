@@ -65,7 +65,7 @@ def value_and_grad(
         number of times: the gradients of all calls are added row by row. Changes that
         the loss makes to the model (batch statistics, random streams, lookup
         statistics) are kept.
-      wrt: filter of the dense parameters; False: tables only.
+      wrt: filter of the dense parameters. False differentiates by tables only.
       has_aux: True if `loss_fn` returns a second value.
 
     Returns:
