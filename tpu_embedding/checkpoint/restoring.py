@@ -56,9 +56,9 @@ from tpu_embedding.checkpoint.records import (
 from tpu_embedding.checkpoint.split_state import LayerState, SplitState
 from tpu_embedding.dynamic.directory import directory_name, dynamic_tables
 from tpu_embedding.dynamic.ids_on_host import PlacedIds
-from tpu_embedding.functional.following_slots import (
-    check_no_followers,
-    with_following_slots,
+from tpu_embedding.functional.derived_state import (
+    check_has_slots,
+    restarted_slots,
 )
 from tpu_embedding.functional.steps import init_slots
 from tpu_embedding.plan.plan import EmbeddingPlan, StackPlan
@@ -327,7 +327,7 @@ def restore_state(directory: str | os.PathLike[str], args: RestoreState) -> Any:
     parts = SplitState(args.state, args.plan)
     _check_names(args, parts.layers)
     for layer in parts.layers:
-        _check_followers(layer, args)
+        _check_has_slots(layer, args)
     with contextlib.ExitStack() as ends:
         with _checked_by_all(directory, parts.layers) as digests:
             checkpoint = ends.enter_context(open_checkpoint(directory))
@@ -460,11 +460,11 @@ def _wanted_tables(layer: LayerState, args: RestoreState) -> dict[str, str]:
     }
 
 
-def _check_followers(layer: LayerState, args: RestoreState) -> None:
-    """Raises for tables alone if an optimizer has made state from their values."""
+def _check_has_slots(layer: LayerState, args: RestoreState) -> None:
+    """Raises for tables alone if an optimizer has derived state from their values."""
     if layer.slots is None:
-        names = layer.followed_tables & set(_wanted_tables(layer, args))
-        check_no_followers(names, "te.restore(directory, (model, optimizer))")
+        names = layer.tables_with_derived_state & set(_wanted_tables(layer, args))
+        check_has_slots(names, "te.restore(directory, (model, optimizer))")
 
 
 def _differences(
@@ -545,12 +545,8 @@ def _restored(
         return new
     new = restored_slots(new, saved, placed)
     # The tables may hold other rows than the saved ones, or round them otherwise.
-    slots = with_following_slots(
-        new.slots or {},
-        dict(new.tables),
-        dict.fromkeys(saved.records, 1),
-        new.plan,
-        parts="totals",
+    slots = restarted_slots(
+        new.slots or {}, new.tables, saved.records, new.plan, ("total",)
     )
     return dataclasses.replace(new, slots=slots)
 

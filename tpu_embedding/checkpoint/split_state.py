@@ -51,15 +51,15 @@ class LayerState:
       plan: the layer's plan.
       tables: stack name to packed rows; directories of ids, too.
       slots: stack name to optimizer state; None if the state holds no optimizer.
-      followed_tables: names of tables from whose values an optimizer made state, in any
-        module that has this path.
+      tables_with_derived_state: names of tables from whose values an optimizer derives
+        state, in any module that has this path.
     """
 
     path: str
     plan: EmbeddingPlan
     tables: Mapping[str, Any]
     slots: Mapping[str, Any] | None
-    followed_tables: frozenset[str] = frozenset()
+    tables_with_derived_state: frozenset[str] = frozenset()
 
     def name_of(self, table: str) -> str:
         """Returns the name of a table in a checkpoint."""
@@ -114,7 +114,7 @@ class SplitState:
             cannot be told.
         """
         self._state = state
-        plans, followed = _plans_of(state, plan), _followed_tables_of(state)
+        plans, derived = _plans_of(state, plan), _tables_with_derived_state(state)
         roots = _module_paths(state)
         tree = jax.tree.map(_state_of_module, state, is_leaf=_is_module)
         with_paths, self._structure = jax.tree_util.tree_flatten_with_path(
@@ -142,7 +142,7 @@ class SplitState:
                 plan=_plan_of(path, of_tables.value, plans),
                 tables=of_tables.value,
                 slots=of_slots and of_slots.value,
-                followed_tables=followed[path],
+                tables_with_derived_state=derived[path],
             )
             for path, of_tables, of_slots in pairs
         ]
@@ -227,12 +227,12 @@ def _plans_of(state: Any, plan: EmbeddingPlan | None) -> dict[str, EmbeddingPlan
     return plans
 
 
-def _followed_tables_of(state: Any) -> dict[str, frozenset[str]]:
-    """Returns the tables that state was made from, by the path of their layer."""
+def _tables_with_derived_state(state: Any) -> dict[str, frozenset[str]]:
+    """Returns the tables that state was derived from, by the path of their layer."""
     found: dict[str, frozenset[str]] = collections.defaultdict(frozenset)
     for module in filter(_is_module, jax.tree.leaves(state, is_leaf=_is_module)):
         for path, layer in embedding_layers(module).items():
-            found[path] |= layer.followed_tables
+            found[path] |= layer.tables_with_derived_state
     return found
 
 

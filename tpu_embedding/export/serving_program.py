@@ -158,7 +158,7 @@ class _ServedMethod:
                 names = [t.name for stack in layer.plan.stacks for t in stack.tables]
                 names += [directory_name(name) for name in names]
                 own = {k: tables[prefix + k] for k in names if prefix + k in tables}
-                layer.start_recording("serving", (path, number), own)
+                layer.start_recording("serving", path, number, own)
             arguments, owners = self._example.rebuild(arrays)
             outputs = getattr(model, self._method)(*arguments)
         self.used_tables.clear()

@@ -25,9 +25,9 @@ from tpu_embedding.checkpoint.records import CheckpointError
 from tpu_embedding.checkpoint.split_state import LayerState, SplitState
 from tpu_embedding.dynamic.directory import directory_name, dynamic_tables
 from tpu_embedding.dynamic.ids_on_host import place_ids, with_placed_ids
-from tpu_embedding.functional.following_slots import (
-    check_no_followers,
-    with_following_slots,
+from tpu_embedding.functional.derived_state import (
+    check_has_slots,
+    restarted_slots,
 )
 from tpu_embedding.nn.optimizer import Optimizer
 from tpu_embedding.nn.training import embedding_layers
@@ -54,13 +54,14 @@ def import_tables(
 
     Dense parameters and step counts stay as they are. The present tables are written
     in place; block by block, a table never is in host memory as a whole. State that an
-    optimizer made from table values, such as moving averages, follows the new values.
+    optimizer derived from the values of these tables, such as moving averages, restarts
+    from the new values.
 
     Args:
       source: a `TableSource`, or what `open_tables` opens.
       model: an `nnx.Module` that owns `TPUEmbedding` layers; it changes in place.
-      optimizer: the model's, to import slot variables, and to let state follow the
-        new values; it changes in place.
+      optimizer: the model's, to import slot variables, and to restart derived state
+        from the new values; it changes in place.
       tables: names of the model's tables to import; None: all that the source has. In
         a model of several layers, names are `"path of the layer/table"`.
       rename: name of a table of the model to its name in the source, where they differ.
@@ -79,8 +80,8 @@ def import_tables(
       CheckpointError: if names, shapes or types do not fit, with every mismatch; or if
         the source is damaged. The model has not changed then. Numbers beyond the range
         of a table's type become infinite, with a warning.
-      ValueError: if the optimizer is missing, and one has made state from the values of
-        these tables.
+      ValueError: if the optimizer is missing, and one has derived state from the values
+        of these tables.
 
     Example:
       >>> import numpy as np
@@ -107,8 +108,8 @@ def import_tables(
     if optimizer is None:
         line = "import_tables(source, model, optimizer)"
         for layer in parts.layers:
-            names = layer.followed_tables & set(_of_layer(matched, layer))
-            check_no_followers(names, line)
+            names = layer.tables_with_derived_state & set(_of_layer(matched, layer))
+            check_has_slots(names, line)
     parts.rebuilt([_written(layer, matched) for layer in parts.layers], {})
     return report
 
@@ -287,11 +288,10 @@ def _written(layer: LayerState, matched: Mapping[str, MatchedTable]) -> LayerSta
         if placed:
             name = directory_name(stack.name)
             stacks[name] = with_placed_ids(stacks[name], placed, stack, plan)
-    num_rows = {name: table.values.shape[0] for name, table in imports.items()}
-    states = with_following_slots(layer.slots or {}, stacks, num_rows, plan)
+    states = restarted_slots(layer.slots or {}, stacks, imports, plan)
     for stack in plan.trained_stacks:
         if stack.name in states:
-            # Slot variables of the source replace those that follow the tables.
+            # Slot variables of the source replace those that restarted.
             new = slot_rows(states[stack.name], stack)
             for slot, packed in new.items():
                 if rows := _rows_of(stack, slot, imports):
