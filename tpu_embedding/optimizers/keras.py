@@ -410,8 +410,8 @@ def _translate(
     steps = int(common["gradient_accumulation_steps"] or 1)
     if steps > 1 and callable(rate):
         # Keras' schedules count steps. An update happens in the last of `steps` steps.
-        of_step = rate
-        rate = lambda count: of_step(count * steps + steps - 1)  # noqa: E731
+        schedule: Any = rate
+        rate = lambda count: schedule(count * steps + steps - 1)  # noqa: E731
     used = {x: own[x] for x in own if x not in _WITHOUT_EQUIVALENT}
     rule = with_options(
         _RULES[class_key](rate, **used),
@@ -444,9 +444,10 @@ def _sgd(rate: Any, momentum: float, nesterov: bool) -> optax.GradientTransforma
 def _adagrad(
     rate: Any, initial_accumulator_value: float, epsilon: float
 ) -> optax.GradientTransformation:
-    # `adagrad` rejects a start of 0, as TensorFlow's TPU embedding does.
-    make = optax.adagrad if initial_accumulator_value == 0 else adagrad
-    return make(rate, initial_accumulator_value, epsilon=epsilon)
+    if initial_accumulator_value == 0:
+        # `adagrad` rejects it, as TensorFlow's TPU embedding does.
+        return optax.adagrad(rate, 0.0, epsilon)
+    return adagrad(rate, initial_accumulator_value, epsilon=epsilon)
 
 
 _adam = functools.partial(adam, sum_inside_sqrt=False, bias_correction=True)

@@ -146,12 +146,15 @@ def _replace_values(state: Any, values: dict[str, Any], found: set[str]) -> Any:
     The names that it replaced are added to `found`.
     """
 
+    def is_injected(node: Any) -> bool:
+        return isinstance(node, optax.InjectStatefulHyperparamsState)
+
     def replace(node: Any) -> Any:
-        if not _is_injected(node):
+        if not is_injected(node):
             return node
         scheduled = node.hyperparams_states
         changed = {
-            name: _with_dtype_and_sharding(name, old, values[name])
+            name: _as_before(name, old, values[name])
             for name, old in node.hyperparams.items()
             if name in values and name not in scheduled
         }
@@ -161,16 +164,11 @@ def _replace_values(state: Any, values: dict[str, Any], found: set[str]) -> Any:
             inner_state=_replace_values(node.inner_state, values, found),
         )
 
-    return jax.tree.map(replace, state, is_leaf=_is_injected)
+    return jax.tree.map(replace, state, is_leaf=is_injected)
 
 
-def _is_injected(node: Any) -> bool:
-    """Returns True for a state that `optax.inject_hyperparams` made."""
-    return isinstance(node, optax.InjectStatefulHyperparamsState)
-
-
-def _with_dtype_and_sharding(name: str, old: jax.Array, value: Any) -> jax.Array:
-    """Returns the value with the dtype and sharding of the old one."""
+def _as_before(name: str, old: jax.Array, value: Any) -> jax.Array:
+    """Returns a value, once it is checked, with the old one's dtype and sharding."""
     check = step_size if name == "learning_rate" else finite
     check_hyperparameters(**{name: check(value)})
     is_int = jnp.issubdtype(old.dtype, jnp.integer)
@@ -180,6 +178,6 @@ def _with_dtype_and_sharding(name: str, old: jax.Array, value: Any) -> jax.Array
             f"{value}. Make the optimizer with a float, such as {name}=1.0."
         )
     new = jnp.asarray(value, old.dtype)
-    if isinstance(old, jax.core.Tracer):
-        return new
-    return jax.device_put(new, old.sharding)
+    return (
+        new if isinstance(old, jax.core.Tracer) else jax.device_put(new, old.sharding)
+    )

@@ -27,7 +27,7 @@ import optax
 from tpu_embedding.optimizers.array_rules import for_each_array
 from tpu_embedding.optimizers.checks import PASSED, finite, positive_bound
 from tpu_embedding.optimizers.learning_rates import learning_rate_at
-from tpu_embedding.optimizers.options import takes_own_options
+from tpu_embedding.optimizers.options import public_optimizer
 from tpu_embedding.optimizers.row_optimizer import (
     DeclaredRule,
     Driver,
@@ -251,161 +251,6 @@ class ScaledGradient(NamedTuple):
     state: AdafactorState
 
 
-@dataclasses.dataclass(frozen=True)
-class Moments:
-    """How the second moments of `adafactor` move; see its arguments."""
-
-    beta_2_decay: Any
-    epsilon_1: Any
-    mode: AdafactorMode
-
-    def init(self, array: Any) -> AdafactorState:
-        """Returns the state of the rows of one stack, or of a dense array."""
-        shape, is_exact = array.shape, self.mode == "exact"
-        state = AdafactorState(
-            count=jnp.zeros((), jnp.int32), clock=NO_SUM if is_exact else None
-        )
-        if len(shape) < 2:
-            return state._replace(velocities=jnp.zeros(shape, jnp.float32))
-        if len(shape) > 2:
-            return state._replace(
-                row_accumulators=jnp.zeros(shape[:-1], jnp.float32),
-                column_accumulators=jnp.zeros((*shape[:-2], shape[-1]), jnp.float32),
-            )
-        tables = table_rows(array)
-        start = self.epsilon_1 if is_exact else 0.0
-        return state._replace(
-            row_accumulators=jnp.full(shape[0], start, jnp.float32),
-            row_clocks=jnp.zeros(shape[0], jnp.float32),
-            column_accumulators=jnp.zeros(
-                (tables.table_sizes.shape[0], shape[1]), jnp.float32
-            ),
-            squares=sum_of_squares(array, tables),
-            clock=compensated_sum(jnp.zeros(())) if is_exact else None,
-        )
-
-    def scale_array(
-        self, gradient: jax.Array, state: AdafactorState, array: Any
-    ) -> ScaledGradient:
-        """Scales the gradient of a dense array of any rank but 2.
-
-        Args:
-          gradient: the clipped gradient.
-          state: state before the step.
-          array: values after weight decay.
-        """
-        b = self._decay_at(state.count + 1)
-        squares = jnp.square(gradient) + self.epsilon_1
-        if state.velocities is not None:
-            velocities = b * state.velocities + (1 - b) * squares
-            scaled = gradient * _inverse_root(velocities)
-            state = state._replace(velocities=velocities)
-        else:
-            rows = b * state.row_accumulators + (1 - b) * jnp.mean(squares, axis=-1)
-            columns = b * state.column_accumulators
-            columns += (1 - b) * jnp.mean(squares, axis=-2)
-            means = jnp.mean(rows, axis=-1, keepdims=True)
-            profile = columns / jnp.where(means > 0, means, 1)
-            # Two roots: the product of both could underflow.
-            scaled = gradient * _inverse_root(rows)[..., None]
-            scaled *= _inverse_root(profile)[..., None, :]
-            state = state._replace(row_accumulators=rows, column_accumulators=columns)
-        return ScaledGradient(scaled, _rms(scaled), _rms(array), state)
-
-    def scale_rows(
-        self,
-        gradient: jax.Array,
-        state: AdafactorState,
-        rows: tuple[jax.Array, jax.Array],
-        tables: TableRows,
-    ) -> ScaledGradient:
-        """Scales the gradients of the rows at hand.
-
-        Args:
-          gradient: the clipped gradient, `[rows, dim]`.
-          state: state before the step.
-          rows: the rows before and after weight decay.
-          tables: the tables of the rows.
-        """
-        before, decayed = rows
-        # Outside of the layer all rows are at hand, and may have been set since.
-        squares = state.squares if is_in_layer() else sum_of_squares(before, tables)
-        state = self._move_rows(gradient, state._replace(squares=squares), tables)
-        change = jnp.sum(jnp.square(decayed) - jnp.square(before), axis=1)
-        columns, change, num_rows = self._move_columns(gradient, state, tables, change)
-        means = jnp.mean(columns, axis=1, keepdims=True)
-        # A table that was never touched has no column moments yet.
-        profile = columns / jnp.where(means > 0, means, 1)
-        scaled = gradient * _inverse_root(state.row_accumulators)[:, None]
-        scaled *= tables.per_row(_inverse_root(profile))
-        scaled = jnp.where(self.rows_to_update(tables)[:, None], scaled, 0)
-        dim = gradient.shape[1]
-        total = tables.total(jnp.sum(jnp.square(scaled), axis=1))
-        rms = jnp.sqrt(total / (num_rows * dim))
-        num_values = jnp.maximum(tables.table_sizes, 1) * dim
-        scale = jnp.sqrt(jnp.maximum(squares.value + change, 0) / num_values)
-        state = state._replace(column_accumulators=columns)
-        return ScaledGradient(scaled, rms, scale, state)
-
-    def rows_to_update(self, tables: TableRows) -> Any:
-        """Returns the mask of the rows to update: in mode "lazy" the touched ones."""
-        return tables.is_touched if self.mode == "lazy" else tables.is_used
-
-    def _decay_at(self, t: jax.Array) -> jax.Array:
-        """Returns the decay of the accumulators in update `t`, counted from 1."""
-        return 1 - jnp.power(t.astype(jnp.float32), self.beta_2_decay)
-
-    def _move_rows(
-        self, gradient: Any, state: AdafactorState, tables: TableRows
-    ) -> AdafactorState:
-        """Returns the state with the new `r`, and the new clocks."""
-        mean = jnp.mean(jnp.square(gradient), axis=1) + self.epsilon_1
-        old = state.row_accumulators
-        if state.clock is None:  # Mode "lazy".
-            clocks = state.row_clocks + 1
-            b = self._decay_at(clocks)
-            moves = tables.is_touched
-            return state._replace(
-                row_accumulators=jnp.where(moves, b * old + (1 - b) * mean, old),
-                row_clocks=jnp.where(moves, clocks, state.row_clocks),
-            )
-        # Applies the updates that the row missed. With gradient 0, each of them is
-        # r = b * r + (1 - b) * epsilon_1.
-        missed = jnp.exp(state.clock.value - state.row_clocks)
-        old = missed * old + (1 - missed) * self.epsilon_1
-        b = self._decay_at(state.count + 1)
-        # The first step has b = 0, whose logarithm is infinite. It may be skipped: rows
-        # that it does not touch stay at epsilon_1, their initial value.
-        clock = state.clock.plus(jnp.where(b > 0, jnp.log(jnp.maximum(b, 1e-30)), 0.0))
-        return state._replace(
-            row_accumulators=b * old + (1 - b) * mean,
-            row_clocks=jnp.broadcast_to(clock.value, old.shape),
-            clock=clock,
-        )
-
-    def _move_columns(
-        self, gradient: Any, state: AdafactorState, tables: TableRows, change: Any
-    ) -> tuple[Any, Any, Any]:
-        """Returns the new `c`, the total of `change`, and the rows that means are over.
-
-        All of them are of each table. They take one all-reduce.
-        """
-        dim = gradient.shape[1]
-        moves = self.rows_to_update(tables)
-        columns = jnp.where(moves[:, None], jnp.square(gradient), 0)
-        count = moves.astype(jnp.float32)
-        parts = [columns, count[:, None], change[:, None]]
-        totals = tables.total(jnp.concatenate(parts, axis=1))
-        sums, counts, change = totals[:, :dim], totals[:, dim], totals[:, dim + 1]
-        num_rows = tables.table_sizes if self.mode == "exact" else counts
-        is_any = num_rows > 0
-        num_rows = jnp.maximum(num_rows, 1)
-        b = self._decay_at(state.count + 1)
-        old = state.column_accumulators
-        new = b * old + (1 - b) * (sums / num_rows[:, None] + self.epsilon_1)
-        return jnp.where(is_any[:, None], new, old), change, num_rows
-
-
 def sum_of_squares(rows: Any, tables: TableRows) -> CompensatedSum:
     """Returns the sum of the squares of the elements of each table."""
     rows = rows.astype(jnp.float32)  # Dense parameters may be narrow.
@@ -443,7 +288,7 @@ def _rms(values: jax.Array) -> jax.Array:
     return jnp.sqrt(jnp.mean(jnp.square(values)))
 
 
-@takes_own_options(
+@public_optimizer(
     weight_decay=finite,
     clipvalue=positive_bound,
     name=lambda _: PASSED,  # It has no effect.
@@ -583,13 +428,15 @@ def adafactor(
     steps = gradient_accumulation_steps or 1
     rule = _Adafactor(
         learning_rate=learning_rate,
+        beta_2_decay=beta_2_decay,
+        epsilon_1=epsilon_1,
         epsilon_2=epsilon_2,
         clip_threshold=clip_threshold,
         weight_decay=weight_decay,
+        mode=mode,
         clip=Clipping(
             loss_scale_factor, clipvalue, clipnorm, global_clipnorm, clipnorm_of
         ),
-        moments=Moments(beta_2_decay, epsilon_1, mode),
         averages=(
             Averages(ema_momentum, ema_overwrite_frequency, ema_start, steps)
             if use_ema
@@ -638,36 +485,63 @@ def _collecting(
 class _Adafactor:
     """The rule of the rows of tables, and of a dense array of any rank.
 
+    See `adafactor` for the arguments of its name.
+
     Attributes:
       learning_rate: scalar, or schedule of the step.
-      epsilon_2: see `adafactor`; so are the next two.
-      clip_threshold: largest root mean square of `u`.
-      weight_decay: fraction of the rows, times the learning rate, lost in a step.
+      beta_2_decay: see `adafactor`.
+      epsilon_1: see `adafactor`.
+      epsilon_2: see `adafactor`.
+      clip_threshold: see `adafactor`.
+      weight_decay: see `adafactor`.
+      mode: see `adafactor`.
       clip: unscales and clips a gradient.
-      moments: scales a gradient by its second moments.
-      averages: keeps moving averages of the rows; None: it does not.
+      averages: keeps moving averages of the rows, unless it is `None`.
       gradient_steps: steps whose gradients one update averages.
     """
 
     learning_rate: optax.ScalarOrSchedule
+    beta_2_decay: Any
+    epsilon_1: Any
     epsilon_2: Any
     clip_threshold: Any
     weight_decay: Any
+    mode: AdafactorMode
     clip: Clipping
-    moments: Moments
     averages: Averages | None
     gradient_steps: int
 
     @property
     def moves_every_row(self) -> bool:
         """True if rows that the step does not look up change in the same step."""
-        decays_all = self.moments.mode == "exact" and self.weight_decay is not None
+        decays_all = self.mode == "exact" and self.weight_decay is not None
         overwrites = self.averages and self.averages.overwrite_frequency is not None
         return self.gradient_steps > 1 or decays_all or bool(overwrites)
 
     def init(self, array: Any) -> AdafactorState:
         """Returns the state of the rows of one stack, or of a dense array."""
-        state = self.moments.init(array)
+        shape, is_exact = array.shape, self.mode == "exact"
+        state = AdafactorState(
+            count=jnp.zeros((), jnp.int32), clock=NO_SUM if is_exact else None
+        )
+        if len(shape) < 2:
+            state = state._replace(velocities=jnp.zeros(shape, jnp.float32))
+        elif len(shape) > 2:
+            state = state._replace(
+                row_accumulators=jnp.zeros(shape[:-1], jnp.float32),
+                column_accumulators=jnp.zeros((*shape[:-2], shape[-1]), jnp.float32),
+            )
+        else:
+            tables = table_rows(array)
+            num_tables = tables.table_sizes.shape[0]
+            start = self.epsilon_1 if is_exact else 0.0
+            state = state._replace(
+                row_accumulators=jnp.full(shape[0], start, jnp.float32),
+                row_clocks=jnp.zeros(shape[0], jnp.float32),
+                column_accumulators=jnp.zeros((num_tables, shape[1]), jnp.float32),
+                squares=sum_of_squares(array, tables),
+                clock=compensated_sum(jnp.zeros(())) if is_exact else None,
+            )
         return state if self.averages is None else self.averages.init(state, array)
 
     def update(self, gradient: Any, state: Any, array: Any) -> tuple[Any, Any]:
@@ -677,12 +551,16 @@ class _Adafactor:
         step = state.count * self.gradient_steps + self.gradient_steps - 1
         rate = learning_rate_at(self.learning_rate, step)
         gradient = self.clip(jnp.asarray(gradient, jnp.float32), tables)
-        old = jnp.asarray(array, jnp.float32)
-        decayed = self._decayed(rate, old, tables)
+        old = decayed = jnp.asarray(array, jnp.float32)
+        if self.weight_decay is not None:
+            lost = self.weight_decay * rate * old
+            if tables is not None:
+                lost = jnp.where(self._rows_to_update(tables)[:, None], lost, 0)
+            decayed = old - lost
         if tables is None:
-            scaled = self.moments.scale_array(gradient, state, decayed)
+            scaled = self._scale_array(gradient, state, decayed)
         else:
-            scaled = self.moments.scale_rows(gradient, state, (old, decayed), tables)
+            scaled = self._scale_rows(gradient, state, old, decayed, tables)
         t = (state.count + 1).astype(jnp.float32)
         alpha = jnp.maximum(self.epsilon_2, scaled.scale)
         alpha *= jnp.minimum(rate, jax.lax.rsqrt(t))
@@ -701,14 +579,128 @@ class _Adafactor:
             state = state._replace(squares=total)
         return updates, state._replace(count=state.count + 1)
 
-    def _decayed(self, rate: Any, old: Any, tables: TableRows | None) -> Any:
-        """Returns the values after weight decay."""
-        if self.weight_decay is None:
-            return old
-        lost = self.weight_decay * rate * old
-        if tables is not None:
-            lost = jnp.where(self.moments.rows_to_update(tables)[:, None], lost, 0)
-        return old - lost
+    def _scale_array(
+        self, gradient: jax.Array, state: AdafactorState, array: Any
+    ) -> ScaledGradient:
+        """Scales the gradient of a dense array of any rank but 2.
+
+        Args:
+          gradient: the clipped gradient.
+          state: state before the step.
+          array: values after weight decay.
+        """
+        b = self._decay_at(state.count + 1)
+        squares = jnp.square(gradient) + self.epsilon_1
+        if state.velocities is not None:
+            velocities = b * state.velocities + (1 - b) * squares
+            scaled = gradient * _inverse_root(velocities)
+            state = state._replace(velocities=velocities)
+        else:
+            rows = b * state.row_accumulators + (1 - b) * jnp.mean(squares, axis=-1)
+            columns = b * state.column_accumulators
+            columns += (1 - b) * jnp.mean(squares, axis=-2)
+            means = jnp.mean(rows, axis=-1, keepdims=True)
+            profile = columns / jnp.where(means > 0, means, 1)
+            # Two roots: the product of both could underflow.
+            scaled = gradient * _inverse_root(rows)[..., None]
+            scaled *= _inverse_root(profile)[..., None, :]
+            state = state._replace(row_accumulators=rows, column_accumulators=columns)
+        return ScaledGradient(scaled, _rms(scaled), _rms(array), state)
+
+    def _scale_rows(
+        self,
+        gradient: jax.Array,
+        state: AdafactorState,
+        old: jax.Array,
+        decayed: jax.Array,
+        tables: TableRows,
+    ) -> ScaledGradient:
+        """Scales the gradients of the rows at hand.
+
+        Args:
+          gradient: the clipped gradient, `[rows, dim]`.
+          state: state before the step.
+          old: the rows before weight decay.
+          decayed: the rows after it.
+          tables: the tables of the rows.
+        """
+        # Outside of the layer all rows are at hand, and may have been set since.
+        squares = state.squares if is_in_layer() else sum_of_squares(old, tables)
+        moves, dim = self._rows_to_update(tables), gradient.shape[1]
+        state = self._move_rows(gradient, state._replace(squares=squares), tables)
+
+        # The sums of a table over its rows take one all-reduce: of the columns' squared
+        # gradients, of rows that move, and of the change of squares by weight decay.
+        change = jnp.sum(jnp.square(decayed) - jnp.square(old), axis=1)
+        totals = tables.total(
+            jnp.concatenate(
+                [
+                    jnp.where(moves[:, None], jnp.square(gradient), 0),
+                    moves.astype(jnp.float32)[:, None],
+                    change[:, None],
+                ],
+                axis=1,
+            )
+        )
+        sums, counts, change = totals[:, :dim], totals[:, dim], totals[:, dim + 1]
+        num_rows = tables.table_sizes if self.mode == "exact" else counts
+        has_rows = num_rows > 0
+        num_rows = jnp.maximum(num_rows, 1)
+        b = self._decay_at(state.count + 1)
+        columns = b * state.column_accumulators
+        columns += (1 - b) * (sums / num_rows[:, None] + self.epsilon_1)
+        columns = jnp.where(has_rows[:, None], columns, state.column_accumulators)
+
+        means = jnp.mean(columns, axis=1, keepdims=True)
+        # A table that was never touched has no column moments yet.
+        profile = columns / jnp.where(means > 0, means, 1)
+        scaled = gradient * _inverse_root(state.row_accumulators)[:, None]
+        scaled *= tables.per_row(_inverse_root(profile))
+        scaled = jnp.where(moves[:, None], scaled, 0)
+        total = tables.total(jnp.sum(jnp.square(scaled), axis=1))
+        num_values = jnp.maximum(tables.table_sizes, 1) * dim
+        return ScaledGradient(
+            values=scaled,
+            rms=jnp.sqrt(total / (num_rows * dim)),
+            scale=jnp.sqrt(jnp.maximum(squares.value + change, 0) / num_values),
+            state=state._replace(column_accumulators=columns),
+        )
+
+    def _rows_to_update(self, tables: TableRows) -> Any:
+        """Returns the mask of the rows to update: in mode "lazy" the touched ones."""
+        return tables.is_touched if self.mode == "lazy" else tables.is_used
+
+    def _decay_at(self, t: jax.Array) -> jax.Array:
+        """Returns the decay of the accumulators in update `t`, counted from 1."""
+        return 1 - jnp.power(t.astype(jnp.float32), self.beta_2_decay)
+
+    def _move_rows(
+        self, gradient: Any, state: AdafactorState, tables: TableRows
+    ) -> AdafactorState:
+        """Returns the state with the new `r`, and the new clocks."""
+        mean = jnp.mean(jnp.square(gradient), axis=1) + self.epsilon_1
+        old = state.row_accumulators
+        if self.mode == "lazy":
+            clocks = state.row_clocks + 1
+            b = self._decay_at(clocks)
+            moves = tables.is_touched
+            return state._replace(
+                row_accumulators=jnp.where(moves, b * old + (1 - b) * mean, old),
+                row_clocks=jnp.where(moves, clocks, state.row_clocks),
+            )
+        # Applies the updates that the row missed. With gradient 0, each of them is
+        # r = b * r + (1 - b) * epsilon_1.
+        missed = jnp.exp(state.clock.value - state.row_clocks)
+        old = missed * old + (1 - missed) * self.epsilon_1
+        b = self._decay_at(state.count + 1)
+        # The first step has b = 0, whose logarithm is infinite. It may be skipped: rows
+        # that it does not touch stay at epsilon_1, their initial value.
+        clock = state.clock.plus(jnp.where(b > 0, jnp.log(jnp.maximum(b, 1e-30)), 0.0))
+        return state._replace(
+            row_accumulators=b * old + (1 - b) * mean,
+            row_clocks=jnp.broadcast_to(clock.value, old.shape),
+            clock=clock,
+        )
 
 
 def _check_together(rule: _Adafactor) -> None:

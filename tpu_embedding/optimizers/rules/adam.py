@@ -18,7 +18,7 @@ import optax
 from tpu_embedding.optimizers.array_rules import for_each_array
 from tpu_embedding.optimizers.checks import non_negative, positive
 from tpu_embedding.optimizers.learning_rates import learning_rate_at
-from tpu_embedding.optimizers.options import CommonOptions, takes_common_options
+from tpu_embedding.optimizers.options import CommonOptions, public_optimizer
 from tpu_embedding.optimizers.row_optimizer import every_row
 from tpu_embedding.optimizers.rules._clipping import (
     ftrl_rows,
@@ -28,12 +28,13 @@ from tpu_embedding.optimizers.rules._clipping import (
 
 
 class AdamState(NamedTuple):
-    """State of `adam`.
+    """State of `adam`, and of the rules of `rowwise` that keep both moments.
 
     Attributes:
       count: updates so far.
       momenta: moving averages of the gradients, `[rows, dim]`.
-      velocities: moving averages of their squares, `[rows, dim]`.
+      velocities: moving averages of their squares, `[rows, dim]`; `[rows]` for the
+        rules with one velocity per row.
     """
 
     count: jax.Array
@@ -41,7 +42,7 @@ class AdamState(NamedTuple):
     velocities: jax.Array
 
 
-@takes_common_options()
+@public_optimizer()
 def adam(
     learning_rate: optax.ScalarOrSchedule = 0.001,
     beta_1: float = 0.9,
@@ -147,7 +148,7 @@ class ProximalYogiState(NamedTuple):
     m: jax.Array
 
 
-@takes_common_options(initial_accumulator_value=non_negative)
+@public_optimizer(initial_accumulator_value=non_negative)
 def proximal_yogi(
     learning_rate: optax.ScalarOrSchedule = 0.01,
     beta_1: float = 0.9,
@@ -227,7 +228,7 @@ class OnlineYogiState(NamedTuple):
     linears: jax.Array
 
 
-@takes_common_options()
+@public_optimizer()
 def online_yogi(
     learning_rate: optax.ScalarOrSchedule = 0.01,
     l1: float = 0.0,
@@ -318,7 +319,7 @@ class RMSPropState(NamedTuple):
     mg: jax.Array | None
 
 
-@takes_common_options()
+@public_optimizer()
 def rmsprop(
     learning_rate: optax.ScalarOrSchedule = 0.001,
     *,
@@ -396,7 +397,7 @@ class AdadeltaState(NamedTuple):
     updates: jax.Array
 
 
-@takes_common_options()
+@public_optimizer()
 def adadelta(
     learning_rate: optax.ScalarOrSchedule = 0.001,
     rho: float = 0.95,
