@@ -3,7 +3,7 @@
 optax wrappers such as `optax.masked` and `optax.multi_transform` call a transformation
 with a pytree, and Flax's optimizers with the parameters of a model. The state then has
 the form that optax's own states have: the fields outside, and in each field a pytree
-like that of the parameters.
+like the parameters.
 """
 
 from collections.abc import Callable
@@ -22,13 +22,13 @@ def for_each_array(
 
     Args:
       init: `params -> state` for one array. All states have one structure; a field that
-        only some arrays need is None for the others.
+        only some arrays need is `None` elsewhere.
       update: `(updates, state, params) -> (updates, state)` for one array; `params` may
         be None.
 
     Returns:
-      A transformation. Its state for a single array is that of `init`. For a pytree it
-      has the structure of that state, with a pytree of arrays for each array.
+      A transformation. Its state for a single array is the state of `init`. For a
+      pytree it has the structure of that state, with a pytree for each array.
 
     Example:
       >>> import jax.numpy as jnp

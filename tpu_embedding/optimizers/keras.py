@@ -303,11 +303,11 @@ def from_keras_config(
     variables and rows move only in steps that look the row up. The gradient of a row is
     the sum over the occurrences of its id, before clipping.
 
-    `tf_keras` sums after clipping, if the gradient is that of a lookup
-    (`tf.IndexedSlices`). `clipnorm` of its Adafactor is translated so: the norm is that
-    of all occurrences. For a table whose gradient is dense in `tf_keras`, call
+    `tf_keras` sums after clipping, if the gradient comes from a lookup
+    (`tf.IndexedSlices`). `clipnorm` of its Adafactor is translated so: the norm covers
+    all occurrences. For a table whose gradient is dense in `tf_keras`, call
     `adafactor` with `clipnorm_of="sum"`. `clipvalue` and `global_clipnorm` clip sums
-    here, so numbers differ from those of `tf_keras` where an id repeats in a step.
+    here, so numbers differ from `tf_keras` where an id repeats in a step.
 
     The six schedules of `keras.optimizers.schedules` are translated from their
     configurations, whatever Keras' backend is. A schedule of your own class is called
@@ -334,7 +334,8 @@ def from_keras_config(
 
     Raises:
       ValueError: if the class is unknown or has no equivalent; or if fields have no
-        equivalent. One error then lists each such field with its value and the way out.
+        equivalent. One error then lists each such field, its value, and what to do
+        instead.
 
     Example:
       >>> config = {"name": "SGD", "learning_rate": 0.5, "momentum": 0.0}

@@ -49,7 +49,7 @@ def checked_schedule(
     Raises:
       TypeError: if the value is neither a number nor a function of one argument; or
         if its argument has a default.
-      ValueError: if the value is no scalar, or out of range.
+      ValueError: if the value is not a scalar, or out of range.
     """
     if not callable(value):
         check_hyperparameters(owner, **{name: check(value)})
@@ -80,7 +80,7 @@ def check_takes_a_step(owner: str, schedule: Callable[..., Any], name: str) -> N
     if first is not None and first.default is not first.empty:
         problem = (
             f", whose argument {first.name!r} has a default, so it may be meant to be "
-            "called without arguments. Take the default away if it is the step"
+            "called without arguments. Remove the default if it is the step"
         )
     else:
         try:
@@ -116,8 +116,8 @@ def with_hyperparameters(state: Any, **values: Any) -> Any:
     Raises:
       TypeError: if a value is not a number.
       ValueError: if no optimizer in the state has a hyper-parameter of that name, or a
-        value is not finite, has another shape, is a negative `learning_rate`, or is no
-        integer where the state holds one.
+        value is not finite, has another shape, is a negative `learning_rate`, or is
+        not an integer where the state holds one.
 
     Example:
       >>> from tpu_embedding import optimizers

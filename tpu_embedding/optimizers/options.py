@@ -182,7 +182,7 @@ def public_optimizer(
     the names and defaults.
 
     Args:
-      **ranges: ranges of arguments that differ from those of `checks_of`.
+      **ranges: ranges of arguments that differ from the ranges of `checks_of`.
 
     Example:
       >>> import tpu_embedding as te
@@ -277,8 +277,8 @@ def with_options(
 
         * `use_gradient_accumulation`: False applies the optimizer once per occurrence
           of an id; see `in_sequence`.
-        * `clip_weight_min`: smallest element of an updated row; None: no bound.
-        * `clip_weight_max`: largest element of an updated row; None: no bound.
+        * `clip_weight_min`: smallest element of an updated row. Defaults to no bound.
+        * `clip_weight_max`: largest element of an updated row. Defaults to no bound.
         * `weight_decay_factor`: fraction that touched rows lose before the rule runs;
           None or 0: no decay.
         * `multiply_weight_decay_factor_by_learning_rate`: True multiplies the fraction
@@ -286,14 +286,14 @@ def with_options(
         * `clipvalue`: bounds of the elements of a row's summed gradient. A scalar `c`
           means `(-c, c)`. Either bound of a pair may be None.
         * `slot_dtype`: floating type in which slot variables are stored, such as
-          `jnp.bfloat16`; None: the type that the rule chooses. The rule still computes
-          in float32. bfloat16 has 8 bits of precision. A sum of squares, such as
-          Adagrad's, stops growing once it is 256 times the next summand, so use
+          `jnp.bfloat16`. Defaults to the type that the rule chooses. The rule still
+          computes in float32. bfloat16 has 8 bits of precision. A sum of squares, such
+          as Adagrad's, stops growing once it is 256 times the next summand, so use
           bfloat16 for moving averages. Integer slots, such as counts, keep their type.
           It is a static argument under `optax.inject_hyperparams`.
         * `slot_initializers`: maps a slot's name, such as `"accumulators"`, to its
           initial values: a number, or a function `(shape, dtype) -> array` that gives
-          all rows the same values. The shape is that of the slot on this shard. Other
+          all rows the same values. The shape is the slot's on this shard. Other
           slots keep the values of the rule.
         * `slot_variable_creation_fn`: must be None. TensorFlow creates slot variables
           with it; `slot_initializers` and `slot_dtype` replace it. Slot variables are
@@ -373,7 +373,7 @@ def _with_options(
     if decays and multiplies and learning_rate is None:
         raise ValueError(
             "multiply_weight_decay_factor_by_learning_rate=True needs the rule's "
-            "learning_rate, got None. Pass learning_rate to with_options, too."
+            "learning_rate, got None. Pass learning_rate to with_options."
         )
 
     # From the inside to the outside: what wraps last runs first.
@@ -436,7 +436,7 @@ def _decay_rows(
       rule: the optimizer to wrap; its formula sees the decayed rows.
       factor: fraction that touched rows lose in each update.
       learning_rate: scalar, or schedule of the step counted from 0, that multiplies the
-        factor; None: 1.
+        factor. Defaults to 1.
     """
 
     def init(params):
@@ -465,7 +465,8 @@ def _clip_rows(
 
     Args:
       owner: the function that takes the bounds, for errors.
-      bounds: name and value of the lower bound, then of the upper one; None: none.
+      bounds: name and value of the lower bound, then of the upper one. A value of
+        `None` is no bound.
     """
     _check_bounds(owner, bounds)
     low, high = bounds.values()
@@ -477,7 +478,7 @@ def _clip_rows(
 
 
 def _check_bounds(owner: str, bounds: Mapping[str, Any]) -> None:
-    """Raises an error if one of two bounds is no number, or they are out of order."""
+    """Raises an error if a bound is not a number, or the two are out of order."""
     check_hyperparameters(owner, **{x: or_none(not_nan, bounds[x]) for x in bounds})
     (low_name, low), (high_name, high) = bounds.items()
     is_known = not any(x is None or isinstance(x, Tracer) for x in (low, high))

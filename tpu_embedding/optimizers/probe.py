@@ -185,8 +185,8 @@ def rates_are_finite(
       scalars: leaves of its state that are not slot variables.
 
     Returns:
-      A bool scalar. None if rows need no value that may change: constants are checked
-      when the rule is made.
+      A bool scalar, or `None` if rows need no value that may change: constants are
+      checked when the rule is made.
 
     Example:
       >>> rule = optax.sgd(lambda count: 0.1 / count)
@@ -203,16 +203,14 @@ def rates_are_finite(
         for x, now in zip(split.value_program.inputs, scalars, strict=True)
     ]
     hyperparameters, _ = split.values(known)
+    gradient, rows, is_touched, *others = (
+        jnp.ones(x.aval.shape, x.aval.dtype) for x in split.row_program.inputs
+    )
     slots = [
-        jnp.full(
-            (_NUM_ROWS, *slot.row.shape),
-            1 if slot.initial_value is None else slot.initial_value,
-            slot.row.dtype,
-        )
-        for slot in probed.slots
+        ones if slot.initial_value is None else jnp.full_like(ones, slot.initial_value)
+        for slot, ones in zip(probed.slots, others, strict=False)
     ]
-    ones, is_touched = jnp.ones((_NUM_ROWS, dim)), jnp.ones(_NUM_ROWS, bool)
-    updates, new_slots = split.rows(ones, ones, is_touched, slots, hyperparameters)
+    updates, new_slots = split.rows(gradient, rows, is_touched, slots, hyperparameters)
     is_finite = [jnp.any(jnp.isfinite(x)) for x in (updates, *new_slots)]
     return jnp.all(jnp.stack(is_finite))
 

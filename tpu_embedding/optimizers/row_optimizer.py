@@ -245,7 +245,7 @@ def every_row(
 
     Raises:
       TypeError: if `rule` is not a transformation, or `gradient_steps` not an int.
-      ValueError: if `gradient_steps` is below 1, or the rule has another one.
+      ValueError: if `gradient_steps` is below 1, or the rule has a different one.
 
     Example:
       >>> import tpu_embedding as te
@@ -306,6 +306,6 @@ def _every_row_in_sequence() -> ValueError:
     return ValueError(
         "A rule cannot be applied to every row and to duplicates in sequence at once: "
         "the rows that are not looked up would be updated as often as the most "
-        "frequent id occurs. Take every_row or in_sequence away, or "
+        "frequent id occurs. Remove every_row, in_sequence or "
         "use_gradient_accumulation=False."
     )

@@ -9,8 +9,7 @@ One state serves tables and dense arrays of any rank. Keras factors the last two
 an array of rank 2 or more, and keeps the second moments of other arrays as they are.
 Tables have rank 2. Their totals are over all rows, and a step may skip rows.
 
-Moving averages of rows lag behind until their row moves. A row that stays still for `k`
-steps changes its average `a` in closed form,
+A row that stays still for `k` steps changes its moving average `a` in closed form,
 `a = momentum**k * a + (1 - momentum**k) * row`. So averages are updated in the steps
 that move their row, and caught up when they are read.
 
@@ -139,8 +138,8 @@ class AdafactorState(NamedTuple):
     row_clocks: Any = None
     column_accumulators: Any = None
     velocities: Any = None
-    # All rows of a dense array are at hand in each step, so nothing is tracked. The
-    # sums stand there, empty, so that all states have one structure.
+    # All rows of a dense array are at hand in each step, so nothing is tracked. Its
+    # state has empty sums, so that all states have one structure.
     squares: CompensatedSum = NO_SUM
     clock: CompensatedSum | None = None
     averages: Any = None
@@ -399,12 +398,12 @@ def adafactor(
       use_ema: True keeps moving averages of the rows.
       ema_momentum: decay of these averages, in [0, 1].
       ema_overwrite_frequency: number of updates after which the averages replace the
-        rows; None: never. It excludes `gradient_accumulation_steps`.
+        rows. Defaults to never. It excludes `gradient_accumulation_steps`.
       loss_scale_factor: factor by which the loss was multiplied, positive; gradients
         are divided by it.
       gradient_accumulation_steps: number of steps, at least 2, whose mean gradient
-        makes one update; None: each step updates. As in Keras, averages advance in
-        each of these steps.
+        makes one update. By default, each step updates. As in Keras, averages
+        advance in each of these steps.
       name: without effect; an argument of Keras.
       mode: `"lazy"` or `"exact"`, see above.
       ema_start: `"first_update"` starts the averages at the rows after the first
@@ -547,7 +546,7 @@ class _Adafactor:
     def update(self, gradient: Any, state: Any, array: Any) -> tuple[Any, Any]:
         """Returns the updates of the rows or the array, and the new state."""
         tables = table_rows(gradient) if gradient.ndim == 2 else None
-        # Keras' schedules count steps, of which an update may take several.
+        # Keras' schedules count steps. An update may take several.
         step = state.count * self.gradient_steps + self.gradient_steps - 1
         rate = learning_rate_at(self.learning_rate, step)
         gradient = self.clip(jnp.asarray(gradient, jnp.float32), tables)
@@ -680,7 +679,7 @@ class _Adafactor:
         """Returns the state with the new `r`, and the new clocks."""
         mean = jnp.mean(jnp.square(gradient), axis=1) + self.epsilon_1
         old = state.row_accumulators
-        if self.mode == "lazy":
+        if state.clock is None:  # Mode "lazy".
             clocks = state.row_clocks + 1
             b = self._decay_at(clocks)
             moves = tables.is_touched
@@ -711,7 +710,7 @@ def _check_together(rule: _Adafactor) -> None:
     if len(given) > 1:
         raise ValueError(
             "adafactor: at most one of clipnorm, clipvalue and global_clipnorm may be "
-            f"given, got {given}. Set the others to None."
+            f"given, got {given}. Keep one of them."
         )
     is_of_occurrences = clip.clipnorm is not None and clip.clipnorm_of == "occurrences"
     if is_of_occurrences and rule.moves_every_row:
@@ -728,6 +727,6 @@ def _check_together(rule: _Adafactor) -> None:
             "adafactor: ema_overwrite_frequency must be None with "
             "gradient_accumulation_steps, got "
             f"{rule.averages.overwrite_frequency} and {steps}. Keras would overwrite "
-            "the rows in steps without an update, too. Leave one out, and call "
+            "the rows in steps without an update as well. Leave one out, and call "
             "finalize_variable_values at the end."
         )

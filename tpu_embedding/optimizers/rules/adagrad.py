@@ -136,7 +136,7 @@ def rowwise_adagrad(
     Args:
       learning_rate: scalar, or schedule of the step counted from 0.
       initial_accumulator_value: start of `a`, positive; 0 is allowed with an epsilon.
-      epsilon: non-negative; outside the root, unlike that of `adagrad`.
+      epsilon: non-negative; outside the root, unlike `adagrad`'s.
       weight_decay: non-negative.
       weight_decay_mode: `"l2"` adds the decay to the gradient; `"decoupled"` takes it
         from the row.

@@ -173,9 +173,9 @@ def proximal_yogi(
     `m` are `[rows, dim]`. `v` starts at `initial_accumulator_value`, `m` at 0.
 
     Source: Zaheer et al. (2018), as `ProximalYogiParameters` of TensorFlow's
-    `optimization_parameters.proto`. The defaults are those of
+    `optimization_parameters.proto`. The defaults come from
     `tensorflow/python/tpu/tpu_embedding.py`. TensorFlow publishes the parameters but
-    not the formula; the proximal step is assumed to be that of `proximal_adagrad`.
+    not the formula; the proximal step is assumed to be `proximal_adagrad`'s.
 
     There is no bias correction, unlike in `optax.yogi`. TensorFlow's users multiply the
     learning rate by `sqrt(1 - beta_2**t) / (1 - beta_1**t)`, with `t` the step from 1.
@@ -340,7 +340,7 @@ def rmsprop(
         w -= mom
 
     The slot variables `ms`, `mom` and `mg` are `[rows, dim]`. `ms` starts at
-    `initial_ms`, the others at 0. `mg` is a slot variable only if centered.
+    `initial_ms`, `mom` and `mg` at 0. `mg` is a slot variable only if centered.
 
     Source: Tieleman and Hinton (2012), as `RmsPropParameters` and
     `CenteredRmsPropParameters` of TensorFlow's `optimization_parameters.proto`, and its

@@ -70,12 +70,12 @@ def lazy_adam(
 
     * `"ignore"`: the row and its moments stay as they are. This is the usual lazy Adam.
     * `"catch_up"`: the next step that looks the row up takes the skipped steps first,
-      and then its own. After it, the row and its moments are those of dense Adam that
-      was given the same gradients. An int32 slot variable per row holds the latest
+      and then its own. After it, the row and its moments equal dense Adam's with the
+      same gradients. An int32 slot variable per row holds the latest
       step.
 
     With `"catch_up"`, a lookup between the two steps reads the row before the skipped
-    moves. So does the lookup of the step that takes them, whose gradient is that of the
+    moves. So does the lookup of the step that takes them, whose gradient belongs to the
     row as it was read. The moves shrink by `beta_1 / sqrt(beta_2)` in each step, 0.9005
     by default. Up to 198 of them are taken in a loop over the touched rows; later ones
     add less than float32 shows. The loop goes on for all rows until the one that waited
@@ -246,9 +246,9 @@ def adamw(
 
         w -= learning_rate * weight_decay * w_before
 
-    `w_before` is the row before the step. The slot variables are those of `lazy_adam`.
-    Rows and moments decay only in steps that look the row up; for all rows in each
-    step write `every_row(optax.adamw(...))`.
+    `w_before` is the row before the step. `lazy_adam` has the same slot
+    variables. Rows and moments decay only in steps that look the row up; for all rows
+    in each step write `every_row(optax.adamw(...))`.
 
     Source: Loshchilov and Hutter (2019), as `optax.adamw`.
 
