@@ -127,10 +127,10 @@ def with_hyperparameters(state: Any, **values: Any) -> Any:
       >>> float(state.hyperparams["learning_rate"])
       0.5
     """
-    found: set[str] = set()
-    state = _replace_values(state, values, found)
+    replaced: set[str] = set()
+    state = _replace_values(state, values, replaced)
     for name in values:
-        if name not in found:
+        if name not in replaced:
             raise ValueError(
                 f"The state holds no hyper-parameter {name!r} that can be set. Make "
                 "the optimizer by "
@@ -140,10 +140,10 @@ def with_hyperparameters(state: Any, **values: Any) -> Any:
     return state
 
 
-def _replace_values(state: Any, values: dict[str, Any], found: set[str]) -> Any:
+def _replace_values(state: Any, values: dict[str, Any], replaced: set[str]) -> Any:
     """Replaces values in all states made by `inject_hyperparams`, nested ones too.
 
-    The names that it replaced are added to `found`.
+    Their names are added to `replaced`.
     """
 
     def is_injected(node: Any) -> bool:
@@ -158,10 +158,10 @@ def _replace_values(state: Any, values: dict[str, Any], found: set[str]) -> Any:
             for name, old in node.hyperparams.items()
             if name in values and name not in scheduled
         }
-        found.update(changed)
+        replaced.update(changed)
         return node._replace(
             hyperparams=node.hyperparams | changed,
-            inner_state=_replace_values(node.inner_state, values, found),
+            inner_state=_replace_values(node.inner_state, values, replaced),
         )
 
     return jax.tree.map(replace, state, is_leaf=is_injected)

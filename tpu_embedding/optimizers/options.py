@@ -229,7 +229,7 @@ def _make_public(
                 )
             arguments[full] = arguments.pop(short)
         try:
-            given = signature.bind(*args, **arguments)
+            bound = signature.bind(*args, **arguments)
         except TypeError as error:
             parameters = signature.parameters.values()
             positional = [x.name for x in parameters if x.kind != x.KEYWORD_ONLY]
@@ -238,8 +238,8 @@ def _make_public(
                 "given by position, because TensorFlow, Keras and optax order the "
                 f"others differently. It takes {', '.join(signature.parameters)}."
             ) from None
-        given.apply_defaults()
-        return make_checked(**given.arguments)
+        bound.apply_defaults()
+        return make_checked(**bound.arguments)
 
     if rate_parameter is not None:
         OPTIMIZERS[name] = functools.partial(make_public, rate_parameter.default)

@@ -259,23 +259,27 @@ def _probe(rule: optax.GradientTransformation, dim: int) -> ProbedRule:
         is_slot = [row is not None for row in slot_rows]
         traced = _TracedRule(init, split_program(update, is_slot), is_slot)
         _check_row_local(traced, cases)
-        firsts = [traced.start(rows)[1] for _, rows, _ in cases]
-        few_first = evaluate_by_numpy(few_init, [cases[0][1][_FEW_ROWS]])
-        firsts.append(partition(few_first, is_slot)[1])
-        moved_early, moved_late = (
-            _moved_by_adding(traced, cases[0][1], later) for later in (0, _LATE)
-        )
-    rows = [row for row in slot_rows if row is not None]
+        # The first slot variables of each case, and of the few rows.
+        first_slots = [traced.start(rows)[1] for _, rows, _ in cases]
+        small_rows = cases[0][1]
+        few_leaves = evaluate_by_numpy(few_init, [small_rows[_FEW_ROWS]])
+        first_slots.append(partition(few_leaves, is_slot)[1])
+        moved_early = _moved_by_adding(traced, small_rows, later=0)
+        moved_late = _moved_by_adding(traced, small_rows, later=_LATE)
     slots = [
         ProbedSlot(
             row=row,
             initial_value=_one_value(values),
-            # The third run has other rows than the first.
+            # The third case has other rows than the first.
             starts_from_rows=not np.array_equal(values[0], values[2]),
             is_moved_by_adding=early and late,
         )
         for row, early, late, *values in zip(
-            rows, moved_early, moved_late, *firsts, strict=True
+            [row for row in slot_rows if row is not None],
+            moved_early,
+            moved_late,
+            *first_slots,
+            strict=True,
         )
     ]
     remaining = iter(slots)
