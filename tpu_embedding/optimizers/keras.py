@@ -389,8 +389,7 @@ def _translate(
             + "".join(f"\n  {problem}." for problem in problems)
         )
     rate = values["learning_rate"]
-    if isinstance(rate, Mapping):
-        rate = _keras_schedule(rate)
+    rate = _keras_schedule(rate) if isinstance(rate, Mapping) else rate
     own, common = (
         {field: values.get(field, default) for field, default in fields.items()}
         for fields in (_OWN_FIELDS[class_key], _COMMON_FIELDS)

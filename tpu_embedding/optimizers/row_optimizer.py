@@ -306,6 +306,6 @@ def _every_row_in_sequence() -> ValueError:
     return ValueError(
         "A rule cannot be applied to every row and to duplicates in sequence at once: "
         "the rows that are not looked up would be updated as often as the most "
-        "frequent id occurs. Remove every_row, in_sequence or "
-        "use_gradient_accumulation=False."
+        "frequent id occurs. Remove every_row, or lazy_adam=False; or remove "
+        "in_sequence, or use_gradient_accumulation=False."
     )

@@ -448,9 +448,10 @@ def adafactor(
     transformation = for_each_array(rule.init, rule.update)
     if global_clipnorm is not None:
         transformation = with_norm_of_arrays(transformation, steps)
-    driver: Driver = Touched(occurrence_norm=of_occurrences)
     if rule.moves_every_row:
-        driver = EveryRow(gradient_steps=steps)
+        driver: Driver = EveryRow(gradient_steps=steps)
+    else:
+        driver = Touched(occurrence_norm=of_occurrences)
     row_optimizer = RowOptimizer(
         transformation=transformation,
         driver=driver,
@@ -484,16 +485,9 @@ def _collecting(
 class _Adafactor:
     """The rule of the rows of tables, and of a dense array of any rank.
 
-    See `adafactor` for the arguments of its name.
+    Other fields are the arguments of `adafactor` with their names.
 
     Attributes:
-      learning_rate: scalar, or schedule of the step.
-      beta_2_decay: see `adafactor`.
-      epsilon_1: see `adafactor`.
-      epsilon_2: see `adafactor`.
-      clip_threshold: see `adafactor`.
-      weight_decay: see `adafactor`.
-      mode: see `adafactor`.
       clip: unscales and clips a gradient.
       averages: keeps moving averages of the rows, unless it is `None`.
       gradient_steps: steps whose gradients one update averages.

@@ -100,12 +100,6 @@ def adam(
       >>> [round(x, 4) for x in updates[0].tolist()]
       [-0.3162, -0.3162]
     """
-    if not lazy_adam and not options.get("use_gradient_accumulation", True):
-        raise ValueError(
-            "adam: lazy_adam=False moves every row once by its summed gradient, so "
-            "use_gradient_accumulation must be True, got False. Leave it out, or set "
-            "lazy_adam=True."
-        )
     if sum_inside_sqrt and positive(epsilon**2).problem:
         raise ValueError(
             "adam: epsilon must be at least 1.1e-19 with sum_inside_sqrt=True, which "
