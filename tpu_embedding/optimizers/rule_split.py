@@ -16,7 +16,7 @@ nothing, or element by element, by a backend.
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from typing import Any, Final
 
 import jax
@@ -164,36 +164,22 @@ class Program:
         return [read(atom) for atom in self.outputs]
 
     def needed_for(
-        self,
-        outputs: Iterable[Atom],
-        is_given: Callable[[Variable], bool],
-        is_kept: Callable[[Equation], bool],
-    ) -> tuple[list[Equation], list[Variable]]:
-        """Returns the equations that some values need, and what these start from.
+        self, outputs: Iterable[Atom], given: Set[Atom], effects: Set[Equation]
+    ) -> tuple[Equation, ...]:
+        """Returns the equations that compute some values from given ones.
 
         Args:
           outputs: the values.
-          is_given: True for a value that need not be computed; it is started from.
-          is_kept: True for an equation with a side effect that is needed.
+          given: values that need not be computed.
+          effects: equations that are needed for their side effects.
         """
         equations: list[Equation] = []
-        needed: set[Variable] = set()
-        given: set[Variable] = set()
-
-        def need(atoms: Iterable[Atom]) -> None:
-            for atom in atoms:
-                if isinstance(atom, Constant):
-                    continue
-                (given if is_given(atom) else needed).add(atom)
-
-        need(outputs)
+        needed = {*outputs} - given
         for equation in reversed(self.equations):
-            has_effect = bool(equation.traced.effects) and is_kept(equation)
-            if has_effect or not needed.isdisjoint(equation.outputs):
+            if equation in effects or not needed.isdisjoint(equation.outputs):
                 equations.append(equation)
-                need(equation.inputs)
-        order = [*self.inputs, *(x for eqn in self.equations for x in eqn.outputs)]
-        return equations[::-1], [atom for atom in order if atom in given]
+                needed |= {*equation.inputs} - given
+        return tuple(reversed(equations))
 
     def operations(self) -> list[tuple[str, ...]]:
         """Returns what programs for other numbers of rows have in common with this.
@@ -373,25 +359,27 @@ def split_program(program: Program, is_slot: Sequence[bool]) -> SplitRule:
     row_inputs = (*program.inputs[:3], *slots)
     row_outputs = (program.outputs[0], *new_slots)
 
-    def runs_on_rows(equation: Equation) -> bool:
-        return not depends.isdisjoint(equation.inputs)
+    # A user may print values of a rule, in either half.
+    effects = {x for x in program.equations if x.traced.effects}
+    row_effects = {x for x in effects if not depends.isdisjoint(x.inputs)}
 
-    # Arrays that no row changes, such as a rate that is broadcast to all rows, are
-    # computed with the rows, so that the rows start from scalars.
-    row_equations, given = program.needed_for(
-        row_outputs,
-        lambda x: (
-            x in row_inputs or x in scalars or (x.aval.shape == () and x not in depends)
-        ),
-        runs_on_rows,
+    # Only scalars cross from one half to the other. Arrays that no row changes, such as
+    # a rate that is broadcast to all rows, are computed with the rows.
+    results = (x for equation in program.equations for x in equation.outputs)
+    crossing = [
+        x
+        for x in (*program.inputs, *results)
+        if x in scalars or (x.aval.shape == () and x not in depends)
+    ]
+    row_equations = program.needed_for(
+        row_outputs, {*row_inputs, *crossing}, row_effects
     )
-    hyperparameters = tuple(x for x in given if x not in row_inputs)
+    used = {*row_outputs, *(x for equation in row_equations for x in equation.inputs)}
+    hyperparameters = tuple(x for x in crossing if x in used)
     values = (*hyperparameters, *new_scalars)
     # A conditional may compute both: scalars, and arrays of rows that are dropped.
-    value_equations, _ = program.needed_for(
-        values,
-        lambda x: x in scalars or x in depends,
-        lambda equation: not runs_on_rows(equation),
+    value_equations = program.needed_for(
+        values, {*scalars, *depends}, effects - row_effects
     )
 
     def without_rows(atoms: Sequence[Atom]) -> tuple[Atom, ...]:
@@ -414,7 +402,7 @@ def split_program(program: Program, is_slot: Sequence[bool]) -> SplitRule:
         ),
         row_program=Program(
             inputs=(*row_inputs, *hyperparameters),
-            equations=tuple(row_equations),
+            equations=row_equations,
             outputs=row_outputs,
         ),
         num_hyperparameters=len(hyperparameters),
@@ -426,10 +414,9 @@ def partition(
     leaves: Sequence[Any], is_slot: Sequence[bool]
 ) -> tuple[list[Any], list[Any]]:
     """Splits the leaves of a state into scalars and slot variables."""
-    pairs = list(zip(leaves, is_slot, strict=True))
-    return [x for x, is_row in pairs if not is_row], [
-        x for x, is_row in pairs if is_row
-    ]
+    scalars = [x for x, of_rows in zip(leaves, is_slot, strict=True) if not of_rows]
+    slots = [x for x, of_rows in zip(leaves, is_slot, strict=True) if of_rows]
+    return scalars, slots
 
 
 def rows_dependence(program: Program, is_by_row: Sequence[bool]) -> set[Atom]:
