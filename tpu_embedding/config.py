@@ -27,7 +27,7 @@ from tpu_embedding.argument_checks import (
     right_names,
 )
 from tpu_embedding.initializers import Initializer, takes_key
-from tpu_embedding.optimizers.names import optimizer_problem
+from tpu_embedding.optimizers.resolve import optimizer_problem
 from tpu_embedding.optimizers.row_optimizer import TableOptimizer
 from tpu_embedding.placement import Placement
 from tpu_embedding.rows.narrow_rows import NARROW_DTYPES

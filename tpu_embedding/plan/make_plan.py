@@ -10,8 +10,8 @@ from jax.sharding import Mesh
 from tpu_embedding.argument_checks import is_int
 from tpu_embedding.config import TableConfig
 from tpu_embedding.hardware import HardwareInfo
-from tpu_embedding.optimizers.names import optimizer_problem
 from tpu_embedding.optimizers.probe import probe_rule
+from tpu_embedding.optimizers.resolve import optimizer_problem
 from tpu_embedding.optimizers.row_optimizer import KeptGradient, TableOptimizer
 from tpu_embedding.placement import ChoosePlacement, Placement
 from tpu_embedding.plan import stacking
