@@ -35,7 +35,7 @@ from tpu_embedding.dynamic.vocabulary import (
     LeastFrequentlyUsed,
     TimeToLive,
 )
-from tpu_embedding.lookup._dedup import rank_unique, unsort
+from tpu_embedding.lookup._rounds import rank_unique, unsort
 from tpu_embedding.types import PADDING_ROW_ID
 from tpu_embedding.xla import read_before_write, running_sum, value_of_range
 

@@ -26,7 +26,7 @@ from tpu_embedding.dynamic.new_rows import init_new_rows
 from tpu_embedding.dynamic.translation import SourceIds, find_rows, insert_rows
 from tpu_embedding.dynamic.vocabulary import Dynamic
 from tpu_embedding.inputs.shard_inputs import feature_shape, positions_of
-from tpu_embedding.lookup._flatten_to_owners import leaves_out_weights
+from tpu_embedding.lookup._forward import leaves_out_weights
 from tpu_embedding.plan.check_rows import check_slots, check_tables
 from tpu_embedding.plan.features import FeaturePlan
 from tpu_embedding.plan.plan import EmbeddingPlan, StackPlan

@@ -33,13 +33,14 @@ from tpu_embedding.dynamic.find_or_insert import (
     no_counts,
 )
 from tpu_embedding.dynamic.ids_64 import NO_ID, mix_ids, multiply_high
-from tpu_embedding.lookup._dedup import dedup, unsort
 from tpu_embedding.lookup._rounds import (
     Round,
     SentIds,
+    dedup,
     exchange,
     fold_later_rounds,
     send_unique,
+    unsort,
 )
 from tpu_embedding.plan.capacity import round_size
 from tpu_embedding.plan.plan import StackPlan

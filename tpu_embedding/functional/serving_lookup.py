@@ -19,8 +19,11 @@ from tpu_embedding.inputs.shard_inputs import (
     to_feature_input,
     to_shardable,
 )
-from tpu_embedding.lookup._flatten_to_owners import rows_and_poolings
-from tpu_embedding.lookup._forward import gather_and_pool, scale_samples
+from tpu_embedding.lookup._forward import (
+    gather_and_pool,
+    rows_and_poolings,
+    scale_samples,
+)
 from tpu_embedding.lookup._rounds import quantize
 from tpu_embedding.plan.features import FeaturePlan, InputPlan
 from tpu_embedding.plan.plan import EmbeddingPlan

@@ -15,7 +15,7 @@ import numpy as np
 from jaxtyping import Array
 
 from tpu_embedding.inputs.containers import is_integer, is_real
-from tpu_embedding.lookup._flatten_to_owners import FeatureInput
+from tpu_embedding.lookup._forward import FeatureInput
 from tpu_embedding.plan.features import FeaturePlan
 from tpu_embedding.plan.plan import AnyPlan, EmbeddingPlan
 from tpu_embedding.types import (
