@@ -16,8 +16,8 @@ from jaxtyping import Array, Float, Int, Shaped, UInt8
 
 from tpu_embedding.inputs.shard_inputs import (
     feature_shape,
+    fill_up,
     to_feature_input,
-    to_shardable,
 )
 from tpu_embedding.lookup._forward import (
     gather_and_pool,
@@ -118,7 +118,7 @@ def _serve_feature(
     table: Array, ids: Any, feature: FeaturePlan, plan: EmbeddingPlan, shard: InputPlan
 ) -> Array:
     shape = feature_shape(ids, feature, shard)
-    feature_input = to_feature_input(to_shardable(ids, shape, shard), shape)
+    feature_input = to_feature_input(fill_up(ids, shape, shard.num_shards), shape)
     row_ids, (pooling,), _ = rows_and_poolings([feature_input], [feature])
     read = _row_reader(table, feature, plan)
     pooled = [gather_and_pool(pooling, read, row_ids)]

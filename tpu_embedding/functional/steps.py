@@ -30,11 +30,10 @@ from tpu_embedding.argument_checks import describe_value
 from tpu_embedding.gradients import TableGradients, global_norm
 from tpu_embedding.inputs.shard_inputs import (
     FeatureShape,
-    ShardableInput,
+    check_equal_batches,
     feature_shape,
-    refuse_unequal_batches,
+    fill_up,
     to_feature_input,
-    to_shardable,
 )
 from tpu_embedding.lookup._backward import gradient_rounds, stack_gradient
 from tpu_embedding.lookup._forward import (
@@ -110,10 +109,7 @@ def feature_shapes(
         feature_shape(ids, feature, plan)
         for ids, feature in zip(leaves, plan.features, strict=True)
     )
-    refuse_unequal_batches(
-        (feature, shape.batch_size)
-        for shape, feature in zip(shapes, plan.features, strict=True)
-    )
+    check_equal_batches(shapes, plan.features)
     return shapes
 
 
@@ -329,9 +325,9 @@ def route(features: Any, plan: EmbeddingPlan) -> Routing:
     leaves = row_numbers(features, plan)
     shapes = feature_shapes(leaves, plan)
     for i, ids in enumerate(leaves):
-        # NumPy arrays are converted before JAX sees them: it would cut int64.
         if not all(isinstance(array, jax.Array) for array in jax.tree.leaves(ids)):
-            leaves[i] = to_shardable(ids, shapes[i], plan)
+            # `jit` would keep only the lower halves of NumPy's 64-bit ids.
+            leaves[i] = fill_up(ids, shapes[i], plan.num_shards)
     with unchecked_values():
         stacks = _route(leaves, shapes, plan)
     return Routing(stacks=stacks, shapes=shapes, plan=plan)
@@ -343,24 +339,31 @@ def _route(
 ) -> dict[str, StackRouting]:
     """Routes the features of each stack, compiled even if the caller does not."""
 
-    def route_shard(shardables):
-        inputs = list(map(to_feature_input, shardables, shapes))
+    def route_shard(filled):
+        inputs = [
+            to_feature_input(ids, shape, plan.sample_axes)
+            for ids, shape in zip(filled, shapes, strict=True)
+        ]
         routings = {}
         for stack in plan.used_stacks:
-            indices = plan.features_of(stack)
-            features = [plan.features[i] for i in indices]
-            of_stack = [inputs[i] for i in indices]
-            routings[stack.name] = route_stack(of_stack, features, stack)
+            numbers = plan.features_of(stack)
+            routings[stack.name] = route_stack(
+                [inputs[i] for i in numbers],
+                [plan.features[i] for i in numbers],
+                stack,
+            )
         return routings
 
     def fill_up_and_route(leaves):
-        shardables = [
-            ids if isinstance(ids, ShardableInput) else to_shardable(ids, shape, plan)
+        # A batch of any size is split by shard, so samples of padding fill it up. Ids
+        # that `route` has filled up stay as they are.
+        filled = [
+            fill_up(ids, shape, plan.num_shards)
             for ids, shape in zip(leaves, shapes, strict=True)
         ]
         return on_shards(
             route_shard, plan, in_specs=plan.sample_spec, out_specs=plan.sample_spec
-        )(shardables)
+        )(filled)
 
     return in_auto_axes(fill_up_and_route, plan, plan.sample_spec)(leaves)
 

@@ -15,9 +15,13 @@ import numpy as np
 
 from tpu_embedding.types import (
     PADDING_ROW_ID,
+    AxisSize,
     DenseIds,
+    FeatureIds,
     RaggedIds,
+    ShardedRaggedIds,
     SparseIds,
+    ids_of,
 )
 
 MAX_SAMPLES: Final = 2**27
@@ -81,7 +85,7 @@ def read_ids(ids: Any, owner: str, what: What = "Ids") -> HostIds:
     )
 
 
-def batch_shape_of(ids: HostIds) -> tuple[int, ...]:
+def batch_shape_of(ids: FeatureIds) -> tuple[AxisSize, ...]:
     """Returns the sizes of all axes but the last, which holds the ids of a sample.
 
     It is `(batch,)` for dense ids of one axis, and `()` for a scalar.
@@ -89,9 +93,11 @@ def batch_shape_of(ids: HostIds) -> tuple[int, ...]:
     match ids:
         case RaggedIds():
             return (np.shape(ids.row_splits)[0] - 1,)
+        case ShardedRaggedIds():
+            return (ids.batch_size,)
         case SparseIds():
             return tuple(int(size) for size in ids.dense_shape[:-1])
-    shape = np.shape(ids.ids)
+    shape = np.shape(ids_of(ids))
     return shape if len(shape) <= 1 else shape[:-1]
 
 

@@ -265,17 +265,15 @@ def _apply_id_policies(
         is_clipped = _value_of_each_id(clips, sizes)
         ids = jnp.where(is_clipped, jnp.clip(ids, 0, num_rows - 1), ids)
         is_inside = jnp.where(is_clipped, ~is_padding, is_inside)
-    is_weighted = [
-        feature_input.weights is not None and leaves_out_weights(feature)
+    checked_weights = [
+        feature_input.weights if leaves_out_weights(feature) else None
         for feature_input, feature in zip(inputs, features, strict=True)
     ]
-    if any(is_weighted):
+    if any(weights is not None for weights in checked_weights):
         # A weight of NaN counts, so that it reaches the loss.
         is_left_out = [
-            feature_input.weights <= 0 if checked else jnp.zeros(size, bool)
-            for feature_input, checked, size in zip(
-                inputs, is_weighted, sizes, strict=True
-            )
+            jnp.zeros(size, bool) if weights is None else weights <= 0
+            for weights, size in zip(checked_weights, sizes, strict=True)
         ]
         is_inside &= ~jnp.concatenate(is_left_out)
     return jnp.where(is_inside, ids, PADDING_ROW_ID), out_of_range
