@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec
-from jaxtyping import Array, Float, Int, UInt32
+from jaxtyping import Array, Float, Int
 
 from tpu_embedding.dynamic.directory import (
     directory_name,
@@ -47,7 +47,7 @@ from tpu_embedding.types import (
 )
 from tpu_embedding.vocabularies import VocabularyInputs, VocabularyStacks
 
-_PARTS: Final = (list, tuple, np.ndarray, jax.Array)
+_CONTAINERS: Final = (list, tuple, np.ndarray, jax.Array)
 
 
 class DynamicInputs(VocabularyInputs):
@@ -138,10 +138,22 @@ class DynamicInputs(VocabularyInputs):
         A table has 64 rows per bucket, maybe a default row after them. The upper and
         lower words of its ids are under its `directory_name`, uint32 `[buckets, 128]`.
         """
-        dynamic = feature.table.vocabulary
+        dynamic, words = feature.table.vocabulary, ids_of(ids)
         assert isinstance(dynamic, Dynamic)
-        rows = _find_served(ids_of(ids), dynamic, tables[directory_name(name)])
-        return with_ids(ids, rows)
+        if not isinstance(words, Ids64):
+            words = Ids64.of_array(words)  # jnp.asarray would cut NumPy's int64.
+        high, low = (jnp.asarray(x).reshape(-1) for x in (words.high, words.low))
+        mixed, _ = mix_ids(high, low)
+        buckets = multiply_high(mixed, dynamic.num_buckets)
+        is_id = ~((high == NO_ID) & (low == NO_ID))
+        keys = tables[directory_name(name)]
+        lanes = jax.vmap(functools.partial(find_lane, keys))(buckets, high, low)
+        missing = PADDING_ROW_ID
+        if dynamic.default_row == "learned":
+            missing = dynamic.num_places
+        rows = jnp.where(lanes < 0, missing, SLOTS_PER_BUCKET * buckets + lanes)
+        rows = jnp.where(is_id, rows, PADDING_ROW_ID).astype(jnp.int32)
+        return with_ids(ids, rows.reshape(words.high.shape))
 
 
 DYNAMIC_INPUTS: Final = DynamicInputs()
@@ -151,32 +163,15 @@ def _arrays_in(ids: Any) -> Iterator[Any]:
     """Yields the arrays of ids in a container."""
     if isinstance(ids, list | tuple):
         # One look at each type is much faster than one at each item.
-        if any(issubclass(x, _PARTS) for x in set(map(type, ids))):
-            for part in ids:
-                yield from _arrays_in(part)
+        if any(issubclass(x, _CONTAINERS) for x in set(map(type, ids))):
+            for item in ids:
+                yield from _arrays_in(item)
         return
     yield ids
     for name in ("ids", "values"):
-        part = getattr(ids, name, None)
-        if part is not None:
-            yield from _arrays_in(part)
-
-
-def _find_served(ids: Any, dynamic: Dynamic, keys: UInt32[Array, "buckets _"]) -> Array:
-    """Returns the row of each id; the default row for those without one."""
-    if not isinstance(ids, Ids64):
-        ids = Ids64.of_array(ids)  # jnp.asarray would cut NumPy's int64.
-    high, low = (jnp.asarray(x).reshape(-1) for x in (ids.high, ids.low))
-    mixed, _ = mix_ids(high, low)
-    buckets = multiply_high(mixed, dynamic.num_buckets)
-    is_id = ~((high == NO_ID) & (low == NO_ID))
-    lanes = jax.vmap(functools.partial(find_lane, keys))(buckets, high, low)
-    missing = PADDING_ROW_ID
-    if dynamic.default_row == "learned":
-        missing = dynamic.num_places
-    rows = jnp.where(lanes < 0, missing, SLOTS_PER_BUCKET * buckets + lanes)
-    rows = jnp.where(is_id, rows, PADDING_ROW_ID)
-    return rows.astype(jnp.int32).reshape(ids.high.shape)
+        inner = getattr(ids, name, None)
+        if inner is not None:
+            yield from _arrays_in(inner)
 
 
 class DynamicStacks(VocabularyStacks):
@@ -242,8 +237,7 @@ class DynamicStacks(VocabularyStacks):
     ) -> Float[Array, " tables"]:
         """Returns the rows that ids have over all shards, and the learned default row.
 
-        So a table in full use has the sizes of one with a fixed
-        vocabulary.
+        So a table in full use has the sizes of one with a fixed vocabulary.
         """
         if stack.num_shards > 1:
             used_rows = jax.lax.psum(used_rows, stack.shard_axes)

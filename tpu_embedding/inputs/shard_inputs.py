@@ -88,12 +88,7 @@ def feature_shape(ids: FeatureIds, feature: FeaturePlan, plan: AnyPlan) -> Featu
       TypeError: if the ids are not integers, or ragged ids were not prepared.
       ValueError: if the shape of the ids does not fit the feature's configuration.
     """
-    if isinstance(ids, RaggedIds | SparseIds):
-        raise TypeError(
-            f"Feature {feature.name!r} is a {type(ids).__name__}, whose size changes "
-            "from batch to batch; pass the batch through "
-            "tpu_embedding.inputs.prepare_features on the host first."
-        )
+    check_prepared(ids, feature)
     shape = checked_shape(ids, feature, plan.num_shards)
     if isinstance(ids, ShardedRaggedIds) and ids.values.shape[0] != plan.num_shards:
         raise ValueError(
@@ -101,6 +96,16 @@ def feature_shape(ids: FeatureIds, feature: FeaturePlan, plan: AnyPlan) -> Featu
             f"but its layer has {plan.num_shards}; prepare it with that layer's plan."
         )
     return shape
+
+
+def check_prepared(ids: FeatureIds, feature: FeaturePlan) -> None:
+    """Raises a TypeError for ids that have no static shape."""
+    if isinstance(ids, RaggedIds | SparseIds):
+        raise TypeError(
+            f"Feature {feature.name!r} is a {type(ids).__name__}, whose size changes "
+            "from batch to batch; pass the batch through "
+            "tpu_embedding.inputs.prepare_features on the host first."
+        )
 
 
 def checked_shape(
