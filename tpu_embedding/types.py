@@ -1,6 +1,6 @@
 """Data types that the user, the lookup and the optimizers exchange.
 
-All of them are plain data: no mesh, no device, no arithmetic. The dataclasses and
+All of them are plain data: no mesh, no device. The dataclasses and
 `RowRange` are pytrees, so they pass through `jax.jit`, `jax.shard_map` and checkpoints.
 """
 
@@ -211,6 +211,27 @@ def with_ids(feature: Any, ids: Any) -> Any:
         case RaggedIds() | SparseIds() | ShardedRaggedIds():
             return dataclasses.replace(feature, values=ids)
     return ids
+
+
+def batch_shape_of(ids: FeatureIds) -> tuple[AxisSize, ...]:
+    """Returns the sizes of all axes but the last, which holds the ids of a sample.
+
+    It is `(batch,)` for dense ids of one axis, and `()` for a scalar.
+    """
+    match ids:
+        case RaggedIds():
+            return (np.shape(ids.row_splits)[0] - 1,)
+        case ShardedRaggedIds():
+            return (ids.batch_size,)
+        case SparseIds():
+            return tuple(int(size) for size in ids.dense_shape[:-1])
+    shape = np.shape(ids_of(ids))
+    return shape if len(shape) <= 1 else shape[:-1]
+
+
+def is_integer(dtype: Any) -> bool:
+    """Returns True for integers of any width; False for booleans and time spans."""
+    return jax.numpy.issubdtype(dtype, np.integer) and np.dtype(dtype).kind != "m"
 
 
 @jax.tree_util.register_dataclass

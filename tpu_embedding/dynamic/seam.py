@@ -30,7 +30,6 @@ from tpu_embedding.dynamic.ids_64 import (
 from tpu_embedding.dynamic.row_ids import DynamicStats, find_ids
 from tpu_embedding.dynamic.vocabulary import SLOTS_PER_BUCKET, AdmitAfter, Dynamic
 from tpu_embedding.hardware import HardwareInfo
-from tpu_embedding.inputs.containers import is_integer
 from tpu_embedding.plan.features import FeaturePlan
 from tpu_embedding.plan.memory import format_bytes
 from tpu_embedding.plan.plan import EmbeddingPlan, StackPlan
@@ -43,6 +42,7 @@ from tpu_embedding.types import (
     DenseIds,
     RowIds,
     ids_of,
+    is_integer,
     with_ids,
 )
 from tpu_embedding.vocabularies import VocabularyInputs, VocabularyStacks

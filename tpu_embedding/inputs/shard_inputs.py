@@ -17,7 +17,6 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array
 
-from tpu_embedding.inputs.containers import batch_shape_of, is_integer, is_real
 from tpu_embedding.lookup._forward import FeatureInput
 from tpu_embedding.plan.features import FeaturePlan
 from tpu_embedding.plan.plan import AnyPlan, EmbeddingPlan
@@ -30,7 +29,9 @@ from tpu_embedding.types import (
     RaggedIds,
     ShardedRaggedIds,
     SparseIds,
+    batch_shape_of,
     ids_of,
+    is_integer,
 )
 from tpu_embedding.xla import running_sum
 
@@ -240,7 +241,8 @@ def _check_weights(
             f"{type(weights).__name__}; pass other forms to prepare."
         )
     _check_unmasked(weights, feature)
-    if not is_real(weights.dtype):
+    is_float = jnp.issubdtype(weights.dtype, np.floating)
+    if not (is_float or weights.dtype == bool or is_integer(weights.dtype)):
         raise TypeError(
             f"Weights of feature {feature.name!r} must be real numbers, got dtype "
             f"{weights.dtype}."
