@@ -89,10 +89,10 @@ class RaggedIds:
 
         Args:
           lists: `[batch]` lists of ids, of any lengths.
-          weights: None, or `[batch]` lists of numbers, of the same lengths.
+          weights: `[batch]` lists of numbers, of the same lengths, or None.
 
         Raises:
-          TypeError: if a sample is a string, which is no list of ids.
+          TypeError: if a sample is a string, not a list of ids.
           ValueError: if the weights have other lengths than the ids.
 
         Example:
@@ -194,7 +194,7 @@ FeatureIds = IdArray | DenseIds | RaggedIds | SparseIds | ShardedRaggedIds | Row
 
 
 def ids_of(feature: Any) -> Any:
-    """Returns the array of ids of a feature: all of dense ids, the values of others."""
+    """Returns the array of ids of a feature, in whichever field its form has it."""
     match feature:
         case DenseIds():
             return feature.ids

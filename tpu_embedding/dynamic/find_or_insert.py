@@ -41,7 +41,7 @@ _EMPTY, _EVICTABLE, _TAKEN = range(3)
 _COUNT_BITS: Final = 8
 _MAX_COUNT: Final = 2**_COUNT_BITS - 1
 _TOTAL_LANE: Final = LINE_LANES - 1
-"""Lane of a bucket's sketch that holds the number of ids counted; others count ids."""
+"""Lane of a bucket's sketch with the number of ids counted; all other lanes count."""
 
 
 @jax.tree_util.register_dataclass
@@ -207,7 +207,7 @@ def insert(
 def _sort_unique(
     ids: MixedIds, is_sorted: Bool[Array, " ids"]
 ) -> tuple[MixedIds, Array, Array]:
-    """Sorts some ids by bucket and id; others, and repeats, are marked as no ids.
+    """Sorts some ids by bucket and id. The rest, and repeats, become padding.
 
     Returns:
       The ids, the position of each before sorting, and its rank among the distinct
@@ -234,7 +234,7 @@ def local_rows(
     *,
     first_row: bool,
 ) -> Int[Array, " ids"]:
-    """Returns the rows of lanes of buckets; undefined where there is no lane.
+    """Returns the rows of lanes of buckets; undefined for lane -1.
 
     Args:
       buckets: buckets of this shard.

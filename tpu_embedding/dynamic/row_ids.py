@@ -94,7 +94,7 @@ An unused position costs 16 bytes."""
 _MIN_CAPACITY: Final = 256
 
 _NO_ROW: Final = NO_ID
-"""Answer for an id without a row; others are `2 * row + was known before`."""
+"""Answer for an id without a row. With one, it is `2 * row + was known before`."""
 
 
 @jax.tree_util.register_dataclass

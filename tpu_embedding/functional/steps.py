@@ -385,7 +385,7 @@ def compute_gradients(
 
     Returns:
       The gradients, for `apply_gradients`. A row is touched if it was looked up, even
-      if its gradient is zero. `tpu_embedding.gradients.add` sums those of several
+      if its gradient is zero. `tpu_embedding.gradients.add` sums gradients of several
       lookups.
 
     Raises:
@@ -393,7 +393,7 @@ def compute_gradients(
     """
     if routing.plan.stacks != plan.stacks:
         raise ValueError(
-            "routing must be that of a lookup in the plan's tables, got one of other "
+            "routing must be from a lookup in the plan's tables, got a lookup in other "
             "tables; use one plan for the whole step."
         )
     if routing.raw_feature is not None:
@@ -638,6 +638,6 @@ def _check_gradients(gradients: TableGradients, plan: EmbeddingPlan) -> None:
         )
     if gradients.plan.stacks != plan.stacks:
         raise ValueError(
-            "gradients must be those of the plan's tables, got gradients that were "
-            "computed with another plan; use one plan for the whole step."
+            "gradients must be for the plan's tables, got gradients that were computed "
+            "with another plan; use one plan for the whole step."
         )

@@ -221,11 +221,8 @@ class BufferSizes:
         return _round_up(math.ceil(max(needed, usual)))
 
 
-def size_of_batch(demand: RaggedDemand) -> int:
-    """Returns a size for one batch, without a memory of others.
-
-    The expected size, doubled until it holds the batch.
-    """
+def _size_of_batch(demand: RaggedDemand) -> int:
+    """Returns the expected size, doubled until it holds the batch."""
     size = _expected_size(demand) or _SMALLEST_BUFFER
     while size < demand.num_ids:
         size *= 2
@@ -319,7 +316,7 @@ def choose_sizes(
     if num_parts > 1 and demands:
         demands = _agreed(demands, sizes)
     if sizes is None:
-        return [size_of_batch(demand) for demand in demands]
+        return [_size_of_batch(demand) for demand in demands]
     return sizes.choose(demands)
 
 

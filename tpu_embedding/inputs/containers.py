@@ -34,7 +34,7 @@ What = Literal["Ids", "Strings", "Weights"]
 
 
 HostIds = DenseIds | RaggedIds | SparseIds
-"""Ids as NumPy arrays. Their `weights` are those of the user, unread."""
+"""Ids as NumPy arrays. Their `weights` are as the user passed them."""
 
 
 def read_ids(ids: Any, owner: str, what: What = "Ids") -> HostIds:
@@ -52,7 +52,7 @@ def read_ids(ids: Any, owner: str, what: What = "Ids") -> HostIds:
       coordinates, are checked. Values and the range of coordinates are not.
 
     Raises:
-      TypeError: if the container is none of those.
+      TypeError: if the container has no clear meaning.
       ValueError: if its parts do not fit each other.
     """
     if isinstance(ids, DenseIds):

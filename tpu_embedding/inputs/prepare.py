@@ -36,7 +36,7 @@ from tpu_embedding.types import (
 )
 
 Samples = Literal["global", "process"]
-"""Samples that a process passes: the global batch, or those of its own devices."""
+"""Samples that a process passes: the global batch, or its own devices' samples."""
 
 
 def prepare_features(
@@ -65,9 +65,9 @@ def prepare_features(
         ids, or an array; for ragged and sparse features `[num_values]`. By default,
         the ids' containers have the weights.
       sizes: remembers the sizes of earlier batches. By default, each batch has its own.
-      samples: `"global"`: the features are those of the global batch. `"process"`: of
-        the samples `plan.process_samples(batch_size)`. All processes then call this
-        function for each batch, as they agree on the sizes of ragged features.
+      samples: `"global"` if the features have the global batch, `"process"` if they
+        have the samples `plan.process_samples(batch_size)`. All processes then call
+        this function for each batch, as they agree on the sizes of ragged features.
 
     Returns:
       The nest with NumPy arrays: int32 ids, or pairs of words for tables of 64-bit

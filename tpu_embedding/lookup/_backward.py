@@ -268,7 +268,7 @@ def spread(
 ) -> Float[Array, "buffer dim"]:
     """Sums the cotangents of all samples that used a row. Per shard; no communication.
 
-    The cotangent of each row's first id is gathered; those of its repeats are added.
+    The cotangent of each row's first id is gathered. The repeats' cotangents are added.
 
     Args:
       read_cotangents: from `cotangent_reader`.

@@ -35,14 +35,14 @@ from tpu_embedding.lookup._rounds import (
     SentIds,
     fetch_rows,
     fold_later_rounds,
-    read_local_rows,
+    quantize,
     send_ids,
 )
 from tpu_embedding.plan.backend import Activations
 from tpu_embedding.plan.capacity import Gathers
 from tpu_embedding.plan.features import FeaturePlan
 from tpu_embedding.plan.plan import StackPlan
-from tpu_embedding.rows.access import gather_lines
+from tpu_embedding.rows.access import gather_lines, gather_rows
 from tpu_embedding.rows.packed_rows import PackedRows
 from tpu_embedding.types import PADDING_ROW_ID, AxisSize
 from tpu_embedding.xla import read_before_write
@@ -581,12 +581,13 @@ def read_stack(
     poolings = routing.poolings
 
     def read_own_rows(table: PackedRows) -> Activations:
-        sums = pool(
-            lambda row_ids: read_local_rows(table, row_ids, stack),
-            routing.keys,
-            poolings,
-            stack.gathers,
-        )
+        def rows_at(row_ids: Int[Array, " ids"]) -> Float[Array, "ids dim"]:
+            rows = gather_rows(table, row_ids).astype(jnp.float32)
+            rows = quantize(rows, stack.quantization)
+            is_row = row_ids < table.layout.num_rows
+            return jnp.where(is_row[:, None], rows, 0.0)
+
+        sums = pool(rows_at, routing.keys, poolings, stack.gathers)
         return samples_of(sums, poolings), jnp.int32(1)
 
     def read_rounds(table: PackedRows) -> Activations:

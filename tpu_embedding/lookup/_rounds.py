@@ -26,7 +26,7 @@ rows in no fixed order, unless XLA is told to be deterministic.
 
 import dataclasses
 from collections.abc import Callable
-from typing import Final, NamedTuple, TypeVar
+from typing import Final, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -52,25 +52,17 @@ Words = tuple[Integer[Array, " _"], ...]
 """Ids of one word or several, in lexicographic order."""
 
 
-class RankedIds(NamedTuple):
-    """Sorted ids, and the rank of each among the distinct ones.
-
-    Attributes:
-      words: `[n]` each, rising.
-      order: int32 `[n]`, position of each id before sorting.
-      ranks: int32 `[n]`, number of distinct ids that are smaller.
-    """
-
-    words: Words
-    order: Int[Array, " n"]
-    ranks: Int[Array, " n"]
-
-
-def rank_unique(*words: Integer[Array, " n"]) -> RankedIds:
+def rank_unique(
+    *words: Integer[Array, " n"],
+) -> tuple[Words, Int[Array, " n"], Int[Array, " n"]]:
     """Sorts ids, and ranks each among the distinct ones.
 
     Args:
       *words: the words of the ids.
+
+    Returns:
+      The words, rising; the position of each id before sorting; and its rank, the
+      number of distinct ids that are smaller.
     """
     positions = jnp.arange(words[0].shape[0], dtype=jnp.int32)
     *ids, order = jax.lax.sort(
@@ -80,7 +72,7 @@ def rank_unique(*words: Integer[Array, " n"]) -> RankedIds:
     for word in ids:
         is_new |= word[1:] != word[:-1]
     is_new = jnp.concatenate([jnp.ones(1, bool), is_new])
-    return RankedIds(tuple(ids), order, running_sum(is_new) - 1)
+    return tuple(ids), order, running_sum(is_new) - 1
 
 
 def unsort(
@@ -141,7 +133,7 @@ def dedup(
     """Sorts ids. One sort both finds duplicates and groups ids by destination.
 
     Args:
-      words: words of the ids; the key of padding is behind those of all shards.
+      words: words of the ids. The key of padding is larger than all keys of shards.
       num_shards: destinations.
       keys_per_shard: keys that each shard owns.
       keeps_duplicates: True if each occurrence of an id travels separately.
@@ -253,20 +245,6 @@ def fetch_rows(
     return quantize(exchange(rows, stack).astype(jnp.float32), stack.quantization)
 
 
-def read_local_rows(
-    table: PackedRows, row_ids: Int[Array, " ids"], stack: StackPlan
-) -> Float[Array, "ids dim"]:
-    """Gathers rows that this device owns itself, without an exchange. Per shard.
-
-    Returns:
-      The rows, float32; zeros for ids beyond the last row.
-    """
-    rows = gather_rows(table, row_ids).astype(jnp.float32)
-    rows = quantize(rows, stack.quantization)
-    is_row = row_ids < table.layout.num_rows
-    return jnp.where(is_row[:, None], rows, 0.0)
-
-
 @jax.named_scope("exchange")
 def exchange(buffer: Array, stack: StackPlan) -> Array:
     """Sends bucket `d` of the buffer to shard `d`; receives a bucket from each shard.
@@ -312,7 +290,7 @@ class Round:
 
     Attributes:
       buffer_positions: int32 `[ids]`, position of each sorted id in the buffer of
-        requests, and of its row in that of answers; beyond its end if the id is not
+        requests, and of its row in the buffer of answers; past the end if the id is not
         part of this round.
       requests: what all shards ask of this one, in one bucket per shard. int32
         `[buffer_size]`, local rows; or uint32 `[buffer_size, words]`, the local key
@@ -320,7 +298,7 @@ class Round:
       next_ranks: int32 `[num_shards]`, first rank per destination that is still
         pending after this round.
       end_row: int32 `[1]`, end of the range of this shard's own rows that this round
-        covers. The range begins where that of the previous round ends.
+        covers. The range begins where the previous round's range ends.
       is_pending: bool `[1]`, True if some shard has pending ids after this round. In a
         gradient of zeros it is False: no further round runs.
     """
@@ -455,7 +433,7 @@ def _next_round(
       stack: the stack's plan.
     """
     if size.holds_all:
-        # No batch of this shape needs a second round: there is no range to agree on.
+        # No batch of this shape needs a second round, so shards agree on nothing.
         next_ranks = unique.first_ranks[1:]
         end_row, is_pending = jnp.int32(unique.keys_per_shard), jnp.zeros((), bool)
     else:
