@@ -116,13 +116,13 @@ class RaggedIds:
         )
         if weights is None:
             return ragged
-        lengths_of_weights = [len(of_sample) for of_sample in weights]
+        lengths_of_weights = [len(sample_weights) for sample_weights in weights]
         if lengths_of_weights != lengths:
             raise ValueError(
                 "RaggedIds.from_lists needs one weight per id, got lists of lengths "
                 f"{lengths_of_weights} for ids of lengths {lengths}."
             )
-        flat = [weight for of_sample in weights for weight in of_sample]
+        flat = [weight for sample_weights in weights for weight in sample_weights]
         return dataclasses.replace(ragged, weights=np.asarray(flat, np.float32))
 
 

@@ -187,10 +187,11 @@ def with_placed_ids(
       plan: plan of the layer.
       clock: clock of the result; None keeps the directory's, at least 1.
     """
-    new = jax.tree.map(lambda x: np.array(on_host(x)), directory)
+    new = jax.tree.map(lambda array: np.array(on_host(array)), directory)
     shards, members = stack.num_shards, dynamic_tables(stack)
     keys, scores = (
-        x.reshape(shards, -1, 2, SLOTS_PER_BUCKET) for x in (new.keys, new.scores)
+        array.reshape(shards, -1, 2, SLOTS_PER_BUCKET)
+        for array in (new.keys, new.scores)
     )
     used_rows = new.used_rows.reshape(shards, len(members))
     new.clock[:] = np.maximum(new.clock, 1) if clock is None else clock

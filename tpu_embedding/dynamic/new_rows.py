@@ -118,8 +118,10 @@ def initial_values_of_ids(
     keys = jnp.stack(threefry(keys[0], keys[1], first, second), axis=1)
     row_ids = jnp.zeros((1,), jnp.int32)
     result = jnp.zeros((*tables.shape, stack.dim), jnp.float32)
-    for function in dict.fromkeys(x.function for x in initializers):
-        has_function = [x.function == function for x in initializers]
+    for function in dict.fromkeys(initializer.function for initializer in initializers):
+        has_function = [
+            initializer.function == function for initializer in initializers
+        ]
         # The scalars of other tables are not used.
         first_scalars = initializers[has_function.index(True)].scalars
         scalars = [
@@ -183,4 +185,5 @@ def _changed(
 
 
 def _sums_of(state: Any) -> list[CompensatedSum]:
-    return [x for x in jax.tree.leaves(state, is_leaf=is_sum) if is_sum(x)]
+    leaves = jax.tree.leaves(state, is_leaf=is_sum)
+    return [leaf for leaf in leaves if is_sum(leaf)]

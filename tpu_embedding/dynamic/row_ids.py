@@ -474,12 +474,12 @@ def _positions(leaf: Any, plan: EmbeddingPlan) -> Array:
         return jax.lax.broadcasted_iota(jnp.int32, shape, len(shape) - 1)
     num_values = leaf.values.shape[1]
 
-    def of_shard(row_splits):
+    def positions_on_shard(row_splits):
         return positions_of(row_splits[0], num_values)[None]
 
-    spec = plan.sample_spec
-    on_all = on_shards(of_shard, plan, in_specs=spec, out_specs=spec)
-    return on_all(jnp.asarray(leaf.row_splits))
+    return on_shards(
+        positions_on_shard, plan, in_specs=plan.sample_spec, out_specs=plan.sample_spec
+    )(jnp.asarray(leaf.row_splits))
 
 
 def _stats(

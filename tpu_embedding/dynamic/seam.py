@@ -142,7 +142,7 @@ class DynamicInputs(VocabularyInputs):
         assert isinstance(dynamic, Dynamic)
         if not isinstance(words, Ids64):
             words = Ids64.of_array(words)  # jnp.asarray would cut NumPy's int64.
-        high, low = (jnp.asarray(x).reshape(-1) for x in (words.high, words.low))
+        high, low = (jnp.asarray(w).reshape(-1) for w in (words.high, words.low))
         mixed, _ = mix_ids(high, low)
         buckets = multiply_high(mixed, dynamic.num_buckets)
         is_id = ~((high == NO_ID) & (low == NO_ID))
@@ -163,7 +163,7 @@ def _arrays_in(ids: Any) -> Iterator[Any]:
     """Yields the arrays of ids in a container."""
     if isinstance(ids, list | tuple):
         # One look at each type is much faster than one at each item.
-        if any(issubclass(x, _CONTAINERS) for x in set(map(type, ids))):
+        if any(issubclass(kind, _CONTAINERS) for kind in set(map(type, ids))):
             for item in ids:
                 yield from _arrays_in(item)
         return
@@ -205,14 +205,14 @@ class DynamicStacks(VocabularyStacks):
 
     def bytes_per_device(self, stack: StackPlan, hardware: HardwareInfo) -> int:
         """Returns the memory of the directory, buckets rounded up to whole tiles."""
-        num_buckets = sum(x.buckets_per_shard for x in dynamic_tables(stack))
+        num_buckets = sum(table.buckets_per_shard for table in dynamic_tables(stack))
         bytes_of_line = 4 * 2 * SLOTS_PER_BUCKET
         num_arrays = 3 if _has_sketch(stack) else 2
         return num_arrays * round_up(num_buckets, hardware.sublanes) * bytes_of_line
 
     def notes(self, stack: StackPlan, hardware: HardwareInfo) -> Iterator[str]:
         """Yields the number of places for ids, and their memory."""
-        num_places = sum(x.dynamic.num_places for x in dynamic_tables(stack))
+        num_places = sum(table.dynamic.num_places for table in dynamic_tables(stack))
         yield (
             f"{stack.name}: {num_places:,} places for ids, which take "
             f"{format_bytes(self.bytes_per_device(stack, hardware))} per device"
@@ -241,7 +241,7 @@ class DynamicStacks(VocabularyStacks):
         """
         if stack.num_shards > 1:
             used_rows = jax.lax.psum(used_rows, stack.shard_axes)
-        has_default = [x.default_row is not None for x in dynamic_tables(stack)]
+        has_default = [table.default_row is not None for table in dynamic_tables(stack)]
         return (used_rows + np.asarray(has_default, np.int32)).astype(jnp.float32)
 
     def rows_on_one_shard(
