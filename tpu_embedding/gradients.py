@@ -19,9 +19,9 @@ from tpu_embedding.argument_checks import check_scalar, describe_value
 from tpu_embedding.lookup._backward import (
     gradient_rounds,
     join_gradients,
+    merge,
     scale_gradient,
 )
-from tpu_embedding.lookup._sum_by_row import merge
 from tpu_embedding.optimizers.checks import check_hyperparameters, positive_bound
 from tpu_embedding.optimizers.row_optimizer import InSequence
 from tpu_embedding.plan.description import count_of, summarize

@@ -22,7 +22,7 @@ from tpu_embedding.export.example import (
     nest_of,
 )
 from tpu_embedding.inputs.buffer_sizes import BufferSizes
-from tpu_embedding.inputs.containers import is_integer, read_ids
+from tpu_embedding.inputs.containers import read_ids
 from tpu_embedding.inputs.prepare import prepare_features
 from tpu_embedding.plan.features import FeaturePlan, InputPlan
 from tpu_embedding.strings.string_ids import Unknown, Vocabulary
@@ -31,6 +31,7 @@ from tpu_embedding.types import (
     DenseIds,
     RaggedIds,
     ShardedRaggedIds,
+    is_integer,
 )
 
 

@@ -23,7 +23,7 @@ from tpu_embedding.argument_checks import (
     raise_all,
 )
 from tpu_embedding.hardware import MAX_SPARSE_CORE_BYTES, HardwareInfo
-from tpu_embedding.lookup._flatten_to_owners import PoolingSpec
+from tpu_embedding.lookup._forward import PoolingSpec
 from tpu_embedding.optimizers.probe import rates_are_finite
 from tpu_embedding.optimizers.row_optimizer import RowOptimizer
 from tpu_embedding.plan.backend import (

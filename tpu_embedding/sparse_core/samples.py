@@ -15,9 +15,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from tpu_embedding.lookup._flatten_to_owners import PoolingSpec
-from tpu_embedding.lookup._forward import samples_of, scale_samples
-from tpu_embedding.lookup._sum_by_row import gain_of_each_id
+from tpu_embedding.lookup._backward import gain_of_each_id
+from tpu_embedding.lookup._forward import PoolingSpec, samples_of, scale_samples
 from tpu_embedding.plan.plan import StackPlan
 from tpu_embedding.rows.packed_rows import RowLayout, round_up
 from tpu_embedding.sparse_core.limits import (
@@ -52,7 +51,7 @@ def ids_by_core(
     """Sorts ids by SparseCore, and checks the limits on all devices. Per shard.
 
     Args:
-      keys: keys of all features; see `_flatten_to_owners.py`.
+      keys: keys of all features; see `_forward.py`.
       poolings: the features of the stack.
       stack: plan of the stack.
       cores: SparseCores per device.

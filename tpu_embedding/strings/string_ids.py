@@ -21,7 +21,7 @@ from typing import Any, Final, Literal, get_args
 
 import numpy as np
 
-from tpu_embedding.inputs.containers import HostIds, is_integer, read_ids
+from tpu_embedding.inputs.containers import HostIds, read_ids
 from tpu_embedding.paths import local_path
 from tpu_embedding.strings.fingerprints import (
     ByteStrings,
@@ -29,7 +29,7 @@ from tpu_embedding.strings.fingerprints import (
     farmhash64,
     siphash64,
 )
-from tpu_embedding.types import PADDING_ROW_ID, DenseIds
+from tpu_embedding.types import PADDING_ROW_ID, DenseIds, is_integer
 from tpu_embedding.types import ids_of as values_of
 from tpu_embedding.types import with_ids as with_values
 
