@@ -6,7 +6,7 @@ in an ordinary orbax checkpoint.
     saving           te.save and te.restore, and the orbax handler behind them
     restoring        reads a checkpoint into a state, under any plan, by blocks
     split_state      finds the embedding layers in a state, and its other leaves
-    layer_tables     the leaves to save, and their description
+    saved_leaves     the leaves to save, and their description
     dynamic_tables   the ids of dynamic tables, and their places after a restore
     arrays           reads and writes arrays on the disk, chunk by chunk
     records          names and descriptions of the files, and the error of this folder

@@ -1,10 +1,10 @@
 """The ids of dynamic tables in a checkpoint, and their places after a restore.
 
-A dynamic table is in the files as its ids, rising, and their rows in that order; a
-learned default row comes last. Beside each id stands its natural row: the bucket times
-64, plus the place in it. A table of as many buckets gives each id that place again, on
-any number of devices. In another table, the ids of a bucket that its policy evicts last
-come first, and those beyond its 64 places are left out.
+A file of a dynamic table has its ids, rising, and their rows in that order. A learned
+default row comes last. Each id has its natural row next to it: the bucket times 64,
+plus the place in it. A table of as many buckets gives each id that place again, on any
+number of devices. In another table, the ids of a bucket that its policy evicts last
+come first, and ids beyond its 64 places are left out.
 """
 
 import dataclasses
@@ -32,7 +32,9 @@ from tpu_embedding.dynamic.ids_on_host import (
     with_placed_ids,
 )
 from tpu_embedding.dynamic.vocabulary import Dynamic, Eviction, LeastFrequentlyUsed
-from tpu_embedding.plan.plan import StackPlan
+from tpu_embedding.plan.plan import EmbeddingPlan, StackPlan
+from tpu_embedding.rows.packed_rows import PackedRows
+from tpu_embedding.tables.row_stream import ReadTableRows, write_blocks
 
 IDS: Final = f"{DIRECTORY_ARRAY}ids"
 NATURAL_ROWS: Final = f"{DIRECTORY_ARRAY}natural_rows"
@@ -77,12 +79,11 @@ def saved_ids(layer: LayerState, stack: StackPlan) -> dict[str, SavedIds]:
     directory = layer.tables[directory_name(stack.name)]
     sketch = None if directory.sketch is None else on_host(directory.sketch)
     clock = on_host(directory.clock)[0]
-    members = dynamic_tables(stack)
-    found = rows_in_directory(directory, stack)
+    rows_by_table = rows_in_directory(directory, stack)
     init_keys = on_host(directory.init_keys).reshape(stack.num_shards, -1, 2)[0]
     result = {}
-    for i, member in enumerate(members):
-        rows = found[member.table.name]
+    for i, member in enumerate(dynamic_tables(stack)):
+        rows = rows_by_table[member.table.name]
         arrays = {
             IDS: rows.ids,
             NATURAL_ROWS: rows.natural_rows,
@@ -92,11 +93,15 @@ def saved_ids(layer: LayerState, stack: StackPlan) -> dict[str, SavedIds]:
             INIT_KEY: init_keys[i],
         }
         if sketch is not None:
-            arrays[SKETCH] = _lines_of(sketch, member)
-        last = [] if member.default_row is None else [member.default_row]
-        result[member.table.name] = SavedIds(
-            arrays=arrays, rows=np.append(rows.rows, np.asarray(last, np.int64))
-        )
+            # The lines of the table's buckets, in their natural order.
+            first, size = member.first_bucket, member.buckets_per_shard
+            lines = sketch.reshape(member.num_shards, -1, LINE_LANES)
+            lines = lines[:, first : first + size].reshape(-1, LINE_LANES)
+            arrays[SKETCH] = lines[: member.num_buckets]
+        saved_rows = rows.rows
+        if member.default_row is not None:
+            saved_rows = np.append(saved_rows, np.int64(member.default_row))
+        result[member.table.name] = SavedIds(arrays=arrays, rows=saved_rows)
     return result
 
 
@@ -112,14 +117,17 @@ def place_saved_ids(
 
     Args:
       arrays: arrays of the directory by their name in the files.
-      capacity: capacity of the saved table; None: the ids had no places.
+      capacity: capacity of the saved table, or None if its ids had no places.
       member: the table.
 
     Returns:
       The places. Their `sources` are rows of the files, also for the default row.
     """
-    ids, natural_rows, sketch = (arrays.get(x) for x in (IDS, NATURAL_ROWS, SKETCH))
-    assert ids is not None
+    ids, natural_rows, sketch = (
+        arrays[IDS],
+        arrays.get(NATURAL_ROWS),
+        arrays.get(SKETCH),
+    )
     order = np.arange(len(ids))
     if (capacity and Dynamic(capacity=capacity).num_buckets) != member.num_buckets:
         natural_rows = sketch = None
@@ -159,11 +167,43 @@ def _values(
     return counts, last_used
 
 
-def rows_of_sources(rows: np.ndarray, sources: np.ndarray) -> np.ndarray:
-    """Returns `rows[sources]`, with zeros where the source is -1: no id."""
-    found = np.zeros((len(sources), *rows.shape[1:]), rows.dtype)
-    found[sources >= 0] = rows[sources[sources >= 0]]
-    return found
+def write_table_rows(
+    packed: PackedRows,
+    stack: StackPlan,
+    plan: EmbeddingPlan,
+    read: ReadTableRows,
+    num_rows: Mapping[str, int],
+    placed: Mapping[str, PlacedIds],
+) -> PackedRows:
+    """Replaces the rows of some tables of a stack, or of a slot variable, in place.
+
+    All processes call it together. The rows of a dynamic table are on the host as a
+    whole, one table after the other.
+
+    Args:
+      packed: global rows; donated.
+      stack: the stack of the rows.
+      plan: plan of the layer.
+      read: returns rows of a table in the order of its file.
+      num_rows: rows in the file of each table to write.
+      placed: name of a table to the places of its ids, if their order differs here.
+    """
+    ranges = {
+        table: (0, size) for table, size in num_rows.items() if table not in placed
+    }
+    if ranges:
+        packed = write_blocks(packed, stack, plan, read, ranges)
+    for table in [name for name in num_rows if name in placed]:
+        rows, sources = read(table, 0, num_rows[table]), placed[table].sources
+
+        def gather(_: str, start: int, size: int, rows=rows, sources=sources):
+            block = sources[start : start + size]
+            gathered = np.zeros((len(block), *rows.shape[1:]), rows.dtype)
+            gathered[block >= 0] = rows[block[block >= 0]]  # -1 is a place without id.
+            return gathered
+
+        packed = write_blocks(packed, stack, plan, gather, {table: (0, len(sources))})
+    return packed
 
 
 def restored_directory(
@@ -174,7 +214,7 @@ def restored_directory(
 ) -> IdDirectory:
     """Returns the directory of a stack with the saved ids of some tables.
 
-    The clock is the latest of those of the saved tables and of the tables that stay.
+    The clock is the latest one of the saved tables and of the tables that stay.
 
     Args:
       layer: layer of the stack: arrays, or their shapes.
@@ -182,19 +222,11 @@ def restored_directory(
       placed: name of a table to its saved ids.
       clocks: name of a table to its saved clock.
     """
-    now = layer.tables[directory_name(stack.name)]
-    if isinstance(now.keys, jax.ShapeDtypeStruct):
-        now = jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), now)
-        now.keys[:] = NO_ID
-    found = [clocks[table.name] for table in stack.tables if table.name in clocks]
-    if len(found) < len(stack.tables):
-        found.append(int(on_host(now.clock).max()))
-    return with_placed_ids(now, placed, stack, layer.plan, clock=max(found))
-
-
-def _lines_of(lines: np.ndarray, member: DynamicTablePlan) -> np.ndarray:
-    """Returns the lines of the buckets of a table, in their natural order."""
-    first = member.first_bucket
-    of_shards = lines.reshape(member.num_shards, -1, LINE_LANES)
-    of_table = of_shards[:, first : first + member.buckets_per_shard]
-    return of_table.reshape(-1, LINE_LANES)[: member.num_buckets]
+    old = layer.tables[directory_name(stack.name)]
+    if isinstance(old.keys, jax.ShapeDtypeStruct):
+        old = jax.tree.map(lambda leaf: np.zeros(leaf.shape, leaf.dtype), old)
+        old.keys[:] = NO_ID
+    latest = max(clocks.values(), default=0)
+    if len(clocks) < len(stack.tables):
+        latest = max(latest, int(on_host(old.clock).max()))
+    return with_placed_ids(old, placed, stack, layer.plan, clock=latest)

@@ -33,7 +33,6 @@ from tpu_embedding.checkpoint.differences import (
     SlotsChoice,
     describe_leaf,
 )
-from tpu_embedding.checkpoint.layer_tables import array_of_leaf, tables_to_save
 from tpu_embedding.checkpoint.records import (
     CheckpointError,
     CheckpointRecord,
@@ -43,6 +42,7 @@ from tpu_embedding.checkpoint.records import (
     errors_of_writing,
 )
 from tpu_embedding.checkpoint.restoring import RestoreState, restore_state
+from tpu_embedding.checkpoint.saved_leaves import array_of_leaf, tables_to_save
 from tpu_embedding.checkpoint.split_state import SplitState
 from tpu_embedding.checkpoint.state_file import (
     description_as_json,

@@ -111,7 +111,7 @@ SLOT = {"slots": {"accumulators": "accumulators"}}
 REFUSED = {
     "dim": ({"a": np.zeros((20, 5))}, {}, "20 rows of dim 5, the model 20 of dim 4"),
     "rows": ({"b": np.zeros((9, 4))}, {}, "has 9 rows of dim 4, the model 7 of"),
-    "axes": ({"a": np.zeros(20)}, {}, "is no table"),
+    "axes": ({"a": np.zeros(20)}, {}, r"is not \[rows, dim\]"),
     "integers": ({"a": np.zeros((20, 4), int)}, {}, "must be floating"),
     "names": ({"x": np.zeros((20, 4))}, {}, "no table of the model.*rename="),
     "tables": (WHOLE, {"tables": ["c"]}, "tables names 'c'"),

@@ -4,14 +4,13 @@ Everything is checked before the model changes: names, shapes, types and checksu
 """
 
 import dataclasses
-import functools
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 from flax import nnx
 
-from tpu_embedding.checkpoint.dynamic_tables import rows_of_sources
+from tpu_embedding.checkpoint.dynamic_tables import write_table_rows
 from tpu_embedding.checkpoint.imports.match import (
     ImportedSlots,
     ImportReport,
@@ -22,9 +21,10 @@ from tpu_embedding.checkpoint.imports.match import (
 from tpu_embedding.checkpoint.imports.opening import open_tables
 from tpu_embedding.checkpoint.imports.source import RowArray, TableSource, array_of
 from tpu_embedding.checkpoint.records import CheckpointError
+from tpu_embedding.checkpoint.saved_leaves import slots_of
 from tpu_embedding.checkpoint.split_state import LayerState, SplitState
 from tpu_embedding.dynamic.directory import directory_name, dynamic_tables
-from tpu_embedding.dynamic.ids_on_host import place_ids, with_placed_ids
+from tpu_embedding.dynamic.ids_on_host import PlacedIds, place_ids, with_placed_ids
 from tpu_embedding.functional.following_slots import (
     check_no_followers,
     with_following_slots,
@@ -35,7 +35,6 @@ from tpu_embedding.optimizers.probe import probe_rule
 from tpu_embedding.plan.plan import EmbeddingPlan, StackPlan, TrainedStackPlan
 from tpu_embedding.rows.file_rows import decode_int8, file_row, file_rows_of_values
 from tpu_embedding.rows.packed_rows import PackedRows
-from tpu_embedding.tables.row_stream import write_blocks
 from tpu_embedding.tables.slot_values import slot_rows, with_slot_rows
 from tpu_embedding.tables.table_values import NotFinite
 
@@ -50,10 +49,10 @@ def import_tables(
     slots: ImportedSlots = "same_rule",
     ids: Mapping[str, Any] | None = None,
 ) -> ImportReport:
-    """Replaces tables and slot variables of a model by those of a foreign source.
+    """Replaces tables and slot variables of a model with the ones of a foreign source.
 
     Dense parameters and step counts stay as they are. The present tables are written
-    in place; block by block, a table never is in host memory as a whole. State that an
+    in place, block by block: a table is never in host memory as a whole. State that an
     optimizer made from table values, such as moving averages, follows the new values.
 
     Args:
@@ -61,12 +60,12 @@ def import_tables(
       model: an `nnx.Module` that owns `TPUEmbedding` layers; it changes in place.
       optimizer: the model's, to import slot variables, and to let state follow the
         new values; it changes in place.
-      tables: names of the model's tables to import; None: all that the source has. In
-        a model of several layers, names are `"path of the layer/table"`.
+      tables: names of the model's tables to import. Defaults to all that the source
+        has. In a model of several layers, names are `"path of the layer/table"`.
       rename: name of a table of the model to its name in the source, where they differ.
-      slots: `"same_rule"` imports the slot variables of tables if the source has those
-        of the optimizer's rule, under the names of any library, and no others.
-        A mapping of slot names here to those of the source imports these; `{}` imports
+      slots: `"same_rule"` imports the slot variables of tables if the source has the
+        ones of the optimizer's rule, under the names of any library, and no more.
+        A mapping of slot names here to names in the source imports these; `{}` imports
         none.
       ids: name of a dynamic table of the model to the ids of the source's rows:
         integers of 64 bits or strings, `[rows]`. A source that has ids itself needs
@@ -101,15 +100,15 @@ def import_tables(
             f"{sorted(layers)} of the model and {sorted(optimizer.slots.get_value())} "
             "of the optimizer."
         )
-    parts = SplitState((model,) if optimizer is None else (model, optimizer))
+    state = SplitState((model,) if optimizer is None else (model, optimizer))
     options = {"tables": tables, "rename": rename or {}, "slots": slots}
-    matched, report = _match(source, parts.layers, **options, ids=ids or {})
+    imports, report = _match(source, state.layers, **options, ids=ids or {})
     if optimizer is None:
         line = "import_tables(source, model, optimizer)"
-        for layer in parts.layers:
-            names = layer.followed_tables & set(_of_layer(matched, layer))
-            check_no_followers(names, line)
-    parts.rebuilt([_written(layer, matched) for layer in parts.layers], {})
+        for layer, tables_of_layer in zip(state.layers, imports, strict=True):
+            check_no_followers(layer.followed_tables & set(tables_of_layer), line)
+    pairs = zip(state.layers, imports, strict=True)
+    state.rebuilt([_import_into_layer(*pair) for pair in pairs], {})
     return report
 
 
@@ -124,7 +123,7 @@ def import_into_stacks(
     slots: ImportedSlots = "same_rule",
     ids: Mapping[str, Any] | None = None,
 ) -> tuple[dict[str, PackedRows], dict[str, Any], ImportReport]:
-    """Replaces tables and slot variables of stacks by those of a foreign source.
+    """Replaces tables and slot variables of stacks with a foreign source's.
 
     Args:
       source: see `import_tables`.
@@ -157,15 +156,15 @@ def import_into_stacks(
     """
     layer = LayerState(path="", plan=plan, tables=stacks, slots=states)
     options = {"tables": tables, "rename": rename or {}, "slots": slots}
-    matched, report = _match(source, [layer], **options, ids=ids or {})
-    new = _written(layer, matched)
+    (imports,), report = _match(source, [layer], **options, ids=ids or {})
+    new = _import_into_layer(layer, imports)
     return dict(new.tables), dict(new.slots or {}), report
 
 
 def _match(
     source: Any, layers: Sequence[LayerState], **options: Any
-) -> tuple[dict[str, MatchedTable], ImportReport]:
-    """Returns what to write into each table, and the report.
+) -> tuple[list[dict[str, MatchedTable]], ImportReport]:
+    """Returns what to write into each layer, by the names in its plan, and the report.
 
     Args:
       source: see `import_tables`.
@@ -176,155 +175,112 @@ def _match(
       CheckpointError: if anything is wrong with them.
     """
     source = source if isinstance(source, TableSource) else open_tables(source)
-    targets = [table for layer in layers for table in _targets(layer)]
+    targets = []
+    for layer in layers:
+        for stack in layer.plan.stacks:
+            slots = {k: file_row(rows) for k, rows in _slot_rows(layer, stack).items()}
+            targets += [
+                TargetTable(name=layer.name_of(x.name), config=x.config, slots=slots)
+                for x in stack.tables
+            ]
     matched = match_tables(source, targets, **options)
     for table in matched.values():
-        for array in (table.values, *table.slots.values()):
+        for array in (table.source.values, *table.slots.values()):
             array.check()
-    imports = {k: x for layer in layers for k, x in _placed(layer, matched).items()}
-    names = {name: table.source for name, table in matched.items()}
+    imports = [_place_ids(layer, matched) for layer in layers]
+    source_names = {name: table.source_name for name, table in matched.items()}
     report = ImportReport(
         origin=source.origin,
-        tables=names,
+        tables=source_names,
         slots={name: table.slot_names for name, table in matched.items()},
         dropped=tuple(slot for table in matched.values() for slot in table.dropped),
-        kept=tuple(sorted({target.name for target in targets} - set(names))),
-        unused=tuple(sorted(set(source.tables) - set(names.values()))),
+        kept=tuple(sorted({target.name for target in targets} - set(matched))),
+        unused=tuple(sorted(set(source.tables) - set(source_names.values()))),
     )
     return imports, report
 
 
-def _of_layer(
-    imports: Mapping[str, MatchedTable], layer: LayerState
-) -> dict[str, MatchedTable]:
-    """Returns the tables of a layer, by their names in its plan."""
-    return {k: imports[full] for k, full in layer.names.items() if full in imports}
+def _slot_rows(layer: LayerState, stack: StackPlan) -> dict[str, PackedRows]:
+    """Returns the slot variables of a stack by name; none without its optimizer."""
+    slots = slots_of(layer, stack)
+    return {slot.name: slot.leaf for slot in slots if slot.kind == "rows"}
 
 
-def _slots_of(layer: LayerState, stack: StackPlan) -> dict[str, PackedRows]:
-    """Returns the slot variables of a stack; none without its optimizer."""
-    states = layer.slots or {}
-    if not isinstance(stack, TrainedStackPlan) or stack.name not in states:
-        return {}
-    return slot_rows(states[stack.name], stack)
-
-
-def _targets(layer: LayerState) -> Iterator[TargetTable]:
-    """Yields the tables of a layer, by their names in the model."""
-    for stack in layer.plan.stacks:
-        slots = {k: file_row(packed) for k, packed in _slots_of(layer, stack).items()}
-        for table in stack.tables:
-            name = layer.name_of(table.name)
-            yield TargetTable(name=name, config=table.config, slots=slots)
-
-
-def _placed(
+def _place_ids(
     layer: LayerState, matched: Mapping[str, MatchedTable]
 ) -> dict[str, MatchedTable]:
-    """Returns the matched tables of a layer, with rows in their order here."""
+    """Returns the tables to write into a layer, with places for the ids of rows."""
     imports = {}
     for stack in layer.plan.stacks:
-        members = {x.table.name: x for x in dynamic_tables(stack)}
+        members = {member.table.name: member for member in dynamic_tables(stack)}
         for table in stack.tables:
             name = layer.name_of(table.name)
             if (match := matched.get(name)) is None:
                 continue
-            if match.ids is None:
-                imports[name] = match
-                continue
-            placed = place_ids(match.ids, members[table.name])
-            if placed.num_left_out:
-                raise CheckpointError(
-                    f"{placed.num_left_out} ids of table {name!r} find no place, "
-                    "because the 64 places of their buckets are full. Give "
-                    "te.Dynamic a larger capacity, 1.35 times the ids or more."
-                )
-            gathered = {
-                own: _gathered(array, placed.sources)
-                for own, array in match.slots.items()
-            }
-            imports[name] = dataclasses.replace(
-                match,
-                values=_gathered(match.values, placed.sources),
-                slots=_new_slots(layer, stack, len(placed.sources)) | gathered,
-                placed=placed,
-            )
+            if match.ids is not None:
+                placed = place_ids(match.ids, members[table.name])
+                if placed.num_left_out:
+                    raise CheckpointError(
+                        f"{placed.num_left_out} ids of table {name!r} find no place, "
+                        "because the 64 places of their buckets are full. Give "
+                        "te.Dynamic a larger capacity, 1.35 times the ids or more."
+                    )
+                match = dataclasses.replace(match, placed=placed)
+            imports[table.name] = match
     return imports
 
 
-def _new_slots(
-    layer: LayerState, stack: StackPlan, num_rows: int
-) -> dict[str, RowArray]:
-    """Returns slot variables of a dynamic table as new, where they are known."""
-    found = _slots_of(layer, stack)
-    if not isinstance(stack, TrainedStackPlan) or not found:
-        return {}
-    slots = probe_rule(stack.optimizer, stack.dim).slots
-    if len(slots) != len(found):
-        return {}
-    return {
-        name: array_of(
-            np.broadcast_to(
-                np.float32(slot.initial_value), (num_rows, *file_row(packed).shape)
-            )
-        )
-        for (name, packed), slot in zip(found.items(), slots, strict=True)
-        if slot.initial_value is not None
-    }
-
-
-def _written(layer: LayerState, matched: Mapping[str, MatchedTable]) -> LayerState:
+def _import_into_layer(
+    layer: LayerState, imports: Mapping[str, MatchedTable]
+) -> LayerState:
     """Returns a layer with the imported tables; donates the old ones."""
-    imports, plan = _of_layer(matched, layer), layer.plan
+    plan, tables = layer.plan, dict(layer.tables)
+    placed = {k: x.placed for k, x in imports.items() if x.placed is not None}
     not_finite = NotFinite()
-    stacks = dict(layer.tables)
     for stack in plan.stacks:
-        rows = _rows_of(stack, None, imports)
-        if rows:
-            packed = stacks[stack.name]
-            stacks[stack.name] = _write(packed, rows, stack, plan, not_finite)
-        placed = {k: ids for k in rows if (ids := imports[k].placed) is not None}
-        if placed:
-            name = directory_name(stack.name)
-            stacks[name] = with_placed_ids(stacks[name], placed, stack, plan)
-    num_rows = {name: table.values.shape[0] for name, table in imports.items()}
-    states = with_following_slots(layer.slots or {}, stacks, num_rows, plan)
+        names = [table.name for table in stack.tables if table.name in imports]
+        rows = {name: imports[name].source.values for name in names}
+        packed = tables[stack.name]
+        tables[stack.name] = _write(packed, rows, stack, plan, placed, not_finite)
+        if own_placed := {name: placed[name] for name in names if name in placed}:
+            directory = directory_name(stack.name)
+            new = with_placed_ids(tables[directory], own_placed, stack, plan)
+            tables[directory] = new
+    num_rows = {name: match.source.values.shape[0] for name, match in imports.items()}
+    num_rows |= {name: len(ids.sources) for name, ids in placed.items()}
+    states = with_following_slots(layer.slots or {}, tables, num_rows, plan)
     for stack in plan.trained_stacks:
-        if stack.name in states:
-            # Slot variables of the source replace those that follow the tables.
-            new = slot_rows(states[stack.name], stack)
-            for slot, packed in new.items():
-                if rows := _rows_of(stack, slot, imports):
-                    new[slot] = _write(packed, rows, stack, plan, not_finite)
-            states[stack.name] = with_slot_rows(states[stack.name], new, stack)
+        if stack.name not in states:
+            continue
+        # Slot variables of the source replace the ones that follow the tables.
+        new_slots = slot_rows(states[stack.name], stack)
+        initial_values = _initial_slot_values(stack, new_slots)
+        for slot, packed in new_slots.items():
+            rows, fresh_rows = {}, {}
+            for name in [table.name for table in stack.tables if table.name in imports]:
+                match = imports[name]
+                if slot in match.slots:
+                    rows[name] = match.slots[slot]
+                elif name in placed and initial_values.get(slot) is not None:
+                    shape = (len(placed[name].sources), *file_row(packed).shape)
+                    value = np.float32(initial_values[slot])
+                    fresh_rows[name] = array_of(np.broadcast_to(value, shape))
+            packed = _write(packed, fresh_rows, stack, plan, {}, not_finite)
+            packed = _write(packed, rows, stack, plan, placed, not_finite)
+            new_slots[slot] = packed
+        states[stack.name] = with_slot_rows(states[stack.name], new_slots, stack)
     not_finite.warn()
-    return dataclasses.replace(layer, tables=stacks, slots=states)
+    return dataclasses.replace(layer, tables=tables, slots=states)
 
 
-def _rows_of(
-    stack: StackPlan, slot: str | None, imports: Mapping[str, MatchedTable]
-) -> dict[str, RowArray]:
-    """Returns the rows to import into a stack, or into one of its slot variables."""
-    names = [table.name for table in stack.tables if table.name in imports]
-    if slot is None:
-        return {name: imports[name].values for name in names}
-    slots = {name: imports[name].slots for name in names}
-    return {name: found[slot] for name, found in slots.items() if slot in found}
-
-
-def _gathered(array: RowArray, sources: np.ndarray) -> RowArray:
-    """Returns rows in another order; the whole array is on the host once one is read.
-
-    Args:
-      array: rows of the source.
-      sources: row of the source for each row of the result; -1: zeros.
-    """
-    whole = functools.cache(lambda: array.read(0, array.shape[0]))
-
-    def read(start: int, num_rows: int) -> np.ndarray:
-        return rows_of_sources(whole(), sources[start : start + num_rows])
-
-    return RowArray((len(sources), *array.shape[1:]), array.dtype, read)
+def _initial_slot_values(
+    stack: TrainedStackPlan, slots: Iterable[str]
+) -> dict[str, float | None]:
+    """Returns the number that each slot variable starts from, where there is one."""
+    names, probed = list(slots), probe_rule(stack.optimizer, stack.dim).slots
+    if len(names) != len(probed):
+        return {}
+    return {k: slot.initial_value for k, slot in zip(names, probed, strict=True)}
 
 
 def _write(
@@ -332,6 +288,7 @@ def _write(
     rows: Mapping[str, RowArray],
     stack: StackPlan,
     plan: EmbeddingPlan,
+    placed: Mapping[str, PlacedIds],
     not_finite: NotFinite,
 ) -> PackedRows:
     """Returns packed rows with the rows of some tables replaced, in place."""
@@ -349,9 +306,11 @@ def _write(
             if is_int8:
                 block = np.asarray(block, np.float32)
             stored = file_rows_of_values(block, packed)
-        seen = block if is_int8 else stored
-        not_finite.look_at(seen, start, f"rows of table {table!r}")
+        # Bytes of int8 rows are always finite, so their numbers are looked at before
+        # they are rounded. Other types are looked at after, as they can overflow.
+        numbers = block if is_int8 else stored
+        not_finite.look_at(numbers, start, f"rows of table {table!r}")
         return stored
 
-    ranges = {table: (0, array.shape[0]) for table, array in rows.items()}
-    return write_blocks(packed, stack, plan, read, ranges)
+    num_rows = {table: array.shape[0] for table, array in rows.items()}
+    return write_table_rows(packed, stack, plan, read, num_rows, placed)

@@ -28,8 +28,8 @@ class ImportReport:
       origin: format and path of the source.
       tables: imported table to its name in the source.
       slots: imported table to its imported slots: own name to name in the source.
-      dropped: slots of the source that were not imported, `"table/slot"`: they are not
-        those of the optimizer's rule, or no optimizer was given.
+      dropped: slots of the source that were not imported, `"table/slot"`: the rule of
+        the optimizer has other ones, or no optimizer was given.
       kept: tables of the model that keep all their values, because the source lacks
         them or they were not asked for.
       unused: tables of the source that were not imported.
@@ -45,15 +45,15 @@ class ImportReport:
     def __str__(self) -> str:
         lines = [f"Imported {len(self.tables)} tables from {self.origin}:"]
         for table, name in self.tables.items():
-            parts = [f"{own} of {other}" for own, other in self.slots[table].items()]
-            lines.append(f"  {table} of {name}: {', '.join(['values', *parts])}")
-        for heading, found in (
+            slots = [f"{own} of {other}" for own, other in self.slots[table].items()]
+            lines.append(f"  {table} of {name}: {', '.join(['values', *slots])}")
+        for heading, names in (
             ("Dropped slot variables:", self.dropped),
             ("Tables of the model that keep their values:", self.kept),
             ("Tables of the source that were not used:", self.unused),
         ):
-            if found:
-                lines += [heading, *(f"  {name}" for name in found)]
+            if names:
+                lines += [heading, *(f"  {name}" for name in names)]
         return "\n".join(lines)
 
 
@@ -95,22 +95,30 @@ class MatchedTable:
     """A table to import.
 
     Attributes:
-      source: name of the table in the source.
-      values: rows of the source.
-      slots: slot variables of the source, by their names in this package.
-      slot_names: their names in the source.
-      dropped: slot variables of the source that are not imported, `"table/slot"`.
+      source_name: name of the table in the source.
+      source: the table of the source.
+      slot_names: slot variables to import: name in this package to name in the source.
       ids: uint64, ids of the rows of a dynamic table; None for a static one.
-      placed: places of these ids in the model, once its tables have them.
+      placed: places of these ids in the model, once they are known.
     """
 
-    source: str
-    values: RowArray
-    slots: Mapping[str, RowArray]
+    source_name: str
+    source: SourceTable
     slot_names: Mapping[str, str]
-    dropped: tuple[str, ...]
-    ids: np.ndarray | None = None
+    ids: np.ndarray | None
     placed: PlacedIds | None = None
+
+    @property
+    def slots(self) -> dict[str, RowArray]:
+        """Slot variables to import, by their names in this package."""
+        return {own: self.source.slots[k] for own, k in self.slot_names.items()}
+
+    @property
+    def dropped(self) -> list[str]:
+        """Slot variables of the source that are not imported, `"table/slot"`."""
+        used = self.slot_names.values()
+        slots = [slot for slot in self.source.slots if slot not in used]
+        return [f"{self.source_name}/{slot}" for slot in slots]
 
 
 def match_tables(
@@ -127,29 +135,35 @@ def match_tables(
     Args:
       source: the tables that there are.
       targets: tables of the model.
-      tables: see `import_tables`, as the others.
+      tables: see `import_tables`, also for the other arguments.
       rename: name of a table of the model to its name in the source.
       slots: slot variables to import.
       ids: name of a dynamic table of the model to the ids of its rows.
 
     Raises:
-      CheckpointError: with all mismatches, and a way out for each.
+      CheckpointError: with all mismatches, and a fix for each.
     """
     own = [target.name for target in targets]
     names = _names(source, own, tables, rename, ids)
     matched: dict[str, MatchedTable] = {}
     problems: list[str] = []
     for target in targets:
-        if target.name in names:
-            other = names[target.name]
-            try:
-                given = ids.get(target.name)
-                matched[target.name] = _match(target, other, source, slots, given)
-            except CheckpointError as error:
-                problems.append(f"table {target.name!r} of {other!r}: {error}")
+        if (other := names.get(target.name)) is None:
+            continue
+        table = source.tables[other]
+        try:
+            slot_names = _slot_names(target, table, slots)
+            _check_rows(target, table.values)
+            ids_of_rows = _ids(target, table, ids.get(target.name))
+        except CheckpointError as error:
+            problems.append(f"table {target.name!r} of {other!r}: {error}")
+            continue
+        matched[target.name] = MatchedTable(
+            source_name=other, source=table, slot_names=slot_names, ids=ids_of_rows
+        )
     if problems:
         raise CheckpointError(
-            f"These parts of {source.origin} do not fit the model:\n  "
+            f"These tables of {source.origin} do not fit the model:\n  "
             + "\n  ".join(problems)
         )
     return matched
@@ -197,40 +211,10 @@ def _names(
     return names
 
 
-def _match(
-    target: TargetTable,
-    other: str,
-    source: TableSource,
-    slots: ImportedSlots,
-    given_ids: Any,
-) -> MatchedTable:
-    """Returns a table to import.
-
-    Raises:
-      CheckpointError: if it does not fit.
-    """
-    table = source.tables[other]
-    names = _slot_names(target, table, slots)
-    dropped = [slot for slot in table.slots if slot not in names.values()]
-    _check_rows(target, table.values)
-    return MatchedTable(
-        source=other,
-        values=table.values,
-        slots={own: table.slots[theirs] for own, theirs in names.items()},
-        slot_names=names,
-        dropped=tuple(f"{other}/{slot}" for slot in dropped),
-        ids=_ids(target, table, given_ids),
-    )
-
-
 def _check_rows(target: TargetTable, values: RowArray) -> None:
-    """Rejects values that do not fit a table.
-
-    Raises:
-      CheckpointError: if they do not fit.
-    """
+    """Raises a CheckpointError for values that do not fit a table."""
     if len(values.shape) != 2:
-        raise CheckpointError(f"shape {values.shape} is no table [rows, dim].")
+        raise CheckpointError(f"shape {values.shape} is not [rows, dim].")
     num_rows, dim = values.shape
     if values.holds_int8_rows(target.config.dim):
         dim = target.config.dim
@@ -302,10 +286,12 @@ def _slot_names(
     names = dict(slots)
     for own, theirs in names.items():
         if not _slot_fits(target, table, own, theirs):
+            shapes = [f"{k} {list(slot.shape)}" for k, slot in target.slots.items()]
+            known = f"{', '.join(shapes)} per row" if shapes else "no slot variables"
             raise CheckpointError(
                 f"slots={{{own!r}: {theirs!r}}} must name a slot of the table, which "
-                f"has {_described(target)}, and one of the source of this shape, which "
-                f"has { ({k: str(x) for k, x in table.slots.items()}) }."
+                f"has {known}, and one of the source of this shape, which has "
+                f"{ ({k: str(x) for k, x in table.slots.items()}) }."
             )
     return names
 
@@ -319,8 +305,3 @@ def _slot_fits(target: TargetTable, table: SourceTable, own: str, theirs: str) -
     if jnp.issubdtype(slot.dtype, jnp.floating):
         fits = array.is_floating
     return fits and array.shape == (table.values.shape[0], *slot.shape)
-
-
-def _described(target: TargetTable) -> str:
-    shapes = [f"{k} {list(slot.shape)}" for k, slot in target.slots.items()]
-    return f"{', '.join(shapes)} per row" if shapes else "no slot variables"

@@ -19,15 +19,15 @@ from tpu_embedding.checkpoint.dynamic_tables import (
 from tpu_embedding.checkpoint.records import ArrayRecord, Json, TableRecord
 from tpu_embedding.checkpoint.split_state import LayerState
 from tpu_embedding.dynamic.vocabulary import Dynamic
-from tpu_embedding.optimizers.row_optimizer import Driver, InSequence, Touched
-from tpu_embedding.plan.plan import StackPlan, TablePlan, TrainedStackPlan
+from tpu_embedding.optimizers.row_optimizer import InSequence, RowOptimizer, Touched
+from tpu_embedding.plan.plan import StackPlan, TrainedStackPlan
 from tpu_embedding.rows.file_rows import file_row
 from tpu_embedding.rows.packed_rows import PackedRows
 from tpu_embedding.tables.slot_values import NamedSlot, named_slots
 from tpu_embedding.update.table_writer import RoundedState
 
 Leaves = dict[tuple[str, str | None], Any]
-"""Leaves by name of a table in the checkpoint, and of a slot; None: the values."""
+"""Leaves by the names of a table and of its slot. Values of the table have None."""
 
 
 def tables_to_save(layer: LayerState) -> tuple[dict[str, TableRecord], Leaves]:
@@ -39,12 +39,13 @@ def tables_to_save(layer: LayerState) -> tuple[dict[str, TableRecord], Leaves]:
     leaves: Leaves = {}
     for stack in layer.plan.stacks:
         ids = {} if stack.vocabulary.ids_are_rows else saved_ids(layer, stack)
-        records |= _records_of_stack(layer, stack, ids)
-        for table, of_table in ids.items():
-            for slot, array in of_table.arrays.items():
+        records_of_stack = _records_of_stack(layer, stack, ids)
+        records |= {layer.name_of(k): record for k, record in records_of_stack.items()}
+        for table, saved in ids.items():
+            for array_name, array in saved.arrays.items():
                 # A copy: the next step may donate what the view of an array shows.
-                leaves[layer.name_of(table), slot] = np.array(array)
-        chosen = {table: of_table.rows for table, of_table in ids.items()}
+                leaves[layer.name_of(table), array_name] = np.array(array)
+        chosen = {table: saved.rows for table, saved in ids.items()}
         packed: dict[str | None, PackedRows] = {None: layer.tables[stack.name]}
         for slot in slots_of(layer, stack):
             if slot.kind == "rows":
@@ -52,19 +53,19 @@ def tables_to_save(layer: LayerState) -> tuple[dict[str, TableRecord], Leaves]:
                 continue
             values = np.array(slot.leaf)
             for i, table in enumerate(stack.tables):
-                of_table = values[i] if slot.kind == "tables" else values
-                leaves[layer.name_of(table.name), slot.name] = np.asarray(of_table)
-        for slot, array in packed.items():
-            rows = StackToSave(array, stack, layer.plan, chosen)
-            for table in stack.tables:
-                name = layer.name_of(table.name)
-                record = records[name].arrays[slot]
-                leaves[name, slot] = TableToSave(table.name, record, rows)
+                value = values[i] if slot.kind == "tables" else values
+                leaves[layer.name_of(table.name), slot.name] = np.asarray(value)
+        for slot_name, rows in packed.items():
+            stack_to_save = StackToSave(rows, stack, layer.plan, chosen)
+            for table, record in records_of_stack.items():
+                array = record.arrays[slot_name]
+                leaf = TableToSave(table, stack_to_save, array.shape)
+                leaves[layer.name_of(table), slot_name] = leaf
     return records, leaves
 
 
 def table_records(layer: LayerState) -> dict[str, TableRecord]:
-    """Returns the description of each table of a layer, by name in the checkpoint.
+    """Returns the description of each table of a layer, by its name in the layer.
 
     The rows of dynamic tables are not known without their ids, and 0 here.
     """
@@ -76,30 +77,43 @@ def table_records(layer: LayerState) -> dict[str, TableRecord]:
 
 def slots_of(layer: LayerState, stack: StackPlan) -> list[NamedSlot]:
     """Returns the slot variables of a stack; none if it is not trained."""
-    if layer.slots is None or not isinstance(stack, TrainedStackPlan):
+    slots = layer.slots or {}
+    if not isinstance(stack, TrainedStackPlan) or stack.name not in slots:
         return []
-    return list(named_slots(layer.slots[stack.name], stack))
+    return list(named_slots(slots[stack.name], stack))
 
 
 def _records_of_stack(
     layer: LayerState, stack: StackPlan, ids: Mapping[str, SavedIds]
 ) -> dict[str, TableRecord]:
+    """Returns the description of each table of a stack, by its name in the layer."""
     slots = slots_of(layer, stack)
+    optimizer = None
+    if layer.slots is not None and isinstance(stack, TrainedStackPlan):
+        structure = jax.tree.structure(layer.slots[stack.name])
+        optimizer = _optimizer_record(stack.optimizer, structure)
     records = {}
     for table in stack.tables:
-        of_table = ids.get(table.name)
-        size = table.config.max_rows
+        size, directory = table.config.max_rows, {}
         if not stack.vocabulary.ids_are_rows:
-            size = 0 if of_table is None else len(of_table.rows)
-        records[layer.name_of(table.name)] = TableRecord(
+            size = 0
+        if (saved := ids.get(table.name)) is not None:
+            size, directory = len(saved.rows), directory_records(saved)
+        dynamic, vocabulary = None, table.config.vocabulary
+        if isinstance(vocabulary, Dynamic):
+            dynamic = {
+                "capacity": vocabulary.capacity,
+                "default_row": vocabulary.default_row,
+            }
+        records[table.name] = TableRecord(
             vocabulary_size=size,
             dim=stack.dim,
             dtype=stack.layout.dtype_name,
             values=_rows_record(layer.tables[stack.name], size),
             slots={slot.name: _slot_record(slot, size) for slot in slots},
-            optimizer=_optimizer_record(layer, stack),
-            dynamic=_dynamic_record(table),
-            directory={} if of_table is None else directory_records(of_table),
+            optimizer=optimizer,
+            dynamic=dynamic,
+            directory=directory,
         )
     return records
 
@@ -117,25 +131,21 @@ def _slot_record(slot: NamedSlot, num_rows: int) -> ArrayRecord:
     return ArrayRecord(shape=shape, dtype=np.dtype(slot.leaf.dtype).name)
 
 
-def _optimizer_record(layer: LayerState, stack: StackPlan) -> Json | None:
-    if layer.slots is None or not isinstance(stack, TrainedStackPlan):
-        return None
-    optimizer = stack.optimizer
+def _optimizer_record(optimizer: RowOptimizer, state: jax.tree_util.PyTreeDef) -> Json:
+    """Returns what must be equal for a checkpoint's slot variables to be continued."""
+    match optimizer.driver:
+        case InSequence():
+            duplicates = "sequence"
+        case Touched(occurrence_norm=True):
+            duplicates = "norm"
+        case _:
+            duplicates = "sum"
     return {
-        "state": _type_names(jax.tree.structure(layer.slots[stack.name])),
+        "state": _type_names(state),
         "rows": "every" if optimizer.moves_every_row else "touched",
-        "duplicates": _duplicates(optimizer.driver),
+        "duplicates": duplicates,
         "gradient_steps": optimizer.gradient_steps,
     }
-
-
-def _duplicates(driver: Driver) -> str:
-    match driver:
-        case InSequence():
-            return "sequence"
-        case Touched(occurrence_norm=True):
-            return "norm"
-    return "sum"
 
 
 def _type_names(structure: jax.tree_util.PyTreeDef) -> list[str]:
@@ -149,13 +159,6 @@ def _type_names(structure: jax.tree_util.PyTreeDef) -> list[str]:
     inner = [x for child in structure.children() for x in _type_names(child)]
     is_state = name.endswith("State") and name != RoundedState.__name__
     return [name, *inner] if is_state else inner
-
-
-def _dynamic_record(table: TablePlan) -> Json | None:
-    dynamic = table.config.vocabulary
-    if not isinstance(dynamic, Dynamic):
-        return None
-    return {"capacity": dynamic.capacity, "default_row": dynamic.default_row}
 
 
 def array_of_leaf(leaf: Any) -> np.ndarray | jax.Array:
@@ -203,16 +206,11 @@ def restored_leaf(
             data = jax.eval_shape(jax.random.key_data, wanted)
         sharding = data.sharding or wanted.sharding or sharding
         value = jax.make_array_from_callback(data.shape, sharding, saved.read)
-    if _is_key(wanted):
-        return jax.random.wrap_key_data(value, impl=_key_impl(wanted))
-    return value
-
-
-def _key_impl(leaf: Any) -> Any:
-    """Returns the generator of a random key, or of its shape."""
-    impls = []
-    jax.eval_shape(lambda key: impls.append(jax.random.key_impl(key)), leaf)
-    return impls[0]
+    if not _is_key(wanted):
+        return value
+    impls = []  # Tracing also tells the generator of the shape of a key.
+    jax.eval_shape(lambda key: impls.append(jax.random.key_impl(key)), wanted)
+    return jax.random.wrap_key_data(value, impl=impls[0])
 
 
 def _is_key(leaf: Any) -> bool:
