@@ -32,13 +32,6 @@ from tpu_embedding.checkpoint.differences import (
     shared_differences,
     table_differences,
 )
-from tpu_embedding.checkpoint.dynamic_tables import (
-    CLOCK,
-    ID_ARRAYS,
-    place_saved_ids,
-    restored_directory,
-    write_table_rows,
-)
 from tpu_embedding.checkpoint.records import (
     CheckpointError,
     CheckpointRecord,
@@ -48,10 +41,15 @@ from tpu_embedding.checkpoint.records import (
     errors_of_reading,
 )
 from tpu_embedding.checkpoint.saved_leaves import (
+    CLOCK,
+    ID_ARRAYS,
     leaf_records,
+    place_saved_ids,
+    restored_directory,
     restored_leaf,
     slots_of,
     table_records,
+    write_table_rows,
 )
 from tpu_embedding.checkpoint.split_state import LayerState, SplitState
 from tpu_embedding.dynamic.directory import directory_name, dynamic_tables

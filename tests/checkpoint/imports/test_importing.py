@@ -9,7 +9,8 @@ from flax import nnx
 import tpu_embedding as te
 from tests.checkpoint.imports.fixtures.values import values
 from tests.conftest import mesh_of
-from tpu_embedding.checkpoint.imports import import_tables, open_tables
+from tpu_embedding.checkpoint.imports.importing import import_tables
+from tpu_embedding.checkpoint.imports.opening import open_tables
 from tpu_embedding.checkpoint.imports.source import RowArray, SourceTable, TableSource
 from tpu_embedding.checkpoint.records import CheckpointError
 from tpu_embedding.rows.file_rows import decode_int8
