@@ -27,18 +27,15 @@ from tpu_embedding.export.documents import (
     read_document,
     write_document,
 )
-from tpu_embedding.export.example import ExportError, Signature
-from tpu_embedding.export.feeding import Feeder, by_input
-from tpu_embedding.export.layer_tables import (
-    TABLES_DIR,
-    tables_of_model,
-    write_table_files,
-)
+from tpu_embedding.export.program_inputs import ExportError, Feeder, Signature, by_input
 from tpu_embedding.export.serving_program import make_program
-from tpu_embedding.export.tensor_files import (
+from tpu_embedding.export.table_files import (
+    TABLES_DIR,
     RowFormat,
     check_row_format,
     read_tensors,
+    tables_of_model,
+    write_table_files,
     write_tensors,
 )
 from tpu_embedding.extras import require_extra
@@ -178,7 +175,7 @@ class ServedModel:
 
     def __repr__(self) -> str:
         num_bytes = sum(x.nbytes for x in {**self.tables, **self.dense}.values())
-        names = [each.name for each in self.signature.inputs]
+        names = [input_.name for input_ in self.signature.inputs]
         return (
             f"ServedModel(inputs={reprlib.repr(names)}, tables="
             f"{reprlib.repr(list(self.tables))}, {len(self.dense)} dense arrays, "
@@ -348,7 +345,7 @@ def _check_fits(
         ) from None
     if flat := [name for name, table in weights[0].items() if table.ndim != 2]:
         raise ExportError(f"The tables {flat} of {path} must have two axes; {AGAIN}")
-    names = [name for each in signature.inputs for name in each.array_names(arrays)]
+    names = [name for input_ in signature.inputs for name in input_.array_names(arrays)]
     if sorted(names) != sorted(arrays):
         raise ExportError(
             f"The signature in {path / DOCUMENT_FILE} must have the arrays that the "
