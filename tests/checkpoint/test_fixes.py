@@ -1,4 +1,4 @@
-"""Every way out that the error of a mismatch names is tried: it has to work."""
+"""Every fix that the error of a mismatch names is tried: it has to work."""
 
 import functools
 
@@ -138,7 +138,7 @@ def test_fixes(tmp_path, name):
 
 def test_a_checkpoint_of_orbax_alone(tmp_path):
     (tmp_path / "_METADATA").write_text("{}")
-    with pytest.raises(CheckpointError, match="restore it by the Checkpointer that"):
+    with pytest.raises(CheckpointError, match="Restore it with the Checkpointer that"):
         te.restore(tmp_path, state_of(plan_of()), plan=plan_of())
 
 

@@ -3,7 +3,7 @@
 Files are independent of devices and plans: a table is one array in natural row order,
 in an ordinary orbax checkpoint.
 
-    saving           te.save and te.restore, and the orbax handler behind them
+    saving           te.save and te.restore, and the orbax handler they use
     restoring        reads a checkpoint into a state, under any plan, by blocks
     split_state      finds the embedding layers in a state, and its other leaves
     saved_leaves     the leaves to save, their description, and the ids of dynamic

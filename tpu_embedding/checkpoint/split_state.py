@@ -109,7 +109,7 @@ class SplitState:
 
         Raises:
           TypeError: if a leaf is neither an array nor a number.
-          ValueError: if the plan of some tables is not known, or is another one; or if
+          ValueError: if the plan of some tables is not known, or differs; or if
             two layers have the same path; or if the tables of some slot variables
             are not known.
         """
@@ -197,7 +197,7 @@ class SplitState:
 
         Args:
           layers: the attribute `layers` with new tables and slots.
-          dense: path to new leaf; others stay.
+          dense: path to new leaf; leaves that are missing stay.
         """
         leaves = list(self._leaves)
         for (tables, slots), layer in zip(self._indices, layers, strict=True):

@@ -462,7 +462,7 @@ class Feeder:
 def by_input(
     vocabularies: Mapping[str, Vocabulary], signature: Signature
 ) -> dict[str, Vocabulary]:
-    """Returns vocabularies by the names of inputs, given those of features.
+    """Returns vocabularies by the names of inputs, given the names of features.
 
     Raises:
       ExportError: if a name does not fit exactly one input, or its value is not a
@@ -542,7 +542,7 @@ def _arrays_of_ids(input_: Input, leaf: Any) -> dict[str, np.ndarray]:
 
 
 def _on_host(ids: Any) -> np.ndarray:
-    """Returns ids, those of 64 bits as two words along a last axis."""
+    """Returns ids; ids of 64 bits are two words along a last axis."""
     if not isinstance(ids, Ids64):
         return np.asarray(ids)
     return np.stack([np.asarray(ids.low), np.asarray(ids.high)], axis=-1)

@@ -1,4 +1,4 @@
-"""Exports a model as a StableHLO program with its weights beside it, and runs it."""
+"""Exports a model as a StableHLO program with its weights, and runs it."""
 
 import dataclasses
 import pathlib
@@ -60,7 +60,7 @@ def save(
     batch_size: int | None = None,
     vocabularies: Mapping[str, Vocabulary] | None = None,
 ) -> None:
-    """Exports a model for serving: a StableHLO program, and its weights beside it.
+    """Exports a model for serving: a StableHLO program, and its weights.
 
     The program runs on one device of a CPU, NVIDIA GPU or TPU, with any batch size and
     any number of ragged ids. It reads one array per table, with rows in their natural
@@ -71,12 +71,12 @@ def save(
         Its `eval` mode is exported.
       directory: new directory for the files; it appears when all are written.
       *example: arguments of the method: a batch, as it is or prepared. Only shapes and
-        dtypes matter. Axes as long as the batch are free, all others are fixed.
+        dtypes matter. Axes as long as the batch are free, and the rest is fixed.
       method: name of the method to export.
       dtype: type of the tables in the files: "float32", "bfloat16", or "int8" per row,
         in FBGEMM's layout.
-      batch_size: None: any. A number: only this one, for models whose code computes
-        with the batch size or whose features have an `output_shape`.
+      batch_size: the only batch size of the program, for models whose code computes
+        with it or whose features have an `output_shape`. Defaults to any size.
       vocabularies: vocabulary of each feature that is served strings, by its name: the
         last key of the input's path, or its name in the signature.
 
@@ -333,7 +333,7 @@ def _check_fits(
       weights: tables and dense parameters.
 
     Raises:
-      ExportError: if they are others.
+      ExportError: if they do not fit.
     """
     arrays = arrays_of_program(exported)
     try:
@@ -362,7 +362,7 @@ def arrays_of_program(exported: jax.export.Exported) -> dict[str, Any]:
 def jit_program(
     exported: jax.export.Exported, table_names: Iterable[str], device: jax.Device
 ) -> Any:
-    """Returns the program under `jax.jit`, with tables that lie row by row.
+    """Returns the program under `jax.jit`, with tables that are stored row by row.
 
     XLA:TPU lays a table of dim below 128 out by columns if it may choose, and then
     copies the whole table in every call. By rows, it is padded to 128 lanes once.

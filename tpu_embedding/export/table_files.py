@@ -296,7 +296,7 @@ def tables_of_model(model: nnx.Module) -> dict[str, LayerTable]:
 
     Raises:
       ExportError: if the model has no embedding layer, or a table has the name of
-        another table or of another one's ids.
+        another table or of the ids of another table.
     """
     layers = embedding_layers(model)
     if not layers:

@@ -2,7 +2,7 @@
 
 Every row is scored, block by block, so no device holds the scores of a whole table.
 Each device finds the best of its own rows, for all queries. One all-to-all brings them
-together, and each device merges those of its share of the queries.
+together, and each device merges the ones of its share of the queries.
 """
 
 import functools
@@ -158,7 +158,7 @@ def _search(
         return _merged(best, excluded, k)
 
     def run(rows: PackedRows, queries: Array, excluded: Array) -> TopK:
-        # Devices share the queries equally; those of zeros fill up.
+        # Devices share the queries equally; queries of zeros fill up.
         room = ((0, -num_queries % plan.num_shards), (0, 0))
         queries, excluded = jnp.pad(queries, room), jnp.pad(excluded, room)
         best = on_shards(

@@ -120,7 +120,7 @@ class RMSE(_MeanOfErrors):
 
 
 class ClickMetric(Metric):
-    """A metric of a click model, whose logits stand for probabilities."""
+    """A metric of a click model, whose logits are probabilities."""
 
     @classmethod
     def from_batch(
@@ -171,7 +171,7 @@ class LogLoss(ClickMetric, Mean):
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class NormalizedEntropy(ClickMetric):
-    """The mean log loss over that of predicting the share of positives for each sample.
+    """The mean log loss, relative to predicting the share of positives for all samples.
 
     Below 1 the model knows more than the base rate. See He et al., "Practical Lessons
     from Predicting Clicks on Ads at Facebook" (ADKDD 2014), equation 1. It is defined
@@ -246,7 +246,7 @@ NUM_BINS: Final = 4096
 
 
 _NONE: Final[Any] = object()
-"""Stands for sums of no samples, whose shape depends on the number of bins."""
+"""Marks empty sums, whose shape depends on the number of bins."""
 
 
 @jax.tree_util.register_dataclass
@@ -287,7 +287,7 @@ class AUC(ClickMetric):
 
     @classmethod
     def empty(cls, num_bins: int = NUM_BINS) -> "AUC":
-        """Returns the metric of no samples."""
+        """Returns the metric without samples."""
         return cls(num_bins=num_bins)
 
     @classmethod

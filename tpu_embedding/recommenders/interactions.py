@@ -76,7 +76,7 @@ class DotInteraction(nnx.Module):
 class FeatureCross(nnx.Module):
     """A cross layer of DCN-v2: `x_next = x_0 * (W x + b + diag_scale * x) + x`.
 
-    `x_0` is the input of the first layer of a stack, `x` that of this one, and `*`
+    `x_0` is the input of the first layer of a stack, `x` of this layer, and `*`
     multiplies element by element. Layer `n` thus makes products of up to `n + 1`
     inputs. `W` is a full matrix, or `W = U V` of low rank. See Wang et al., "DCN V2:
     Improved Deep & Cross Network", arXiv 2008.13535, equations 1 and 2. Names are as in

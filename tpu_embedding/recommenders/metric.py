@@ -48,7 +48,7 @@ class Sum:
     def add(self, other: "Sum") -> "Sum":
         """Returns the totals of both, which have the same shape.
 
-        The rounding error of `high + high` is a float32, and its formula is that of
+        The rounding error of `high + high` is a float32, and its formula is from
         Knuth, "The Art of Computer Programming", volume 2, section 4.2.2, theorem B.
 
         Example:
@@ -99,7 +99,7 @@ class Metric:
 
     @classmethod
     def empty(cls, **settings: Any) -> Self:
-        """Returns the metric of no samples; takes the settings, as a bare call does."""
+        """Returns the metric without samples, with these settings."""
         fields = dataclasses.fields(cls)  # pyright: ignore
         sums = {x.name: Sum.zeros() for x in fields if not x.metadata.get("static")}
         return cls(**sums, **settings)
@@ -110,7 +110,7 @@ class Metric:
         raise NotImplementedError(f"{cls.__name__} has no from_batch")
 
     def update(self, *batch: Any, **inputs: Any) -> Self:
-        """Returns the metric of its own samples and those of a batch.
+        """Returns the metric of its own samples and a batch.
 
         Args:
           *batch: arguments of `from_batch`.

@@ -32,7 +32,7 @@ def in_batch_softmax(
     """Returns the log-softmax and ranks of each query's own item in its batch. Global.
 
     The other items of the batch are the negatives. `q_j` is the probability that a
-    sample contains item `j`. The scores are those of equation 5 of Yi et al.,
+    sample contains item `j`. The scores are from equation 5 of Yi et al.,
     "Sampling-Bias-Corrected Neural Modeling for Large Corpus Item Recommendations"
     (RecSys 2019):
 

@@ -266,7 +266,7 @@ class NDCGAtK(_TopK):
     """The normalised discounted cumulative gain of the best `k`, averaged over samples.
 
     A candidate of rank `r`, from 0, gains `label / log2(r + 2)`. The sum is divided by
-    that of the best order. See Järvelin and Kekäläinen, "Cumulated Gain-Based
+    the sum of the best order. See Järvelin and Kekäläinen, "Cumulated Gain-Based
     Evaluation of IR Techniques" (2002). With exponential gains, `2**label - 1` replaces
     the label, as in TensorFlow Ranking and Keras Recommenders. Samples without a
     relevant candidate do not count.

@@ -31,7 +31,7 @@ class UniqueIds(NamedTuple):
       ids: `[num_devices * size]`; the different ids of each device, rising, then
         padding. Look them up as a feature with `output_shape=(-1,)`.
       index: nest of the ids, each int32 `[batch]` or `[batch, valence]`: the position
-        of each id among those of its device; `size` where there is no id.
+        of each id among the ids of its device; `size` where there is no id.
       size: ids per device, padding included.
     """
 
@@ -43,8 +43,8 @@ class UniqueIds(NamedTuple):
         """Returns the attribute of each unique id, such as the artist of each item.
 
         Look the result up as one more feature with `output_shape=(-1,)`, whose rows are
-        aligned with those of the ids. If many ids have one attribute, pass it to
-        `unique_ids` first, and expand the rows of the attributes to those of the ids.
+        aligned with the rows of the ids. If many ids have one attribute, pass it to
+        `unique_ids` first, and expand the rows of the attributes to the ids.
 
         Args:
           attributes: nest like the ids, with the attribute of the id in each position.

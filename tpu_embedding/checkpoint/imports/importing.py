@@ -82,7 +82,7 @@ class ImportReport:
 
 
 ImportedSlots = Literal["same_rule"] | Mapping[str, str]
-"""Slots to import: those of an equal rule, or own name to source's name."""
+"""Slots to import: the ones of an equal rule, or own name to source's name."""
 
 _SAME_SLOTS: Final[Mapping[tuple[str, ...], tuple[tuple[str, ...], ...]]] = {
     ("accumulators",): (("accumulator",), ("momentum1",), ("0",)),

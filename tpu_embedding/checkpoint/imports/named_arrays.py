@@ -40,7 +40,7 @@ from tpu_embedding.checkpoint.records import CheckpointError
 
 
 def tables_by_name(arrays: Mapping[str, RowArray], origin: str) -> TableSource:
-    """Returns a source of arrays whose names are those of tables.
+    """Returns a source of arrays that have the names of tables.
 
     If there is a table `"movie"`, an array `"movie/accumulators"` of as many rows is
     its slot variable `accumulators`.

@@ -52,8 +52,8 @@ def open_tables(source: str | pathlib.Path | Mapping[str, Any]) -> TableSource:
         * `.safetensors`, or a directory of such files: arrays by table name,
           `"table/slot"` for slot variables, or a state dict of TorchRec;
         * a directory that dynamicemb dumped: files of keys and values;
-        * a TensorFlow checkpoint: its prefix, a directory of checkpoints, or that of a
-          SavedModel. TensorFlow reads it, from the extra `tf`;
+        * a TensorFlow checkpoint: its prefix, a directory of checkpoints, or a
+          directory of a SavedModel. TensorFlow reads it, from the extra `tf`;
         * an orbax checkpoint: directory of a CheckpointManager, whose latest step is
           read, of a step, or of an item. Tables have the paths of their arrays.
 
@@ -107,7 +107,7 @@ def open_stacked_tables(
     """Opens the stacked tables of a checkpoint that was trained on SparseCores.
 
     The stacking is not read from the checkpoint, and no shape tells the rotation:
-    compare some rows with those of the trained model.
+    compare some rows with the trained model.
 
     Args:
       path: checkpoint that `open_tables` opens. keras-rs names stacks

@@ -22,7 +22,7 @@ _METADATA: Final = "_METADATA"
 _ROWS_PER_CHECK: Final = 2**16
 
 _CONTEXT: Final = {"cache_pool": {"total_bytes_limit": 2**29}}
-"""Keeps decoded chunks, of which a range of rows may need a part only."""
+"""Keeps decoded chunks, as a range of rows may need a part of each only."""
 
 
 def arrays_of_checkpoint(path: pathlib.Path) -> dict[LeafPath, RowArray]:
@@ -92,7 +92,7 @@ def _open(
             text = str(error).partition(" [")[0].partition("\n")[0]
             raise CheckpointError(
                 f"The array {name!r} of {item} cannot be read: {text} Copy the "
-                "checkpoint again, or take another one."
+                "checkpoint again, or use an earlier one."
             ) from None
 
     store = result_of(ts.open(spec, open=True))
