@@ -29,6 +29,7 @@ import numpy as np
 import safetensors
 
 from tpu_embedding.checkpoint.imports.source import (
+    MAX_EXPANSION,
     RowArray,
     SourceTable,
     TableSource,
@@ -80,11 +81,11 @@ def arrays_of_mapping(source: Mapping[str, Any]) -> dict[str, RowArray]:
     path, members = archive.filename or "the .npz archive", archive.infolist()
     num_bytes = sum(member.file_size for member in members)
     packed_bytes = sum(member.compress_size for member in members)
-    if num_bytes > (limit := max_bytes_of_files(packed_bytes)):
+    if num_bytes > max_bytes_of_files(packed_bytes):
         raise CheckpointError(
-            f"The arrays of {path} must need at most {limit} bytes, got {num_bytes} in "
-            f"{packed_bytes} of the file; write them with np.savez, which doesn't "
-            "compress."
+            f"The arrays of {path} must need at most {MAX_EXPANSION} times the bytes "
+            f"of the file, got {num_bytes} for {packed_bytes}; write them with "
+            "np.savez, which doesn't compress."
         )
     try:
         return {name: array_of(values) for name, values in source.items()}

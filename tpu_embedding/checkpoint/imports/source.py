@@ -9,7 +9,7 @@ import numpy as np
 
 from tpu_embedding.rows.file_rows import SCALE_AND_BIAS_BYTES
 
-_MAX_EXPANSION: Final = 10
+MAX_EXPANSION: Final = 10
 _SMALL_BYTES: Final = 200 * 2**20
 
 
@@ -18,7 +18,7 @@ def max_bytes_of_files(num_bytes: int) -> int:
 
     Small files of compressed zeros would need far more.
     """
-    return _MAX_EXPANSION * num_bytes + _SMALL_BYTES
+    return MAX_EXPANSION * num_bytes + _SMALL_BYTES
 
 
 @dataclasses.dataclass(frozen=True)
