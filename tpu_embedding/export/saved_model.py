@@ -118,7 +118,11 @@ def _module(saved: SavedProgram) -> tuple[Any, Any]:
     specs = {}
     for input_ in saved.signature.inputs:
         for name in input_.array_names(arrays):
-            shape, dtype = _flat_spec(input_, name, arrays[name])
+            shape, dtype = _tf_shape(arrays[name].shape), arrays[name].dtype
+            if input_.kind != "array" and name != input_.weights_name:
+                # Ids and row splits. The last axis of wide ids has their words.
+                shape = shape[:-1] if dtype == WIDE_DTYPE else shape
+                dtype = "int64"
             specs[names[name]] = tf.TensorSpec(shape, dtype, name=names[name])
     served = Served()
     return served, served.serve.get_concrete_function(specs)
@@ -185,14 +189,6 @@ def _tf_name(name: str) -> str:
     flat = re.sub(r"\W", "_", ascii_name)
     # TensorFlow rejects names that start with an underscore, and the argument `self`.
     return f"x_{flat}" if flat[:1] in ("", "_") or flat == "self" else flat
-
-
-def _flat_spec(input_: Input, name: str, array: Any) -> tuple[list[int | None], Any]:
-    """Returns shape and dtype of a flat tensor; ids and row splits are int64."""
-    shape = _tf_shape(array.shape)
-    if input_.kind == "array" or name == input_.weights_name:
-        return shape, array.dtype
-    return shape[:-1] if array.dtype == WIDE_DTYPE else shape, "int64"
 
 
 def _converted_ids(

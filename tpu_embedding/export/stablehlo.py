@@ -232,7 +232,15 @@ def load(
       ValueError: if `unknown_strings` is neither choice.
     """
     check_unknown(unknown_strings, "load: unknown_strings")
-    saved = read_export(local_path(directory), verify=verify)
+    path = local_path(directory)
+    saved = read_export(path, verify=verify)
+    try:
+        vocabularies = by_input(load_vocabularies(path), saved.signature)
+    except (AttributeError, LookupError, OSError, TypeError, ValueError) as error:
+        raise ExportError(
+            f"{path / VOCABULARIES_DIR} must hold the vocabularies of the inputs: "
+            f"{str(error)[:300]}; {AGAIN}"
+        ) from None
     device = jax.devices()[0]
     tables = {k: jax.device_put(x, _by_rows(device)) for k, x in saved.tables.items()}
     return ServedModel(
@@ -243,22 +251,10 @@ def load(
         _feeder=Feeder(
             saved.signature,
             arrays_of_program(saved.exported),
-            _read_vocabularies(local_path(directory), saved.signature),
+            vocabularies,
             unknown_strings,
         ),
     )
-
-
-def _read_vocabularies(
-    path: pathlib.Path, signature: Signature
-) -> dict[str, Vocabulary]:
-    try:
-        return by_input(load_vocabularies(path), signature)
-    except (AttributeError, LookupError, OSError, TypeError, ValueError) as error:
-        raise ExportError(
-            f"{path / VOCABULARIES_DIR} must hold the vocabularies of the inputs: "
-            f"{str(error)[:300]}; {AGAIN}"
-        ) from None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -344,11 +344,11 @@ def _import_into_layer(
     placed = {k: x.placed for k, x in imports.items() if x.placed is not None}
     not_finite = NotFinite()
     for stack in plan.stacks:
-        names = [table.name for table in stack.tables if table.name in imports]
-        rows = {name: imports[name].source.values for name in names}
+        matches = {x.name: imports[x.name] for x in stack.tables if x.name in imports}
+        rows = {name: match.source.values for name, match in matches.items()}
         packed = tables[stack.name]
         tables[stack.name] = _write(packed, rows, stack, plan, placed, not_finite)
-        if own_placed := {name: placed[name] for name in names if name in placed}:
+        if own_placed := {name: placed[name] for name in matches if name in placed}:
             directory = directory_name(stack.name)
             new = with_placed_ids(tables[directory], own_placed, stack, plan)
             tables[directory] = new
@@ -358,16 +358,19 @@ def _import_into_layer(
     for stack in plan.trained_stacks:
         if stack.name not in states:
             continue
+        matches = {x.name: imports[x.name] for x in stack.tables if x.name in imports}
         # Slot variables of the source replace the ones that follow the tables.
         new_slots = slot_rows(states[stack.name], stack)
-        initial_values = _initial_slot_values(stack, new_slots)
+        initial_values = {}
+        if matches.keys() & placed.keys():
+            initial_values = _initial_slot_values(stack, new_slots)
         for slot, packed in new_slots.items():
             rows, fresh_rows = {}, {}
-            for name in [table.name for table in stack.tables if table.name in imports]:
-                match = imports[name]
+            for name, match in matches.items():
                 if slot in match.slots:
                     rows[name] = match.slots[slot]
                 elif name in placed and initial_values.get(slot) is not None:
+                    # The rows have new ids, so other slot variables start again.
                     shape = (len(placed[name].sources), *file_row(packed).shape)
                     value = np.float32(initial_values[slot])
                     fresh_rows[name] = array_of(np.broadcast_to(value, shape))
