@@ -372,7 +372,7 @@ def _index_of(rows: Any, array: ArrayRecord) -> Any:
         )
     outside = row_ids[(row_ids < 0) | (row_ids >= size)]
     if outside.size:
-        raise IndexError(f"rows must be from 0 to {size - 1}, got {outside[0]}.")
+        raise IndexError(f"rows must be between 0 and {size - 1}, got {outside[0]}.")
     return row_ids.astype(np.int64)
 
 
