@@ -16,7 +16,7 @@ import tyro
 
 import tpu_embedding
 from tpu_embedding.checkpoint.records import CheckpointError
-from tpu_embedding.export.example import ExportError
+from tpu_embedding.export.program_inputs import ExportError
 from tpu_embedding.extras import MissingExtraError
 from tpu_embedding.tools.cli.arguments import UsageError
 from tpu_embedding.tools.cli.compile import Compile

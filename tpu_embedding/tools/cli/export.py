@@ -12,7 +12,7 @@ from tpu_embedding.checkpoint.saving import restore
 from tpu_embedding.export.documents import check_new_directory
 from tpu_embedding.export.saved_model import save_tensorflow
 from tpu_embedding.export.stablehlo import check_serving_extra, save, save_tables
-from tpu_embedding.export.tensor_files import RowFormat
+from tpu_embedding.export.table_files import RowFormat
 from tpu_embedding.paths import local_path
 from tpu_embedding.strings.string_ids import VOCABULARIES_DIR
 from tpu_embedding.tools.cli.arguments import emulated_mesh

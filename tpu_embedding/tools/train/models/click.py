@@ -16,7 +16,7 @@ from tpu_embedding import initializers
 from tpu_embedding.config import FeatureConfig, TableConfig
 from tpu_embedding.nn.embedding import TPUEmbedding
 from tpu_embedding.plan.plan import EmbeddingPlan
-from tpu_embedding.recommenders.interactions import DotInteraction
+from tpu_embedding.recommenders.feature_interactions import DotInteraction
 from tpu_embedding.tools.data.csv_clicks import signed_log
 
 
