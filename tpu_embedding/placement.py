@@ -5,11 +5,28 @@ for a table, `make_plan(placement=...)` one for all tables, or a function that p
 each. The plan shows the placement of each stack, and its reason.
 """
 
+import abc
 import dataclasses
 from collections.abc import Callable
 from typing import Any, Final
 
 from tpu_embedding.argument_checks import Rule, broken_rules, optional, raise_all
+
+
+class Placement(abc.ABC):
+    """Chooses the mesh axes that the rows of a table are split over."""
+
+    @abc.abstractmethod
+    def shard_axes(self, mesh_axes: tuple[str, ...], owner: str) -> tuple[str, ...]:
+        """Returns the axes that split rows, in the order of the mesh.
+
+        Args:
+          mesh_axes: names of the axes of the mesh.
+          owner: the setting that gives the placement, for errors.
+
+        Raises:
+          ValueError: if the placement names an axis that the mesh lacks.
+        """
 
 
 def _are_axes(value: Any) -> bool:
@@ -25,7 +42,7 @@ _AXES_RULE: Final = Rule(
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Sharded:
+class Sharded(Placement):
     """Splits the rows of a table over mesh axes, and copies them along the others.
 
     A device then sends ids and rows along these axes only. Devices along the other axes
@@ -46,17 +63,32 @@ class Sharded:
     def __post_init__(self):
         raise_all(broken_rules(self, {"axes": optional(_AXES_RULE)}))
 
+    def shard_axes(self, mesh_axes: tuple[str, ...], owner: str) -> tuple[str, ...]:
+        """Returns the axes of the placement, or else of the whole mesh."""
+        axes = mesh_axes if self.axes is None else self.axes
+        unknown = [axis for axis in axes if axis not in mesh_axes]
+        if unknown:
+            raise ValueError(
+                f"{owner} must name axes of the mesh, {list(mesh_axes)}, got "
+                f"{unknown} in {self!r}; correct the names, or leave axes out for the "
+                "whole mesh."
+            )
+        # Equal placements share a stack, so the order of the names must not matter.
+        return tuple(axis for axis in mesh_axes if axis in axes)
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Replicated:
+class Replicated(Placement):
     """Copies a table to every device, for small tables.
 
     A lookup needs no communication. Each device all-gathers the gradients of all
     devices, and adds them up.
     """
 
+    def shard_axes(self, mesh_axes: tuple[str, ...], owner: str) -> tuple[str, ...]:
+        """Returns no axis: every device has all rows."""
+        return ()
 
-Placement = Sharded | Replicated
 
 ChoosePlacement = Callable[[str, int], Placement]
 """Places one table: takes its name and its number of rows."""
