@@ -8,7 +8,7 @@
 * `mesh_options`: mesh and hardware.
 * `backend`: the seam of backends, which look rows up and update them.
 * `capacity`: ids and rows per round, and the form of gathers and updates.
-* `memory`: bytes of packed rows. `description`: `print(plan)`.
+* `memory`: bytes of packed rows, as numbers and as text.
 * `shard_map`: runs functions on the devices of a plan, on a mesh of any axis type.
 * `check_rows`: rejects arrays of another plan.
 """

@@ -324,30 +324,10 @@ class InputPlan(FeatureNest):
     def __reduce__(self):
         # JAX pickles trees of its own containers only, so the nest itself is pickled.
         numbers = self.unflatten(range(len(self.features)))
-        return _restore, (
-            self.features,
-            numbers,
-            self.num_shards,
-            self.num_process_parts,
-        )
+        fields = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
+        return _restore, ({**fields, "feature_tree": numbers},)
 
 
-def _restore(
-    features: tuple[FeaturePlan, ...],
-    numbers: Any,
-    num_shards: int,
-    num_process_parts: int | None,
-) -> InputPlan:
-    return InputPlan(
-        features=features,
-        feature_tree=jax.tree.structure(numbers),
-        num_shards=num_shards,
-        num_process_parts=num_process_parts,
-    )
-
-
-def without_functions(feature: FeaturePlan) -> FeaturePlan:
-    """Returns a feature without the initializer and the optimizer of its table."""
-    table = dataclasses.replace(feature.table, initializer=None, optimizer=None)
-    config = dataclasses.replace(feature.config, table=table)
-    return dataclasses.replace(feature, config=config)
+def _restore(fields: dict[str, Any]) -> InputPlan:
+    tree = jax.tree.structure(fields["feature_tree"])
+    return InputPlan(**{**fields, "feature_tree": tree})

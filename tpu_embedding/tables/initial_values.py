@@ -19,7 +19,7 @@ rounded to the nearest numbers of their type.
 import functools
 import hashlib
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -29,17 +29,23 @@ from jaxtyping import Array, Float, Int, UInt32
 
 from tpu_embedding.argument_checks import describe_value
 from tpu_embedding.initializers import RowFunction, key_words, threefry_key
-from tpu_embedding.plan.memory import rows_per_slab
 from tpu_embedding.plan.plan import EmbeddingPlan, StackPlan, TablePlan
 from tpu_embedding.plan.shard_map import constrain, in_auto_axes, on_shards
 from tpu_embedding.rows.access import merge_block
 from tpu_embedding.rows.packed_rows import (
+    LANE_BYTES,
     PackedRows,
+    RowLayout,
     gather_in_bounds,
     round_up,
     store_rows,
 )
 from tpu_embedding.xla import as_variables, computed_apart, read_before_write
+
+_MIN_SLAB_BYTES: Final = 2**16
+_MAX_SLAB_BYTES: Final = 2**22
+_SLABS_PER_TABLE: Final = 400
+"""A pass holds about eight slabs of temporaries, at most 2 % of a table."""
 
 
 @functools.partial(jax.jit, static_argnames="plan")
@@ -195,7 +201,7 @@ def _fill_slabs(
       The rows, with those of the tables replaced.
     """
     layout = stack.layout
-    slab, rows_per_line = rows_per_slab(layout), layout.rows_per_line
+    slab, rows_per_line = _rows_per_slab(layout), layout.rows_per_line
     shard = jax.lax.axis_index(stack.shard_axes)
     begins, ends = (
         _first_rows(bounds, shard, stack) for bounds in (offsets, offsets + sizes)
@@ -222,6 +228,26 @@ def _fill_slabs(
         return merge_block(rows, start, stored, is_own)
 
     return jax.lax.fori_loop(0, end_slabs[-1], fill_slab, rows)
+
+
+def _rows_per_slab(layout: RowLayout) -> int:
+    """Returns the rows per block of a pass over all rows of a shard.
+
+    A pass reads or writes some blocks at a time, and nothing larger. Rows take whole
+    lines there, as XLA:TPU may lay out an array of short rows.
+
+    Args:
+      layout: packing of the rows of one shard.
+
+    Returns:
+      A number of rows that fill whole lines; at most all lines of the shard.
+    """
+    row_bytes = LANE_BYTES * round_up(layout.dim, layout.line_lanes or 1)
+    shard_bytes = LANE_BYTES * layout.num_lines * layout.lanes
+    slab_bytes = min(_MAX_SLAB_BYTES, shard_bytes // _SLABS_PER_TABLE)
+    num_rows = max(_MIN_SLAB_BYTES, slab_bytes) // row_bytes
+    num_rows = max(1, num_rows // layout.rows_per_line) * layout.rows_per_line
+    return min(num_rows, layout.row_of(layout.num_lines))
 
 
 def _first_rows(
