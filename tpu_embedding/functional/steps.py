@@ -50,7 +50,7 @@ from tpu_embedding.plan.features import FeaturePlan
 from tpu_embedding.plan.plan import EmbeddingPlan, TrainedStackPlan
 from tpu_embedding.plan.shard_map import in_auto_axes, on_shards, unchecked_values
 from tpu_embedding.rows.packed_rows import PackedRows
-from tpu_embedding.rows.row_gradients import Sealed, gradient_of_no_row
+from tpu_embedding.rows.row_gradients import Sealed, empty_gradient
 from tpu_embedding.types import LookupStats
 from tpu_embedding.update.apply import (
     DRIVERS,
@@ -581,7 +581,7 @@ def _update_shard(
     squares = None if gradient_norm is None else lambda: jnp.square(gradient_norm)
     with model_gradient_context(squares):
         if gradient is None:
-            rounds = gradient_of_no_row(stack.dim)
+            rounds = empty_gradient(stack.dim)
             table, state = update(table, state, rounds, writer)
         elif not stack.backend.replaces_update:
             rounds = gradient_rounds(gradient, stack)

@@ -365,7 +365,7 @@ def _layout(
         RowLayout(
             num_rows=-(-num_rows // num_shards),
             row_shape=(config.dim,),
-            line_lanes=hardware.line_lanes,
+            tile_lanes=hardware.line_lanes,
             contents=StackContents(ranges, num_shards),
             narrow_dtype=next((d for d in NARROW_DTYPES if d == name), None),
         )

@@ -10,9 +10,9 @@ def rows_bytes(layout: RowLayout, hardware: HardwareInfo, itemsize: int) -> int:
     The number of lines is rounded up to whole tiles of the hardware.
     """
     tile_rows = hardware.sublanes
-    if layout.is_flat and layout.line_lanes is not None:
-        tile_rows *= layout.line_lanes
-    return round_up(layout.num_lines, tile_rows) * layout.lanes * itemsize
+    if layout.is_flat and layout.tile_lanes is not None:
+        tile_rows *= layout.tile_lanes
+    return round_up(layout.num_lines, tile_rows) * layout.lanes_per_line * itemsize
 
 
 def format_bytes(num_bytes: float) -> str:

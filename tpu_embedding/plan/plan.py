@@ -473,7 +473,7 @@ def _notes(stack: StackPlan) -> Iterator[str]:
         if table.row_initializer is None:
             # A device holds its share of the rows twice, in whole lines: before and
             # after they are sent to their owners.
-            lanes = round_up(stack.dim, stack.layout.line_lanes or 1)
+            lanes = round_up(stack.dim, stack.layout.tile_lanes or 1)
             num_rows = -(-table.num_rows // stack.num_shards)
             num_bytes = 2 * num_rows * LANE_BYTES * lanes
             yield (
@@ -525,10 +525,10 @@ def _memory_rows(plan: EmbeddingPlan) -> list[tuple[str, ...]]:
         for table in stack.tables:
             num_rows, offset = f"{table.config.max_rows:,}", f"{table.row_offset:,}"
             rows.append((stack.name, table.name, num_rows, *facts, offset, "", "", ""))
-        elements = layout.rows_per_lane * layout.lanes
-        packing = f"{layout.rows_per_line} x {layout.row_lanes} of {elements}"
+        line = f"{layout.rows_per_lane * layout.lanes_per_line}"
         if layout.lines_per_row > 1:
-            packing = f"1 x {layout.row_lanes} of {layout.lines_per_row} x {elements}"
+            line = f"{layout.lines_per_row} x {line}"
+        packing = f"{layout.rows_per_line} x {layout.lanes_per_row} of {line}"
         table_bytes, *slot_bytes = stack.array_bytes
         sizes = f"{format_bytes(table_bytes)} + {format_bytes(sum(slot_bytes))} slots"
         whole = (stack.name, "(whole stack)", f"{stack.num_rows:,}")

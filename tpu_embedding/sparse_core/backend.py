@@ -183,7 +183,7 @@ class SparseCoreBackend(Backend):
         return dataclasses.replace(
             layout,
             num_rows=rows_of_shard(layout.num_rows, self.cores),
-            line_lanes=LANES,
+            tile_lanes=LANES,
             banks=self.cores,
             bank_name="SparseCores",
         )

@@ -242,8 +242,8 @@ def _rows_per_slab(layout: RowLayout) -> int:
     Returns:
       A number of rows that fill whole lines; at most all lines of the shard.
     """
-    row_bytes = LANE_BYTES * round_up(layout.dim, layout.line_lanes or 1)
-    shard_bytes = LANE_BYTES * layout.num_lines * layout.lanes
+    row_bytes = LANE_BYTES * round_up(layout.dim, layout.tile_lanes or 1)
+    shard_bytes = LANE_BYTES * layout.num_lines * layout.lanes_per_line
     slab_bytes = min(_MAX_SLAB_BYTES, shard_bytes // _SLABS_PER_TABLE)
     num_rows = max(_MIN_SLAB_BYTES, slab_bytes) // row_bytes
     num_rows = max(1, num_rows // layout.rows_per_line) * layout.rows_per_line

@@ -172,7 +172,7 @@ class LineExchange:
         layout = self.layout
         rows = -(-self.window_rows // self.num_parts) + layout.rows_per_line - 1
         num_lines = -(-rows // layout.rows_per_line) * layout.lines_per_row
-        tile_lines = max(8, _TILE_ELEMENTS // layout.lanes)
+        tile_lines = max(8, _TILE_ELEMENTS // layout.lanes_per_line)
         return min(round_up(num_lines, tile_lines), layout.num_lines)
 
     def first_row(self, part: Any, start: Any) -> Any:
@@ -346,7 +346,7 @@ def _merged(old: Array, new: Array, begin: Any, end: Any, layout: RowLayout) -> 
     line = jax.lax.broadcasted_iota(jnp.int32, old.shape, 0)
     first_row = layout.row_of(line)
     lane = 0 if layout.is_flat else jax.lax.broadcasted_iota(jnp.int32, old.shape, 1)
-    group = lane // layout.row_lanes
+    group = lane // layout.lanes_per_row
     is_used = group < layout.groups_per_line
 
     def is_new(part_of_lane: int) -> Any:

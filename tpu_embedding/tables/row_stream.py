@@ -31,7 +31,7 @@ import numpy as np
 
 from tpu_embedding.plan.check_rows import check_stack
 from tpu_embedding.plan.plan import EmbeddingPlan, StackPlan
-from tpu_embedding.rows.file_rows import of_file_rows, to_file_rows
+from tpu_embedding.rows.file_rows import file_rows_of_lines, lines_of_file_rows
 from tpu_embedding.rows.packed_rows import PackedRows
 from tpu_embedding.tables.line_exchange import (
     NO_WINDOW,
@@ -313,12 +313,12 @@ def _rows_of_window(
     """Returns the rows of a window in their order, from the lines of its parts."""
     if exchange.num_parts == 1:
         of_part, _ = exchange.rows_of_part(0, window)
-        return to_file_rows(parts[0], exchange.layout)[of_part]
+        return file_rows_of_lines(parts[0], exchange.layout)[of_part]
     row = exchange.row
     result = np.empty((window.num_rows, *row.shape), row.dtype)
     for part, lines in enumerate(parts):
         of_part, of_window = exchange.rows_of_part(part, window)
-        result[of_window] = to_file_rows(lines, exchange.layout)[of_part]
+        result[of_window] = file_rows_of_lines(lines, exchange.layout)[of_part]
     return result
 
 
@@ -347,7 +347,7 @@ def _dealt(
     for i, part in enumerate(parts):
         of_part, of_window = exchange.rows_of_part(i, window)
         part[of_part] = rows[of_window]
-    return of_file_rows(parts.reshape(-1, *rows.shape[1:]), exchange.layout)
+    return lines_of_file_rows(parts.reshape(-1, *rows.shape[1:]), exchange.layout)
 
 
 def _checked(
