@@ -145,6 +145,20 @@ class StackPlan:
             PartitionSpec(self.shard_axes) if self.num_shards > 1 else PartitionSpec()
         )
 
+    def first_local_row(self, row: Any, shard: Any, bank: Any) -> Any:
+        """Returns the first local row of a shard's bank at or after a row of the stack.
+
+        Args:
+          row: row of the stack, an int or integers.
+          shard: number of the shard.
+          bank: number of the bank, 0 unless rows are dealt to several.
+        """
+        # The rows of a bank leave one remainder, and are next to each other.
+        num_ranges = self.num_shards * self.layout.banks
+        remainder = bank * self.num_shards + shard
+        first_in_bank = (row + (num_ranges - 1 - remainder)) // num_ranges
+        return first_in_bank + bank * self.layout.rows_per_bank
+
     @property
     def array_bytes(self) -> tuple[int, ...]:
         """Memory of the rows and of each slot variable on a device, padding included.

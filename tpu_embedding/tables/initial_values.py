@@ -203,8 +203,12 @@ def _fill_slabs(
     layout = stack.layout
     slab, rows_per_line = _rows_per_slab(layout), layout.rows_per_line
     shard = jax.lax.axis_index(stack.shard_axes)
+    # The rows of a table on a shard are one range in each bank.
+    banks = layout.banks
+    bank = jnp.arange(offsets.size * banks, dtype=jnp.int32) % banks
     begins, ends = (
-        _first_rows(bounds, shard, stack) for bounds in (offsets, offsets + sizes)
+        stack.first_local_row(jnp.repeat(rows, banks), shard, bank)
+        for rows in (offsets, offsets + sizes)
     )
     # In whole lines.
     begins = begins // rows_per_line * rows_per_line
@@ -248,29 +252,6 @@ def _rows_per_slab(layout: RowLayout) -> int:
     num_rows = max(_MIN_SLAB_BYTES, slab_bytes) // row_bytes
     num_rows = max(1, num_rows // layout.rows_per_line) * layout.rows_per_line
     return min(num_rows, layout.row_of(layout.num_lines))
-
-
-def _first_rows(
-    bounds: Int[Array, " tables"], shard: Any, stack: StackPlan
-) -> Int[Array, " parts"]:
-    """Returns the first rows of a shard at or behind some rows of its stack.
-
-    The rows of a table on a shard are one range in each bank.
-
-    Args:
-      bounds: rows of the stack.
-      shard: number of the shard.
-      stack: plan of the stack.
-
-    Returns:
-      Rows of the shard, `banks` for each bound.
-    """
-    banks = stack.layout.banks
-    num_parts = banks * stack.num_shards
-    bank = jnp.arange(bounds.size * banks, dtype=jnp.int32) % banks
-    residues = bank * stack.num_shards + shard
-    in_part = (jnp.repeat(bounds, banks) + (num_parts - 1 - residues)) // num_parts
-    return in_part + bank * stack.layout.rows_per_bank
 
 
 def _logical_values(
