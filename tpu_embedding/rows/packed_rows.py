@@ -490,14 +490,12 @@ def lines_to_add(
         values = jnp.pad(values, ((0, 0), (0, missing)), constant_values=neutral)
     if layout.lines_per_row > 1:
         return values.reshape(-1, layout.lanes_per_line)
-    unused_lanes = layout.lanes_per_line - layout.groups_per_line * layout.lanes_per_row
+    groups = lane_groups_of(row_ids, layout)
+    used_lanes = layout.groups_per_line * layout.lanes_per_row
     copies = jnp.tile(values, (1, layout.groups_per_line))
-    lines = jnp.pad(copies, ((0, 0), (0, unused_lanes)))
+    lines = jnp.pad(copies, ((0, 0), (0, layout.lanes_per_line - used_lanes)))
     if layout.groups_per_line == 1:
         return lines
     lanes = jnp.arange(layout.lanes_per_line, dtype=jnp.int32)
-    is_own = (
-        lanes[None, :] // layout.lanes_per_row
-        == lane_groups_of(row_ids, layout)[:, None]
-    )
-    return jnp.where(is_own, lines, neutral)
+    group_of_lane = lanes // layout.lanes_per_row
+    return jnp.where(group_of_lane[None, :] == groups[:, None], lines, neutral)
