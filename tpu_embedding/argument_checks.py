@@ -47,7 +47,7 @@ def describe_value(value: Any) -> str:
         return f"{type(value).__name__} with the keys {reprlib.repr(list(value))}"
     if isinstance(getattr(value, "shape", None), tuple) and hasattr(value, "dtype"):
         return f"an array of shape {value.shape} and dtype {value.dtype}"
-    # A long text, as that of a plan or a model, would hide the rest of the error.
+    # A long text, such as a plan's or a model's, would hide the rest of the error.
     text = repr(value) if isinstance(value, _SHOWN) else ""
     return text if 0 < len(text) <= _MAX_LENGTH else type(value).__name__
 

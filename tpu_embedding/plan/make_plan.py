@@ -19,7 +19,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from tpu_embedding.argument_checks import is_int
-from tpu_embedding.config import TableConfig
+from tpu_embedding.config import ChoosePlacement, Placement, Sharded, TableConfig
 from tpu_embedding.hardware import HardwareInfo
 from tpu_embedding.optimizers.names import optimizer_problem
 from tpu_embedding.optimizers.probe import probe_rule
@@ -29,7 +29,6 @@ from tpu_embedding.optimizers.row_optimizer import (
     RowOptimizer,
     TableOptimizer,
 )
-from tpu_embedding.placement import ChoosePlacement, Placement, Sharded
 from tpu_embedding.plan.backend import (
     Backend,
     BackendName,
@@ -98,8 +97,8 @@ def make_plan(
       mesh: devices with any axes, of type `Auto` or `Explicit`. None means the mesh of
         `jax.set_mesh`, or else all devices along one axis, `"shard"`.
       optimizer: an optax transformation, a name or a Keras optimizer, as
-        `TableConfig` takes, for the tables that name none themselves; None means that
-        those are not trained.
+        `TableConfig` takes, for tables without one of their own. Without it, these are
+        not trained.
       capacity: ids per destination and round of the exchange, at most; changes speed,
         never results. The default is the mean and some standard deviations.
       placement: where the rows of tables live that set no `TableConfig.placement`. It
@@ -107,7 +106,7 @@ def make_plan(
         rows over all devices. `te.Sharded(axes=...)` splits them over some mesh axes,
         and copies them along the rest. `te.Replicated()` copies them to every device. A
         function of a table's name and number of rows chooses per table.
-      hardware: None means that of the mesh's devices.
+      hardware: hardware to plan for. Defaults to the kind of the mesh's devices.
       backend: what looks up and updates rows; it changes speed, never results.
         `"xla"`: gathers and scatters. `"sparse_core"` or `te.SparseCore(...)`: XLA's
         embedding operations for SparseCores, for each stack that they can serve;
@@ -193,12 +192,12 @@ def _resolved_optimizer(
     """Returns the table's own optimizer, or else the shared one."""
     own_or_shared = config.optimizer or optimizer
     if config.dtype_name == "int8" and own_or_shared is not None:
-        source = "its own" if config.optimizer else "that of the layer"
+        source = "its own" if config.optimizer else "the layer's"
         raise ValueError(
             "TableConfig.dtype must not be int8 for a table with an optimizer, got "
             f"{source} for table {name!r}: int8 rows are for lookup only. Store a "
             "trained table in bfloat16. To train the other tables only, set "
-            "TableConfig.optimizer of each, and give the layer none."
+            "TableConfig.optimizer of each, and pass no optimizer to the layer."
         )
     return resolve_optimizer(own_or_shared, name, config.dim)
 

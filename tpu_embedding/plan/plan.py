@@ -289,7 +289,7 @@ class EmbeddingPlan(FeatureNest):
 
         Args:
           batch_size: samples of the global batch.
-          process_index: number of the process; None: this one.
+          process_index: number of the process. Defaults to this process.
 
         Example:
           >>> import tpu_embedding as te
@@ -375,7 +375,7 @@ class EmbeddingPlan(FeatureNest):
             plan. Stacks that no feature uses are not looked up.
 
         Raises:
-          ValueError: if a table is none of this plan's, or the features contradict
+          ValueError: if this plan lacks a table, or the features contradict
             each other.
 
         Example:

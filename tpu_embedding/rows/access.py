@@ -82,7 +82,7 @@ def add_to_rows(
 
     All other rows keep their bits. XLA adds -0.0 to rows that share a line with a
     named row: the only float that changes nothing. (A device that flushes denormals
-    to zero flushes those of such neighbours.)
+    to zero flushes the denormals of such neighbours.)
 
     Args:
       packed: the rows of this shard.
@@ -311,7 +311,7 @@ _ROWS_PER_BLOCK: Final = 8192
 
 
 class Blocks(NamedTuple):
-    """The blocks that cover all rows: the first alone, the others for a loop.
+    """The blocks that cover all rows: one alone, and all others for a loop.
 
     Attributes:
       size: rows of a block of the loop.

@@ -146,7 +146,7 @@ def _to_bfloat16(patterns: Any, bits: Any, xp: ModuleType) -> Any:
     """Rounds float32 bit patterns to bfloat16 bit patterns, in uint32.
 
     It keeps the upper half of the magnitude, after a carry into it from the lower half:
-    random, or that of rounding to nearest. Finite numbers stay finite.
+    random, or to round to nearest. Finite numbers stay finite.
     """
     magnitude = patterns & _MAGNITUDE
     if bits is None:

@@ -174,8 +174,8 @@ class RowLayout:
     def lines_per_row(self) -> int:
         """Lines that a row takes, one after the other; 1 unless rows are dealt.
 
-        A TPU stores a line of several times 128 lanes in pieces between those of other
-        lines. Rows of banks are in one piece.
+        A TPU stores a line of several times 128 lanes in pieces, with pieces of other
+        lines between them. Rows of banks are in one piece.
         """
         if self.banks == 1 or self.tile_lanes is None:
             return 1

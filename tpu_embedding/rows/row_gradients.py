@@ -152,7 +152,7 @@ class GradientRounds:
     one. It exists while a step is traced; it is not a pytree.
 
     Attributes:
-      first: gradients of the first round; all of them where there is no skew.
+      first: gradients of the first round: of all rows, unless there is skew.
       first_rows: rows that the first round covers. Defaults to all rows.
       fold_later: folds over all later rounds, if a batch of this shape can have any.
     """

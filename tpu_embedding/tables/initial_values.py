@@ -155,7 +155,7 @@ def _stack_facts(tables: Sequence[TablePlan], key: jax.Array) -> _Tables:
         keys=keys,
         parameters=parameters,
     )
-    # The parameters of a single table round as those of several tables do.
+    # The parameters of a single table round as the parameters of several tables do.
     return as_variables(jax.tree.map(jnp.asarray, facts))
 
 
@@ -198,7 +198,7 @@ def _fill_slabs(
       stack: the stack of the tables.
 
     Returns:
-      The rows, with those of the tables replaced.
+      The rows, with the tables' rows replaced.
     """
     layout = stack.layout
     slab, rows_per_line = _rows_per_slab(layout), layout.rows_per_line
@@ -317,7 +317,7 @@ def _deal_rows(
       stack: the stack of the table.
 
     Returns:
-      `rows`, with those of the table replaced.
+      `rows`, with the table's rows replaced.
     """
     num_shards = stack.num_shards
     owners = jnp.arange(num_shards, dtype=jnp.int32)

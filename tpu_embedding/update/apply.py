@@ -89,7 +89,7 @@ def _state_around(rule_state: Any, stack: TrainedStackPlan) -> Any:
 
 
 def state_without_rows(state: Any, stack: TrainedStackPlan) -> Any:
-    """Returns the state of a stack after a step that touched none of its rows.
+    """Returns the state of a stack after a step that did not touch its rows.
 
     Values that belong to no row advance, as they do in any other step. So they count
     the same steps for all tables, whichever of them share a stack. Slot variables take
