@@ -218,7 +218,7 @@ _TABLE_RULES: Final = {
         f"{_ROWS_RULE.text}, or a te.Dynamic",
         "give the number of different ids",
     ),
-    "dim": int_rule(1, way_out="give the number of columns"),
+    "dim": int_rule(1, fix="give the number of columns"),
     "initializer": optional(
         Rule(
             callable,
@@ -244,7 +244,7 @@ _TABLE_RULES: Final = {
         Rule(
             lambda x: isinstance(x, Placement),
             "a te.Sharded, te.Replicated",
-            "write te.Replicated(), and give policies to make_plan",
+            "write te.Replicated(), and pass functions to make_plan",
         )
     ),
 }
@@ -372,7 +372,7 @@ def _is_shape(value: Any) -> bool:
 
 
 _FEATURE_RULES: Final = {
-    "max_sequence_length": int_rule(0, way_out="0 combines the ids"),
+    "max_sequence_length": int_rule(0, fix="0 combines the ids"),
     "validate_weights_and_indices": BOOL_RULE,
     "output_shape": optional(Rule(_is_shape, "a tuple of positive ints, (-1,)")),
     "combiner": optional(choice_rule(get_args(Combiner))),
