@@ -24,8 +24,12 @@ from tpu_embedding.lookup._backward import (
 )
 from tpu_embedding.optimizers.checks import check_hyperparameters, positive_bound
 from tpu_embedding.optimizers.row_optimizer import InSequence
-from tpu_embedding.plan.description import count_of, summarize
-from tpu_embedding.plan.plan import EmbeddingPlan, TrainedStackPlan
+from tpu_embedding.plan.plan import (
+    EmbeddingPlan,
+    TrainedStackPlan,
+    count_of,
+    summarize,
+)
 from tpu_embedding.plan.shard_map import on_shards
 from tpu_embedding.rows.row_gradients import RowGradients, Sealed
 from tpu_embedding.types import RowUpdates

@@ -48,7 +48,7 @@ from tpu_embedding.plan.features import FeaturePlan
 from tpu_embedding.plan.plan import EmbeddingPlan, TrainedStackPlan
 from tpu_embedding.plan.shard_map import in_auto_axes, on_shards, unchecked_values
 from tpu_embedding.rows.packed_rows import PackedRows
-from tpu_embedding.rows.row_gradients import Sealed, gradient_of_no_row
+from tpu_embedding.rows.row_gradients import Sealed, empty_gradient
 from tpu_embedding.types import LookupStats
 from tpu_embedding.update.apply import (
     DRIVERS,
@@ -562,7 +562,7 @@ def _update_shard(
 
     def update_rows(table: PackedRows, state: Any) -> tuple[PackedRows, Any]:
         if gradient is None:
-            rounds = gradient_of_no_row(stack.dim)
+            rounds = empty_gradient(stack.dim)
         else:
             rounds = gradient_rounds(gradient, stack)
         return update(table, state, rounds, writer)

@@ -25,6 +25,7 @@ from jax.sharding import Mesh
 
 from tpu_embedding import functional
 from tpu_embedding.argument_checks import ArgumentType, check_type, right_names
+from tpu_embedding.config import placement_of_embedding_feature
 from tpu_embedding.functional.derived_state import check_has_slots
 from tpu_embedding.functional.serving_lookup import serve
 from tpu_embedding.inputs.buffer_sizes import BufferSizes
@@ -42,7 +43,6 @@ from tpu_embedding.nn.recording import (
     without_derivative,
 )
 from tpu_embedding.optimizers.row_optimizer import TableOptimizer
-from tpu_embedding.placement import placement_of_embedding_feature
 from tpu_embedding.plan.make_plan import make_plan
 from tpu_embedding.plan.plan import PLAN, EmbeddingPlan
 from tpu_embedding.tables.initial_values import init_tables

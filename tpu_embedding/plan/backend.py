@@ -25,8 +25,8 @@ from tpu_embedding.rows.packed_rows import PackedRows, RowLayout
 
 if TYPE_CHECKING:
     from tpu_embedding.lookup._forward import PoolingSpec
+    from tpu_embedding.plan.make_plan import NamedTable
     from tpu_embedding.plan.plan import StackPlan, TrainedStackPlan
-    from tpu_embedding.plan.stacking import NamedTable
     from tpu_embedding.rows.row_gradients import Sealed
 
 Activations = tuple[list[Float[Array, "_ dim"]], Int[Array, ""]]

@@ -116,7 +116,7 @@ def by_core(
         dealt.append(cotangent.reshape(cores, -1, layout.dim))
     gradients = jnp.concatenate(dealt, axis=1)
     missing = sizes.num_samples // cores - gradients.shape[1]
-    unused = layout.row_lanes - layout.dim
+    unused = layout.lanes_per_row - layout.dim
     gradients = jnp.pad(gradients, ((0, 0), (0, missing), (0, unused)))
     return gradients.reshape(sizes.num_samples, -1)
 

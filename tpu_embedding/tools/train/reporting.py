@@ -18,7 +18,7 @@ import numpy as np
 
 from tpu_embedding import distributed
 from tpu_embedding.optimizers.probe import probe_rule
-from tpu_embedding.plan.memory import array_sizes, format_bytes, format_table
+from tpu_embedding.plan.memory import format_bytes, format_table
 from tpu_embedding.plan.plan import EmbeddingPlan, StackPlan
 from tpu_embedding.tools.train.run_config import RunConfig
 from tpu_embedding.tools.train.run_directory import (
@@ -229,7 +229,6 @@ def format_tables(plan: EmbeddingPlan) -> str:
     """
     rows = [("table", "optimizer", "rows", "dim", "memory per device", "devices")]
     for stack in plan.stacks:
-        sizes = array_sizes(stack.layout, stack.slots, plan.hardware)
         for table in stack.tables:
             rows.append(
                 (
@@ -237,7 +236,9 @@ def format_tables(plan: EmbeddingPlan) -> str:
                     _rule_name(stack),
                     f"{table.config.max_rows:,}",
                     f"{stack.dim}",
-                    format_bytes(sum(sizes) * table.num_rows / stack.num_rows),
+                    format_bytes(
+                        sum(stack.array_bytes) * table.num_rows / stack.num_rows
+                    ),
                     f"{stack.num_shards}",
                 )
             )

@@ -19,6 +19,7 @@ import optax
 from flax import nnx
 from jax.sharding import Mesh
 
+from tpu_embedding.config import Sharded
 from tpu_embedding.functional import find_ids
 from tpu_embedding.functional.steps import finite_rates
 from tpu_embedding.gradients import all_finite
@@ -28,7 +29,6 @@ from tpu_embedding.metrics import Mean
 from tpu_embedding.nn.embedding import TPUEmbedding
 from tpu_embedding.nn.optimizer import Optimizer
 from tpu_embedding.nn.training import embedding_layers, value_and_grad
-from tpu_embedding.placement import Sharded
 from tpu_embedding.plan.make_plan import make_plan
 from tpu_embedding.plan.mesh_options import SLICE_AXIS, choose_mesh
 from tpu_embedding.plan.plan import EmbeddingPlan
