@@ -26,7 +26,7 @@ from settings import Setting, initial_table
 from sides.embedding_layer import table_features
 
 import tpu_embedding as te
-from tpu_embedding.export.tensor_files import RowFormat
+from tpu_embedding.export.table_files import RowFormat
 
 SHAPES: Final[dict[str, dict[str, int]]] = {
     "one_hot": {"tables": 26, "dim": 32, "valence": 1},

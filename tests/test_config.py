@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import tpu_embedding as te
-from tpu_embedding.initializers import truncated_normal_initializer
+from tpu_embedding.initializers import row_initializer
 
 TABLE = te.TableConfig(vocabulary_size=7, dim=3, name="movie")
 QUANTIZATION = te.QuantizationConfig(num_buckets=16, lower=-1.0, upper=1.0)
@@ -208,7 +208,7 @@ def test_defaults_are_those_of_tensorflow():
 
 def test_default_initializer_is_the_truncated_normal_of_tensorflow():
     dim = 16
-    values = truncated_normal_initializer(dim)(
+    values = row_initializer(None, dim)(
         jax.random.key(0), (60_000 // dim, dim), jnp.float32
     )
     stddev = 1 / math.sqrt(dim)

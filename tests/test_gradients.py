@@ -208,7 +208,7 @@ def test_gradients_of_another_plan_are_refused():
         )
     with pytest.raises(ValueError, match="at least one"):
         te.gradients.add()
-    with pytest.raises(ValueError, match="table gradients beside"):
+    with pytest.raises(ValueError, match="table gradients together"):
         te.gradients.add({"tables": gradients}, {"tables": jnp.ones(3)})
     with pytest.raises(TypeError, match="got dtype int32"):
         te.gradients.scale({"kernel": jnp.arange(3)}, 0.5)

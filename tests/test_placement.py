@@ -5,7 +5,7 @@ import enum
 import pytest
 
 import tpu_embedding as te
-from tpu_embedding.placement import placement_of_embedding_feature
+from tpu_embedding.config import placement_of_embedding_feature
 
 WRONG = {
     "axes as a string": (lambda: te.Sharded(axes="data"), ValueError, "Sharded.axes"),

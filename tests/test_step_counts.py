@@ -13,7 +13,7 @@ from flax import nnx
 import tpu_embedding as te
 from tests.conftest import mesh_of
 from tests.tiers import matrix, quick_cases, with_ids
-from tpu_embedding.functional.final_table_values import has_averages
+from tpu_embedding.functional.derived_state import has_averages
 from tpu_embedding.gradients import TableGradients
 
 ROW = 3

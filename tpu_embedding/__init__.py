@@ -36,6 +36,8 @@ if TYPE_CHECKING:  # Editors, type checkers and `lazy_names` read the public nam
     from tpu_embedding.checkpoint.saving import save as save
     from tpu_embedding.config import FeatureConfig as FeatureConfig
     from tpu_embedding.config import QuantizationConfig as QuantizationConfig
+    from tpu_embedding.config import Replicated as Replicated
+    from tpu_embedding.config import Sharded as Sharded
     from tpu_embedding.config import TableConfig as TableConfig
     from tpu_embedding.dynamic import Dynamic as Dynamic
     from tpu_embedding.nn import Optimizer as Optimizer
@@ -44,8 +46,6 @@ if TYPE_CHECKING:  # Editors, type checkers and `lazy_names` read the public nam
     from tpu_embedding.nn import grad as grad
     from tpu_embedding.nn import linen as linen
     from tpu_embedding.nn import value_and_grad as value_and_grad
-    from tpu_embedding.placement import Replicated as Replicated
-    from tpu_embedding.placement import Sharded as Sharded
     from tpu_embedding.plan.make_plan import make_plan as make_plan
     from tpu_embedding.plan.mesh_options import device_mesh as device_mesh
     from tpu_embedding.plan.plan import EmbeddingPlan as EmbeddingPlan

@@ -47,7 +47,7 @@ def describe_value(value: Any) -> str:
         return f"{type(value).__name__} with the keys {reprlib.repr(list(value))}"
     if isinstance(getattr(value, "shape", None), tuple) and hasattr(value, "dtype"):
         return f"an array of shape {value.shape} and dtype {value.dtype}"
-    # A long text, as that of a plan or a model, would hide the rest of the error.
+    # A long text, such as a plan's or a model's, would hide the rest of the error.
     text = repr(value) if isinstance(value, _SHOWN) else ""
     return text if 0 < len(text) <= _MAX_LENGTH else type(value).__name__
 
@@ -141,8 +141,8 @@ def right_names(
                 kwargs[name] = kwargs.pop(alias)
             for name in kwargs:
                 if name not in known:
-                    way_out = _right_name(name, known, right)
-                    raise TypeError(f"{owner} has no argument {name!r}: {way_out}")
+                    line = _right_name(name, known, right)
+                    raise TypeError(f"{owner} has no argument {name!r}: {line}")
             return function(*args, **kwargs)
 
         if not is_class:
@@ -156,10 +156,10 @@ def right_names(
 def _right_name(name: str, known: list[str], right: Mapping[str, str]) -> str:
     """Returns what to write instead of a name that a function does not take."""
     similar = difflib.get_close_matches(name, known, n=1)
-    found = right.get(name, similar[0] if similar else "")
-    if not found:
+    better = right.get(name, similar[0] if similar else "")
+    if not better:
         return f"it takes {', '.join(known)}."
-    return f"write {found}=..." if found in known else f"write {found}."
+    return f"write {better}=..." if better in known else f"write {better}."
 
 
 class Rule(NamedTuple):
@@ -168,27 +168,27 @@ class Rule(NamedTuple):
     Attributes:
       is_met: returns True for a right value.
       text: completes "must be ..." in the error.
-      way_out: says what to write instead; empty if the rule says it.
+      fix: says what to write instead; empty if the rule says it.
     """
 
     is_met: Callable[[Any], bool]
     text: str
-    way_out: str = ""
+    fix: str = ""
 
 
-def int_rule(low: int, high: int | None = None, way_out: str = "") -> Rule:
+def int_rule(low: int, high: int | None = None, fix: str = "") -> Rule:
     """Returns the rule for an int from `low` to `high`."""
     text = f"of at least {low}" if high is None else f"from {low} to {high}"
     return Rule(
         lambda x: is_int(x) and low <= x and (high is None or x <= high),
         f"an int {text}",
-        way_out,
+        fix,
     )
 
 
-def choice_rule(choices: tuple[str, ...], way_out: str = "") -> Rule:
+def choice_rule(choices: tuple[str, ...], fix: str = "") -> Rule:
     """Returns the rule for one of some words."""
-    return Rule(lambda x: x in choices, f"one of {list(choices)}", way_out)
+    return Rule(lambda x: x in choices, f"one of {list(choices)}", fix)
 
 
 def optional(rule: Rule) -> Rule:
@@ -211,10 +211,10 @@ def broken_rules(
       rules: rule of each field.
       owner: text that names the object, as `" for table 'movie'"`.
     """
-    for field, (is_met, text, way_out) in rules.items():
+    for field, (is_met, text, fix) in rules.items():
         value = getattr(config, field)
         if not is_met(value):
-            ending = f"; {way_out}" if way_out else ""
+            ending = f"; {fix}" if fix else ""
             yield (
                 f"{type(config).__name__}.{field} must be {text}, got {value!r}"
                 f"{owner}{ending}"

@@ -1,4 +1,4 @@
-"""Configuration of embedding tables and of the features that look up their rows.
+"""Configuration of embedding tables, and of the features that look up their rows.
 
 Field names and meanings follow `tf.tpu.experimental.embedding`, so a TensorFlow
 configuration carries over line by line. All classes are frozen and hashable. They
@@ -6,8 +6,10 @@ validate every field at construction and report all problems of an object in one
 `tpu_embedding.make_plan` validates the nest of features as a whole.
 """
 
+import abc
 import dataclasses
 import inspect
+from collections.abc import Callable
 from typing import Any, Final, Literal, cast, get_args
 
 import jax.numpy as jnp
@@ -27,9 +29,8 @@ from tpu_embedding.argument_checks import (
     right_names,
 )
 from tpu_embedding.initializers import Initializer, takes_key
-from tpu_embedding.optimizers.names import optimizer_problem
+from tpu_embedding.optimizers.resolve import optimizer_problem
 from tpu_embedding.optimizers.row_optimizer import TableOptimizer
-from tpu_embedding.placement import Placement
 from tpu_embedding.rows.narrow_rows import NARROW_DTYPES
 from tpu_embedding.types import PADDING_ROW_ID
 from tpu_embedding.vocabularies import FixedVocabulary, Vocabulary
@@ -77,6 +78,121 @@ class QuantizationConfig:
             )
 
 
+class Placement(abc.ABC):
+    """Where the rows of a table live on a mesh: `te.Sharded` or `te.Replicated`.
+
+    A placement changes memory and traffic, never results. `TableConfig.placement` sets
+    it for a table, `make_plan(placement=...)` for all tables. The plan shows the
+    placement of each stack, and its reason.
+    """
+
+    @abc.abstractmethod
+    def shard_axes(self, mesh_axes: tuple[str, ...], owner: str) -> tuple[str, ...]:
+        """Returns the axes that split rows, in the order of the mesh.
+
+        Args:
+          mesh_axes: names of the axes of the mesh.
+          owner: the setting that gives the placement, for errors.
+
+        Raises:
+          ValueError: if the placement names an axis that the mesh lacks.
+        """
+
+
+def _are_axes(value: Any) -> bool:
+    is_names = isinstance(value, tuple) and all(isinstance(x, str) for x in value)
+    return is_names and 0 < len(value) == len(set(value))
+
+
+_AXES_RULE: Final = Rule(
+    _are_axes,
+    "a tuple of different names of mesh axes",
+    "a single axis is written axes=('model',), and te.Replicated() is for no axis",
+)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Sharded(Placement):
+    """Splits the rows of a table over mesh axes, and copies them along all other axes.
+
+    A device then sends ids and rows along these axes only. Devices along the other axes
+    add their gradients up, so that their copies stay equal bit by bit. On GPUs, they do
+    if XLA runs with `--xla_gpu_deterministic_ops=true`.
+
+    Attributes:
+      axes: names of the mesh axes; None means all axes, so that each row lives on one
+        device.
+
+    Example:
+      >>> Sharded(axes=("model",)).axes
+      ('model',)
+    """
+
+    axes: tuple[str, ...] | None = None
+
+    def __post_init__(self):
+        raise_all(broken_rules(self, {"axes": optional(_AXES_RULE)}))
+
+    def shard_axes(self, mesh_axes: tuple[str, ...], owner: str) -> tuple[str, ...]:
+        """Returns the axes of the placement, or else of the whole mesh."""
+        axes = mesh_axes if self.axes is None else self.axes
+        unknown = [axis for axis in axes if axis not in mesh_axes]
+        if unknown:
+            raise ValueError(
+                f"{owner} must name axes of the mesh, {list(mesh_axes)}, got "
+                f"{unknown} in {self!r}; correct the names, or leave axes out for the "
+                "whole mesh."
+            )
+        # Equal placements share a stack, so the order of the names must not matter.
+        return tuple(axis for axis in mesh_axes if axis in axes)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Replicated(Placement):
+    """Copies a table to every device, for small tables.
+
+    A lookup needs no communication. Each device all-gathers the gradients of all
+    devices, and adds them up.
+    """
+
+    def shard_axes(self, mesh_axes: tuple[str, ...], owner: str) -> tuple[str, ...]:
+        """Returns no axis: every device has all rows."""
+        return ()
+
+
+ChoosePlacement = Callable[[str, int], Placement]
+"""Places one table: takes its name and its number of rows."""
+
+
+def placement_of_embedding_feature(embedding_feature: Any) -> Replicated | None:
+    """Returns the placement that TensorFlow's `embedding_feature` asks for.
+
+    TensorFlow names the embedding hardware of a TPU. `"UNSUPPORTED"`, no such hardware,
+    replicates all tables. `"V1"` and `"V2"` shard them, which any hardware does here.
+
+    Args:
+      embedding_feature: one of these names, TensorFlow's enum member of that name, or
+        None.
+
+    Returns:
+      The placement of all tables. None leaves the choice to `make_plan`.
+
+    Raises:
+      ValueError: if the name is unknown.
+
+    Example:
+      >>> placement_of_embedding_feature("UNSUPPORTED")
+      Replicated()
+    """
+    name = getattr(embedding_feature, "name", embedding_feature)
+    if name not in ("UNSUPPORTED", "V1", "V2", None):
+        raise ValueError(
+            "embedding_feature must be 'UNSUPPORTED', 'V1', 'V2' or None, got "
+            f"{embedding_feature!r}; 'UNSUPPORTED' replicates all tables."
+        )
+    return Replicated() if name == "UNSUPPORTED" else None
+
+
 def _is_name(value: Any) -> bool:
     """Returns True for text that files and seeds can be made of."""
     try:
@@ -102,7 +218,7 @@ _TABLE_RULES: Final = {
         f"{_ROWS_RULE.text}, or a te.Dynamic",
         "give the number of different ids",
     ),
-    "dim": int_rule(1, way_out="give the number of columns"),
+    "dim": int_rule(1, fix="give the number of columns"),
     "initializer": optional(
         Rule(
             callable,
@@ -128,7 +244,7 @@ _TABLE_RULES: Final = {
         Rule(
             lambda x: isinstance(x, Placement),
             "a te.Sharded, te.Replicated",
-            "write te.Replicated(), and give policies to make_plan",
+            "write te.Replicated(), and pass functions to make_plan",
         )
     ),
 }
@@ -204,7 +320,7 @@ class TableConfig:
     def __post_init__(self):
         convert_ints(self, "vocabulary_size", "dim")
         raise_all(self._problems())
-        # Equal types have several spellings, of which some differ in their hash.
+        # Equal types have several spellings, and some of these differ in their hash.
         object.__setattr__(self, "dtype", np.dtype(self.dtype))
 
     def _problems(self):
@@ -256,7 +372,7 @@ def _is_shape(value: Any) -> bool:
 
 
 _FEATURE_RULES: Final = {
-    "max_sequence_length": int_rule(0, way_out="0 combines the ids"),
+    "max_sequence_length": int_rule(0, fix="0 combines the ids"),
     "validate_weights_and_indices": BOOL_RULE,
     "output_shape": optional(Rule(_is_shape, "a tuple of positive ints, (-1,)")),
     "combiner": optional(choice_rule(get_args(Combiner))),
@@ -292,7 +408,7 @@ class FeatureConfig:
         row of the j-th id. Longer samples are truncated, shorter ones padded with
         zeros. Combiner and weights have no effect then.
       combiner: method that pools the rows of a sample's ids, as in `TableConfig`, for
-        this feature alone. None: that of the table.
+        this feature alone. Defaults to the table's combiner.
       validate_weights_and_indices: True ignores ids without a positive weight under
         `"mean"` and `"sqrtn"`. False counts them. Under jit, a weight of NaN makes the
         activation NaN; `prepare_features` rejects it. The name is TensorFlow's;
@@ -300,11 +416,11 @@ class FeatureConfig:
       output_shape: shape of the activations without their last axis, `dim`. If its
         product is the batch size, samples are combined and reshaped. If its product is
         `batch * L`, samples are sequences of length L. None means `(batch,)`. `(-1,)`
-        means that the feature has samples of its own, as many as its ids have, such as
-        those of `te.inputs.unique_ids`.
+        means that the feature has samples of its own, as many as its ids have, as the
+        results of `te.inputs.unique_ids` do.
       default_id: row that a sample without ids reads, with weight 1. Ids that are
         dropped, for their range or their weight, do not count. The row gets the
-        sample's gradient. None: such a sample is zero, and no row is touched.
+        sample's gradient. Without it, such a sample is zero, and touches no rows.
       name: name in errors and metrics. None means the feature's path in the nest.
       out_of_range_ids: policy for ids outside `[0, vocabulary_size)`. `"error"`:
         `prepare_features` raises; inside jit, which cannot raise, the ids are dropped.
@@ -315,8 +431,8 @@ class FeatureConfig:
         is rejected.
       expected_valence: mean number of ids per sample that a ragged feature's buffers
         hold. A shard with more ids gets a larger buffer, which recompiles the step.
-        None: buffers grow with the batches. For a feature of `te.inputs.unique_ids`,
-        the different ids of a device, divided by its samples.
+        Without it, buffers grow with the batches. For a feature of
+        `te.inputs.unique_ids`, the different ids of a device, divided by its samples.
       find_only: True: `insert_ids` gives unknown ids of this feature no row, for
         features whose ids other features bring. To find an id counts as a use. Only
         for a `Dynamic` vocabulary.
@@ -359,7 +475,7 @@ class FeatureConfig:
         yield from broken_rules(self, _FEATURE_RULES, owner)
         if self.output_shape is not None and self.max_sequence_length:
             yield (
-                "FeatureConfig.max_sequence_length has no effect beside output_shape, "
+                "FeatureConfig.max_sequence_length has no effect with output_shape, "
                 f"got {self.max_sequence_length!r} and {self.output_shape!r}{owner}; "
                 "leave out one of the two"
             )

@@ -1,8 +1,8 @@
 """Arithmetic on gradients of whole models: dense arrays and sparse table gradients.
 
-A table's gradient is no array, so `optax.global_norm` and `jax.tree.map` cannot handle
-it, and raise. The functions here take any pytree that holds `TableGradients` beside
-dense arrays: the `Gradients` of a Flax model, or a dict of one's own.
+A table's gradient is not an array, so `optax.global_norm` and `jax.tree.map` cannot
+handle it, and raise. The functions here take any pytree that holds `TableGradients` and
+dense arrays: the `Gradients` of a Flax model, or your own dict.
 """
 
 import dataclasses
@@ -19,13 +19,17 @@ from tpu_embedding.argument_checks import check_scalar, describe_value
 from tpu_embedding.lookup._backward import (
     gradient_rounds,
     join_gradients,
+    merge,
     scale_gradient,
 )
-from tpu_embedding.lookup._sum_by_row import merge
 from tpu_embedding.optimizers.checks import check_hyperparameters, positive_bound
 from tpu_embedding.optimizers.row_optimizer import InSequence
-from tpu_embedding.plan.description import count_of, summarize
-from tpu_embedding.plan.plan import EmbeddingPlan, TrainedStackPlan
+from tpu_embedding.plan.plan import (
+    EmbeddingPlan,
+    TrainedStackPlan,
+    count_of,
+    summarize,
+)
 from tpu_embedding.plan.shard_map import on_shards
 from tpu_embedding.rows.row_gradients import RowGradients, Sealed
 from tpu_embedding.types import RowUpdates
@@ -50,7 +54,7 @@ T = TypeVar("T")
 class TableGradients:
     """The sparse gradients of the tables of one plan, on the devices of the samples.
 
-    Its leaves refuse arithmetic, because row ids are among them. Use `add`, `scale`,
+    Its leaves reject arithmetic, because row ids are among them. Use `add`, `scale`,
     `global_norm` and `clip_by_global_norm` of this module.
 
     Attributes:
@@ -69,8 +73,7 @@ class TableGradients:
 
         A rule that takes the occurrences of an id one by one has an entry for each.
         """
-        (stack,) = (s for s in self.plan.trained_stacks if s.name == stack_name)
-        return _row_updates(self.stacks[stack_name], stack, self.plan)
+        return _row_updates(self, stack_name)
 
 
 class _DenseKey(str):
@@ -115,7 +118,7 @@ class Gradients:
           name: path of a layer, or a key of `dense`, such as `"linear"`.
 
         Raises:
-          KeyError: if there is neither.
+          KeyError: if the model has neither.
         """
         if name in self.tables:
             return self.tables[name]
@@ -129,10 +132,8 @@ class Gradients:
 
     def __repr__(self) -> str:
         sizes = [getattr(leaf, "size", 1) for leaf in jax.tree.leaves(self.dense)]
-        of_dense = (
-            f"{count_of(len(sizes), 'array')} of {count_of(sum(sizes), 'number')}"
-        )
-        return f"Gradients(dense={of_dense}, tables={self.tables})"
+        dense = f"{count_of(len(sizes), 'array')} of {count_of(sum(sizes), 'number')}"
+        return f"Gradients(dense={dense}, tables={self.tables})"
 
 
 def global_norm(gradients: Any) -> Float[Array, ""]:
@@ -234,7 +235,7 @@ def clip_by_global_norm(gradients: T, max_norm: float) -> T:
         all gradients NaN.
 
     Raises:
-      TypeError: if `max_norm` is no number.
+      TypeError: if `max_norm` is not a number.
       ValueError: if it is not positive.
 
     Example:
@@ -252,18 +253,18 @@ def clip_by_global_norm(gradients: T, max_norm: float) -> T:
 
 
 def add(*gradients: T) -> T:
-    """Adds gradients of one model, such as those of several micro-batches.
+    """Adds gradients of one model, such as the gradients of several micro-batches.
 
     A row that several of them touch is one row of the sum. So the sum equals the
     gradient of one batch that holds all samples, and a rule that squares gradients
     sees what it would see there.
 
     Args:
-      *gradients: as for `global_norm`, all of one structure. Tables may be missing in
-        some of them. To average, use `scale` on the sum.
+      *gradients: see `global_norm`. All have one structure, except that some may lack
+        tables. To average, use `scale` on the sum.
 
     Raises:
-      ValueError: if the structures differ in more than tables, or two table gradients
+      ValueError: if the structures differ in more than tables, or table gradients
         belong to different plans.
 
     Example:
@@ -273,14 +274,34 @@ def add(*gradients: T) -> T:
     """
     if not gradients:
         raise ValueError("add needs at least one gradient, got none.")
+    structure = jax.tree.structure(gradients[0], is_leaf=_is_table_gradients)
     for number, other in enumerate(gradients[1:], start=2):
-        _check_one_structure(gradients[0], other, number)
+        try:
+            structure.flatten_up_to(other)
+        except ValueError as error:
+            raise ValueError(
+                f"add needs gradients of one structure, but gradient {number} has a "
+                f"different structure, got {describe_value(other)}. Compute all of "
+                "them with te.value_and_grad of one model, or add the parts that they "
+                "share: te.gradients.add(first.dense, second.dense). JAX says: "
+                f"{error}"
+            ) from None
 
-    def add_leaves(first: Any, *others: Any) -> Any:
-        if any(map(_is_table_gradients, (first, *others))):
-            _check_one_plan([first, *others])
-            return _add_tables([first, *others])
-        return functools.reduce(jnp.add, others, first)
+    def add_leaves(*leaves: Any) -> Any:
+        if not any(map(_is_table_gradients, leaves)):
+            return functools.reduce(jnp.add, leaves)
+        for leaf in leaves:
+            if not _is_table_gradients(leaf):
+                raise ValueError(
+                    "add needs gradients of one structure, got table gradients "
+                    f"together with {type(leaf).__name__}."
+                )
+            if leaf.plan.stacks != leaves[0].plan.stacks:
+                raise ValueError(
+                    "add needs gradients of one plan, got gradients of tables with "
+                    "different plans; compute all of them with the same plan."
+                )
+        return _add_tables(leaves)
 
     return jax.tree.map(add_leaves, *gradients, is_leaf=_is_table_gradients)
 
@@ -289,57 +310,34 @@ def _is_table_gradients(value: Any) -> bool:
     return isinstance(value, TableGradients)
 
 
-def _check_one_structure(first: Any, other: Any, number: int) -> None:
-    try:
-        jax.tree.structure(first, is_leaf=_is_table_gradients).flatten_up_to(other)
-    except ValueError as error:
-        raise ValueError(
-            "add needs gradients of one structure, got another one as number "
-            f"{number}, {describe_value(other)}. Compute all of them by "
-            "te.value_and_grad of one model, or add the parts that they share: "
-            f"te.gradients.add(first.dense, second.dense). JAX says: {error}"
-        ) from None
-
-
-def _check_one_plan(parts: list[Any]) -> None:
-    for part in parts:
-        if not isinstance(part, TableGradients):
-            raise ValueError(
-                "add needs gradients of one structure, got table gradients beside "
-                f"{type(part).__name__}."
-            )
-        if part.plan.stacks != parts[0].plan.stacks:
-            raise ValueError(
-                "add needs gradients of one plan, got gradients of tables that another "
-                "plan places; compute all of them with the same plan."
-            )
-
-
 @jax.jit
-def _add_tables(parts: list[TableGradients]) -> TableGradients:
-    """Adds the table gradients of one layer; a part may lack stacks."""
-    plan = parts[0].plan
+def _add_tables(gradients: tuple[TableGradients, ...]) -> TableGradients:
+    """Adds the table gradients of one layer. Some may lack stacks."""
+    plan = gradients[0].plan
     stacks = {}
     for stack in plan.trained_stacks:
-        sealed = [
-            part.stacks[stack.name] for part in parts if stack.name in part.stacks
-        ]
+        sealed = [x.stacks[stack.name] for x in gradients if stack.name in x.stacks]
         if len(sealed) > 1:
             join = functools.partial(join_gradients, stack=stack)
-            stacks[stack.name] = _on_shards(join, sealed, plan)
+            stacks[stack.name] = _on_shards(join, sealed, plan, plan.sample_spec)
         elif sealed:
             stacks[stack.name] = sealed[0]
     return TableGradients(stacks, plan)
 
 
-@functools.partial(jax.jit, static_argnames=("stack", "plan"))
-def _row_updates(
-    sealed: Sealed, stack: TrainedStackPlan, plan: EmbeddingPlan
-) -> RowUpdates:
+@functools.partial(jax.jit, static_argnames="stack_name")
+def _row_updates(gradients: TableGradients, stack_name: str) -> RowUpdates:
+    stack = _trained_stack(gradients.plan, stack_name)
+
     def read(sealed: Sealed) -> RowUpdates:
         return gradient_rounds(sealed, stack).first.as_row_updates()
 
-    return _on_shards(read, sealed, plan, stack.rows_spec)
+    sealed = gradients.stacks[stack_name]
+    return _on_shards(read, sealed, gradients.plan, stack.rows_spec)
+
+
+def _trained_stack(plan: EmbeddingPlan, name: str) -> TrainedStackPlan:
+    return next(stack for stack in plan.trained_stacks if stack.name == name)
 
 
 def _sum_of_squares(values: Array) -> Array:
@@ -362,44 +360,36 @@ def _total(gradients: Any, measure: Callable[[Array], Array]) -> Array:
     return total
 
 
-@functools.partial(jax.jit, static_argnames=("name", "measure"))
+@functools.partial(jax.jit, static_argnames=("stack_name", "measure"))
 def _total_of_stack(
-    gradients: TableGradients, name: str, measure: Callable[[Array], Array]
+    gradients: TableGradients, stack_name: str, measure: Callable[[Array], Array]
 ) -> Array:
     """Returns the sum of a measure over the touched rows of a stack. Global."""
     plan = gradients.plan
-    (stack,) = (stack for stack in plan.trained_stacks if stack.name == name)
+    stack = _trained_stack(plan, stack_name)
 
     def measure_shard(sealed: Sealed) -> Array:
-        def body(total: Array, part: RowGradients, rows: Any) -> Array:
+        def measure_round(total: Array, gradient: RowGradients, rows: Any) -> Array:
             del rows
-            return total + measure(_sum_by_row(part, stack).as_row_updates().values)
+            if isinstance(stack.optimizer.driver, InSequence):
+                # The rule takes the occurrences of a row one by one; their sum counts.
+                max_rows = min(gradient.row_ids.shape[0], stack.rows_per_shard)
+                gradient = merge(gradient.row_ids, gradient.values, max_rows)
+            return total + measure(gradient.as_row_updates().values)
 
-        total = gradient_rounds(sealed, stack).fold(body, jnp.zeros(()))
+        total = gradient_rounds(sealed, stack).fold(measure_round, jnp.zeros(()))
         # Copies of a shard hold the same gradient; it counts once.
         return jax.lax.psum(total, stack.shard_axes)
 
-    return _on_shards(measure_shard, gradients.stacks[name], plan, PartitionSpec())
-
-
-def _sum_by_row(gradients: RowGradients, stack: TrainedStackPlan) -> RowGradients:
-    """Sums the occurrences of each row, for a rule that takes them one by one."""
-    if not isinstance(stack.optimizer.driver, InSequence):
-        return gradients
-    row_ids = gradients.row_ids
-    max_rows = min(row_ids.shape[0], stack.rows_per_shard)
-    return merge(row_ids, gradients.values, max_rows)
+    sealed = gradients.stacks[stack_name]
+    return _on_shards(measure_shard, sealed, plan, PartitionSpec())
 
 
 def _on_shards(
     function: Callable[[Any], Any],
     sealed: Any,
     plan: EmbeddingPlan,
-    out_specs: PartitionSpec | None = None,
+    out_specs: PartitionSpec,
 ) -> Any:
-    return on_shards(
-        function,
-        plan,
-        in_specs=plan.sample_spec,
-        out_specs=plan.sample_spec if out_specs is None else out_specs,
-    )(sealed)
+    run = on_shards(function, plan, in_specs=plan.sample_spec, out_specs=out_specs)
+    return run(sealed)

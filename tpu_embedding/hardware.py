@@ -36,8 +36,8 @@ class HardwareInfo:
       name: generation, such as `"v5e"`, or `"cpu"` or `"gpu"`.
       line_lanes: lanes of one line of a packed table, 128 on TPU. XLA:TPU stores a
         `[rows, dim]` array with `dim` below 128 by column, and copies all of it before
-        each gather. Packing rows into 128-lane lines avoids the copy. None: tables keep
-        their `[rows, dim]` shape.
+        each gather. Packing rows into 128-lane lines avoids the copy. Without it,
+        tables keep their `[rows, dim]` shape.
       sublanes: rows of a tile; the rows of an array are padded to a multiple of it.
       hbm_capacity_bytes: memory of one chip.
       devices_per_chip: number of JAX devices per chip.
@@ -64,6 +64,13 @@ class HardwareInfo:
     def is_tpu(self) -> bool:
         """True for TPUs, which take XLA's TPU options and libtpu's topologies."""
         return self.line_lanes is not None
+
+    @property
+    def device_memory_bytes(self) -> int | None:
+        """Memory of one JAX device; None if the chip's is unknown."""
+        if self.hbm_capacity_bytes is None:
+            return None
+        return self.hbm_capacity_bytes // self.devices_per_chip
 
     @property
     def cores_per_device(self) -> int:

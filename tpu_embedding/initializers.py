@@ -217,7 +217,7 @@ def normal(stddev: float = 0.05, mean: float = 0.0) -> RowInitializer:
 
     Args:
       stddev: standard deviation, at least 0; Keras' `RandomNormal` has the same
-        default. That of `jax.nn.initializers.normal` is 0.01.
+        default; `jax.nn.initializers.normal` has 0.01.
       mean: the mean.
 
     Example:
@@ -287,15 +287,6 @@ class _EachRow:
         return jax.vmap(row)(row_ids).reshape(-1, dim)
 
 
-def truncated_normal_initializer(dim: int) -> RowInitializer:
-    """Returns TensorFlow's default: truncated normal with stddev `1 / sqrt(dim)`.
-
-    JAX and TensorFlow both take `stddev` before truncation at two standard deviations,
-    so the two agree without a correction. Values have a deviation of 0.88 of it.
-    """
-    return truncated_normal(1.0 / math.sqrt(dim))
-
-
 def RowIdInitializer(offset: int = 0) -> RowInitializer:  # noqa: N802
     """Returns initial values that show where a row comes from: row `i` is `offset + i`.
 
@@ -319,18 +310,20 @@ def RowIdInitializer(offset: int = 0) -> RowInitializer:  # noqa: N802
 
 
 _CONSTANTS: Final = {jax.nn.initializers.zeros: 0.0, jax.nn.initializers.ones: 1.0}
-"""Initializers of JAX that can be recognised: the others are anonymous closures."""
+"""Initializers of JAX that can be recognised: all others are anonymous closures."""
 
 
 def row_initializer(initializer: Initializer | None, dim: int) -> RowInitializer | None:
     """Returns the row initializer of a table; None if it needs the whole shape.
 
     Args:
-      initializer: initializer of the table; None: the default one.
+      initializer: initializer of the table. None means a truncated normal distribution
+        with stddev `1 / sqrt(dim)`.
       dim: columns of the table.
     """
     if initializer is None:
-        return truncated_normal_initializer(dim)
+        # TensorFlow's default. It also takes `stddev` before truncation.
+        return truncated_normal(1.0 / math.sqrt(dim))
     if isinstance(initializer, RowInitializer):
         return initializer
     for known, value in _CONSTANTS.items():

@@ -1,6 +1,6 @@
 """Data types that the user, the lookup and the optimizers exchange.
 
-All of them are plain data: no mesh, no device, no arithmetic. The dataclasses and
+All of them are plain data: no mesh, no device. The dataclasses and
 `RowRange` are pytrees, so they pass through `jax.jit`, `jax.shard_map` and checkpoints.
 """
 
@@ -89,10 +89,10 @@ class RaggedIds:
 
         Args:
           lists: `[batch]` lists of ids, of any lengths.
-          weights: None, or `[batch]` lists of numbers, of the same lengths.
+          weights: `[batch]` lists of numbers, of the same lengths, or None.
 
         Raises:
-          TypeError: if a sample is a string, which is no list of ids.
+          TypeError: if a sample is a string, not a list of ids.
           ValueError: if the weights have other lengths than the ids.
 
         Example:
@@ -116,13 +116,13 @@ class RaggedIds:
         )
         if weights is None:
             return ragged
-        lengths_of_weights = [len(of_sample) for of_sample in weights]
+        lengths_of_weights = [len(sample_weights) for sample_weights in weights]
         if lengths_of_weights != lengths:
             raise ValueError(
                 "RaggedIds.from_lists needs one weight per id, got lists of lengths "
                 f"{lengths_of_weights} for ids of lengths {lengths}."
             )
-        flat = [weight for of_sample in weights for weight in of_sample]
+        flat = [weight for sample_weights in weights for weight in sample_weights]
         return dataclasses.replace(ragged, weights=np.asarray(flat, np.float32))
 
 
@@ -194,7 +194,7 @@ FeatureIds = IdArray | DenseIds | RaggedIds | SparseIds | ShardedRaggedIds | Row
 
 
 def ids_of(feature: Any) -> Any:
-    """Returns the array of ids of a feature: all of dense ids, the values of others."""
+    """Returns the array of ids of a feature, in whichever field its form has it."""
     match feature:
         case DenseIds():
             return feature.ids
@@ -211,6 +211,27 @@ def with_ids(feature: Any, ids: Any) -> Any:
         case RaggedIds() | SparseIds() | ShardedRaggedIds():
             return dataclasses.replace(feature, values=ids)
     return ids
+
+
+def batch_shape_of(ids: FeatureIds) -> tuple[AxisSize, ...]:
+    """Returns the sizes of all axes but the last, which holds the ids of a sample.
+
+    It is `(batch,)` for dense ids of one axis, and `()` for a scalar.
+    """
+    match ids:
+        case RaggedIds():
+            return (np.shape(ids.row_splits)[0] - 1,)
+        case ShardedRaggedIds():
+            return (ids.batch_size,)
+        case SparseIds():
+            return tuple(int(size) for size in ids.dense_shape[:-1])
+    shape = np.shape(ids_of(ids))
+    return shape if len(shape) <= 1 else shape[:-1]
+
+
+def is_integer(dtype: Any) -> bool:
+    """Returns True for integers of any width; False for booleans and time spans."""
+    return jax.numpy.issubdtype(dtype, np.integer) and np.dtype(dtype).kind != "m"
 
 
 @jax.tree_util.register_dataclass

@@ -178,7 +178,7 @@ class VocabularyStacks:
         return {}
 
     def used_rows(self, tables: Mapping[str, Any], stack: "StackPlan") -> Any:
-        """Returns the array whose shards `table_sizes` gets; None if there is none."""
+        """Returns the array whose shards `table_sizes` gets, or None."""
         return None
 
     def table_sizes(

@@ -1,6 +1,6 @@
 """Idioms that say to XLA what JAX alone cannot, each with its reason.
 
-The last functions compute what JAX has, too, in forms that suit a TPU.
+The last functions compute what JAX also has, in forms that suit a TPU.
 """
 
 from collections.abc import Callable, Sequence

@@ -11,7 +11,7 @@ import pytest
 import tpu_embedding as te
 from tests.conftest import mesh_of
 from tests.tiers import quick_cases, with_ids
-from tpu_embedding.checkpoint import dynamic_tables
+from tpu_embedding.checkpoint import saved_leaves
 from tpu_embedding.dynamic import directory
 from tpu_embedding.dynamic.vocabulary import SLOTS_PER_BUCKET
 
@@ -223,12 +223,12 @@ def test_a_smaller_table_keeps_what_its_policy_would(evict, value):
     plan = plan_of(capacity=SLOTS_PER_BUCKET, names=("user",), evict=evict)
     (member,) = directory.dynamic_tables(plan.stacks[0])
     arrays = {
-        dynamic_tables.IDS: np.arange(len(USED), dtype=np.uint64),
-        dynamic_tables.LAST_USED: np.uint32(USED),
-        dynamic_tables.COUNTS: np.uint32(STEPS),
-        dynamic_tables.INIT_KEY: np.zeros(2, np.uint32),
+        saved_leaves.IDS: np.arange(len(USED), dtype=np.uint64),
+        saved_leaves.LAST_USED: np.uint32(USED),
+        saved_leaves.COUNTS: np.uint32(STEPS),
+        saved_leaves.INIT_KEY: np.zeros(2, np.uint32),
     }
-    placed = dynamic_tables.place_saved_ids(arrays, 320, member)
+    placed = saved_leaves.place_saved_ids(arrays, 320, member)
     values = sorted(map(value, USED, STEPS), reverse=True)
     kept = [value(USED[place], STEPS[place]) for place in placed.kept]
     assert kept == values[:SLOTS_PER_BUCKET]

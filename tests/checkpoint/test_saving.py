@@ -392,7 +392,7 @@ def test_wrong_arguments(saved, plan, arguments, error, message):
 
 def test_a_checkpoint_is_not_overwritten(plan, tmp_path):
     te.save(tmp_path / "a", state_of(plan), plan=plan)
-    with pytest.raises(CheckpointError, match="exists; give another one"):
+    with pytest.raises(CheckpointError, match="exists; choose a new one"):
         te.save(tmp_path / "a", state_of(plan, 1), plan=plan)
     assert te.restore(tmp_path / "a", state_of(plan), plan=plan)["step"] == 3
 
@@ -407,7 +407,7 @@ def test_of_two_saves_to_one_path_one_is_refused(tmp_path):
     with concurrent.futures.ThreadPoolExecutor(2) as threads:
         errors = list(threads.map(save, [1, 2]))
     (winner,) = (number for number in (1, 2) if errors[number - 1] is None)
-    assert "exists; give another one" in errors[2 - winner]
+    assert "exists; choose a new one" in errors[2 - winner]
     saved = te.restore(tmp_path / "a", {"step": np.zeros(10_000, int)})["step"]
     np.testing.assert_array_equal(saved, np.full(10_000, winner))
 

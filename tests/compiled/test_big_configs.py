@@ -8,7 +8,7 @@ import pytest
 from tests.benchmarks.dlrm_v4 import FULL
 from tpu_embedding.tools import compile_report
 from tpu_embedding.tools.train import apply_overrides, load_config
-from tpu_embedding.tools.train.steps import abstract_step, make_run_plan
+from tpu_embedding.tools.train.run_steps import abstract_step, make_run_plan
 
 # Slice, rows, and bytes of a row with its slots: Adagrad's are one per element, those
 # of row-wise Adagrad one per row.

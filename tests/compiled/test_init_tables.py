@@ -9,7 +9,7 @@ from tpu_embedding.tools import compile_report
 from tpu_embedding.tools.compile_report.hlo import inspect_program
 from tpu_embedding.tools.compile_report.topology import abstract_arrays, topology_mesh
 from tpu_embedding.tools.train import load_config
-from tpu_embedding.tools.train.steps import make_run_plan
+from tpu_embedding.tools.train.run_steps import make_run_plan
 
 pytestmark = pytest.mark.tpu_compiler
 

@@ -53,7 +53,8 @@ def compile_advance(step, make, batch, plan):
 
     def begin(state, batch):
         nonlocal structure
-        leaves, structure = jax.tree.flatten(step._begin(graph, state, batch))
+        in_flight, _ = step._begin(graph, state, batch)
+        leaves, structure = jax.tree.flatten(in_flight)
         return leaves
 
     in_flight = compile_report.abstract_batch(jax.eval_shape(begin, state, batch), plan)

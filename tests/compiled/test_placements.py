@@ -85,7 +85,7 @@ def collectives_of(compiled):
 
 def large_table(dtype, placement, mesh):
     """Returns a table with the same number of lines on each device, in any type."""
-    layout = RowLayout(num_rows=1, row_shape=(DIM,), line_lanes=128, narrow_dtype=dtype)
+    layout = RowLayout(num_rows=1, row_shape=(DIM,), tile_lanes=128, narrow_dtype=dtype)
     shards = {"sharded": mesh.size, "grouped": mesh.shape["model"], "replicated": 1}
     return te.TableConfig(
         vocabulary_size=LINES_PER_DEVICE * layout.rows_per_line * shards[placement],

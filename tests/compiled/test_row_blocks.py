@@ -55,7 +55,7 @@ def assert_bounded(topology, dim, dtype="float32", row=None, placement=None):
         sizes = compiled.memory_analysis()
         is_write = name == "write"
         received = sizes.output_size_in_bytes - sizes.alias_size_in_bytes
-        shard_bytes = layout.num_lines * layout.lanes * lines.dtype.itemsize
+        shard_bytes = layout.num_lines * layout.lanes_per_line * lines.dtype.itemsize
         sent = sizes.argument_size_in_bytes - shard_bytes
         # The write gets its lines as an argument, the read returns them.
         assert sizes.temp_size_in_bytes + received + sent <= MAX_DEVICE_BYTES

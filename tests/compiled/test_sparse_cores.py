@@ -55,7 +55,7 @@ def check_in_place(plan, compiled, dim):
     assert report.temporary_bytes < 2**24
     assert report.sparse_core_operations == 2
     stack = plan.stacks[0]
-    if stack.layout.row_lanes == dim:
+    if stack.layout.lanes_per_row == dim:
         rows = stack.num_rows / plan.num_shards
         logical_bytes = (1 + len(stack.slots)) * 4 * dim * rows
         assert report.argument_bytes < 1.02 * logical_bytes

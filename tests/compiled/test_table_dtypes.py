@@ -29,7 +29,7 @@ full = pytest.mark.full
 
 
 def make_plan(mesh, dim, dtype, optimizer, **options):
-    layout = RowLayout(num_rows=1, row_shape=(dim,), line_lanes=128, narrow_dtype=dtype)
+    layout = RowLayout(num_rows=1, row_shape=(dim,), tile_lanes=128, narrow_dtype=dtype)
     rows_per_line = 128 * layout.rows_per_lane if layout.is_flat else None
     rows = LINES_PER_DEVICE * (rows_per_line or layout.rows_per_line) * mesh.size
     big, small = (

@@ -137,7 +137,7 @@ def check(plan, compiled):
     assert -(2**12) <= report.alias_bytes - state_bytes < 64 * 1024
     # Buffers grow with ids * dim, not with the table; a line has at least 128 lanes.
     ids_per_device = BATCH * 5 // plan.num_shards
-    line_bytes = sum(4 * max(128, stack.layout.lanes) for stack in plan.stacks)
+    line_bytes = sum(4 * max(128, stack.layout.lanes_per_line) for stack in plan.stacks)
     assert report.temporary_bytes < 40 * ids_per_device * line_bytes + 2**24
     assert report.temporary_bytes < plan.table_bytes_per_device / 2
     return report
@@ -338,7 +338,7 @@ def test_a_copy_is_seen():
     """The check above can fail: a step that reads the table after writing it."""
     plan = make_plan(mesh_of(1), 16, None, 1)
     layout = plan.stacks[0].layout
-    table = jax.ShapeDtypeStruct((layout.num_lines, layout.lanes), jnp.float32)
+    table = jax.ShapeDtypeStruct((layout.num_lines, layout.lanes_per_line), jnp.float32)
     ids = jax.ShapeDtypeStruct((64,), jnp.int32)
 
     def step(table, ids):

@@ -19,7 +19,7 @@ from tpu_embedding.export.documents import (
     new_directory,
     read_document,
 )
-from tpu_embedding.export.tensor_files import read_tensors
+from tpu_embedding.export.table_files import read_tensors
 
 ExportError = te.export.ExportError
 

@@ -10,7 +10,7 @@ from flax import nnx
 
 import tpu_embedding as te
 from tests.conftest import mesh_of
-from tpu_embedding.export.tensor_files import (
+from tpu_embedding.export.table_files import (
     decode,
     encode,
     read_tensors,

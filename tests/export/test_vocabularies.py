@@ -8,8 +8,7 @@ from flax import nnx
 
 import tpu_embedding as te
 from tpu_embedding.export.documents import read_document, write_document
-from tpu_embedding.export.example import Input, Signature
-from tpu_embedding.export.feeding import by_input
+from tpu_embedding.export.program_inputs import Input, Signature, by_input
 
 ExportError = te.export.ExportError
 GENRES = te.inputs.Vocabulary(["comedy", "drama"], mask_token="")

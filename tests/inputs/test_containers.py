@@ -11,7 +11,8 @@ import pytest
 import scipy.sparse
 
 import tpu_embedding as te
-from tpu_embedding.inputs.containers import batch_shape_of, read_ids
+from tpu_embedding.inputs.containers import read_ids
+from tpu_embedding.types import batch_shape_of
 
 
 def read(ids, what="Ids"):

@@ -10,10 +10,9 @@ from tests.lookup.stages import PADDING
 from tpu_embedding.inputs import shard_inputs
 from tpu_embedding.inputs.shard_inputs import (
     FeatureShape,
-    ShardableInput,
     feature_shape,
+    fill_up,
     to_feature_input,
-    to_shardable,
 )
 
 P = PADDING
@@ -122,29 +121,45 @@ def test_batches_without_a_place_for_ids_get_one():
     plan = plan_for(2)
     empty = np.zeros((3, 0), int)
     for given in (empty, te.DenseIds(ids=empty, weights=np.zeros((3, 0)))):
-        shardable = to_shardable(given, shape_of(given, plan), plan)
-        assert shardable.ids.tolist() == [[P]] * 4
-        assert shardable.weights is None
+        filled = fill_up(given, shape_of(given, plan), 2)
+        assert filled.ids.tolist() == [[P]] * 4
+        assert filled.weights is None
     none = sharded(np.zeros((2, 0)), np.zeros((2, 3)), 3, np.zeros((2, 0)))
-    shardable = to_shardable(none, shape_of(none, plan), plan)
-    assert shardable.ids.tolist() == [[P], [P]]
-    assert shardable.weights is None
+    filled = fill_up(none, shape_of(none, plan), 2)
+    assert filled.values.tolist() == [[P], [P]]
+    assert filled.weights is None
+
+
+def test_a_batch_is_filled_up_once():
+    plan = plan_for(2)
+    ids = te.DenseIds(ids=np.array([[1, 2], [3, 4], [5, 6]]), weights=np.ones((3, 2)))
+    shape = shape_of(ids, plan)
+    filled = fill_up(ids, shape, 2)
+    assert filled.ids.tolist() == [[1, 2], [3, 4], [5, 6], [P, P]]
+    again = fill_up(filled, shape, 2)
+    np.testing.assert_array_equal(again.ids, filled.ids)
+    np.testing.assert_array_equal(again.weights, filled.weights)
 
 
 def stage_input(ids, row_splits=None, weights=None, samples=2, length=0, **options):
-    shardable = ShardableInput(
-        ids=jnp.array(ids, jnp.int32),
-        weights=None if weights is None else jnp.array(weights, jnp.float32),
-        row_splits=None if row_splits is None else jnp.array([row_splits], jnp.int32),
-    )
+    ids = jnp.array(ids, jnp.int32)
+    weights = None if weights is None else jnp.array(weights, jnp.float32)
+    filled = te.DenseIds(ids=ids, weights=weights)
+    if row_splits is not None:
+        filled = te.inputs.ShardedRaggedIds(
+            values=ids,
+            row_splits=jnp.array([row_splits], jnp.int32),
+            weights=weights,
+            batch_size=samples,
+        )
     shape = FeatureShape(
-        batch_size=0,
+        batch_size=samples,
         samples_per_shard=samples,
         sequence_length=length,
         output_shape=(),
         **options,
     )
-    return to_feature_input(shardable, shape)
+    return to_feature_input(filled, shape)
 
 
 def as_lists(given):

@@ -3,7 +3,7 @@
 import jax.numpy as jnp
 import numpy as np
 
-from tpu_embedding.lookup._flatten_to_owners import PoolingSpec
+from tpu_embedding.lookup._forward import PoolingSpec
 
 # Multiples of 1/2, so that all sums are exact in float32.
 GAINS = np.array([1, -1, 2, 0, -3, 0.5], np.float32)

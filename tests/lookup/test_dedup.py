@@ -10,8 +10,8 @@ import optax
 import pytest
 
 from tests.lookup.stages import PADDING, plan_of
-from tpu_embedding.lookup import _dedup
-from tpu_embedding.lookup._dedup import (
+from tpu_embedding.lookup import _rounds
+from tpu_embedding.lookup._rounds import (
     broadcast_to_ids,
     count_below,
     dedup,
@@ -75,7 +75,7 @@ searched_run = jax.jit(lambda keys, stack: run(keys, stack), static_argnums=1)
 @pytest.mark.parametrize("case", CASES)
 def test_equals_numpy(case, keeps_duplicates, is_long, monkeypatch):
     if is_long:
-        monkeypatch.setattr(_dedup, "_MAX_COMPARISONS", 0)
+        monkeypatch.setattr(_rounds, "_MAX_COMPARISONS", 0)
     keys = np.array(CASES[case], np.int32)
     compiled = searched_run if is_long else jitted_run
     result = compiled(keys, stack_of(keeps_duplicates))

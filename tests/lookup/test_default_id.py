@@ -15,7 +15,7 @@ from tests.lookup.test_lookup import (
     check_against_reference,
     make_plan,
 )
-from tpu_embedding.lookup._flatten_to_owners import FeatureInput, flatten
+from tpu_embedding.lookup._forward import FeatureInput, flatten
 from tpu_embedding.plan.features import FeaturePlan
 
 OUTSIDE = np.where(np.arange(BATCH) % 3 == 0, -1, np.arange(BATCH) % 7)

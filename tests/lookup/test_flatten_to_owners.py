@@ -12,7 +12,7 @@ import pytest
 
 import tpu_embedding as te
 from tests.lookup.stages import PADDING, plan_of
-from tpu_embedding.lookup._flatten_to_owners import (
+from tpu_embedding.lookup._forward import (
     FeatureInput,
     flatten,
 )

@@ -8,7 +8,7 @@ import jax
 import numpy as np
 import pytest
 
-from tpu_embedding.lookup._sum_by_row import merge
+from tpu_embedding.lookup._backward import merge
 from tpu_embedding.types import PADDING_ROW_ID
 
 CASES = {

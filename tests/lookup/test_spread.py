@@ -14,7 +14,7 @@ from tests.lookup.pooled import (
     pooling_of,
     sort_by_row,
 )
-from tpu_embedding.lookup._sum_by_row import cotangent_reader, spread
+from tpu_embedding.lookup._backward import cotangent_reader, spread
 
 
 @functools.partial(jax.jit, static_argnums=3)

@@ -101,8 +101,8 @@ def test_refuses_a_step_without_an_optimizer():
 @pytest.mark.parametrize(
     ("value", "match"),
     [
-        (0.1, "must be a function without arguments, got 0.1; set a number by opt"),
-        (lambda count: 0.1, "give a function of the step to the optimizer"),
+        (0.1, "must be a function without arguments, got 0.1; set a number"),
+        (lambda count: 0.1, "pass a function of the step to the optimizer"),
     ],
 )
 def test_refuses_what_is_no_function_without_arguments(value, match):

@@ -328,7 +328,7 @@ MISUSE = {
     "gradients of jax.grad": (
         lambda m, v, b: apply_gradients_with(m, v, b, grads=v["params"]),
         TypeError,
-        "lacks those of the tables",
+        "lacks the gradients of the tables",
     ),
     "jit inside": (
         lambda m, v, b: te.linen.value_and_grad(jax.jit(linen_loss(m, b)))(v),

@@ -203,9 +203,9 @@ def train_otherwise(step, model, optimizer, batch):
     step(model, optimizer, batch, None)
 
 
-def call_with_another_model(step, model, optimizer, batch):
-    del model
-    step(OneTable(2), optimizer, batch, None)
+def call_with_another_optimizer(step, model, optimizer, batch):
+    del optimizer
+    step(model, te.Optimizer(model, optax.sgd(0.1)), batch, None)
 
 
 def call_with_another_batch(step, model, optimizer, batch):
@@ -236,7 +236,7 @@ def test_an_evaluation_between_calls_changes_nothing():
 MISUSE = {
     "another batch": (call_with_another_batch, "batch that the call before got"),
     "another update": (train_otherwise, "something else has changed the optimizer"),
-    "another model": (call_with_another_model, "in flight for another model"),
+    "another optimizer": (call_with_another_optimizer, "rows in flight for another"),
     "inside jit": (call_inside_jit, "call it outside"),
 }
 

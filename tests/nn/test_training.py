@@ -214,7 +214,7 @@ MISUSE = {
     "gradients of a part to the optimizer": (
         lambda m, b: te.Optimizer(m, optax.sgd(0.1)).update(m, nnx.state(m.linear)),
         TypeError,
-        "lacks those of the tables",
+        "lacks the gradients of the tables",
     ),
     "no layer": (
         lambda m, b: te.value_and_grad(loss_fn)(m.linear, b),

@@ -44,7 +44,7 @@ def others(x):
 def test_evaluates_as_jax_does(function):
     program, shapes = trace_program(lambda x: list(function(x)), X)
     with np.errstate(all="ignore"):
-        found = evaluate_by_numpy(program, X)
+        found = evaluate_by_numpy(program, [X])
     with jax.debug_nans(False):
         expected = jax.jit(lambda x: list(function(x)))(X)
     for value, shape, wanted in zip(found, shapes, expected, strict=True):
@@ -68,7 +68,7 @@ def test_each_operation_is_used():
 def test_a_step_of_a_rule(rule):
     step, _ = trace_program(lambda x: rule.update(x, rule.init(x), x), X)
     for found, expected in zip(
-        evaluate_by_numpy(step, X),
+        evaluate_by_numpy(step, [X]),
         jax.tree.leaves(rule.update(jnp.asarray(X), rule.init(X), X)),
         strict=True,
     ):

@@ -19,7 +19,7 @@ WIRING = {
     "__init__.py",
     "plan/backend.py",
     "plan/make_plan.py",
-    "checkpoint/imports/stacked.py",  # An argument of the public API.
+    "checkpoint/imports/opening.py",  # An argument of the public API.
 }
 """Files that may name the vertical."""
 

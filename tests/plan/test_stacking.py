@@ -7,7 +7,7 @@ import pytest
 import tpu_embedding as te
 from tests.conftest import mesh_of
 from tpu_embedding.optimizers.resolve import resolve_optimizer
-from tpu_embedding.plan.stacking import NamedTable, stack_tables
+from tpu_embedding.plan.make_plan import NamedTable, stack_tables
 
 SGD, ADAM = optax.sgd(0.1), optax.adam(0.1)
 QUANTIZATION = te.QuantizationConfig(num_buckets=16, lower=-1.0, upper=1.0)

@@ -26,14 +26,14 @@ EPS = float(jnp.finfo(jnp.float32).eps)
 
 LAYOUTS = {
     f"dim{dim}-{lanes or 'natural'}": RowLayout(
-        num_rows=NUM_ROWS, row_shape=(dim,), line_lanes=lanes
+        num_rows=NUM_ROWS, row_shape=(dim,), tile_lanes=lanes
     )
     for lanes, dims in {None: (3,), 128: (1, 3, 16, 200)}.items()
     for dim in dims
-} | {"scalar": RowLayout(num_rows=NUM_ROWS, row_shape=(), line_lanes=128)}
+} | {"scalar": RowLayout(num_rows=NUM_ROWS, row_shape=(), tile_lanes=128)}
 NARROW_LAYOUTS = {
     f"{dtype}-dim{dim}-{lanes or 'natural'}": RowLayout(
-        num_rows=NUM_ROWS, row_shape=(dim,), line_lanes=lanes, narrow_dtype=dtype
+        num_rows=NUM_ROWS, row_shape=(dim,), tile_lanes=lanes, narrow_dtype=dtype
     )
     for dtype, lanes, dims in [
         ("bfloat16", None, (3,)),
@@ -118,13 +118,15 @@ def test_replace_narrow_rows(layout):
         lines=jnp.asarray(integers_of(layout.lines_shape, 32)), layout=layout
     )
     ids = np.array([36, PADDING_ROW_ID, 0, 37, 12, 11, 37], np.int32)
-    new = integers_of((len(ids), layout.row_lanes), bits)
+    new = integers_of((len(ids), layout.lanes_per_row), bits)
     after = jax.jit(replace_stored_rows)(packed, jnp.array(ids), jnp.array(new))
     assert after.layout == layout
 
     def by_row(packed):
-        lines = np.asarray(packed.lines).reshape(layout.num_lines, layout.lanes)
-        used = layout.groups_per_line * layout.row_lanes
+        lines = np.asarray(packed.lines).reshape(
+            layout.num_lines, layout.lanes_per_line
+        )
+        used = layout.groups_per_line * layout.lanes_per_row
         return rows_of_lines(lines, layout), lines[:, used:]
 
     (rows, unused), (found, found_unused) = by_row(packed), by_row(after)
@@ -137,7 +139,7 @@ def test_replace_narrow_rows(layout):
 
 def replaced(old, new, layout=None, ids=(1,)):
     """Replaces some rows, all of whose elements are the same."""
-    layout = layout or RowLayout(num_rows=4, row_shape=(3,), line_lanes=128)
+    layout = layout or RowLayout(num_rows=4, row_shape=(3,), tile_lanes=128)
     shape = (len(ids), *layout.row_shape)
     old, new = (jnp.full(shape, value, jnp.float32) for value in (old, new))
     rows = jnp.full((layout.num_rows, *layout.row_shape), old.reshape(-1)[0])

@@ -23,20 +23,20 @@ NUM_ROWS = 37  # fills no line of 2, 3, 5, 8 or 42 rows exactly
 
 LAYOUTS = {
     f"dim{dim}-{lanes or 'natural'}": RowLayout(
-        num_rows=NUM_ROWS, row_shape=(dim,), line_lanes=lanes
+        num_rows=NUM_ROWS, row_shape=(dim,), tile_lanes=lanes
     )
     for dim in DIMS
     for lanes in (None, 128)
 }
 LAYOUTS |= {
     f"scalar-{lanes or 'natural'}": RowLayout(
-        num_rows=300, row_shape=(), line_lanes=lanes
+        num_rows=300, row_shape=(), tile_lanes=lanes
     )
     for lanes in (None, 128)
 }
 LAYOUTS |= {
     f"dim{dim}-dealt": RowLayout(
-        num_rows=2 * NUM_ROWS, row_shape=(dim,), line_lanes=128, banks=2
+        num_rows=2 * NUM_ROWS, row_shape=(dim,), tile_lanes=128, banks=2
     )
     for dim in DIMS
 }
@@ -88,9 +88,9 @@ def nasty_rows(layout):
     ],
 )
 def test_sizes_of_lines_of_128_lanes(dim, rows_per_line, lanes, num_lines):
-    layout = RowLayout(num_rows=NUM_ROWS, row_shape=(dim,), line_lanes=128)
+    layout = RowLayout(num_rows=NUM_ROWS, row_shape=(dim,), tile_lanes=128)
     assert layout.rows_per_line == rows_per_line
-    assert layout.lanes == lanes
+    assert layout.lanes_per_line == lanes
     assert layout.num_lines == num_lines
     assert layout.dim == dim
 
@@ -114,7 +114,7 @@ def test_rows_lie_side_by_side_and_the_rest_is_zero(layout):
     expected = np.zeros_like(lines)
     for row in range(layout.num_rows):
         line, place = divmod(row, layout.rows_per_line)
-        start = place * layout.row_lanes
+        start = place * layout.lanes_per_row
         expected[line, start : start + layout.dim] = rows[row]
     np.testing.assert_array_equal(lines, expected)
 
@@ -126,7 +126,7 @@ def whole_lines(lines, layout):
 
 
 def test_rows_are_dealt_to_sparse_cores_in_turn():
-    layout = RowLayout(num_rows=12, row_shape=(4,), line_lanes=128, banks=3)
+    layout = RowLayout(num_rows=12, row_shape=(4,), tile_lanes=128, banks=3)
     rows = np.arange(12)
     np.testing.assert_array_equal(
         layout.dealt(rows), [0, 4, 8, 1, 5, 9, 2, 6, 10, 3, 7, 11]
@@ -139,8 +139,8 @@ def test_rows_are_dealt_to_sparse_cores_in_turn():
     [(1, 8, 16, 1), (20, 32, 4, 1), (64, 64, 2, 1), (65, 128, 1, 1), (200, 256, 1, 2)],
 )
 def test_sizes_of_rows_for_sparse_cores(dim, row_lanes, rows_per_line, lines_per_row):
-    layout = RowLayout(num_rows=64, row_shape=(dim,), line_lanes=128, banks=2)
-    assert layout.row_lanes == row_lanes
+    layout = RowLayout(num_rows=64, row_shape=(dim,), tile_lanes=128, banks=2)
+    assert layout.lanes_per_row == row_lanes
     assert layout.rows_per_line == rows_per_line
     assert layout.lines_per_row == lines_per_row
     assert layout.lines_shape == (64 // rows_per_line * lines_per_row, 128)
@@ -159,11 +159,11 @@ def test_gather_reads_exact_bits_whatever_the_neighbours_hold(layout):
     rows = nasty_rows(layout)
     # What lies behind the last row in its line must not come out either.
     lines = whole_lines(pack(rows, layout).lines, layout)
-    lines[:, layout.rows_per_line * layout.row_lanes :] = np.nan
+    lines[:, layout.rows_per_line * layout.lanes_per_row :] = np.nan
     unused = layout.row_of(layout.num_lines) - layout.num_rows
     if unused:
-        end = layout.rows_per_line * layout.row_lanes
-        lines[-1, end - unused * layout.row_lanes : end] = np.nan
+        end = layout.rows_per_line * layout.lanes_per_row
+        lines[-1, end - unused * layout.lanes_per_row : end] = np.nan
     ids = ids_of(layout)
     lines = lines.reshape(layout.lines_shape)
     packed = PackedRows(lines=jnp.asarray(lines), layout=layout)
@@ -221,6 +221,6 @@ def test_add_works_in_place_when_donated(name):
     copies = re.findall(rf"= {table}\S* copy\(", text)
     assert not copies
     memory = compiled.memory_analysis()
-    table_bytes = 4 * layout.num_lines * layout.lanes
+    table_bytes = 4 * layout.num_lines * layout.lanes_per_line
     assert memory.alias_size_in_bytes == table_bytes
     assert memory.temp_size_in_bytes < table_bytes / 2

@@ -17,9 +17,9 @@ from tpu_embedding.rows.packed_rows import (
 
 def layouts_of(num_rows, dim=24):
     """Lines hold 5 rows of float32, and 10 of bfloat16."""
-    float32 = RowLayout(num_rows=num_rows, row_shape=(dim,), line_lanes=128)
+    float32 = RowLayout(num_rows=num_rows, row_shape=(dim,), tile_lanes=128)
     bfloat16 = RowLayout(
-        num_rows=num_rows, row_shape=(dim,), line_lanes=128, narrow_dtype="bfloat16"
+        num_rows=num_rows, row_shape=(dim,), tile_lanes=128, narrow_dtype="bfloat16"
     )
     return float32, bfloat16
 

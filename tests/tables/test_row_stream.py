@@ -108,7 +108,7 @@ PLACEMENTS = {
 def way(request, monkeypatch):
     """Rows go the way of CPU devices, and that of all others."""
     if request.param == "exchanged":
-        monkeypatch.setattr(row_stream, "_lies_on_host", lambda packed: False)
+        monkeypatch.setattr(row_stream, "_is_on_host", lambda packed: False)
     return request.param
 
 

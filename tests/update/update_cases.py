@@ -29,9 +29,9 @@ NASTY = np.float32([-0.0, np.inf, -np.inf, np.nan, 1e38, 2e-38])
 
 LAYOUTS = {
     "dim3": RowLayout(num_rows=11, row_shape=(3,)),
-    "dim3-packed": RowLayout(num_rows=45, row_shape=(3,), line_lanes=128),
-    "dim16-packed": RowLayout(num_rows=11, row_shape=(16,), line_lanes=128),
-    "dim128-packed": RowLayout(num_rows=5, row_shape=(128,), line_lanes=128),
+    "dim3-packed": RowLayout(num_rows=45, row_shape=(3,), tile_lanes=128),
+    "dim16-packed": RowLayout(num_rows=11, row_shape=(16,), tile_lanes=128),
+    "dim128-packed": RowLayout(num_rows=5, row_shape=(128,), tile_lanes=128),
 }
 
 

@@ -3,11 +3,11 @@
 Files are independent of devices and plans: a table is one array in natural row order,
 in an ordinary orbax checkpoint.
 
-    saving           te.save and te.restore, and the orbax handler behind them
+    saving           te.save and te.restore, and the orbax handler they use
     restoring        reads a checkpoint into a state, under any plan, by blocks
     split_state      finds the embedding layers in a state, and its other leaves
-    layer_tables     the leaves to save, and their description
-    dynamic_tables   the ids of dynamic tables, and their places after a restore
+    saved_leaves     the leaves to save, their description, and the ids of dynamic
+                     tables
     arrays           reads and writes arrays on the disk, chunk by chunk
     records          names and descriptions of the files, and the error of this folder
     state_file       state.json: written, sealed with checksums, read and checked
@@ -16,12 +16,16 @@ in an ordinary orbax checkpoint.
 """
 
 from tpu_embedding.checkpoint.arrays import read_table as read_table
-from tpu_embedding.checkpoint.imports import ImportReport as ImportReport
-from tpu_embedding.checkpoint.imports import TableSource as TableSource
-from tpu_embedding.checkpoint.imports import import_into_stacks as import_into_stacks
-from tpu_embedding.checkpoint.imports import import_tables as import_tables
-from tpu_embedding.checkpoint.imports import open_stacked_tables as open_stacked_tables
-from tpu_embedding.checkpoint.imports import open_tables as open_tables
+from tpu_embedding.checkpoint.imports.importing import ImportReport as ImportReport
+from tpu_embedding.checkpoint.imports.importing import (
+    import_into_stacks as import_into_stacks,
+)
+from tpu_embedding.checkpoint.imports.importing import import_tables as import_tables
+from tpu_embedding.checkpoint.imports.opening import (
+    open_stacked_tables as open_stacked_tables,
+)
+from tpu_embedding.checkpoint.imports.opening import open_tables as open_tables
+from tpu_embedding.checkpoint.imports.source import TableSource as TableSource
 from tpu_embedding.checkpoint.records import ArrayRecord as ArrayRecord
 from tpu_embedding.checkpoint.records import CheckpointError as CheckpointError
 from tpu_embedding.checkpoint.records import CheckpointRecord as CheckpointRecord

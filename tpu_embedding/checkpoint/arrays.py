@@ -137,7 +137,7 @@ class PendingWrites:
 
     @property
     def futures(self) -> list[ts.Future]:
-        """The ends of the writes that go on."""
+        """Futures of the writes in progress."""
         return [future for _, future in self._writes]
 
 
@@ -147,7 +147,7 @@ class OpenCheckpoint:
 
     Attributes:
       root: directory of the state, for messages.
-      files: path to read this directory from, even if another one gets its name.
+      files: path to read this directory from, even if its name now leads elsewhere.
       record: description of the checkpoint.
       threads: threads that open arrays, and read chunks to verify them.
     """
@@ -204,7 +204,7 @@ class SavedArray:
         Args:
           checkpoint: the open checkpoint.
           keys: keys of the array in the tree.
-          *records: shape and type that it must have, or several of them.
+          *records: shapes and types, one of which the array must have.
         """
         self._name = ".".join(keys)
         self._owner = f"The array {self._name} of {checkpoint.root}"
@@ -239,12 +239,8 @@ class SavedArray:
             self._check_chunks(store, index)
             return values
 
-    def verify(self, index: Any) -> None:
-        """Reads a part of the array, and keeps nothing; see `read`."""
-        self.read(index)
-
-    def parts(self) -> Iterator[slice | tuple[()]]:
-        """Yields indices of parts of one chunk's rows, which make up the array."""
+    def ranges(self) -> Iterator[slice | tuple[()]]:
+        """Yields the ranges of rows of the chunks; `()` for an array without axes."""
         store = self.opened()
         if not store.shape:
             yield ()
@@ -266,9 +262,9 @@ class SavedArray:
             raise ValueError(f"{METADATA_FILE} doesn't have the recorded checksum")
         metadata = json.loads(text)
         shape, dtype = tuple(metadata["shape"]), metadata["data_type"]
-        found = ArrayRecord(shape=shape, dtype=dtype)
-        if str(found) not in self._records:
-            raise ValueError(f"it is {found} instead of {' or '.join(self._records)}")
+        actual = str(ArrayRecord(shape=shape, dtype=dtype))
+        if actual not in self._records:
+            raise ValueError(f"it is {actual} instead of {' or '.join(self._records)}")
         chunk_shape = metadata["chunk_grid"]["configuration"]["chunk_shape"]
         _check_chunk_format(metadata, chunk_shape)
         spec = array_spec(self._files / self._name, dtype, shape, chunk_shape)
@@ -281,12 +277,12 @@ class SavedArray:
         size = size * store.dtype.numpy_dtype.itemsize + CRC_BYTES
         for chunk in chunks_of(store.shape, _chunk_shape(store), index):
             file = f"{self._name}/{chunk.name}"
-            found_size, found = chunk_size_and_crc(self._files, file)
-            if found_size != size:
-                text = f"{chunk.name} has {found_size} bytes instead of {size}"
+            num_bytes, crc = chunk_size_and_crc(self._files, file)
+            if num_bytes != size:
+                text = f"{chunk.name} has {num_bytes} bytes instead of {size}"
                 raise ValueError(text)
             wanted = checksum_at(self._checksums, 1 + chunk.number)
-            if wanted and found != wanted:
+            if wanted and crc != wanted:
                 text = f"{chunk.name} doesn't have the recorded checksum"
                 raise ValueError(text)
 
@@ -324,9 +320,9 @@ def read_table(
     Args:
       directory: from `te.save`, or of one step of a `CheckpointManager`.
       table: name of the table.
-      rows: a slice with step 1, or row ids `[n]`; None: all rows.
-      slot: name of a slot variable; None: the values of the table. `":ids"`: the ids
-        of the rows of a dynamic table, uint64.
+      rows: a slice with step 1, or row ids `[n]`. Defaults to all rows.
+      slot: name of a slot variable, or `":ids"` for the ids of a dynamic table's rows,
+        uint64. Defaults to the values of the table.
 
     Returns:
       `[n, *row_shape]`; tables in their own type. Rows of int8 tables are decoded to
@@ -335,7 +331,7 @@ def read_table(
     Raises:
       CheckpointError: if the table is not in the checkpoint, or a file is damaged.
       IndexError: if a row is not in the table.
-      TypeError: if the row ids are no integers along one axis.
+      TypeError: if the row ids are not integers along one axis.
     """
     with open_checkpoint(directory) as checkpoint:
         tables = checkpoint.record.tables
@@ -376,7 +372,7 @@ def _index_of(rows: Any, array: ArrayRecord) -> Any:
         )
     outside = row_ids[(row_ids < 0) | (row_ids >= size)]
     if outside.size:
-        raise IndexError(f"rows must lie between 0 and {size - 1}, got {outside[0]}.")
+        raise IndexError(f"rows must be between 0 and {size - 1}, got {outside[0]}.")
     return row_ids.astype(np.int64)
 
 
@@ -418,8 +414,8 @@ class StackToSave:
         values = unstack_tables({self.stack.name: self.packed}, self.plan)
         if jax.process_index() == 0:
             for table, rows in self.chosen.items():
-                of_ids = values[table][rows].astype(dtype, copy=False)
-                yield RowBlock(table, 0, of_ids)
+                saved = values[table][rows].astype(dtype, copy=False)
+                yield RowBlock(table, 0, saved)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -428,28 +424,23 @@ class TableToSave:
 
     Attributes:
       table: name of the table in its stack.
-      record: shape and type of the array.
       rows: the rows of the whole stack.
+      shape: shape of the array.
     """
 
     table: str
-    record: ArrayRecord
     rows: StackToSave
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """Shape of the array."""
-        return self.record.shape
+    shape: tuple[int, ...]
 
     @property
     def dtype(self) -> np.dtype:
-        """Type of its elements."""
+        """Type of the array's elements."""
         return np.dtype(file_row(self.rows.packed).dtype)
 
     @property
     def size(self) -> int:
-        """Number of its elements."""
-        return int(np.prod(self.shape))
+        """Number of the array's elements, for orbax."""
+        return math.prod(self.shape)
 
 
 class ArrayWriter(ocp.type_handlers.NumpyHandler):
@@ -484,8 +475,13 @@ class ArrayWriter(ocp.type_handlers.NumpyHandler):
             if isinstance(value, TableToSave):
                 streams.setdefault(value.rows, {})[value.table] = store
                 continue
-            for index, part in _parts_of_process(value):
-                writes.add(store[index], part)
+            if isinstance(value, jax.Array) and not value.is_fully_addressable:
+                for shard in value.addressable_shards:
+                    if shard.replica_id == 0:
+                        writes.add(store[shard.index], np.array(shard.data))
+            elif jax.process_index() == 0:
+                # Of several processes, each one has a copy, such as a random key.
+                writes.add(store, np.array(value))
         for rows, stores in streams.items():
             for table, start, block in rows.blocks():
                 writes.add(stores[table][start : start + len(block)], block)
@@ -500,17 +496,6 @@ def _chunk_shape_of_rows(value: Any) -> tuple[int, ...]:
     if isinstance(value, jax.Array):
         return value.sharding.shard_shape(value.shape)
     return value.shape
-
-
-def _parts_of_process(value: Any) -> Iterator[tuple[Any, np.ndarray]]:
-    """Yields the parts of an array that this process writes, as copies."""
-    if isinstance(value, jax.Array) and not value.is_fully_addressable:
-        for shard in value.addressable_shards:
-            if shard.replica_id == 0:
-                yield shard.index, np.array(shard.data)
-    elif jax.process_index() == 0:
-        # Of several processes, each one has a copy, such as a random key.
-        yield (), np.array(value)
 
 
 def pytree_handler() -> ocp.PyTreeCheckpointHandler:

@@ -18,9 +18,9 @@ SlotsChoice = Literal["restore", "initialize"]
 again, as at the first step."""
 
 RulesChoice = Literal["check", "ignore"]
-"""`"check"`: the optimizer of each table must be that of the checkpoint, learning rates
+"""`"check"`: each table must have the optimizer of the checkpoint, learning rates
 apart. `"ignore"`: slot variables are restored if their names and shapes are equal, and
-the others start again."""
+start again if not."""
 
 DtypesChoice = Literal["check", "convert"]
 """`"check"`: tables must have the types of the checkpoint. `"convert"`: rows become
@@ -36,21 +36,21 @@ stay."""
 _ROUNDING_SLOT: Final = "step"
 """Count of updates of narrow tables, from which their rounding is drawn."""
 
-_WAYS_OUT: Final = {
-    "missing": "Give tables= the tables to restore, or rename={new name: old name}.",
-    "extra": "Give tables= the tables to restore, to leave the others out.",
-    "shape": "Load such a table by te.checkpoint.read_table and "
+_FIXES: Final = {
+    "missing": "Pass tables= the tables to restore, or rename={new name: old name}.",
+    "extra": "Pass tables= the tables to restore.",
+    "shape": "Load such a table with te.checkpoint.read_table and "
     "te.functional.with_table_values.",
-    "dynamic": "Give the table the kind of vocabulary and the default_row of the "
-    "checkpoint, or leave it out by tables=.",
-    "dtype": "Give dtypes='convert' to round the rows to the types of now.",
-    "abstract": "Give a state of arrays, whose new rows have their initial values.",
-    "rule": "Restore with the optimizer of the checkpoint. Or give rules='ignore': it "
-    "takes over slot variables of equal names and shapes, and starts the others again. "
-    "Or start all of them again by slots='initialize'.",
+    "dynamic": "Use the kind of vocabulary and the default_row of the "
+    "checkpoint, or leave it out of tables=.",
+    "dtype": "Pass dtypes='convert' to round the rows to the types of now.",
+    "abstract": "Pass a state of arrays, whose new rows have their initial values.",
+    "rule": "Restore with the optimizer of the checkpoint. Or pass rules='ignore': it "
+    "takes over slot variables of equal names and shapes, and starts the rest again. "
+    "Or start all of them again with slots='initialize'.",
     "shared": "Give these tables different optimizers, so that they are not stacked. "
-    "Or start their slot variables again by slots='initialize'.",
-    "dense": "Give dense='keep' to restore tables only. The path of a leaf starts with "
+    "Or start their slot variables again with slots='initialize'.",
+    "dense": "Pass dense='keep' to restore tables only. The path of a leaf starts with "
     "its place: restore a model that was saved in (model, optimizer) as (model,).",
 }
 
@@ -61,22 +61,22 @@ class Difference(NamedTuple):
     Attributes:
       owner: the table or leaf.
       problem: the values of both.
-      way_out: key of the way out.
+      fix: key of what to do about it.
     """
 
     owner: str
     problem: str
-    way_out: str
+    fix: str
 
 
-def format_differences(found: Sequence[Difference]) -> str:
-    """Returns one line per owner, and the ways out below them."""
+def format_differences(differences: Sequence[Difference]) -> str:
+    """Returns one line per owner, and the fixes below them."""
     problems: dict[str, list[str]] = {}
-    for each in found:
-        problems.setdefault(each.owner, []).append(each.problem)
+    for difference in differences:
+        problems.setdefault(difference.owner, []).append(difference.problem)
     lines = [f"  {owner}: {'; '.join(texts)}" for owner, texts in problems.items()]
-    ways_out = dict.fromkeys(_WAYS_OUT[each.way_out] for each in found)
-    return "\n".join([*lines, *ways_out])
+    fixes = dict.fromkeys(_FIXES[difference.fix] for difference in differences)
+    return "\n".join([*lines, *fixes])
 
 
 def table_differences(
@@ -103,9 +103,9 @@ def table_differences(
     if saved.dtype != wanted.dtype and (dtypes == "check" or not is_convertible):
         text = f"dtype {saved.dtype} in the checkpoint, {wanted.dtype} now"
         yield Difference(owner, text, "dtype" if is_convertible else "shape")
-    here, there = map(_vocabulary, (saved, wanted))
-    if here != there:
-        text = f"{here} in the checkpoint, {there} now"
+    saved_kind, wanted_kind = _vocabulary_kind(saved), _vocabulary_kind(wanted)
+    if saved_kind != wanted_kind:
+        text = f"{saved_kind} in the checkpoint, {wanted_kind} now"
         yield Difference(owner, text, "dynamic")
     elif saved.dynamic is None and saved.vocabulary_size != wanted.vocabulary_size:
         sizes = (
@@ -118,8 +118,8 @@ def table_differences(
             yield Difference(owner, sizes, "abstract")
 
 
-def _vocabulary(table: TableRecord) -> str:
-    """Returns what no restore bridges; capacities may differ."""
+def _vocabulary_kind(table: TableRecord) -> str:
+    """Returns what must be equal of two vocabularies; capacities may differ."""
     if table.dynamic is None:
         return "a fixed vocabulary"
     default_row = table.dynamic["default_row"]
@@ -139,26 +139,25 @@ def optimizer_differences(
     owner = f"table {name!r}"
     if saved.optimizer is None or wanted.optimizer is None:
         if saved.optimizer is not wanted.optimizer:
-            here, there = (
-                "no optimizer" if table.optimizer is None else "an optimizer"
-                for table in (saved, wanted)
-            )
-            yield Difference(owner, f"{here} in the checkpoint, {there} now", "rule")
+            text = "an optimizer in the checkpoint, no optimizer now"
+            if saved.optimizer is None:
+                text = "no optimizer in the checkpoint, an optimizer now"
+            yield Difference(owner, text, "rule")
         return
     for key, value in saved.optimizer.items():
         if value != (now := wanted.optimizer[key]):
             text = f"optimizer {key} {value} in the checkpoint, {now} now"
             yield Difference(owner, text, "rule")
     for slot in sorted(saved.slots.keys() | wanted.slots.keys()):
-        here, there = saved.slots.get(slot), wanted.slots.get(slot)
+        saved_slot, wanted_slot = saved.slots.get(slot), wanted.slots.get(slot)
         if slot == _ROUNDING_SLOT and saved.dtype != wanted.dtype:
             continue
-        if here is None:
+        if saved_slot is None:
             yield Difference(owner, f"slot {slot!r} not in the checkpoint", "rule")
-        elif there is None:
+        elif wanted_slot is None:
             yield Difference(owner, f"slot {slot!r} only in the checkpoint", "rule")
-        elif here.row != there.row:
-            text = f"slot {slot!r} {here} in the checkpoint, {there} now"
+        elif saved_slot.row != wanted_slot.row:
+            text = f"slot {slot!r} {saved_slot} in the checkpoint, {wanted_slot} now"
             yield Difference(owner, text, "rule")
 
 
@@ -219,19 +218,19 @@ def dense_differences(
 ) -> Iterator[Difference]:
     """Yields the differences of the other leaves.
 
-    Parts of the state that the caller does not have are left out: those whose path
-    starts with another place.
+    The caller may restore only the model of a saved `(model, optimizer)`. So leaves are
+    compared only if their path starts with a position that the caller's state has.
 
     Args:
       saved: path to type and shape.
       wanted: path to leaf.
     """
-    places = {name.partition(".")[0] for name in wanted}
+    positions = {name.partition(".")[0] for name in wanted}
     for name in sorted(saved.keys() | wanted.keys()):
         if name not in saved:
             yield Difference(name, "not in the checkpoint", "dense")
         elif name not in wanted:
-            if name.partition(".")[0] in places:
+            if name.partition(".")[0] in positions:
                 yield Difference(name, "only in the checkpoint", "dense")
         elif saved[name] != (there := describe_leaf(wanted[name])):
             text = f"{saved[name]} in the checkpoint, {there} now"

@@ -198,7 +198,7 @@ def array_keys(table: str, slot: str | None = None) -> tuple[str, ...]:
     Args:
       table: name of the table.
       slot: name of the slot variable, or of an array of a directory, which starts with
-        a colon; None: the values.
+        a colon. Defaults to the values.
 
     Example:
       >>> array_keys("user/movie"), array_keys("movie", "0/trace")
@@ -260,8 +260,8 @@ def state_directory(directory: str | os.PathLike[str]) -> epath.Path:
     hint = f" Give one of its steps, such as {path / steps[0]}." if steps else ""
     if (path / "_METADATA").exists():
         hint = (
-            " It is one of orbax, without te.save: restore it by the Checkpointer that "
-            "wrote it, or read its tables by te.checkpoint.open_tables."
+            " This is a plain orbax checkpoint. Restore it with the Checkpointer that "
+            "wrote it, or read its tables with te.checkpoint.open_tables."
         )
     raise CheckpointError(
         f"The directory {path} holds no checkpoint: {STATE_FILE} is missing.{hint}"

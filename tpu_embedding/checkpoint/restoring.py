@@ -32,19 +32,6 @@ from tpu_embedding.checkpoint.differences import (
     shared_differences,
     table_differences,
 )
-from tpu_embedding.checkpoint.dynamic_tables import (
-    CLOCK,
-    ID_ARRAYS,
-    place_saved_ids,
-    restored_directory,
-    rows_of_sources,
-)
-from tpu_embedding.checkpoint.layer_tables import (
-    leaf_records,
-    restored_leaf,
-    slots_of,
-    table_records,
-)
 from tpu_embedding.checkpoint.records import (
     CheckpointError,
     CheckpointRecord,
@@ -53,227 +40,29 @@ from tpu_embedding.checkpoint.records import (
     dense_keys,
     errors_of_reading,
 )
+from tpu_embedding.checkpoint.saved_leaves import (
+    CLOCK,
+    ID_ARRAYS,
+    leaf_records,
+    place_saved_ids,
+    restored_directory,
+    restored_leaf,
+    slots_of,
+    table_records,
+    write_table_rows,
+)
 from tpu_embedding.checkpoint.split_state import LayerState, SplitState
 from tpu_embedding.dynamic.directory import directory_name, dynamic_tables
 from tpu_embedding.dynamic.ids_on_host import PlacedIds
-from tpu_embedding.functional.following_slots import (
-    check_no_followers,
-    with_following_slots,
+from tpu_embedding.functional.derived_state import (
+    check_has_slots,
+    restarted_slots,
 )
 from tpu_embedding.functional.steps import init_slots
 from tpu_embedding.plan.plan import EmbeddingPlan, StackPlan
 from tpu_embedding.rows.file_rows import decode_int8, file_row
 from tpu_embedding.rows.packed_rows import PackedRows
-from tpu_embedding.tables.row_stream import write_blocks
-from tpu_embedding.tables.slot_values import NamedSlot, slot_values, with_slot_values
-
-
-@dataclasses.dataclass(frozen=True)
-class SavedTables:
-    """The tables of a checkpoint that a layer takes over.
-
-    Attributes:
-      records: name of a table of the layer to its description in the checkpoint.
-      arrays: arrays that are taken over, by name of a table of the layer and of a slot
-        variable or array of a directory; None: the values.
-    """
-
-    records: Mapping[str, TableRecord]
-    arrays: Mapping[tuple[str, str | None], SavedArray]
-
-    def of_stack(self, stack: StackPlan, slot: str | None) -> dict[str, SavedArray]:
-        """Returns an array of each table of a stack that has it.
-
-        Args:
-          stack: stack of the layer.
-          slot: name of the array in the layer; None: values of the tables.
-        """
-        names = [table.name for table in stack.tables]
-        return {x: self.arrays[x, slot] for x in names if (x, slot) in self.arrays}
-
-    def check_files(self) -> None:
-        """Opens all arrays, before any array of the layer changes.
-
-        Raises:
-          CheckpointError: if an array is missing, or is not the saved one.
-        """
-        for array in self.arrays.values():
-            array.opened()
-
-    def verify(self, checkpoint: OpenCheckpoint, turn: int, num_turns: int) -> None:
-        """Reads all chunks once, before any array of the layer is donated.
-
-        Args:
-          checkpoint: the checkpoint, whose threads read.
-          turn: number of the process.
-          num_turns: processes that share the work.
-
-        Raises:
-          CheckpointError: if a chunk is missing or damaged, or is another save's.
-        """
-        parts = [
-            (array, index) for array in self.arrays.values() for index in array.parts()
-        ]
-        reads = [
-            checkpoint.threads.submit(array.verify, index)
-            for array, index in parts[turn::num_turns]
-        ]
-        for read in reads:
-            read.result()
-
-
-def placed_ids(layer: LayerState, saved: SavedTables) -> dict[str, PlacedIds]:
-    """Returns the places of the saved ids of each dynamic table of a layer.
-
-    It warns of ids that have none.
-    """
-    placed = {}
-    for stack in layer.plan.stacks:
-        arrays = {name: saved.of_stack(stack, name) for name in ID_ARRAYS}
-        for member in dynamic_tables(stack):
-            table = member.table.name
-            if table in saved.records:
-                found = {x: of[table].read() for x, of in arrays.items() if table in of}
-                dynamic = saved.records[table].dynamic
-                assert dynamic is not None, "static tables were rejected"
-                with errors_of_reading(f"The saved ids of table {table!r}"):
-                    placed[table] = place_saved_ids(found, dynamic["capacity"], member)
-    left_out = ", ".join(
-        f"{x.num_left_out} of {x.num_left_out + len(x.kept)} of table {table!r}"
-        for table, x in placed.items()
-        if x.num_left_out
-    )
-    if left_out:
-        warnings.warn(
-            "Ids of the checkpoint whose buckets are full are left out, the least "
-            f"valuable first: {left_out}. A capacity that is a multiple of the saved "
-            "one keeps all ids.",
-            stacklevel=2,
-        )
-    return placed
-
-
-def restored_tables(
-    layer: LayerState, saved: SavedTables, placed: Mapping[str, PlacedIds]
-) -> LayerState:
-    """Returns a layer with the saved rows. The old tables are donated.
-
-    Rows and tables that the checkpoint lacks keep their values.
-
-    Args:
-      layer: arrays, or their shapes.
-      saved: tables of the checkpoint.
-      placed: from `placed_ids`.
-
-    Raises:
-      CheckpointError: if a chunk is damaged. Arrays of the layer are lost then.
-    """
-    tables = {}
-    for stack in layer.plan.stacks:
-        reader = _StackReader(saved, placed, stack, layer.plan)
-        tables[stack.name] = reader.with_rows(layer.tables[stack.name], None)
-        if not stack.vocabulary.ids_are_rows:
-            clocks = {
-                x: int(of.read()) for x, of in saved.of_stack(stack, CLOCK).items()
-            }
-            directory = restored_directory(layer, stack, placed, clocks)
-            tables[directory_name(stack.name)] = directory
-    return dataclasses.replace(layer, tables=tables)
-
-
-def restored_slots(
-    layer: LayerState, saved: SavedTables, placed: Mapping[str, PlacedIds]
-) -> LayerState:
-    """Returns a layer with the saved slot variables; the old ones are donated.
-
-    Rows, tables and slot variables that the checkpoint lacks keep their values.
-
-    Args:
-      layer: arrays, or their shapes.
-      saved: tables of the checkpoint.
-      placed: from `placed_ids`.
-
-    Raises:
-      CheckpointError: if a chunk is damaged. Arrays of the layer are lost then.
-    """
-    slots = dict(layer.slots or {})
-    for stack in layer.plan.stacks:
-        if stack.name not in slots:
-            continue
-        reader = _StackReader(saved, placed, stack, layer.plan)
-        leaves = [
-            reader.with_rows(slot.leaf, slot.name)
-            if slot.kind == "rows"
-            else reader.with_shared_value(slot)
-            for slot in slots_of(layer, stack)
-        ]
-        structure = jax.tree.structure(slots[stack.name], is_leaf=_is_rows)
-        slots[stack.name] = structure.unflatten(leaves)
-    return dataclasses.replace(layer, slots=slots)
-
-
-@dataclasses.dataclass(frozen=True)
-class _StackReader:
-    """Reads saved tables and slot variables into the arrays of a stack."""
-
-    saved: SavedTables
-    placed: Mapping[str, PlacedIds]
-    stack: StackPlan
-    plan: EmbeddingPlan
-
-    def with_rows(self, packed: PackedRows, slot: str | None) -> PackedRows:
-        """Returns the rows of a table or slot variable; shapes become zeros first."""
-        shape = packed.lines
-        if isinstance(shape, jax.ShapeDtypeStruct):
-            sharding = self.plan.rows_sharding(self.stack)
-            zeros = jnp.zeros(shape.shape, shape.dtype, device=sharding)
-            packed = dataclasses.replace(packed, lines=zeros)
-        arrays = self.saved.of_stack(self.stack, slot)
-        dtype = None if slot is not None else file_row(packed).dtype
-
-        def read(table: str, start: int, num_rows: int) -> np.ndarray:
-            rows = arrays[table].read(slice(start, start + num_rows))
-            return self._converted(rows, table, dtype)
-
-        sizes = {x: self.saved.records[x].vocabulary_size for x in arrays}
-        if self.stack.vocabulary.ids_are_rows and arrays:
-            ranges = {table: (0, size) for table, size in sizes.items()}
-            return write_blocks(packed, self.stack, self.plan, read, ranges)
-        for table, size in sizes.items():
-            rows, sources = read(table, 0, size), self.placed[table].sources
-
-            def gather(_: str, start: int, n: int, rows=rows, sources=sources):
-                return rows_of_sources(rows, sources[start : start + n])
-
-            ranges = {table: (0, len(sources))}
-            packed = write_blocks(packed, self.stack, self.plan, gather, ranges)
-        return packed
-
-    def _converted(self, rows: np.ndarray, table: str, dtype: Any) -> np.ndarray:
-        """Returns rows of a table in the type of the stack; None: as they are."""
-        saved = self.saved.records[table].dtype
-        if dtype is None or saved == self.stack.layout.dtype_name:
-            return rows
-        return np.asarray(decode_int8(rows) if saved == "int8" else rows, dtype)
-
-    def with_shared_value(self, slot: NamedSlot) -> jax.Array:
-        """Returns a leaf with the saved values of whole tables."""
-        leaf, arrays = slot.leaf, self.saved.of_stack(self.stack, slot.name)
-        if not arrays:
-            return leaf
-        found = {table: array.read() for table, array in arrays.items()}
-        new = next(iter(found.values()))  # `shared_differences` finds different ones.
-        if slot.kind == "tables":
-            is_shape = isinstance(leaf, jax.ShapeDtypeStruct)
-            new = np.zeros(leaf.shape, leaf.dtype) if is_shape else np.array(leaf)
-            for i, table in enumerate(self.stack.tables):
-                new[i] = found.get(table.name, new[i])
-        sharding = getattr(leaf, "sharding", None) or self.plan.replicated
-        return jax.device_put(new, sharding)
-
-
-def _is_rows(leaf: Any) -> bool:
-    return isinstance(leaf, PackedRows)
+from tpu_embedding.tables.slot_values import NamedSlot, named_slots, with_slot_values
 
 
 @dataclasses.dataclass
@@ -283,7 +72,7 @@ class RestoreState(ocp.args.CheckpointArgs):
     Attributes:
       state: see `te.restore`, which explains all attributes.
       plan: the tables' plan.
-      tables: names of the tables to restore; None: all.
+      tables: names of the tables to restore. Defaults to all tables.
       rename: name of a table to its name in the checkpoint.
       slots: where slot variables come from.
       rules: whether to compare optimizers.
@@ -312,9 +101,13 @@ class RestoreState(ocp.args.CheckpointArgs):
                     f"{field} must be one of {get_args(choices)}, got {value!r}."
                 )
 
-    def with_slots(self, layer: LayerState) -> bool:
-        """Returns True if slot variables of a layer are to be read."""
-        return self.slots == "restore" and layer.slots is not None
+    def tables_of(self, layer: LayerState) -> dict[str, str]:
+        """Returns the tables of a layer to restore, and their saved names."""
+        return {
+            table: (self.rename or {}).get(name, name)
+            for table, name in layer.names.items()
+            if self.tables is None or name in self.tables
+        }
 
 
 def restore_state(directory: str | os.PathLike[str], args: RestoreState) -> Any:
@@ -324,32 +117,42 @@ def restore_state(directory: str | os.PathLike[str], args: RestoreState) -> Any:
       directory: from `te.save`, or of one step of a `CheckpointManager`.
       args: the state, and the args.
     """
-    parts = SplitState(args.state, args.plan)
-    _check_names(args, parts.layers)
-    for layer in parts.layers:
-        _check_followers(layer, args)
+    state = SplitState(args.state, args.plan)
+    _check_arguments(args, state.layers)
     with contextlib.ExitStack() as ends:
-        with _checked_by_all(directory, parts.layers) as digests:
+        with _checked_by_all(directory, state.layers) as digests:
             checkpoint = ends.enter_context(open_checkpoint(directory))
             digests.append(checkpoint.record.digest)
-            pairs = [
-                (layer, _saved_tables(layer, checkpoint, args))
-                for layer in parts.layers
-            ]
-            _check_fit(checkpoint, pairs, parts.dense, args)
+            restores = [_layer_restore(x, checkpoint, args) for x in state.layers]
+            _check_fit(checkpoint, restores, state.dense, args)
             dense = {}
             if args.dense == "restore":
-                dense = _restored_leaves(checkpoint, parts)
-            placed = [placed_ids(layer, saved) for layer, saved in pairs]
-            for layer, saved in pairs:
-                if not _is_abstract((layer.tables, layer.slots)):
-                    saved.verify(checkpoint, *_turn_of(layer))
+                dense = _restored_leaves(checkpoint, state)
+            placed = [restore.place_ids() for restore in restores]
+            for restore in restores:
+                if not _is_abstract((restore.layer.tables, restore.layer.slots)):
+                    restore.verify(checkpoint)
         layers = [
-            _restored(layer, saved, of_layer, args)
-            for (layer, saved), of_layer in zip(pairs, placed, strict=True)
+            restore.restored(placed_ids)
+            for restore, placed_ids in zip(restores, placed, strict=True)
         ]
         checkpoint.check_unchanged()
-    return parts.rebuilt(layers, dense)
+    return state.rebuilt(layers, dense)
+
+
+def _check_arguments(args: RestoreState, layers: Sequence[LayerState]) -> None:
+    """Raises ValueError for unknown tables, and for tables that need the optimizer."""
+    names = sorted(name for layer in layers for name in layer.names.values())
+    for field in ("tables", "rename"):
+        given = getattr(args, field) or ()
+        if unknown := sorted(set(given) - set(names)):
+            raise ValueError(
+                f"{field} must name tables of the state, {names}, got {unknown}."
+            )
+    for layer in layers:
+        if layer.slots is None:
+            derived = layer.tables_with_derived_state & set(args.tables_of(layer))
+            check_has_slots(derived, "te.restore(directory, (model, optimizer))")
 
 
 @contextlib.contextmanager
@@ -374,8 +177,8 @@ def _checked_by_all(
     error = None
     try:
         yield digests
-    except CheckpointError as found:
-        error = found
+    except CheckpointError as raised:
+        error = raised
     is_shared = any(not _is_local(layer) for layer in layers)
     value = digests[0] if error is None else ""
     values = distributed.exchange("restore", value) if is_shared else [value]
@@ -392,92 +195,42 @@ def _is_local(layer: LayerState) -> bool:
     return layer.plan.replicated.is_fully_addressable
 
 
-def _turn_of(layer: LayerState) -> tuple[int, int]:
-    """Returns the number of this process, and how many verify a layer's chunks."""
-    if _is_local(layer):
-        return 0, 1
-    return jax.process_index(), distributed.num_processes()
+def _is_abstract(tree: Any) -> bool:
+    return any(isinstance(x, jax.ShapeDtypeStruct) for x in jax.tree.leaves(tree))
 
 
 def _check_fit(
     checkpoint: OpenCheckpoint,
-    pairs: "_Pairs",
+    restores: Sequence["_LayerRestore"],
     dense: Mapping[str, Any],
     args: RestoreState,
 ) -> None:
     """Raises `CheckpointError` if the checkpoint and the state differ."""
-    found = list(_differences(checkpoint.record, pairs, dense, args))
-    if found := found or list(_shared_differences(pairs)):
+    differences = list(_differences(checkpoint.record, restores, dense, args))
+    if not differences:  # Values can be compared if their shapes are equal.
+        for restore in restores:
+            differences += restore.shared_differences()
+    if differences:
         raise CheckpointError(
             f"The checkpoint {checkpoint.root} does not fit the state:\n"
-            f"{format_differences(found)}"
+            f"{format_differences(differences)}"
         )
-    for _, saved in pairs:
-        saved.check_files()
-
-
-_Pairs = Sequence[tuple[LayerState, SavedTables]]
-"""Each layer, with what it takes over from the checkpoint."""
-
-
-def _check_names(args: RestoreState, layers: Sequence[LayerState]) -> None:
-    """Raises ValueError if tables= or rename= name tables that the state lacks."""
-    names = sorted(name for layer in layers for name in layer.names.values())
-    for field in ("tables", "rename"):
-        given = getattr(args, field) or ()
-        if unknown := sorted(set(given) - set(names)):
-            raise ValueError(
-                f"{field} must name tables of the state, {names}, got {unknown}."
-            )
-
-
-def _saved_tables(
-    layer: LayerState, checkpoint: OpenCheckpoint, args: RestoreState
-) -> SavedTables:
-    """Returns the tables and slot variables that a layer takes over."""
-    wanted, record = table_records(layer), checkpoint.record
-    records, arrays = {}, {}
-    for table, saved_name in _wanted_tables(layer, args).items():
-        if saved_name not in record.tables:
-            continue
-        records[table] = saved = record.tables[saved_name]
-        slots: dict[str | None, str | None] = {None: None}
-        slots |= {name: name for name in saved.directory}
-        if args.with_slots(layer):
-            slots |= saved_slots(saved, wanted[layer.name_of(table)])
-        for slot, saved_slot in slots.items():
-            keys = array_keys(saved_name, saved_slot)
-            arrays[table, slot] = SavedArray(checkpoint, keys, saved.arrays[saved_slot])
-    return SavedTables(records, arrays)
-
-
-def _wanted_tables(layer: LayerState, args: RestoreState) -> dict[str, str]:
-    """Returns the tables of a layer to restore, and their names in the checkpoint."""
-    return {
-        table: (args.rename or {}).get(name, name)
-        for table, name in layer.names.items()
-        if args.tables is None or name in args.tables
-    }
-
-
-def _check_followers(layer: LayerState, args: RestoreState) -> None:
-    """Raises for tables alone if an optimizer has made state from their values."""
-    if layer.slots is None:
-        names = layer.followed_tables & set(_wanted_tables(layer, args))
-        check_no_followers(names, "te.restore(directory, (model, optimizer))")
+    for restore in restores:
+        for array in restore.arrays.values():
+            array.opened()
 
 
 def _differences(
     record: CheckpointRecord,
-    pairs: _Pairs,
+    restores: Sequence["_LayerRestore"],
     dense: Mapping[str, Any],
     args: RestoreState,
 ) -> Iterator[Difference]:
     """Yields all differences of a checkpoint and a state."""
     names = {
-        layer.name_of(table): saved_name
-        for layer, _ in pairs
-        for table, saved_name in _wanted_tables(layer, args).items()
+        restore.layer.name_of(table): saved_name
+        for restore in restores
+        for table, saved_name in args.tables_of(restore.layer).items()
     }
     for name, saved_name in sorted(names.items()):
         if saved_name not in record.tables:
@@ -487,104 +240,258 @@ def _differences(
     if args.tables is None:
         for name in sorted(record.tables.keys() - set(names.values())):
             yield Difference(f"table {name!r}", "only in the checkpoint", "extra")
-    for layer, saved in pairs:
-        wanted = table_records(layer)
+    for restore in restores:
+        layer = restore.layer
         rows = "shapes" if _is_abstract(layer.tables) else "arrays"
-        for table, of_table in saved.records.items():
-            name = layer.name_of(table)
-            both = (name, of_table, wanted[name])
+        for table, saved in restore.saved.items():
+            both = (layer.name_of(table), saved, restore.wanted[table])
             yield from table_differences(*both, rows, args.dtypes)
-            if args.with_slots(layer) and args.rules == "check":
+            with_slots = args.slots == "restore" and layer.slots is not None
+            if with_slots and args.rules == "check":
                 yield from optimizer_differences(*both)
     if args.dense == "restore":
         yield from dense_differences(record.dense, dense)
 
 
-def _shared_differences(pairs: _Pairs) -> Iterator[Difference]:
-    """Yields differences of what tables of a stack share, such as counts of steps."""
-    for layer, saved in pairs:
-        for stack in layer.plan.stacks:
-            for slot in slots_of(layer, stack):
-                arrays = saved.of_stack(stack, slot.name)
+def _restored_leaves(checkpoint: OpenCheckpoint, state: SplitState) -> dict[str, Any]:
+    """Returns all other leaves; their copies are on the mesh of the layers."""
+    sharding: Any = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
+    if state.layers:
+        sharding = state.layers[0].plan.replicated
+    # All arrays open in the background before the first one is read.
+    arrays = {
+        name: SavedArray(checkpoint, dense_keys(name), *leaf_records(leaf))
+        for name, leaf in state.dense.items()
+    }
+    return {
+        name: restored_leaf(arrays[name], leaf, sharding)
+        for name, leaf in state.dense.items()
+    }
+
+
+def _layer_restore(
+    layer: LayerState, checkpoint: OpenCheckpoint, args: RestoreState
+) -> "_LayerRestore":
+    """Starts to open the arrays that a layer takes over."""
+    wanted, saved, arrays = table_records(layer), {}, {}
+    for table, saved_name in args.tables_of(layer).items():
+        if (record := checkpoint.record.tables.get(saved_name)) is None:
+            continue
+        saved[table] = record
+        saved_slot_of: dict[str | None, str | None] = {None: None}
+        saved_slot_of |= {name: name for name in record.directory}
+        if args.slots == "restore" and layer.slots is not None:
+            saved_slot_of |= saved_slots(record, wanted[table])
+        for slot, saved_slot in saved_slot_of.items():
+            keys = array_keys(saved_name, saved_slot)
+            array = SavedArray(checkpoint, keys, record.arrays[saved_slot])
+            arrays[table, slot] = array
+    return _LayerRestore(layer, args.slots, wanted, saved, arrays)
+
+
+@dataclasses.dataclass(frozen=True)
+class _LayerRestore:
+    """A layer of the state, and what it takes over from the checkpoint.
+
+    Attributes:
+      layer: the layer; arrays, or their shapes.
+      slots: where slot variables come from.
+      wanted: description of each table of the layer, by its name there.
+      saved: description in the checkpoint of each table to restore, by the same name.
+      arrays: arrays to read, by the name of a table and of a slot variable of the layer
+        or an array of a directory. Values of tables have None as the second name.
+    """
+
+    layer: LayerState
+    slots: SlotsChoice
+    wanted: Mapping[str, TableRecord]
+    saved: Mapping[str, TableRecord]
+    arrays: Mapping[tuple[str, str | None], SavedArray]
+
+    def of_stack(self, stack: StackPlan, slot: str | None) -> dict[str, SavedArray]:
+        """Returns an array of each table of a stack that takes it over."""
+        names = [
+            table.name for table in stack.tables if (table.name, slot) in self.arrays
+        ]
+        return {name: self.arrays[name, slot] for name in names}
+
+    def shared_differences(self) -> Iterator[Difference]:
+        """Yields differences of what tables of a stack share, such as step counts."""
+        for stack in self.layer.plan.stacks:
+            for slot in slots_of(self.layer, stack):
+                arrays = self.of_stack(stack, slot.name)
                 if arrays and slot.kind in ("shared", "hyperparameter"):
                     values = {table: array.read() for table, array in arrays.items()}
                     yield from shared_differences(stack, slot, values)
 
+    def place_ids(self) -> dict[str, PlacedIds]:
+        """Returns the places of the saved ids of each dynamic table.
 
-def _is_abstract(tree: Any) -> bool:
-    return any(isinstance(x, jax.ShapeDtypeStruct) for x in jax.tree.leaves(tree))
+        It warns of ids that have none.
+        """
+        placed, left_out = {}, []
+        for stack in self.layer.plan.stacks:
+            arrays = {name: self.of_stack(stack, name) for name in ID_ARRAYS}
+            for member in dynamic_tables(stack):
+                table = member.table.name
+                if table not in self.saved:
+                    continue
+                ids = {k: x[table].read() for k, x in arrays.items() if table in x}
+                dynamic = self.saved[table].dynamic
+                assert dynamic is not None, "static tables were rejected"
+                with errors_of_reading(f"The saved ids of table {table!r}"):
+                    placed[table] = place_saved_ids(ids, dynamic["capacity"], member)
+                num_left_out = placed[table].num_left_out
+                if num_left_out:
+                    num_ids = num_left_out + len(placed[table].kept)
+                    left_out.append(f"{num_left_out} of {num_ids} of table {table!r}")
+        if left_out:
+            warnings.warn(
+                "Ids of the checkpoint whose buckets are full are left out, the least "
+                f"valuable first: {', '.join(left_out)}. A capacity that is a multiple "
+                "of the saved one keeps all ids.",
+                stacklevel=2,
+            )
+        return placed
+
+    def verify(self, checkpoint: OpenCheckpoint) -> None:
+        """Reads all chunks once, before any array of the layer is donated.
+
+        The processes that share the layer share the work.
+
+        Raises:
+          CheckpointError: if a chunk is missing or damaged, or is another save's.
+        """
+        first, step = 0, 1
+        if not _is_local(self.layer):
+            first, step = jax.process_index(), distributed.num_processes()
+        arrays = self.arrays.values()
+        chunks = [(array, rows) for array in arrays for rows in array.ranges()]
+        reads = [
+            checkpoint.threads.submit(array.read, rows)
+            for array, rows in chunks[first::step]
+        ]
+        for read in reads:
+            read.result()
+
+    def restored(self, placed: Mapping[str, PlacedIds]) -> LayerState:
+        """Returns the layer with the saved rows and slot variables.
+
+        Rows, tables and slot variables that the checkpoint lacks keep their values. The
+        old arrays are donated.
+
+        Raises:
+          CheckpointError: if a chunk is damaged. Arrays of the layer are lost then.
+        """
+        plan, tables = self.layer.plan, {}
+        for stack in plan.stacks:
+            packed = self.layer.tables[stack.name]
+            tables[stack.name] = self._read_rows(packed, stack, None, placed)
+            if not stack.vocabulary.ids_are_rows:
+                clocks = self.of_stack(stack, CLOCK)
+                clocks = {table: int(clock.read()) for table, clock in clocks.items()}
+                directory = restored_directory(self.layer, stack, placed, clocks)
+                tables[directory_name(stack.name)] = directory
+        layer = dataclasses.replace(self.layer, tables=tables)
+        if layer.slots is None:
+            return layer
+        lacks_slots = any(
+            (table, slot) not in self.arrays
+            for table in self.saved
+            for slot in self.wanted[table].slots
+        )
+        slots = dict(layer.slots)
+        if self.slots == "initialize" or lacks_slots:
+            slots = _restarted_slots(layer, self.saved)
+        if self.slots == "initialize":
+            return dataclasses.replace(layer, slots=slots)
+        layer = dataclasses.replace(layer, slots=slots)
+        for stack in plan.stacks:
+            if stack.name not in slots:
+                continue
+            leaves = [
+                self._read_rows(slot.leaf, stack, slot.name, placed)
+                if slot.kind == "rows"
+                else self._read_shared_value(slot, stack)
+                for slot in slots_of(layer, stack)
+            ]
+            structure = jax.tree.structure(slots[stack.name], is_leaf=_is_rows)
+            slots[stack.name] = structure.unflatten(leaves)
+        # The tables may hold other rows than the saved ones, or round them otherwise.
+        slots = restarted_slots(slots, tables, self.saved, plan, ("total",))
+        return dataclasses.replace(layer, slots=slots)
+
+    def _read_rows(
+        self,
+        packed: PackedRows,
+        stack: StackPlan,
+        slot: str | None,
+        placed: Mapping[str, PlacedIds],
+    ) -> PackedRows:
+        """Returns the rows of a table or slot variable; shapes become zeros first."""
+        plan, shape = self.layer.plan, packed.lines
+        if isinstance(shape, jax.ShapeDtypeStruct):
+            sharding = plan.rows_sharding(stack)
+            zeros = jnp.zeros(shape.shape, shape.dtype, device=sharding)
+            packed = dataclasses.replace(packed, lines=zeros)
+        arrays = self.of_stack(stack, slot)
+
+        def read(table: str, start: int, num_rows: int) -> np.ndarray:
+            rows = arrays[table].read(slice(start, start + num_rows))
+            saved_dtype = self.saved[table].dtype
+            if slot is not None or saved_dtype == stack.layout.dtype_name:
+                return rows
+            rows = decode_int8(rows) if saved_dtype == "int8" else rows
+            return np.asarray(rows, file_row(packed).dtype)
+
+        num_rows = {table: self.saved[table].vocabulary_size for table in arrays}
+        return write_table_rows(packed, stack, plan, read, num_rows, placed)
+
+    def _read_shared_value(self, slot: NamedSlot, stack: StackPlan) -> jax.Array:
+        """Returns a leaf with the saved values of whole tables."""
+        leaf, arrays = slot.leaf, self.of_stack(stack, slot.name)
+        if not arrays:
+            return leaf
+        values = {table: array.read() for table, array in arrays.items()}
+        # `shared_differences` rejected tables whose values differ.
+        new = next(iter(values.values()))
+        if slot.kind == "tables":
+            is_shape = isinstance(leaf, jax.ShapeDtypeStruct)
+            new = np.zeros(leaf.shape, leaf.dtype) if is_shape else np.array(leaf)
+            for i, table in enumerate(stack.tables):
+                new[i] = values.get(table.name, new[i])
+        sharding = getattr(leaf, "sharding", None) or self.layer.plan.replicated
+        return jax.device_put(new, sharding)
 
 
-def _restored_leaves(checkpoint: OpenCheckpoint, parts: SplitState) -> dict[str, Any]:
-    """Returns all other leaves; their copies are on the mesh of the layers."""
-    sharding: Any = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
-    if parts.layers:
-        sharding = parts.layers[0].plan.replicated
-    arrays = {
-        name: SavedArray(checkpoint, dense_keys(name), *leaf_records(leaf))
-        for name, leaf in parts.dense.items()
-    }
-    return {
-        name: restored_leaf(arrays[name], leaf, sharding)
-        for name, leaf in parts.dense.items()
-    }
+def _is_rows(leaf: Any) -> bool:
+    return isinstance(leaf, PackedRows)
 
 
-def _restored(
-    layer: LayerState,
-    saved: SavedTables,
-    placed: Mapping[str, PlacedIds],
-    args: RestoreState,
-) -> LayerState:
-    new = restored_tables(layer, saved, placed)
-    if new.slots is None:
-        return new
-    if args.slots == "initialize" or _lacks_slots(layer, saved):
-        new = dataclasses.replace(new, slots=_initialized(new, saved.records))
-    if args.slots != "restore":
-        return new
-    new = restored_slots(new, saved, placed)
-    # The tables may hold other rows than the saved ones, or round them otherwise.
-    slots = with_following_slots(
-        new.slots or {},
-        dict(new.tables),
-        dict.fromkeys(saved.records, 1),
-        new.plan,
-        parts="totals",
-    )
-    return dataclasses.replace(new, slots=slots)
+def _restarted_slots(layer: LayerState, restored: Collection[str]) -> dict[str, Any]:
+    """Returns slots that start again for restored tables, and stay for the rest.
 
+    A count of steps belongs to all tables, so it only starts again with all of them.
 
-def _lacks_slots(layer: LayerState, saved: SavedTables) -> bool:
-    """Returns True if a table has slot variables that the checkpoint lacks."""
-    wanted = table_records(layer)
-    return any(
-        (table, slot) not in saved.arrays
-        for table in saved.records
-        for slot in wanted[layer.name_of(table)].slots
-    )
-
-
-def _initialized(layer: LayerState, tables: Collection[str]) -> dict[str, Any]:
-    """Returns slots in which those of some tables have their initial values.
-
-    All tables share one step count. If some tables stay, it is theirs.
+    Args:
+      layer: the layer, with its restored tables.
+      restored: names of the tables that were restored.
     """
-    # Initial slot variables may depend on the tables.
     fresh = init_slots(dict(layer.tables), layer.plan)
-    trained = {t.name for s in layer.plan.trained_stacks for t in s.tables}
-    if trained <= set(tables) or _is_abstract(layer.slots):
+    trained = {table.name for x in layer.plan.trained_stacks for table in x.tables}
+    # Shapes have no values that could stay.
+    if trained <= set(restored) or _is_abstract(layer.slots):
         return fresh
     slots = dict(layer.slots or {})
     for stack in layer.plan.trained_stacks:
-        own = {t.name for t in stack.tables} & set(tables)
-        if not own:
+        values = {table.name: {} for table in stack.tables if table.name in restored}
+        if not values:
             continue
-        counts = {s.name for s in slots_of(layer, stack) if s.kind == "shared"}
-        values = slot_values({stack.name: fresh[stack.name]}, layer.plan, "all")
-        new = {
-            table: {k: v for k, v in values[table].items() if k not in counts}
-            for table in own
-        }
-        slots |= with_slot_values({stack.name: slots[stack.name]}, new, layer.plan)
+        for slot in named_slots(fresh[stack.name], stack):
+            if slot.kind in ("rows", "tables"):  # Not the counts of steps.
+                for table, array in slot.read(stack, layer.plan).items():
+                    if table in values:
+                        values[table][slot.name] = array
+        one_stack = {stack.name: slots[stack.name]}
+        slots |= with_slot_values(one_stack, values, layer.plan)
     return slots

@@ -1,4 +1,4 @@
-"""`te.save` and `te.restore`, and the orbax handler behind them.
+"""`te.save` and `te.restore`, and the orbax handler that they use.
 
 `StateHandler` is an orbax handler, so a state goes into any orbax `CheckpointManager`::
 
@@ -33,7 +33,6 @@ from tpu_embedding.checkpoint.differences import (
     SlotsChoice,
     describe_leaf,
 )
-from tpu_embedding.checkpoint.layer_tables import array_of_leaf, tables_to_save
 from tpu_embedding.checkpoint.records import (
     CheckpointError,
     CheckpointRecord,
@@ -43,6 +42,7 @@ from tpu_embedding.checkpoint.records import (
     errors_of_writing,
 )
 from tpu_embedding.checkpoint.restoring import RestoreState, restore_state
+from tpu_embedding.checkpoint.saved_leaves import array_of_leaf, tables_to_save
 from tpu_embedding.checkpoint.split_state import SplitState
 from tpu_embedding.checkpoint.state_file import (
     description_as_json,
@@ -217,7 +217,7 @@ def _new_path(path: epath.Path) -> Iterator[None]:
         flags = np.array([exists, error is not None])
         exists, fails = ocp.multihost.broadcast_one_to_all(flags)
         if exists:
-            raise CheckpointError(f"The directory {path} exists; give another one.")
+            raise CheckpointError(f"The directory {path} exists; choose a new one.")
         if fails:
             raise error or CheckpointError(
                 f"The first process of the job cannot make {path}; see its error."
@@ -254,17 +254,18 @@ def restore(
         Other leaves are arrays, or shapes (`jax.ShapeDtypeStruct`). Parts may be
         missing: the model of a saved `(model, optimizer)` is restored as `(model,)`.
       plan: the tables' plan, if neither modules nor Linen variables hold it.
-      tables: names of the tables to restore, the others stay; None: all. In a state of
-        several layers, the path of the layer precedes the name: `"user/movie"`. Tables
-        of a stack share a count of steps: it must be equal, or 0 in those that stay.
+      tables: names of the tables to restore. Defaults to all; tables that are left
+        out keep their values. In a state of several layers, the path of the layer
+        precedes the name: `"user/movie"`. Tables of a stack share a count of steps: it
+        must be equal, or 0 in tables that stay.
       rename: name of a table to its name in the checkpoint.
-      slots: `"restore"`: slot variables come from the checkpoint. `"initialize"`: those
-        of the restored tables start again. So do their counts, unless tables that
-        stay share them.
+      slots: `"restore"`: slot variables come from the checkpoint. `"initialize"`: slot
+        variables of the restored tables start again. So do their counts, unless tables
+        that stay share them.
       rules: `"check"`: the optimizer of each table must have a state of the types,
         names and shapes in the checkpoint. Its hyper-parameters may change.
         `"ignore"`: slot variables are taken over if names, types and shapes are equal,
-        and the others start again. A count of steps is taken over under any name: a
+        and start again if not. A count of steps is taken over under any name: a
         schedule instead of a constant rate continues from it, and starts at 0 if the
         checkpoint counts no steps.
       dense: `"restore"`: all other leaves come from the checkpoint. `"keep"`: they

@@ -38,7 +38,7 @@ _NOT_SAVED = (
 """Variables of a layer that no checkpoint holds, because the plan sets them up."""
 
 _CONTAINERS = {"tables", "embedding_tables", "variables", "stacks", "slots", "value"}
-"""Keys around tables and slots that are no part of the path of their layer."""
+"""Keys around tables and slots that do not belong to the path of their layer."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -49,17 +49,17 @@ class LayerState:
       path: path of the layer in its model, and the prefix of its tables' names. Empty
         if the state has one layer only.
       plan: the layer's plan.
-      tables: stack name to packed rows; directories of ids, too.
+      tables: stack name to packed rows, and names of directories to these.
       slots: stack name to optimizer state; None if the state holds no optimizer.
-      followed_tables: names of tables from whose values an optimizer made state, in any
-        module that has this path.
+      tables_with_derived_state: names of tables from whose values an optimizer derives
+        state, in any module that has this path.
     """
 
     path: str
     plan: EmbeddingPlan
     tables: Mapping[str, Any]
     slots: Mapping[str, Any] | None
-    followed_tables: frozenset[str] = frozenset()
+    tables_with_derived_state: frozenset[str] = frozenset()
 
     def name_of(self, table: str) -> str:
         """Returns the name of a table in a checkpoint."""
@@ -76,7 +76,7 @@ class LayerState:
 
 
 @dataclasses.dataclass(frozen=True)
-class _StackedLeaves:
+class _Stacks:
     """Tables or slot variables by stack, as they are in the state.
 
     Attributes:
@@ -100,7 +100,7 @@ class SplitState:
     def __init__(self, state: Any, plan: EmbeddingPlan | None = None):
         """Splits a state.
 
-        The path of a Flax variable is that of its value.
+        A Flax variable has the path of its value.
 
         Args:
           state: nnx modules, or a pytree of them; an `nnx.State`; or any pytree. Leaves
@@ -109,28 +109,43 @@ class SplitState:
 
         Raises:
           TypeError: if a leaf is neither an array nor a number.
-          ValueError: if the plan of some tables is not known, or is another one; or if
+          ValueError: if the plan of some tables is not known, or differs; or if
             two layers have the same path; or if the tables of some slot variables
-            cannot be told.
+            are not known.
         """
         self._state = state
-        plans, followed = _plans_of(state, plan), _followed_tables_of(state)
-        roots = _module_paths(state)
-        tree = jax.tree.map(_state_of_module, state, is_leaf=_is_module)
+        plans = _plans_of(state, plan)
+        modules = jax.tree_util.tree_leaves_with_path(state, is_leaf=_is_module)
+        modules = [(path, leaf) for path, leaf in modules if _is_module(leaf)]
+        roots = [tuple(map(_key, path)) for path, _ in modules]
+        derived: dict[str, frozenset[str]] = collections.defaultdict(frozenset)
+        for _, module in modules:
+            for layer_path, layer in embedding_layers(module).items():
+                derived[layer_path] |= layer.tables_with_derived_state
+        tree = jax.tree.map(
+            lambda leaf: nnx.state(leaf) if _is_module(leaf) else leaf,
+            state,
+            is_leaf=_is_module,
+        )
         with_paths, self._structure = jax.tree_util.tree_flatten_with_path(
-            tree, is_leaf=lambda x: _is_special(x, plans.values())
+            tree,
+            is_leaf=lambda value: (
+                isinstance(value, (PackedRows, *_NOT_SAVED))
+                or _are_tables(value, plans.values())
+                or _are_slots(value, plans.values())
+            ),
         )
         self._leaves = [leaf for _, leaf in with_paths]
         self._dense_indices: dict[str, int] = {}
         tables, slots = [], []
         for i, (path, leaf) in enumerate(with_paths):
-            keys = tuple(_key(part) for part in path)
+            keys = tuple(map(_key, path))
             root = next((r for r in roots if keys[: len(r)] == r), ())
-            found = _StackedLeaves(i, keys[len(root) :], leaf)
+            stacks = _Stacks(i, keys[len(root) :], leaf)
             if _are_tables(leaf, plans.values()) and "slots" not in keys:
-                tables.append(found)
+                tables.append(stacks)
             elif _are_slots(leaf, plans.values()):
-                slots.append(found)
+                slots.append(stacks)
             elif not isinstance(leaf, _NOT_SAVED):
                 is_boxed = path[-1:] == (jax.tree_util.GetAttrKey("value"),)
                 self._add_dense(i, keys[:-1] if is_boxed else keys, leaf)
@@ -139,18 +154,23 @@ class SplitState:
         self.layers = [
             LayerState(
                 path=path if len(pairs) > 1 else "",
-                plan=_plan_of(path, of_tables.value, plans),
-                tables=of_tables.value,
-                slots=of_slots and of_slots.value,
-                followed_tables=followed[path],
+                plan=_plan_of(path, own_tables.value, plans),
+                tables=own_tables.value,
+                slots=own_slots and own_slots.value,
+                tables_with_derived_state=derived[path],
             )
-            for path, of_tables, of_slots in pairs
+            for path, own_tables, own_slots in pairs
         ]
-        self._check_names()
+        names = [name for layer in self.layers for name in layer.names.values()]
+        if twice := sorted({name for name in names if names.count(name) > 1}):
+            raise ValueError(
+                f"The state has several tables with the names {twice}; save each model "
+                "with its optimizer by itself."
+            )
 
     @property
     def dense(self) -> dict[str, Any]:
-        """Returns path to leaf, for all leaves that are no tables or slot variables."""
+        """Path to leaf, for all leaves that are neither tables nor slot variables."""
         return {name: self._leaves[i] for name, i in self._dense_indices.items()}
 
     def _add_dense(self, index: int, keys: tuple[str, ...], leaf: Any) -> None:
@@ -172,27 +192,18 @@ class SplitState:
             )
         self._dense_indices[name] = index
 
-    def _check_names(self) -> None:
-        names = [name for layer in self.layers for name in layer.names.values()]
-        twice = sorted({name for name in names if names.count(name) > 1})
-        if twice:
-            raise ValueError(
-                f"The state has several tables with the names {twice}; save each model "
-                "with its optimizer by itself."
-            )
-
     def rebuilt(self, layers: Sequence[LayerState], dense: Mapping[str, Any]) -> Any:
         """Returns the state with new leaves; modules are changed in place.
 
         Args:
           layers: the attribute `layers` with new tables and slots.
-          dense: path to new leaf; others stay.
+          dense: path to new leaf; leaves that are missing stay.
         """
         leaves = list(self._leaves)
-        for (of_tables, of_slots), layer in zip(self._indices, layers, strict=True):
-            leaves[of_tables] = layer.tables
-            if of_slots is not None:
-                leaves[of_slots] = layer.slots
+        for (tables, slots), layer in zip(self._indices, layers, strict=True):
+            leaves[tables] = layer.tables
+            if slots is not None:
+                leaves[slots] = layer.slots
         for name, leaf in dense.items():
             leaves[self._dense_indices[name]] = leaf
         leaves = [
@@ -200,14 +211,13 @@ class SplitState:
             for leaf in leaves
         ]
         tree = jax.tree.unflatten(self._structure, leaves)
-        modules, structure = jax.tree.flatten(self._state, is_leaf=_is_module)
-        parts = structure.flatten_up_to(tree)
-        for module, part in zip(modules, parts, strict=True):
-            if _is_module(module):
-                nnx.update(module, part)
-        return structure.unflatten(
-            [m if _is_module(m) else p for m, p in zip(modules, parts, strict=True)]
-        )
+        nodes, structure = jax.tree.flatten(self._state, is_leaf=_is_module)
+        new_nodes = structure.flatten_up_to(tree)
+        for i, node in enumerate(nodes):
+            if _is_module(node):
+                nnx.update(node, new_nodes[i])
+                new_nodes[i] = node
+        return structure.unflatten(new_nodes)
 
 
 def _plans_of(state: Any, plan: EmbeddingPlan | None) -> dict[str, EmbeddingPlan]:
@@ -227,46 +237,37 @@ def _plans_of(state: Any, plan: EmbeddingPlan | None) -> dict[str, EmbeddingPlan
     return plans
 
 
-def _followed_tables_of(state: Any) -> dict[str, frozenset[str]]:
-    """Returns the tables that state was made from, by the path of their layer."""
-    found: dict[str, frozenset[str]] = collections.defaultdict(frozenset)
-    for module in filter(_is_module, jax.tree.leaves(state, is_leaf=_is_module)):
-        for path, layer in embedding_layers(module).items():
-            found[path] |= layer.followed_tables
-    return found
-
-
 def _plan_of(
     path: str, tables: Mapping[str, Any], plans: Mapping[str, EmbeddingPlan]
 ) -> EmbeddingPlan:
-    """Returns the plan of a layer: that of its path, or any that fits its tables."""
+    """Returns the plan of a layer's path, or any other that fits its tables."""
     fitting = {p: plan for p, plan in plans.items() if _are_tables(tables, [plan])}
     return fitting.get(path) or next(iter(fitting.values()))
 
 
 def _pairs(
-    tables: Sequence[_StackedLeaves], slots: Sequence[_StackedLeaves]
-) -> list[tuple[str, _StackedLeaves, _StackedLeaves | None]]:
+    tables: Sequence[_Stacks], slots: Sequence[_Stacks]
+) -> list[tuple[str, _Stacks, _Stacks | None]]:
     """Returns the path, the tables and the slots of each layer."""
     if len(tables) == len(slots) == 1:
         return [(_layer_path(tables[0].keys), tables[0], slots[0])]
     pairs = []
-    for of_tables in tables:
-        path = _layer_path(of_tables.keys)
-        found = [
-            of_slots
-            for of_slots in slots
-            if f"/{path}".endswith(f"/{_layer_path(of_slots.keys)}")
+    for own_tables in tables:
+        path = _layer_path(own_tables.keys)
+        own_slots = [
+            stacks
+            for stacks in slots
+            if f"/{path}".endswith(f"/{_layer_path(stacks.keys)}")
         ]
-        pairs += [(path, of_tables, of_slots) for of_slots in found or [None]]
-    used = sorted(of_slots.index for _, _, of_slots in pairs if of_slots)
-    if len(pairs) > len(tables) or used != sorted(x.index for x in slots):
+        pairs += [(path, own_tables, stacks) for stacks in own_slots or [None]]
+    used = sorted(own_slots.index for _, _, own_slots in pairs if own_slots)
+    if len(pairs) > len(tables) or used != sorted(stacks.index for stacks in slots):
         raise ValueError(
-            f"The slot variables at {['.'.join(x.keys) for x in slots]} must belong to "
-            "the tables of one layer each, and the state has tables at "
-            f"{['.'.join(x.keys) for x in tables]}. Put tables and slots of a layer "
-            "side by side, as {'user': {'tables': ..., 'slots': ...}}, or save each "
-            "model with its optimizer by itself."
+            f"The slot variables at {['.'.join(stacks.keys) for stacks in slots]} must "
+            "belong to the tables of one layer each, and the state has tables at "
+            f"{['.'.join(stacks.keys) for stacks in tables]}. Put tables and slots of "
+            "a layer side by side, as {'user': {'tables': ..., 'slots': ...}}, or save "
+            "each model with its optimizer by itself."
         )
     return pairs
 
@@ -277,43 +278,33 @@ def _layer_path(keys: tuple[str, ...]) -> str:
         return keys[-1]  # Slots by the path of their layer.
     if "slots" in keys and keys[-1] == "":
         return ""
-    parts = [key for key in keys if key not in _CONTAINERS]
-    while parts and parts[0].isdigit():
-        parts = parts[1:]
-    return "/".join(parts)
-
-
-def _is_special(value: Any, plans: Iterable[EmbeddingPlan]) -> bool:
-    plans = list(plans)
-    return (
-        isinstance(value, (PackedRows, *_NOT_SAVED))
-        or _are_tables(value, plans)
-        or _are_slots(value, plans)
-    )
+    own_keys = [key for key in keys if key not in _CONTAINERS]
+    while own_keys and own_keys[0].isdigit():
+        own_keys = own_keys[1:]
+    return "/".join(own_keys)
 
 
 def _are_tables(value: Any, plans: Iterable[EmbeddingPlan]) -> bool:
-    """Returns True for the tables of a plan by stack."""
+    """Returns True for the tables of a plan by stack, and directories by name."""
     if not isinstance(value, dict) or not value:
         return False
-    return any(
-        set(value) == {stack.name for stack in plan.stacks} | _directories(plan)
-        and all(
-            isinstance(value[stack.name], PackedRows)
-            and value[stack.name].layout == stack.layout
+    for plan in plans:
+        directories = {
+            name
             for stack in plan.stacks
-        )
-        and all(isinstance(value[x], IdDirectory) for x in _directories(plan))
-        for plan in plans
-    )
-
-
-def _directories(plan: EmbeddingPlan) -> set[str]:
-    return {
-        name
-        for stack in plan.stacks
-        for name in stack.vocabulary.stacks.array_names(stack)
-    }
+            for name in stack.vocabulary.stacks.array_names(stack)
+        }
+        if (
+            set(value) == {stack.name for stack in plan.stacks} | directories
+            and all(
+                isinstance(value[stack.name], PackedRows)
+                and value[stack.name].layout == stack.layout
+                for stack in plan.stacks
+            )
+            and all(isinstance(value[name], IdDirectory) for name in directories)
+        ):
+            return True
+    return False
 
 
 def _are_slots(value: Any, plans: Iterable[EmbeddingPlan]) -> bool:
@@ -333,22 +324,13 @@ def _slots_structure(plan: EmbeddingPlan) -> Any:
     return jax.tree.structure(jax.eval_shape(lambda t: init_slots(t, plan), tables))
 
 
-def _module_paths(state: Any) -> list[tuple[str, ...]]:
-    leaves = jax.tree_util.tree_leaves_with_path(state, is_leaf=_is_module)
-    return [tuple(map(_key, path)) for path, leaf in leaves if _is_module(leaf)]
-
-
 def _is_module(value: Any) -> bool:
     return isinstance(value, nnx.Module)
 
 
-def _state_of_module(value: Any) -> Any:
-    return nnx.state(value) if _is_module(value) else value
-
-
-def _key(part: Any) -> str:
-    """Returns a field name, key or index of a path."""
-    return str(getattr(part, "name", getattr(part, "key", getattr(part, "idx", part))))
+def _key(entry: Any) -> str:
+    """Returns the field name, key or index of an entry of a path."""
+    return jax.tree_util.keystr((entry,), simple=True)
 
 
 def _zeros(leaf: Any) -> Any:

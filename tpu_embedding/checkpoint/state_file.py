@@ -75,18 +75,17 @@ def chunks_of(
       >>> [chunk.name for chunk in chunks_of((10, 4), (4, 4), slice(3, 9))]
       ['c/0/0', 'c/1/0', 'c/2/0']
     """
-    parts = index if isinstance(index, tuple) else (index,)
-    parts += (slice(None),) * (len(shape) - len(parts))
+    indices = index if isinstance(index, tuple) else (index,)
+    indices += (slice(None),) * (len(shape) - len(indices))
     grid = [-(-size // chunk) for size, chunk in zip(shape, chunk_shape, strict=True)]
-    needed: list[Sequence[int]] = []
-    for part, size, chunk in zip(parts, shape, chunk_shape, strict=True):
-        if isinstance(part, slice):
-            start, stop, _ = part.indices(size)
-            needed.append(
-                range(start // chunk, -(-stop // chunk) if stop > start else 0)
-            )
+    needed: list[Sequence[int]] = []  # By axis, the positions in the grid of chunks.
+    for rows, size, chunk in zip(indices, shape, chunk_shape, strict=True):
+        if isinstance(rows, slice):
+            start, stop, _ = rows.indices(size)
+            end = -(-stop // chunk) if stop > start else 0
+            needed.append(range(start // chunk, end))
         else:
-            needed.append(np.unique(part // chunk).tolist())
+            needed.append(np.unique(rows // chunk).tolist())
     for position in _product(needed):
         number = 0
         for i, size in zip(position, grid, strict=True):
@@ -148,8 +147,8 @@ def _check_is_file(root: epath.Path, name: str) -> None:
     if "://" in os.fspath(root):
         return
     path = os.fspath(root)
-    for part in name.split("/"):
-        path = f"{path}/{part}"
+    for level in name.split("/"):
+        path = f"{path}/{level}"
         if os.path.islink(path):
             raise ValueError(f"{name} is a symbolic link, or in one")
     if not stat.S_ISREG(os.stat(path).st_mode):
@@ -177,8 +176,8 @@ def array_checksums(root: epath.Path, names: Sequence[str]) -> dict[str, str]:
             chunk_shape = values["chunk_grid"]["configuration"]["chunk_shape"]
             chunks = chunks_of(values["shape"], chunk_shape)
             files = [f"{name}/{chunk.name}" for chunk in chunks]
-            found = threads.map(functools.partial(chunk_size_and_crc, root), files)
-            crcs = [crc for _, crc in found]
+            read = functools.partial(chunk_size_and_crc, root)
+            crcs = [crc for _, crc in threads.map(read, files)]
             checksums[name] = "".join([metadata_checksum(metadata), *crcs])
         return checksums
 
@@ -216,7 +215,11 @@ _IDS: Final = {
 
 def write_state_file(root: epath.Path, record: CheckpointRecord) -> None:
     """Writes the description of a state, without its checksums and digest."""
-    record = dataclasses.replace(record, step=_step_to_record(root))
+    # A CheckpointManager writes the items of a step into a directory whose name is
+    # temporary, except in buckets.
+    name, temporary, _ = root.parent.name.partition(_TEMPORARY)
+    if temporary or "://" in os.fspath(root):
+        record = dataclasses.replace(record, step=name)
     values = dataclasses.asdict(record) | {"format": FORMAT_VERSION}
     (root / STATE_FILE).write_text(json.dumps(values, indent=1))
 
@@ -280,38 +283,35 @@ def _digest_of(values: Json) -> str:
 
 
 def _record_of(values: Json) -> CheckpointRecord:
-    fields: Json = {name: value for name, value in values.items() if name != "format"}
-    fields["tables"] = {
-        name: _table_record(of) for name, of in values["tables"].items()
-    }
+    """Returns the record that JSON values describe, not checked."""
+
+    def array(fields: Json) -> ArrayRecord:
+        values: Json = fields | {"shape": tuple(fields["shape"])}
+        return ArrayRecord(**values)
+
+    tables = {}
+    for name, fields in values["tables"].items():
+        arrays: Json = {"values": array(fields["values"])}
+        for group in ("slots", "directory"):
+            arrays[group] = {key: array(x) for key, x in fields[group].items()}
+        tables[name] = TableRecord(**fields | arrays)
+    fields = {name: value for name, value in values.items() if name != "format"}
+    fields["tables"] = tables
     return CheckpointRecord(**fields)
-
-
-def _table_record(values: Json) -> TableRecord:
-    arrays: Json = {"values": _array_record(values["values"])}
-    for field in ("slots", "directory"):
-        arrays[field] = {name: _array_record(of) for name, of in values[field].items()}
-    return TableRecord(**values | arrays)
-
-
-def _array_record(values: Json) -> ArrayRecord:
-    fields: Json = values | {"shape": tuple(values["shape"])}
-    return ArrayRecord(**fields)
 
 
 def _check_record(record: CheckpointRecord) -> None:
     """Raises ValueError for values that no save writes."""
-    _check_texts("dense", record.dense)
-    _check_texts("checksums", record.checksums)
+    for field in ("dense", "checksums"):
+        texts = getattr(record, field)
+        are_texts = isinstance(texts, dict) and all(
+            isinstance(text, str) for text in texts.values()
+        )
+        _check(field, texts, are_texts)
     _check("description", record.description, isinstance(record.description, dict))
     _check("step", record.step, isinstance(record.step, str))
     for name, table in record.tables.items():
-        where = f"tables[{name!r}]"
-        for slot, array in table.arrays.items():
-            _check_array(f"{where}[{slot or 'values'!r}]", array)
-        _check_sizes(where, table)
-        _check_optimizer(f"{where}.optimizer", table.optimizer)
-        _check_directory(where, table)
+        _check_table(f"tables[{name!r}]", table)
 
 
 def _check(field: str, value: Any, is_valid: bool) -> None:
@@ -319,63 +319,42 @@ def _check(field: str, value: Any, is_valid: bool) -> None:
         raise ValueError(f"its field {field} has the value {str(value)[:200]!r}")
 
 
-def _check_texts(field: str, values: Any) -> None:
-    are_texts = isinstance(values, dict) and all(
-        isinstance(value, str) for value in values.values()
-    )
-    _check(field, values, are_texts)
+def _check_table(field: str, table: TableRecord) -> None:
+    """Compares the sizes and types of a table with its arrays, and these with a save's.
 
-
-def _check_array(field: str, array: ArrayRecord) -> None:
-    are_sizes = all(type(size) is int and size >= 0 for size in array.shape)
-    _check(f"{field}.shape", array.shape, are_sizes)
-    _check(f"{field}.dtype", array.dtype, isinstance(array.dtype, str))
-    has_rows = array.has_rows
-    _check(f"{field}.has_rows", has_rows, isinstance(has_rows, bool))
-
-
-def _check_sizes(where: str, table: TableRecord) -> None:
-    """Compares the sizes and the type of a table with the shapes of its arrays."""
+    Args:
+      field: names the table in the error.
+      table: description of a file, which may be forged.
+    """
+    for slot, array in table.arrays.items():
+        where, has_rows = f"{field}[{slot or 'values'!r}]", array.has_rows
+        are_sizes = all(type(size) is int and size >= 0 for size in array.shape)
+        _check(f"{where}.shape", array.shape, are_sizes)
+        _check(f"{where}.dtype", array.dtype, isinstance(array.dtype, str))
+        _check(f"{where}.has_rows", has_rows, isinstance(has_rows, bool))
     row, dtype = (table.dim,), table.dtype
     if table.dtype == "int8":
         row, dtype = (table.dim + SCALE_AND_BIAS_BYTES,), "uint8"
     values, num_rows = table.values, table.vocabulary_size
-    _check(f"{where}.dim", table.dim, values.shape[1:] == row and values.has_rows)
-    _check(f"{where}.dtype", table.dtype, values.dtype == dtype)
+    _check(f"{field}.dim", table.dim, values.shape[1:] == row and values.has_rows)
+    _check(f"{field}.dtype", table.dtype, values.dtype == dtype)
     for slot, array in {"values": values, **table.slots}.items():
         if array.has_rows and array.shape[:1] != (num_rows,):
             text = f"{num_rows}, and {slot} has shape {array.shape}"
-            _check(f"{where}.vocabulary_size", text, False)
-
-
-def _check_optimizer(field: str, optimizer: Any) -> None:
-    if optimizer is None:
-        return
-    keys = {"state", "rows", "duplicates", "gradient_steps"}
-    _check(field, optimizer, isinstance(optimizer, dict) and set(optimizer) == keys)
-
-
-def _check_directory(where: str, table: TableRecord) -> None:
-    """Checks the ids of a dynamic table; a static one has none."""
+            _check(f"{field}.vocabulary_size", text, False)
+    if (optimizer := table.optimizer) is not None:
+        keys = {"state", "rows", "duplicates", "gradient_steps"}
+        has_keys = isinstance(optimizer, dict) and set(optimizer) == keys
+        _check(f"{field}.optimizer", optimizer, has_keys)
     if table.dynamic is None:
-        _check(f"{where}.directory", table.directory, not table.directory)
+        _check(f"{field}.directory", table.directory, not table.directory)
         return
-    dynamic = Dynamic(**table.dynamic)
-    num_ids = table.vocabulary_size - (dynamic.default_row == "learned")
+    num_ids = num_rows - (Dynamic(**table.dynamic).default_row == "learned")
     for name, (dtype, has_rows) in _IDS.items():
         array = table.directory[name]
         shape = (num_ids,) if has_rows else array.shape
         is_same = (array.dtype, array.has_rows, array.shape) == (dtype, has_rows, shape)
-        _check(f"{where}.directory[{name!r}]", array, is_same)
-
-
-def _step_to_record(root: epath.Path) -> str:
-    """Returns the name of the step's directory, if a `CheckpointManager` saves.
-
-    Its items are in a directory whose name is temporary, except in buckets.
-    """
-    name, temporary, _ = root.parent.name.partition(_TEMPORARY)
-    return name if temporary or "://" in os.fspath(root) else ""
+        _check(f"{field}.directory[{name!r}]", array, is_same)
 
 
 def _check_step(root: epath.Path, saved: str) -> None:
@@ -383,13 +362,12 @@ def _check_step(root: epath.Path, saved: str) -> None:
 
     Any other name, such as `best`, is not compared.
     """
-    numbers = [
-        re.fullmatch("(.*?)([0-9]+)", name) for name in (saved, root.parent.name)
-    ]
-    if None in numbers:
+    saved_match = re.fullmatch("(.*?)([0-9]+)", saved)
+    own_match = re.fullmatch("(.*?)([0-9]+)", root.parent.name)
+    if saved_match is None or own_match is None:
         return
-    (prefix, there), (other_prefix, here) = (each.groups() for each in numbers if each)
-    if prefix == other_prefix and int(there) != int(here):
+    (prefix, there), (own_prefix, here) = saved_match.groups(), own_match.groups()
+    if prefix == own_prefix and int(there) != int(here):
         raise CheckpointError(
             f"The checkpoint {root} is in the directory of step {int(here)}, but was "
             f"saved as step {int(there)}. Rename the directory {root.parent} to "

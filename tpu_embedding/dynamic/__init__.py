@@ -10,7 +10,7 @@ and takes rows back from ids that are no longer used. Two ids never share a row.
 #
 # * `vocabulary`: what a user declares. `seam`: what the core calls.
 # * `row_ids`: `insert_ids` and `find_ids`, which replace the ids of a batch by rows.
-# * `translation`: sends ids to the owners of their buckets, and answers back.
+#   Ids travel to the owners of their buckets, and rows come back.
 # * `find_or_insert`: finds ids in a directory, and admits and places new ones.
 #   `new_rows` starts their rows.
 # * `directory`: the arrays, and how buckets are dealt to shards.

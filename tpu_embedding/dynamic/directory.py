@@ -11,16 +11,15 @@ row `64 * b + lane` of the table, and the table's row `that * num_shards + s`.
 """
 
 import dataclasses
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Int, UInt32
+from jaxtyping import Array, UInt32
 
 from tpu_embedding.dynamic.ids_64 import NO_ID
 from tpu_embedding.dynamic.vocabulary import SLOTS_PER_BUCKET, Dynamic
 from tpu_embedding.plan.plan import StackPlan, TablePlan
-from tpu_embedding.types import PADDING_ROW_ID
 
 LINE_LANES: Final = 2 * SLOTS_PER_BUCKET
 DIRECTORY: Final = ":ids"
@@ -35,11 +34,11 @@ class IdDirectory:
     Per shard inside `shard_map`; the global arrays hold the shards one after the other.
 
     Attributes:
-      keys: uint32 `[buckets, 128]`, the mixed words of 64 ids; see `id_mixing`. Empty
+      keys: uint32 `[buckets, 128]`, the mixed words of 64 ids; see `ids_64`. Empty
         lanes have all bits set.
       scores: uint32 `[buckets, 128]`: the clock at the last use of each id, then the
         steps that used it. 0 in empty lanes.
-      sketch: uint32 `[buckets, 128]`, counters of unknown ids; None without
+      sketch: uint32 `[buckets, 128]`, counters of unknown ids. It is None without
         `AdmitAfter`.
       clock: uint32 `[1]`, the step, from 1 on; equal on all shards.
       used_rows: int32 `[tables]`, rows that ids have.
@@ -54,26 +53,6 @@ class IdDirectory:
     clock: Any
     used_rows: Any
     init_keys: Any
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class NewRows:
-    """Rows that new ids have got. Per shard.
-
-    Attributes:
-      rows: int32 `[ids]`, rows of this shard, rising, then `PADDING_ROW_ID`.
-      first: uint32 `[ids]`, first mixed word of the id.
-      second: uint32 `[ids]`, second mixed word.
-      tables: int32 `[ids]`, position of the table in the stack.
-      count: int32 scalar, number of rows.
-    """
-
-    rows: Int[Array, " ids"]
-    first: UInt32[Array, " ids"]
-    second: UInt32[Array, " ids"]
-    tables: Int[Array, " ids"]
-    count: Int[Array, ""]
 
 
 def empty_directory(
@@ -100,71 +79,6 @@ def empty_directory(
 def directory_name(stack_name: str) -> str:
     """Returns the key of a stack's directory in the dict of tables."""
     return stack_name + DIRECTORY
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class MixedIds:
-    """Mixed ids in any order. Per shard.
-
-    Attributes:
-      buckets: int32 `[ids]`, buckets of this shard's directory at the owner, and of all
-        shards, one after the other, at the source; `PADDING_ROW_ID` for padding.
-      first: uint32 `[ids]`, first mixed word.
-      second: uint32 `[ids]`, second mixed word.
-      may_insert: bool `[ids]`, True if the feature that asks for it inserts ids.
-    """
-
-    buckets: Int[Array, " ids"]
-    first: UInt32[Array, " ids"]
-    second: UInt32[Array, " ids"]
-    may_insert: Bool[Array, " ids"]
-
-    @property
-    def is_id(self) -> Bool[Array, " ids"]:
-        """False for padding."""
-        return self.buckets != PADDING_ROW_ID
-
-
-class Pass(NamedTuple):
-    """Says what a call of `insert` does with its ids. Both are bools, maybe traced.
-
-    Attributes:
-      notes: marks known ids as used, and counts unknown ones for the admission.
-      fills: gives lanes to unknown ids. The ids of their buckets are noted before.
-    """
-
-    notes: Any
-    fills: Any
-
-
-def read_elements(lines: Array, buckets: Array, lanes: Array) -> Array:
-    """Reads single elements; without a lane, the element is undefined."""
-    index = _element(buckets, jnp.maximum(lanes, 0))
-    return lines.reshape(-1).at[index].get(mode="clip")
-
-
-def set_elements(
-    lines: Array, buckets: Array, lanes: Array, values: Array, is_set: Array
-) -> Array:
-    """Sets single elements; those that several ids name get equal values."""
-    elements = lines.reshape(-1)
-    index = jnp.where(is_set, _element(buckets, lanes), elements.shape[0])
-    return elements.at[index].set(values, mode="drop").reshape(lines.shape)
-
-
-def _element(buckets: Array, lanes: Array) -> Array:
-    """Returns the number of an element: XLA:CPU is slow with two indices for each."""
-    return buckets.astype(jnp.uint32) * LINE_LANES + lanes.astype(jnp.uint32)
-
-
-def add_to_elements(
-    lines: Array, buckets: Array, lanes: Array, is_added: Array
-) -> Array:
-    """Adds 1 to single elements."""
-    elements = lines.reshape(-1)
-    index = jnp.where(is_added, _element(buckets, lanes), elements.shape[0])
-    return elements.at[index].add(jnp.uint32(1), mode="drop").reshape(lines.shape)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -16,17 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Int, UInt32
 
-from tpu_embedding.dynamic.directory import (
-    LINE_LANES,
-    DynamicTablePlan,
-    IdDirectory,
-    MixedIds,
-    NewRows,
-    Pass,
-    add_to_elements,
-    read_elements,
-    set_elements,
-)
+from tpu_embedding.dynamic.directory import LINE_LANES, DynamicTablePlan, IdDirectory
 from tpu_embedding.dynamic.ids_64 import NO_ID
 from tpu_embedding.dynamic.vocabulary import (
     SLOTS_PER_BUCKET,
@@ -35,7 +25,7 @@ from tpu_embedding.dynamic.vocabulary import (
     LeastFrequentlyUsed,
     TimeToLive,
 )
-from tpu_embedding.lookup._dedup import rank_unique, unsort
+from tpu_embedding.lookup._rounds import rank_unique, unsort
 from tpu_embedding.types import PADDING_ROW_ID
 from tpu_embedding.xla import read_before_write, running_sum, value_of_range
 
@@ -47,6 +37,67 @@ _IDS_PER_BLOCK: Final = 8192
 
 _NO_LANE: Final = -1
 _EMPTY, _EVICTABLE, _TAKEN = range(3)
+
+_COUNT_BITS: Final = 8
+_MAX_COUNT: Final = 2**_COUNT_BITS - 1
+_TOTAL_LANE: Final = LINE_LANES - 1
+"""Lane of a bucket's sketch with the number of ids counted; all other lanes count."""
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class MixedIds:
+    """Mixed ids in any order. Per shard.
+
+    Attributes:
+      buckets: int32 `[ids]`, buckets of this shard's directory at the owner, and of all
+        shards, one after the other, at the source; `PADDING_ROW_ID` for padding.
+      first: uint32 `[ids]`, first mixed word.
+      second: uint32 `[ids]`, second mixed word.
+      may_insert: bool `[ids]`, True if the feature that asks for it inserts ids.
+    """
+
+    buckets: Int[Array, " ids"]
+    first: UInt32[Array, " ids"]
+    second: UInt32[Array, " ids"]
+    may_insert: Bool[Array, " ids"]
+
+    @property
+    def is_id(self) -> Bool[Array, " ids"]:
+        """False for padding."""
+        return self.buckets != PADDING_ROW_ID
+
+
+class Pass(NamedTuple):
+    """Says what a call of `insert` does with its ids. Both are bools, maybe traced.
+
+    Attributes:
+      notes: marks known ids as used, and counts unknown ones for the admission.
+      fills: gives lanes to unknown ids. The ids of their buckets are noted before.
+    """
+
+    notes: Any
+    fills: Any
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class NewRows:
+    """Rows that new ids have got. Per shard.
+
+    Attributes:
+      rows: int32 `[ids]`, rows of this shard, rising, then `PADDING_ROW_ID`.
+      first: uint32 `[ids]`, first mixed word of the id.
+      second: uint32 `[ids]`, second mixed word.
+      tables: int32 `[ids]`, position of the table in the stack.
+      count: int32 scalar, number of rows.
+    """
+
+    rows: Int[Array, " ids"]
+    first: UInt32[Array, " ids"]
+    second: UInt32[Array, " ids"]
+    tables: Int[Array, " ids"]
+    count: Int[Array, ""]
 
 
 class Counts(NamedTuple):
@@ -92,7 +143,7 @@ def insert(
     ids: MixedIds,
     tables: Sequence[DynamicTablePlan],
     now: UInt32[Array, ""],
-    of_pass: Pass,
+    current_pass: Pass,
 ) -> tuple[IdDirectory, Int[Array, " ids"], Bool[Array, " ids"], NewRows, Counts]:
     """Finds ids, and gives lanes to new ones. Per shard.
 
@@ -101,7 +152,7 @@ def insert(
       ids: ids of the call.
       tables: tables of the stack.
       now: clock of this step.
-      of_pass: says what is done with the ids.
+      current_pass: says what is done with the ids.
 
     Returns:
       The directory; the lane of each id in its bucket, or -1; whether it had one
@@ -110,19 +161,17 @@ def insert(
     (num_ids,) = ids.buckets.shape
     lanes = find_lanes(directory, ids)
     is_known = lanes != _NO_LANE
-    # Those of features that insert nothing too: a row of this step must not be evicted.
-    # A second pass finds them noted, and changes nothing.
+    # Features that insert nothing use ids as well: a row of this step must not be
+    # evicted. A second pass finds the ids noted, and changes nothing.
     directory = _note_use(directory, ids, lanes, is_known, tables[0].dynamic, now)
     unknown, order, ranks = _sort_unique(ids, ids.is_id & ~is_known)
-    directory, is_admitted = admit(
-        directory,
-        unknown,
-        unknown.is_id & unknown.may_insert,
-        tables[0].dynamic,
-        now,
-        of_pass,
-    )
-    is_admitted &= of_pass.fills
+    is_admitted = unknown.is_id & unknown.may_insert
+    if (rule := tables[0].dynamic.admit) is not None:
+        sketch, is_admitted = _count_and_admit(
+            directory.sketch, unknown, is_admitted, rule, now, current_pass
+        )
+        directory = dataclasses.replace(directory, sketch=sketch)
+    is_admitted &= current_pass.fills
     directory, new_lanes, num_evicted = _fill_buckets(
         directory, unknown, is_admitted, tables, now
     )
@@ -132,23 +181,33 @@ def insert(
     counts = Counts(
         inserts=add_up(is_new),
         evictions=num_evicted,
-        not_admitted=add_up(unknown.is_id & ~is_admitted & of_pass.fills),
+        not_admitted=add_up(unknown.is_id & ~is_admitted & current_pass.fills),
         no_place=add_up(is_admitted & ~is_new),
     )
     used = directory.used_rows + counts.inserts - counts.evictions
     directory = dataclasses.replace(directory, used_rows=used)
     # Repeats have the lane of the first.
-    of_rank = jnp.full(new_lanes.shape, _NO_LANE, jnp.int32).at[ranks].max(new_lanes)
-    lanes = jnp.maximum(lanes, unsort(of_rank[ranks], order))
+    lane_by_rank = jnp.full(new_lanes.shape, _NO_LANE, jnp.int32)
+    lane_by_rank = lane_by_rank.at[ranks].max(new_lanes)
+    lanes = jnp.maximum(lanes, unsort(lane_by_rank[ranks], order))
     rows = local_rows(unknown.buckets, new_lanes, tables, first_row=True)
-    new_rows = _new_rows(unknown, rows, table_of, is_new)
+    # New rows move to the front.
+    rank = running_sum(is_new)
+    positions = jnp.where(is_new, rank - 1, is_new.shape[0])
+    new_rows = NewRows(
+        rows=_scatter(rows, positions, fill=PADDING_ROW_ID),
+        first=_scatter(unknown.first, positions),
+        second=_scatter(unknown.second, positions),
+        tables=_scatter(table_of, positions),
+        count=rank[-1],
+    )
     return directory, lanes, is_known, new_rows, counts
 
 
 def _sort_unique(
     ids: MixedIds, is_sorted: Bool[Array, " ids"]
 ) -> tuple[MixedIds, Array, Array]:
-    """Sorts some ids by bucket and id; others, and repeats, are marked as no ids.
+    """Sorts some ids by bucket and id. The rest, and repeats, become padding.
 
     Returns:
       The ids, the position of each before sorting, and its rank among the distinct
@@ -175,7 +234,7 @@ def local_rows(
     *,
     first_row: bool,
 ) -> Int[Array, " ids"]:
-    """Returns the rows of lanes of buckets; undefined where there is no lane.
+    """Returns the rows of lanes of buckets; undefined for lane -1.
 
     Args:
       buckets: buckets of this shard.
@@ -256,7 +315,7 @@ def _group(ids: MixedIds, is_admitted: Bool[Array, " ids"]) -> _Groups:
     numbers = jnp.arange(num_ids, dtype=jnp.int32)
     rank = running_sum(is_admitted) - 1
     # The last admitted id before each one tells whether a bucket begins.
-    sources = _scatter(numbers, jnp.where(is_admitted, rank, num_ids), num_ids)
+    sources = _scatter(numbers, jnp.where(is_admitted, rank, num_ids))
     buckets = ids.buckets.at[sources].get(mode="clip", wrap_negative_indices=False)
     num_admitted = rank[-1] + 1
     is_head = (numbers < num_admitted) & (jnp.diff(buckets, prepend=-1) != 0)
@@ -267,15 +326,16 @@ def _group(ids: MixedIds, is_admitted: Bool[Array, " ids"]) -> _Groups:
     # Position `num_ids` took the ids that begin no bucket.
     starts = starts.at[num_ids].set(num_admitted)
     return _Groups(
-        buckets=_scatter(buckets, at, num_ids),
+        buckets=_scatter(buckets, at),
         starts=starts,
         count=group[-1] + 1,
         sources=sources,
     )
 
 
-def _scatter(values: Array, positions: Array, size: int) -> Array:
-    result = jnp.zeros((size,), values.dtype)
+def _scatter(values: Array, positions: Array, fill: int = 0) -> Array:
+    """Moves values to other positions; those past the end are dropped."""
+    result = jnp.full(values.shape, fill, values.dtype)
     return result.at[positions].set(values, mode="drop", wrap_negative_indices=False)
 
 
@@ -315,7 +375,7 @@ def _fill_buckets(
         is_evicted = gets_id & (kinds == _EVICTABLE)
         num_evicted = jnp.sum(is_evicted, axis=1, dtype=jnp.int32)
         table_of = table_of_buckets(bucket, tables)
-        # Behind the last bucket, and the last id: written nowhere.
+        # Positions past the end are dropped.
         target = jnp.where(count > 0, bucket, keys.shape[0])
         id_position = jnp.where(gets_id, source, num_ids)
         return (
@@ -419,83 +479,34 @@ def _sum_by_table(
     """Adds up numbers, or counts what is True, by table."""
     numbers = jnp.arange(len(tables), dtype=jnp.int32)[None, :]
     values = values.astype(jnp.int32)[:, None]
-    of_tables = jnp.where(table_of[:, None] == numbers, values, 0)
-    return jnp.sum(of_tables, axis=0, dtype=jnp.int32)
+    by_table = jnp.where(table_of[:, None] == numbers, values, 0)
+    return jnp.sum(by_table, axis=0, dtype=jnp.int32)
 
 
-def _new_rows(
-    ids: MixedIds, rows: Array, table_of: Array, is_new: Bool[Array, " ids"]
-) -> NewRows:
-    """Moves new rows to the front."""
-    (size,) = is_new.shape
-    rank = running_sum(is_new)
-    positions = jnp.where(is_new, rank - 1, size)
-    padding = jnp.full((size,), PADDING_ROW_ID, jnp.int32)
-    return NewRows(
-        rows=padding.at[positions].set(rows, mode="drop", wrap_negative_indices=False),
-        first=_scatter(ids.first, positions, size),
-        second=_scatter(ids.second, positions, size),
-        tables=_scatter(table_of, positions, size),
-        count=rank[-1],
-    )
-
-
-_COUNT_BITS: Final = 8
-_MAX_COUNT: Final = 2**_COUNT_BITS - 1
-_TOTAL_LANE: Final = LINE_LANES - 1
-"""Lane of a bucket's sketch that holds the number of ids counted; others count ids."""
-
-
-def admit(
-    directory: IdDirectory,
-    ids: MixedIds,
-    is_unknown: Bool[Array, " ids"],
-    dynamic: Dynamic,
-    now: UInt32[Array, ""],
-    of_pass: Pass,
-) -> tuple[IdDirectory, Bool[Array, " ids"]]:
-    """Decides which unknown ids may have a row."""
-    rule, sketch = dynamic.admit, directory.sketch
-    if rule is None:
-        return directory, is_unknown
-    noted, filled = is_unknown & of_pass.notes, is_unknown & of_pass.fills
-    sketch = _count_in_sketch(sketch, ids, noted, rule, now)
-    found = [
-        read_elements(sketch, ids.buckets, lanes) & _MAX_COUNT
-        for lanes in _counters(ids)
-    ]
-    is_admitted = is_unknown & (jnp.minimum(*found) >= rule.count)
-    # Only now, as all ids of a call count in one epoch.
-    sketch = add_to_elements(sketch, ids.buckets, jnp.int32(_TOTAL_LANE), filled)
-    return dataclasses.replace(directory, sketch=sketch), is_admitted
-
-
-def _counters(ids: MixedIds) -> tuple[Array, Array]:
-    """Returns the lanes of the two counters of each id."""
-    lanes = np.uint32(_TOTAL_LANE)
-    first, second = ids.second % lanes, ids.second // lanes % lanes
-    return first.astype(jnp.int32), second.astype(jnp.int32)
-
-
-def _count_in_sketch(
+def _count_and_admit(
     sketch: UInt32[Array, "buckets _"],
     ids: MixedIds,
-    is_counted: Bool[Array, " ids"],
+    is_unknown: Bool[Array, " ids"],
     rule: AdmitAfter,
     now: UInt32[Array, ""],
-) -> UInt32[Array, "buckets _"]:
-    """Counts ids in two counters each, and halves or clears counters of earlier times.
+    current_pass: Pass,
+) -> tuple[UInt32[Array, "buckets _"], Bool[Array, " ids"]]:
+    """Counts unknown ids, and decides which of them may have a row.
 
-    A counter holds the epoch of its latest change, which tells how often it is halved
-    before the next. `AdmitAfter.ids_per_halving` ids end an epoch of their bucket. A
-    new window is `_COUNT_BITS` epochs later, which leaves nothing of a count.
+    An id has two counters. A counter holds the epoch of its latest change, which tells
+    how often it is halved before the next. `AdmitAfter.ids_per_halving` ids end an
+    epoch of their bucket. A new window is `_COUNT_BITS` epochs later, which leaves
+    nothing of a count.
     """
     total = read_elements(sketch, ids.buckets, jnp.int32(_TOTAL_LANE))
     epoch = total // np.uint32(rule.ids_per_halving)
     if rule.window is not None:
         epoch += now // np.uint32(rule.window) * np.uint32(_COUNT_BITS)
     epoch = epoch << _COUNT_BITS
-    first, second = _counters(ids)
+    num_lanes = np.uint32(_TOTAL_LANE)
+    first = (ids.second % num_lanes).astype(jnp.int32)
+    second = (ids.second // num_lanes % num_lanes).astype(jnp.int32)
+    is_counted = is_unknown & current_pass.notes
     counters = ((first, is_counted), (second, is_counted & (first != second)))
     for lanes, is_used in counters:
         old = read_elements(sketch, ids.buckets, lanes)
@@ -506,8 +517,46 @@ def _count_in_sketch(
     for lanes, is_used in counters:
         sketch = add_to_elements(sketch, ids.buckets, lanes, is_used)
     # Both counters are read before one is cut off: two ids may share one.
-    found = [read_elements(sketch, ids.buckets, lanes) - epoch for lanes, _ in counters]
-    for (lanes, is_used), value in zip(counters, found, strict=True):
+    values = [
+        read_elements(sketch, ids.buckets, lanes) - epoch for lanes, _ in counters
+    ]
+    for (lanes, is_used), value in zip(counters, values, strict=True):
         value = epoch | jnp.minimum(value, _MAX_COUNT)
         sketch = set_elements(sketch, ids.buckets, lanes, value, is_used)
-    return sketch
+    counts = [
+        read_elements(sketch, ids.buckets, lanes) & _MAX_COUNT for lanes, _ in counters
+    ]
+    is_admitted = is_unknown & (jnp.minimum(*counts) >= rule.count)
+    # Only now, as all ids of a call count in one epoch.
+    is_filled = is_unknown & current_pass.fills
+    sketch = add_to_elements(sketch, ids.buckets, jnp.int32(_TOTAL_LANE), is_filled)
+    return sketch, is_admitted
+
+
+def read_elements(lines: Array, buckets: Array, lanes: Array) -> Array:
+    """Reads single elements; without a lane, the element is undefined."""
+    index = _element(buckets, jnp.maximum(lanes, 0))
+    return lines.reshape(-1).at[index].get(mode="clip")
+
+
+def set_elements(
+    lines: Array, buckets: Array, lanes: Array, values: Array, is_set: Array
+) -> Array:
+    """Sets single elements; those that several ids name get equal values."""
+    elements = lines.reshape(-1)
+    index = jnp.where(is_set, _element(buckets, lanes), elements.shape[0])
+    return elements.at[index].set(values, mode="drop").reshape(lines.shape)
+
+
+def _element(buckets: Array, lanes: Array) -> Array:
+    """Returns the number of an element: XLA:CPU is slow with two indices for each."""
+    return buckets.astype(jnp.uint32) * LINE_LANES + lanes.astype(jnp.uint32)
+
+
+def add_to_elements(
+    lines: Array, buckets: Array, lanes: Array, is_added: Array
+) -> Array:
+    """Adds 1 to single elements."""
+    elements = lines.reshape(-1)
+    index = jnp.where(is_added, _element(buckets, lanes), elements.shape[0])
+    return elements.at[index].add(jnp.uint32(1), mode="drop").reshape(lines.shape)

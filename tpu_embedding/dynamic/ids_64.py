@@ -81,16 +81,16 @@ class Ids64:
         return (high << np.uint64(32)) | low
 
 
-def truncated_ids(found: str, feature: FeaturePlan) -> TypeError:
+def truncated_ids(form: str, feature: FeaturePlan) -> TypeError:
     """Returns the error for integers that may be the lower halves of ids.
 
     Args:
-      found: form of the integers.
+      form: form of the integers, such as their dtype.
       feature: feature of a dynamic table.
     """
     return TypeError(
         f"Feature {feature.name!r} of a table with a te.Dynamic vocabulary must hold "
-        f"Ids64, got {found}. JAX keeps only the lower half of an int64, so pass the "
+        f"Ids64, got {form}. JAX keeps only the lower half of an int64, so pass the "
         "ids through prepare first, as NumPy arrays, or through "
         "te.functional.Ids64.of_array before jit. If they never had more than 32 bits, "
         "give np.asarray(ids) to prepare."

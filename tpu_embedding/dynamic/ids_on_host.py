@@ -61,14 +61,32 @@ def rows_in_directory(
     directory: IdDirectory, stack: StackPlan
 ) -> dict[str, DynamicRows]:
     """Returns the ids of each table of a dynamic stack, and their rows."""
-    keys, scores = (
-        on_host(x).reshape(stack.num_shards, -1, 2, x.shape[1] // 2)
-        for x in (directory.keys, directory.scores)
+    size = SLOTS_PER_BUCKET
+    all_keys, all_scores = (
+        on_host(array).reshape(stack.num_shards, -1, 2, size)
+        for array in (directory.keys, directory.scores)
     )
-    return {
-        member.table.name: _rows_of(keys, scores, member)
-        for member in dynamic_tables(stack)
-    }
+    result = {}
+    for member in dynamic_tables(stack):
+        buckets = slice(
+            member.first_bucket, member.first_bucket + member.buckets_per_shard
+        )
+        keys, scores = all_keys[:, buckets], all_scores[:, buckets]
+        is_used = ~((keys[:, :, 0] == NO_ID) & (keys[:, :, 1] == NO_ID))
+        shard, bucket, lane = np.nonzero(is_used)
+        words = keys[shard, bucket, 0, lane], keys[shard, bucket, 1, lane]
+        high, low = unmix_ids(*words)
+        ids = Ids64(high=high, low=low).to_numpy()
+        order = np.argsort(ids)
+        on_shard = size * bucket + lane
+        result[member.table.name] = DynamicRows(
+            ids=ids[order],
+            rows=(on_shard * member.num_shards + shard)[order],
+            natural_rows=(shard * member.buckets_per_shard * size + on_shard)[order],
+            last_used=scores[shard, bucket, 0, lane][order],
+            counts=scores[shard, bucket, 1, lane][order],
+        )
+    return result
 
 
 def on_host(array: Any) -> np.ndarray:
@@ -76,28 +94,6 @@ def on_host(array: Any) -> np.ndarray:
     if isinstance(array, jax.Array) and not array.is_fully_addressable:
         array = multihost_utils.process_allgather(array, tiled=True)
     return np.asarray(array)
-
-
-def _rows_of(
-    keys: np.ndarray, scores: np.ndarray, member: DynamicTablePlan
-) -> DynamicRows:
-    first = member.first_bucket
-    of_table = slice(first, first + member.buckets_per_shard)
-    keys, scores = keys[:, of_table], scores[:, of_table]
-    is_used = ~((keys[:, :, 0] == NO_ID) & (keys[:, :, 1] == NO_ID))
-    shard, bucket, lane = np.nonzero(is_used)
-    high, low = unmix_ids(keys[shard, bucket, 0, lane], keys[shard, bucket, 1, lane])
-    ids = Ids64(high=high, low=low).to_numpy()
-    order = np.argsort(ids)
-    size = keys.shape[3]
-    on_shard = size * bucket + lane
-    return DynamicRows(
-        ids=ids[order],
-        rows=(on_shard * member.num_shards + shard)[order],
-        natural_rows=(shard * member.buckets_per_shard * size + on_shard)[order],
-        last_used=scores[shard, bucket, 0, lane][order],
-        counts=scores[shard, bucket, 1, lane][order],
-    )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -111,12 +107,13 @@ class PlacedIds:
       lanes: its place in the bucket.
       kept: its position among the given ids.
       sources: position among the given ids for each row of the table, in the order of
-        `unstack_tables`, without the default row; -1: none.
+        `unstack_tables`, without the default row. -1 marks a row without an id.
       num_left_out: ids without a place, because their buckets are full.
-      last_used: last use of each id that has a place; None: now.
-      counts: steps that used it; None: one.
-      init_key: key of the initial values of new ids; None: as in the directory.
-      sketch: counters of ids that are not admitted yet, a line per bucket; None: zero.
+      last_used: last use of each id that has a place. Defaults to now.
+      counts: steps that used it. Defaults to one.
+      init_key: key of the initial values of new ids. Defaults to the directory's.
+      sketch: counters of ids that are not admitted yet, a line per bucket. Defaults to
+        zero.
     """
 
     first: np.ndarray
@@ -141,7 +138,7 @@ def place_ids(
       ids: uint64, distinct.
       member: the table.
       natural_rows: places of the ids in a table of as many buckets: 64 times a bucket,
-        plus the place in it; None: not known.
+        plus the place in it. By default, the ids get new places.
     """
     words = Ids64.of_array(ids)
     first, second = mix_ids(np.asarray(words.high), np.asarray(words.low))
@@ -190,10 +187,11 @@ def with_placed_ids(
       plan: plan of the layer.
       clock: clock of the result; None keeps the directory's, at least 1.
     """
-    new = jax.tree.map(lambda x: np.array(on_host(x)), directory)
+    new = jax.tree.map(lambda array: np.array(on_host(array)), directory)
     shards, members = stack.num_shards, dynamic_tables(stack)
     keys, scores = (
-        x.reshape(shards, -1, 2, SLOTS_PER_BUCKET) for x in (new.keys, new.scores)
+        array.reshape(shards, -1, 2, SLOTS_PER_BUCKET)
+        for array in (new.keys, new.scores)
     )
     used_rows = new.used_rows.reshape(shards, len(members))
     new.clock[:] = np.maximum(new.clock, 1) if clock is None else clock
@@ -201,8 +199,8 @@ def with_placed_ids(
         if (ids := placed.get(member.table.name)) is None:
             continue
         size = member.buckets_per_shard
-        of_table = slice(member.first_bucket, member.first_bucket + size)
-        keys[:, of_table], scores[:, of_table] = NO_ID, 0
+        buckets = slice(member.first_bucket, member.first_bucket + size)
+        keys[:, buckets], scores[:, buckets] = NO_ID, 0
         shard, on_shard = np.divmod(ids.buckets, size)
         line = shard, on_shard + member.first_bucket
         keys[*line, 0, ids.lanes], keys[*line, 1, ids.lanes] = ids.first, ids.second
@@ -213,7 +211,7 @@ def with_placed_ids(
             new.init_keys.reshape(shards, len(members), 2)[:, i] = ids.init_key
         used_rows[:, i] = np.bincount(shard, minlength=shards)
         if new.sketch is not None:
-            lines = new.sketch.reshape(shards, -1, new.sketch.shape[-1])[:, of_table]
+            lines = new.sketch.reshape(shards, -1, new.sketch.shape[-1])[:, buckets]
             padded = np.zeros((shards * size, lines.shape[-1]), lines.dtype)
             if ids.sketch is not None:
                 padded[: len(ids.sketch)] = ids.sketch

@@ -1,13 +1,12 @@
 """Starts the rows of new ids: initial values, and slot variables as new. Per shard."""
 
-from collections.abc import Callable
 from typing import Any, Final
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, UInt32
 
-from tpu_embedding.dynamic.directory import NewRows
+from tpu_embedding.dynamic.find_or_insert import NewRows
 from tpu_embedding.initializers import threefry, threefry_key
 from tpu_embedding.optimizers.rules.adafactor import CompensatedSum, coarse_part, is_sum
 from tpu_embedding.optimizers.table_rows import AllReduce, table_rows_context
@@ -38,11 +37,11 @@ def init_new_rows(
     """Writes the rows of new ids, in place where donated. Per shard.
 
     Totals over the values of a table, such as Adafactor's sum of squares, lose what the
-    rows before added, and gain what the new rows add.
+    replaced rows added, and gain what the new rows add.
 
     Args:
       table: rows of this shard.
-      state: optimizer state of the stack; None without one.
+      state: optimizer state of the stack, or None if it has no optimizer.
       new_rows: rows of the new ids.
       init_keys: random keys of the tables.
       stack: plan of the stack.
@@ -62,21 +61,29 @@ def init_new_rows(
         turn, table, slots, changes = carry
         positions = turn * per_turn + jnp.arange(per_turn, dtype=jnp.int32)
         in_bounds = jnp.minimum(positions, new_rows.rows.shape[0] - 1)
-        rows, first, second, tables = (
-            x[in_bounds]
-            for x in (new_rows.rows, new_rows.first, new_rows.second, new_rows.tables)
-        )
+        rows = new_rows.rows[in_bounds]
+        first, second = new_rows.first[in_bounds], new_rows.second[in_bounds]
+        tables = new_rows.tables[in_bounds]
         # Positions after the last new row hold padding.
         row_ids = table.layout.dealt(rows)
         row_ids = jnp.where(positions < new_rows.count, row_ids, PADDING_ROW_ID)
         values = initial_values_of_ids(first, second, tables, init_keys, stack)
-        table, slots, changes = _init_rows(
-            row_ids, values, table, with_slots(state, slots), changes, stack
+        stored = load_rows(store_rows(values, table.layout), table.layout)
+        old_state = with_slots(state, slots)
+        new = _initial_state(stored, row_ids, old_state, stack)
+        if changes:
+            old = gather_rows(table, row_ids)
+            lost = _sums_of(_initial_state(old, row_ids, old_state, stack))
+            table, lost = read_before_write((table, lost))
+            changes = list(map(_changed, changes, _sums_of(new), lost))
+        new_state = map_slots(
+            lambda slot, new: set_rows(slot, row_ids, new), old_state, new
         )
-        return turn + 1, table, slots, changes
+        table = set_rows(table, row_ids, values)
+        return turn + 1, table, slots_of(new_state), changes
 
     num_turns = (new_rows.count + per_turn - 1) // per_turn
-    no_change = [jax.tree.map(jnp.zeros_like, x) for x in _sums_of(state)]
+    no_change = [jax.tree.map(jnp.zeros_like, total) for total in _sums_of(state)]
     _, table, slots, changes = jax.lax.while_loop(
         lambda carry: carry[0] < num_turns,
         init_turn,
@@ -88,26 +95,6 @@ def init_new_rows(
         with_slots(state, slots),
         is_leaf=lambda x: is_slot(x) or is_sum(x),
     )
-
-
-def _init_rows(
-    row_ids: Int[Array, " ids"],
-    values: Float[Array, "ids dim"],
-    table: PackedRows,
-    state: Any,
-    changes: list[CompensatedSum],
-    stack: StackPlan,
-) -> tuple[PackedRows, list[PackedRows], list[CompensatedSum]]:
-    """Sets some rows and their slots; also returns the change of each total."""
-    stored = load_rows(store_rows(values, table.layout), table.layout)
-    new = _initial_state(stored, row_ids, state, stack)
-    if changes:
-        old = gather_rows(table, row_ids)
-        lost = _sums_of(_initial_state(old, row_ids, state, stack))
-        table, lost = read_before_write((table, lost))
-        changes = list(map(_changed, changes, _sums_of(new), lost))
-    state = map_slots(lambda slot, new: set_rows(slot, row_ids, new), state, new)
-    return set_rows(table, row_ids, values), slots_of(state), changes
 
 
 def initial_values_of_ids(
@@ -129,34 +116,30 @@ def initial_values_of_ids(
     initializers: list[Any] = [table.row_initializer for table in stack.tables]
     keys = [_pick(init_keys[:, i], tables) for i in range(2)]
     keys = jnp.stack(threefry(keys[0], keys[1], first, second), axis=1)
+    row_ids = jnp.zeros((1,), jnp.int32)
     result = jnp.zeros((*tables.shape, stack.dim), jnp.float32)
-    for function in dict.fromkeys(x.function for x in initializers):
-        is_member = [x.function == function for x in initializers]
+    for function in dict.fromkeys(initializer.function for initializer in initializers):
+        has_function = [
+            initializer.function == function for initializer in initializers
+        ]
         # The scalars of other tables are not used.
-        some = initializers[is_member.index(True)]
+        first_scalars = initializers[has_function.index(True)].scalars
         scalars = [
-            (x if x.function == function else some).scalars for x in initializers
+            initializer.scalars if is_used else first_scalars
+            for initializer, is_used in zip(initializers, has_function, strict=True)
         ]
         parameters = [
             _pick(jnp.asarray(values), tables) for values in zip(*scalars, strict=True)
         ]
-        values = _rows_of(function, keys, parameters, stack.dim)
-        of_function = _pick(jnp.asarray(is_member), tables)
-        result = jnp.where(of_function[:, None], values, result)
+
+        def row(key, *parameters, function=function):
+            return function(threefry_key(key), row_ids, stack.dim, *parameters)[0]
+
+        # The parameters of one table round as the parameters of several do.
+        values = jax.vmap(row)(*as_variables((keys, *parameters)))
+        is_used = _pick(jnp.asarray(has_function), tables)
+        result = jnp.where(is_used[:, None], values, result)
     return result
-
-
-def _rows_of(
-    function: Callable[..., Array], keys: Array, parameters: list[Array], dim: int
-) -> Array:
-    row_ids = jnp.zeros((1,), jnp.int32)
-
-    def row(key, *parameters):
-        return function(threefry_key(key), row_ids, dim, *parameters)[0]
-
-    # The parameters of one table round as the parameters of several do.
-    keys, parameters = as_variables((keys, parameters))
-    return jax.vmap(row)(keys, *parameters)
 
 
 def _pick(values: Array, tables: Array) -> Array:
@@ -196,10 +179,11 @@ def _plus(
 def _changed(
     change: CompensatedSum, gained: CompensatedSum, lost: CompensatedSum
 ) -> CompensatedSum:
-    """Adds what new rows add to a total, and takes off what the rows before added."""
+    """Adds what new rows add to a total, and subtracts what replaced rows added."""
     change = change.plus(gained.value).plus(gained.rest)
     return change.plus(-lost.value).plus(-lost.rest)
 
 
 def _sums_of(state: Any) -> list[CompensatedSum]:
-    return [x for x in jax.tree.leaves(state, is_leaf=is_sum) if is_sum(x)]
+    leaves = jax.tree.leaves(state, is_leaf=is_sum)
+    return [leaf for leaf in leaves if is_sum(leaf)]

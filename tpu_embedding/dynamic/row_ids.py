@@ -3,6 +3,13 @@
 `insert_ids` runs at the beginning of a training step, in the same compiled program:
 new ids get rows, and the rows start as new. `find_ids` changes nothing; lookups outside
 of training call it. All other functions see row numbers, as in a static table.
+
+Each device mixes its ids, and sends each different id to the owner of its bucket, in
+the rounds that all ids travel in. The owner finds it, or inserts it, and answers with
+the row. A single device answers its own ids as they are.
+
+To insert, an owner must know all ids of a bucket. If they take several rounds, all
+rounds run twice: to note the ids, then to insert them.
 """
 
 import dataclasses
@@ -16,26 +23,57 @@ import jax.core
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec
-from jaxtyping import Array
+from jaxtyping import Array, Bool, Int, UInt32
 
 from tpu_embedding.argument_checks import describe_value, is_int
-from tpu_embedding.dynamic.directory import IdDirectory, NewRows, directory_name
-from tpu_embedding.dynamic.find_or_insert import Counts, no_counts
-from tpu_embedding.dynamic.ids_64 import NO_ID, Ids64, truncated_ids
+from tpu_embedding.dynamic.directory import (
+    DynamicTablePlan,
+    IdDirectory,
+    directory_name,
+    dynamic_tables,
+)
+from tpu_embedding.dynamic.find_or_insert import (
+    Counts,
+    MixedIds,
+    Pass,
+    find_lanes,
+    insert,
+    local_rows,
+    no_counts,
+)
+from tpu_embedding.dynamic.ids_64 import (
+    NO_ID,
+    Ids64,
+    mix_ids,
+    multiply_high,
+    truncated_ids,
+)
 from tpu_embedding.dynamic.new_rows import init_new_rows
-from tpu_embedding.dynamic.translation import SourceIds, find_rows, insert_rows
 from tpu_embedding.dynamic.vocabulary import Dynamic
-from tpu_embedding.inputs.shard_inputs import feature_shape, positions_of
-from tpu_embedding.lookup._flatten_to_owners import leaves_out_weights
+from tpu_embedding.inputs.shard_inputs import (
+    check_prepared,
+    feature_shape,
+    positions_of,
+)
+from tpu_embedding.lookup._forward import leaves_out_weights, split_by_feature
+from tpu_embedding.lookup._rounds import (
+    Round,
+    SentIds,
+    dedup,
+    exchange,
+    fold_later_rounds,
+    send_unique,
+    unsort,
+)
+from tpu_embedding.plan.capacity import round_size
 from tpu_embedding.plan.check_rows import check_slots, check_tables
 from tpu_embedding.plan.features import FeaturePlan
 from tpu_embedding.plan.plan import EmbeddingPlan, StackPlan
 from tpu_embedding.plan.shard_map import in_auto_axes, on_shards
 from tpu_embedding.types import (
-    RaggedIds,
+    PADDING_ROW_ID,
     RowIds,
     ShardedRaggedIds,
-    SparseIds,
     ids_of,
     with_ids,
 )
@@ -48,6 +86,45 @@ _CLOCK_LINE: Final = (
     "of the step."
 )
 
+_HEADROOM_STDDEVS: Final = 8
+"""Room of a round above the mean number of ids per owner, in standard deviations.
+
+An unused position costs 16 bytes."""
+
+_MIN_CAPACITY: Final = 256
+
+_NO_ROW: Final = NO_ID
+"""Answer for an id without a row. With one, it is `2 * row + was known before`."""
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class SourceIds:
+    """The ids of one feature on the device of its samples. Per shard.
+
+    Attributes:
+      high: uint32 `[ids]`, upper words; all bits set in both words: no id.
+      low: uint32 `[ids]`, lower words.
+      table: position of the table in its stack.
+      inserts: bool `[ids]`, True where an unknown id gets a row.
+    """
+
+    high: UInt32[Array, " ids"]
+    low: UInt32[Array, " ids"]
+    inserts: Bool[Array, " ids"]
+    table: int = dataclasses.field(metadata={"static": True})
+
+    @property
+    def is_id(self) -> Bool[Array, " ids"]:
+        """False for positions without an id."""
+        return ~((self.high == NO_ID) & (self.low == NO_ID))
+
+
+Answer = Callable[[Any, MixedIds, Pass], tuple[Any, Array, Array]]
+"""Called as `answer(carry, ids, current_pass)` at the owner of the ids.
+
+It returns the carry, the lane of each id in its bucket, and True for ids that had a row
+before. The carry is what it changes. The lanes of the last pass count."""
 
 Translate = Callable[
     [StackPlan, list[SourceIds], EmbeddingPlan], tuple[list[Array], Any]
@@ -134,8 +211,8 @@ def insert_ids(
       now: time of the step, an integer from 1 to 2**32 - 1, the same in all calls of
         a step. It becomes the tables' clock. Ids used at one `now` count as used once,
         and keep their rows until the next: give values that rise long before as many
-        ids are used as the table has rows. None: the tables' clock, which each step
-        raises by 1. A traced value out of range counts as None.
+        ids are used as the table has rows. Defaults to the tables' clock, which each
+        step raises by 1. A traced value out of range counts as None.
 
     Returns:
       Tables, slots, the batch with row numbers, and counts.
@@ -198,10 +275,10 @@ def _insert_ids(
 
     def insert(stack, sources, plan):
         check_tables(tables, [stack])
-        check_slots(slots, [x for x in plan.trained_stacks if x is stack])
+        check_slots(slots, [s for s in plan.trained_stacks if s is stack])
         name, state = directory_name(stack.name), slots.get(stack.name)
         specs = (stack.rows_spec, stack.rows_spec, state_specs(state, stack))
-        arrays, found, counts = on_shards(
+        arrays, rows, counts = on_shards(
             functools.partial(_insert_shard, stack=stack),
             plan,
             in_specs=(*specs, PartitionSpec(), plan.sample_spec),
@@ -210,7 +287,7 @@ def _insert_ids(
         new_tables[name], new_tables[stack.name], state = arrays
         if state is not None:
             new_slots[stack.name] = state
-        return found, counts
+        return rows, counts
 
     features, stats = _with_rows(features, plan, insert)
     return InsertResult(
@@ -230,21 +307,30 @@ def _insert_shard(
     stack: StackPlan,
 ) -> tuple[Any, list[Array], DynamicStats]:
     """Gives the new ids of a batch rows, which start as new. Per shard."""
-    clock = directory.clock[0]
+    clock, init_keys = directory.clock[0], directory.init_keys
     if now is not None:
         clock = jnp.where(now > 0, now, clock)
         directory = dataclasses.replace(directory, clock=clock[None])
+    tables = dynamic_tables(stack)
 
-    def start(rows, new: NewRows):
-        table, state = rows
+    def answer(carry, ids, current_pass):
+        directory, table, state, counts = carry
+        directory, lanes, is_known, new_rows, new_counts = insert(
+            directory, ids, tables, clock, current_pass
+        )
+        counts = jax.tree.map(jnp.add, counts, new_counts)
         all_reduce = across_shards(stack)
-        return init_new_rows(table, state, new, directory.init_keys, stack, all_reduce)
+        table, state = init_new_rows(
+            table, state, new_rows, init_keys, stack, all_reduce
+        )
+        return (directory, table, state, counts), lanes, is_known
 
-    directory, rows, found, hits, counts = insert_rows(
-        directory, start, (table, state), sources, clock, stack
-    )
+    carry = (directory, table, state, no_counts(len(tables)))
+    carry, answers = _ask_owners(carry, answer, 2, sources, stack)
+    directory, table, state, counts = carry
+    rows, hits = _by_feature(answers, sources, tables)
     stats = _stats(sources, hits, counts, directory, stack)
-    return (directory, *rows), found, stats
+    return (directory, table, state), rows, stats
 
 
 def find_ids(tables: dict[str, Any], features: Any, plan: EmbeddingPlan) -> FindResult:
@@ -264,9 +350,15 @@ def find_ids(tables: dict[str, Any], features: Any, plan: EmbeddingPlan) -> Find
 @functools.partial(jax.jit, static_argnames="plan")
 def _find_ids(tables: dict[str, Any], features: Any, plan: EmbeddingPlan) -> FindResult:
     def find_shard(directory, sources, stack):
-        found, hits = find_rows(directory, sources, stack)
+        def answer(carry, ids, current_pass):
+            del current_pass
+            lanes = find_lanes(directory, ids)
+            return carry, lanes, lanes >= 0
+
+        _, answers = _ask_owners((), answer, 1, sources, stack)
+        rows, hits = _by_feature(answers, sources, dynamic_tables(stack))
         counts = no_counts(len(stack.tables))
-        return found, _stats(sources, hits, counts, directory, stack)
+        return rows, _stats(sources, hits, counts, directory, stack)
 
     def find(stack, sources, plan):
         return on_shards(
@@ -297,23 +389,25 @@ def _with_rows(
     rows = {}
     for stack in plan.stacks:
         if numbers := [i for i in plan.features_of(stack) if i in sources]:
-            found, counts = translate(stack, [sources[i] for i in numbers], plan)
-            rows |= zip(numbers, found, strict=True)
+            stack_sources = [sources[i] for i in numbers]
+            stack_rows, counts = translate(stack, stack_sources, plan)
+            rows |= zip(numbers, stack_rows, strict=True)
             for i, table in enumerate(stack.tables):
-                stats[table.name] = jax.tree.map(lambda x, i=i: x[i], counts)
-    for i in rows:
-        leaves[i] = RowIds(with_ids(leaves[i], _in_shape(rows[i], leaves[i], plan)))
+                stats[table.name] = jax.tree.map(lambda count, i=i: count[i], counts)
+    for i, leaf in enumerate(leaves):
+        if i not in rows:
+            continue
+        shape, spec = ids_of(leaf).shape, plan.sample_spec
+        if not isinstance(leaf, ShardedRaggedIds):
+            spec = plan.sharding_of_samples(shape).spec
+
+        def in_shape(flat_rows, shape=shape):
+            # Ids that filled up the last shard come last.
+            return flat_rows[: math.prod(shape)].reshape(shape)
+
+        rows_in_shape = in_auto_axes(in_shape, plan, spec)(rows[i])
+        leaves[i] = RowIds(with_ids(leaf, rows_in_shape))
     return plan.unflatten(leaves), stats
-
-
-def _in_shape(rows: Array, leaf: Any, plan: EmbeddingPlan) -> Array:
-    """Returns the rows of a feature in the shape of its ids, without spare ones."""
-    shape = ids_of(leaf).shape
-    spec = plan.sample_spec
-    if not isinstance(leaf, ShardedRaggedIds):
-        spec = plan.sharding_of_samples(shape).spec
-    size = math.prod(shape)
-    return in_auto_axes(lambda rows: rows[:size].reshape(shape), plan, spec)(rows)
 
 
 def _holds_ids(leaf: Any, feature: FeaturePlan) -> bool:
@@ -334,11 +428,7 @@ def _with_words(features: Any, plan: EmbeddingPlan) -> Any:
     for i, feature in enumerate(plan.features):
         if not _holds_ids(leaves[i], feature):
             continue
-        if isinstance(leaves[i], RaggedIds | SparseIds):
-            raise TypeError(
-                f"Feature {feature.name!r} is a {type(leaves[i]).__name__}, whose size "
-                "changes from batch to batch; pass the batch through prepare first."
-            )
+        check_prepared(leaves[i], feature)
         ids = ids_of(leaves[i])
         if isinstance(ids, Ids64):
             continue
@@ -365,7 +455,8 @@ def _flat_ids(leaf: Any, feature: FeaturePlan, plan: EmbeddingPlan) -> SourceIds
         values = jnp.asarray(values).reshape(-1)
         return jnp.pad(values, (0, room), constant_values=fill)
 
-    offsets = [x.row_offset for x in plan.stacks[feature.stack_index].tables]
+    tables = plan.stacks[feature.stack_index].tables
+    offsets = [table.row_offset for table in tables]
     return SourceIds(
         high=flat(ids.high, NO_ID),
         low=flat(ids.low, NO_ID),
@@ -383,12 +474,12 @@ def _positions(leaf: Any, plan: EmbeddingPlan) -> Array:
         return jax.lax.broadcasted_iota(jnp.int32, shape, len(shape) - 1)
     num_values = leaf.values.shape[1]
 
-    def of_shard(row_splits):
+    def positions_on_shard(row_splits):
         return positions_of(row_splits[0], num_values)[None]
 
-    spec = plan.sample_spec
-    on_all = on_shards(of_shard, plan, in_specs=spec, out_specs=spec)
-    return on_all(jnp.asarray(leaf.row_splits))
+    return on_shards(
+        positions_on_shard, plan, in_specs=plan.sample_spec, out_specs=plan.sample_spec
+    )(jnp.asarray(leaf.row_splits))
 
 
 def _stats(
@@ -408,12 +499,137 @@ def _stats(
             sums[source.table] += number
         return jnp.stack(sums)
 
-    num_ids = [jnp.sum(x.is_id, dtype=jnp.int32) for x in sources]
-    of_samples = by_table(num_ids), by_table(hits)
-    of_owners = counts._asdict() | {"used_rows": directory.used_rows}
+    num_ids = [jnp.sum(source.is_id, dtype=jnp.int32) for source in sources]
+    sample_counts = by_table(num_ids), by_table(hits)
+    owner_counts = counts._asdict() | {"used_rows": directory.used_rows}
     if stack.num_devices > 1:
-        of_samples = jax.lax.psum(of_samples, stack.sample_axes)
+        sample_counts = jax.lax.psum(sample_counts, stack.sample_axes)
     if stack.num_shards > 1:
         # Copies of a shard have the same counts.
-        of_owners = jax.lax.psum(of_owners, stack.shard_axes)
-    return DynamicStats(ids=of_samples[0], hits=of_samples[1], **of_owners)
+        owner_counts = jax.lax.psum(owner_counts, stack.shard_axes)
+    ids, hit_counts = sample_counts
+    return DynamicStats(ids=ids, hits=hit_counts, **owner_counts)
+
+
+def _ask_owners(
+    carry: Any,
+    answer: Answer,
+    num_passes: int,
+    sources: Sequence[SourceIds],
+    stack: StackPlan,
+) -> tuple[Any, UInt32[Array, " ids"]]:
+    """Brings the ids of all features to their owners, round by round.
+
+    Returns:
+      The carry, and the answer for each id; see `_NO_ROW`.
+    """
+    ids = _mix(sources, stack)
+    if stack.num_devices == 1:
+        only_pass = Pass(notes=True, fills=True)
+        return _answer(carry, answer, ids, only_pass, stack)
+    sent = _send(ids, stack)
+    (is_pending,) = sent.first.is_pending
+    answers = jnp.full(ids.buckets.shape, _NO_ROW, jnp.uint32)
+    # One round notes and fills at once. Of several, the first one starts the notes.
+    fills_at_once = ~is_pending | (num_passes == 1)
+
+    def ask(state, current: Round, fills):
+        carry, answers, notes = state
+        requests = current.requests
+        if stack.num_replicas > 1:
+            # Each copy of the directory must see the ids of all.
+            requests = jax.lax.all_gather(requests, stack.replica_axes, tiled=True)
+        bucket, first, second, may_insert = requests.T
+        ids = MixedIds(bucket.astype(jnp.int32), first, second, may_insert == 1)
+        current_pass = Pass(notes=notes, fills=fills)
+        carry, replies = _answer(carry, answer, ids, current_pass, stack)
+        if stack.num_replicas > 1:
+            size = current.requests.shape[0]
+            start = jax.lax.axis_index(stack.replica_axes) * size
+            replies = jax.lax.dynamic_slice_in_dim(replies, start, size)
+        replies = exchange(replies, stack)
+        positions = current.buffer_positions
+        new_answers = replies.at[positions].get(mode="fill", fill_value=_NO_ROW)
+        is_asked = positions < sent.size.buffer_size
+        answers = jnp.where(is_asked, new_answers, answers)
+        # The pass of the notes ends with its last round.
+        return carry, answers, notes & current.is_pending[0]
+
+    def ask_later(state, current: Round):
+        _, _, notes = state
+        return ask(state, current, ~notes)
+
+    state = ask((carry, answers, jnp.ones((), bool)), sent.first, fills_at_once)
+    state, _ = fold_later_rounds(ask_later, state, sent, stack, num_passes)
+    carry, answers, _ = state
+    return carry, unsort(answers, sent.unique.order)
+
+
+def _mix(sources: Sequence[SourceIds], stack: StackPlan) -> MixedIds:
+    """Mixes the ids of all features, one after the other; buckets of all shards."""
+    tables = dynamic_tables(stack)
+    buckets_per_shard = sum(table.buckets_per_shard for table in tables)
+    mixed = []
+    for source in sources:
+        table = tables[source.table]
+        first, second = mix_ids(source.high, source.low)
+        bucket = multiply_high(first, table.num_buckets)
+        owner, local = jnp.divmod(bucket, table.buckets_per_shard)
+        bucket = owner * buckets_per_shard + table.first_bucket + local
+        bucket = jnp.where(source.is_id, bucket, PADDING_ROW_ID)
+        mixed.append(MixedIds(bucket, first, second, source.inserts))
+    return jax.tree.map(lambda *arrays: jnp.concatenate(arrays), *mixed)
+
+
+def _send(ids: MixedIds, stack: StackPlan) -> SentIds:
+    """Sends each different id to the owner of its bucket."""
+    tables = dynamic_tables(stack)
+    unique = dedup(
+        (ids.buckets, ids.first, ids.second),
+        stack.num_shards,
+        sum(table.buckets_per_shard for table in tables),
+        keeps_duplicates=False,
+    )
+    # An id may be inserted if one of its features inserts.
+    inserts = jnp.zeros(ids.buckets.shape, jnp.uint32)
+    inserts = inserts.at[unique.ranks].max(
+        ids.may_insert[unique.order].astype(jnp.uint32), mode="promise_in_bounds"
+    )
+    # The first owner has the most buckets; in small tables, the last ones have none.
+    (num_ids,) = ids.buckets.shape
+    mean = num_ids * max(t.buckets_per_shard / t.num_buckets for t in tables)
+    room = math.ceil(mean + _HEADROOM_STDDEVS * math.sqrt(mean))
+    capacity = max(room, _MIN_CAPACITY)
+    size = round_size(num_ids, stack.num_shards, num_ids, capacity=capacity)
+    return send_unique(unique, (inserts[unique.ranks],), size, stack)
+
+
+def _answer(
+    carry: Any, answer: Answer, ids: MixedIds, current_pass: Pass, stack: StackPlan
+) -> tuple[Any, UInt32[Array, " ids"]]:
+    """Answers ids at their owner; see `_NO_ROW`."""
+    tables = dynamic_tables(stack)
+    carry, lanes, is_known = answer(carry, ids, current_pass)
+    on_shard = local_rows(ids.buckets, lanes, tables, first_row=False)
+    row = on_shard * stack.num_shards + jax.lax.axis_index(stack.shard_axes)
+    replies = row.astype(jnp.uint32) << 1 | is_known.astype(jnp.uint32)
+    return carry, jnp.where(lanes < 0, _NO_ROW, replies)
+
+
+def _by_feature(
+    answers: UInt32[Array, " ids"],
+    sources: Sequence[SourceIds],
+    tables: Sequence[DynamicTablePlan],
+) -> tuple[list[Int[Array, " _"]], list[Int[Array, ""]]]:
+    """Returns rows, the default row where there is none, and hits, per feature."""
+    sizes = [source.high.shape[0] for source in sources]
+    rows, hits = [], []
+    for source, answer in zip(sources, split_by_feature(answers, sizes), strict=True):
+        default = tables[source.table].default_row
+        missing = PADDING_ROW_ID
+        if default is not None:
+            missing = jnp.where(source.is_id, default, PADDING_ROW_ID)
+        has_row = answer != _NO_ROW
+        rows.append(jnp.where(has_row, (answer >> 1).astype(jnp.int32), missing))
+        hits.append(jnp.sum(has_row & (answer & 1 == 1), dtype=jnp.int32))
+    return rows, hits

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec
-from jaxtyping import Array, Float, Int, UInt32
+from jaxtyping import Array, Float, Int
 
 from tpu_embedding.dynamic.directory import (
     directory_name,
@@ -30,7 +30,6 @@ from tpu_embedding.dynamic.ids_64 import (
 from tpu_embedding.dynamic.row_ids import DynamicStats, find_ids
 from tpu_embedding.dynamic.vocabulary import SLOTS_PER_BUCKET, AdmitAfter, Dynamic
 from tpu_embedding.hardware import HardwareInfo
-from tpu_embedding.inputs.containers import is_integer
 from tpu_embedding.plan.features import FeaturePlan
 from tpu_embedding.plan.memory import format_bytes
 from tpu_embedding.plan.plan import EmbeddingPlan, StackPlan
@@ -43,11 +42,12 @@ from tpu_embedding.types import (
     DenseIds,
     RowIds,
     ids_of,
+    is_integer,
     with_ids,
 )
 from tpu_embedding.vocabularies import VocabularyInputs, VocabularyStacks
 
-_PARTS: Final = (list, tuple, np.ndarray, jax.Array)
+_CONTAINERS: Final = (list, tuple, np.ndarray, jax.Array)
 
 
 class DynamicInputs(VocabularyInputs):
@@ -138,10 +138,22 @@ class DynamicInputs(VocabularyInputs):
         A table has 64 rows per bucket, maybe a default row after them. The upper and
         lower words of its ids are under its `directory_name`, uint32 `[buckets, 128]`.
         """
-        dynamic = feature.table.vocabulary
+        dynamic, words = feature.table.vocabulary, ids_of(ids)
         assert isinstance(dynamic, Dynamic)
-        rows = _find_served(ids_of(ids), dynamic, tables[directory_name(name)])
-        return with_ids(ids, rows)
+        if not isinstance(words, Ids64):
+            words = Ids64.of_array(words)  # jnp.asarray would cut NumPy's int64.
+        high, low = (jnp.asarray(w).reshape(-1) for w in (words.high, words.low))
+        mixed, _ = mix_ids(high, low)
+        buckets = multiply_high(mixed, dynamic.num_buckets)
+        is_id = ~((high == NO_ID) & (low == NO_ID))
+        keys = tables[directory_name(name)]
+        lanes = jax.vmap(functools.partial(find_lane, keys))(buckets, high, low)
+        missing = PADDING_ROW_ID
+        if dynamic.default_row == "learned":
+            missing = dynamic.num_places
+        rows = jnp.where(lanes < 0, missing, SLOTS_PER_BUCKET * buckets + lanes)
+        rows = jnp.where(is_id, rows, PADDING_ROW_ID).astype(jnp.int32)
+        return with_ids(ids, rows.reshape(words.high.shape))
 
 
 DYNAMIC_INPUTS: Final = DynamicInputs()
@@ -151,32 +163,15 @@ def _arrays_in(ids: Any) -> Iterator[Any]:
     """Yields the arrays of ids in a container."""
     if isinstance(ids, list | tuple):
         # One look at each type is much faster than one at each item.
-        if any(issubclass(x, _PARTS) for x in set(map(type, ids))):
-            for part in ids:
-                yield from _arrays_in(part)
+        if any(issubclass(kind, _CONTAINERS) for kind in set(map(type, ids))):
+            for item in ids:
+                yield from _arrays_in(item)
         return
     yield ids
     for name in ("ids", "values"):
-        part = getattr(ids, name, None)
-        if part is not None:
-            yield from _arrays_in(part)
-
-
-def _find_served(ids: Any, dynamic: Dynamic, keys: UInt32[Array, "buckets _"]) -> Array:
-    """Returns the row of each id; the default row for those without one."""
-    if not isinstance(ids, Ids64):
-        ids = Ids64.of_array(ids)  # jnp.asarray would cut NumPy's int64.
-    high, low = (jnp.asarray(x).reshape(-1) for x in (ids.high, ids.low))
-    mixed, _ = mix_ids(high, low)
-    buckets = multiply_high(mixed, dynamic.num_buckets)
-    is_id = ~((high == NO_ID) & (low == NO_ID))
-    lanes = jax.vmap(functools.partial(find_lane, keys))(buckets, high, low)
-    missing = PADDING_ROW_ID
-    if dynamic.default_row == "learned":
-        missing = dynamic.num_places
-    rows = jnp.where(lanes < 0, missing, SLOTS_PER_BUCKET * buckets + lanes)
-    rows = jnp.where(is_id, rows, PADDING_ROW_ID)
-    return rows.astype(jnp.int32).reshape(ids.high.shape)
+        inner = getattr(ids, name, None)
+        if inner is not None:
+            yield from _arrays_in(inner)
 
 
 class DynamicStacks(VocabularyStacks):
@@ -210,14 +205,14 @@ class DynamicStacks(VocabularyStacks):
 
     def bytes_per_device(self, stack: StackPlan, hardware: HardwareInfo) -> int:
         """Returns the memory of the directory, buckets rounded up to whole tiles."""
-        num_buckets = sum(x.buckets_per_shard for x in dynamic_tables(stack))
+        num_buckets = sum(table.buckets_per_shard for table in dynamic_tables(stack))
         bytes_of_line = 4 * 2 * SLOTS_PER_BUCKET
         num_arrays = 3 if _has_sketch(stack) else 2
         return num_arrays * round_up(num_buckets, hardware.sublanes) * bytes_of_line
 
     def notes(self, stack: StackPlan, hardware: HardwareInfo) -> Iterator[str]:
         """Yields the number of places for ids, and their memory."""
-        num_places = sum(x.dynamic.num_places for x in dynamic_tables(stack))
+        num_places = sum(table.dynamic.num_places for table in dynamic_tables(stack))
         yield (
             f"{stack.name}: {num_places:,} places for ids, which take "
             f"{format_bytes(self.bytes_per_device(stack, hardware))} per device"
@@ -242,12 +237,11 @@ class DynamicStacks(VocabularyStacks):
     ) -> Float[Array, " tables"]:
         """Returns the rows that ids have over all shards, and the learned default row.
 
-        So a table in full use has the sizes of one with a fixed
-        vocabulary.
+        So a table in full use has the sizes of one with a fixed vocabulary.
         """
         if stack.num_shards > 1:
             used_rows = jax.lax.psum(used_rows, stack.shard_axes)
-        has_default = [x.default_row is not None for x in dynamic_tables(stack)]
+        has_default = [table.default_row is not None for table in dynamic_tables(stack)]
         return (used_rows + np.asarray(has_default, np.int32)).astype(jnp.float32)
 
     def rows_on_one_shard(

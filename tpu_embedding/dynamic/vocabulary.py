@@ -98,8 +98,8 @@ class AdmitAfter:
     Attributes:
       count: calls, this one included, 1 to 255; a step usually has one.
       window: steps, or units of `now`; counts also start from 0 at each multiple of it,
-        so an id that is seen before and after one is admitted later. None: they are
-        only halved. 1 to 2**32 - 1.
+        so an id that is seen before and after one is admitted later. By default, counts
+        are only halved. 1 to 2**32 - 1.
 
     Example:
       >>> AdmitAfter(3, window=10_000).count

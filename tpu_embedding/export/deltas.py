@@ -1,9 +1,9 @@
 """Deltas: what differs between two exports, so that a server need not copy all again.
 
 base.json                   export.json of the older export
-export.json                 that of the newer export
-tables/NAME.safetensors     of a table that differs: the rows that do, and their places
-others                      whole files of the newer export that differ
+export.json                 export.json of the newer export
+tables/NAME.safetensors     the rows that differ of a table, and their numbers
+other names                 whole files of the newer export that differ
 
 A tensor `T` of a table, `[rows, ...]`, becomes two: `rows`, the rows that differ, in
 `T`, and their numbers in `T:rows`. Ids of dynamic tables have fixed places, so ids
@@ -23,9 +23,13 @@ from tpu_embedding.export.documents import (
     new_directory,
     read_document,
 )
-from tpu_embedding.export.example import ExportError
-from tpu_embedding.export.layer_tables import TABLES_DIR
-from tpu_embedding.export.tensor_files import read_tensors, write_rows, write_tensors
+from tpu_embedding.export.program_inputs import ExportError
+from tpu_embedding.export.table_files import (
+    TABLES_DIR,
+    read_tensors,
+    write_rows,
+    write_tensors,
+)
 from tpu_embedding.paths import local_path
 
 BASE_FILE: Final = "base.json"
@@ -162,7 +166,7 @@ def apply_delta(
 
 
 def _set_rows(table: pathlib.Path, source: pathlib.Path) -> None:
-    """Sets the rows of a delta; whether they are right, the digest will tell."""
+    """Sets the rows of a delta. The digest of the file tells if they are right."""
     changed = read_tensors(source)
     for name, tensor in read_tensors(table).items():
         row_ids = changed.get(f"{name}:rows", np.zeros(0))

@@ -22,7 +22,7 @@ import jax
 from jax.experimental import multihost_utils
 
 import tpu_embedding
-from tpu_embedding.export.example import ExportError, Signature
+from tpu_embedding.export.program_inputs import ExportError, Signature
 from tpu_embedding.paths import local_path
 from tpu_embedding.strings.string_ids import VOCABULARIES_DIR
 
@@ -34,7 +34,7 @@ def new_directory(directory: str | pathlib.Path) -> Iterator[pathlib.Path | None
     The files are written to `.export-NUMBER.partial` next to the directory, and flushed
     to the disk before the rename. If several writers have one path, the first to end
     gets it, and the rename of each later one fails. An error removes what was written;
-    only a killed process leaves its `.partial` behind.
+    only a killed process leaves its `.partial` there.
 
     All processes of a job call it together, and the first one writes. An error on that
     one ends its process, and with it the job.
@@ -43,7 +43,7 @@ def new_directory(directory: str | pathlib.Path) -> Iterator[pathlib.Path | None
       directory: must not exist, or be empty.
 
     Yields:
-      The directory to fill; None on other processes than the first.
+      The directory to fill, on the first process, and None on all others.
 
     Raises:
       ExportError: if there are files in the directory, or it cannot be written, as on a
@@ -61,6 +61,7 @@ def new_directory(directory: str | pathlib.Path) -> Iterator[pathlib.Path | None
             partial.rename(path)  # Replaces an empty directory only.
             _flush_names(path.parent)
         except OSError as error:
+            # If another writer was faster, this error says more than the rename's.
             check_new_directory(path)
             raise ExportError(
                 f"{path} cannot be written, and nothing of it is kept: {error}. Free "
@@ -125,7 +126,7 @@ class ExportDocument:
 
     Attributes:
       files: path of each other file to its SHA-256.
-      signature: inputs of the program; None for tables alone.
+      signature: inputs of the program, or None if the export has tables only.
       written: day, in ISO format.
       versions: of the libraries that wrote it.
     """

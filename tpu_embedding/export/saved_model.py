@@ -1,7 +1,7 @@
 """Exports a model as a TensorFlow SavedModel that holds its tables as variables.
 
 The SavedModel contains the same StableHLO program as `stablehlo.save` writes, in one
-`XlaCallModule` operation, as those of jax2tf do. TensorFlow lags behind JAX in the
+`XlaCallModule` operation, as jax2tf writes. TensorFlow lags behind JAX in the
 version of StableHLO that it reads, so the program is written in TensorFlow's version,
 which jax2tf does not do.
 """
@@ -20,14 +20,19 @@ from jax.extend.mlir.dialects import stablehlo
 
 from tpu_embedding.dynamic.ids_64 import NO_ID
 from tpu_embedding.export.documents import new_directory
-from tpu_embedding.export.example import WIDE_DTYPE, ExportError, Input, InputKind
+from tpu_embedding.export.program_inputs import (
+    WIDE_DTYPE,
+    ExportError,
+    Input,
+    InputKind,
+)
 from tpu_embedding.export.stablehlo import (
     SavedProgram,
     arrays_of_program,
     read_export,
     save,
 )
-from tpu_embedding.export.tensor_files import RowFormat
+from tpu_embedding.export.table_files import RowFormat
 from tpu_embedding.extras import require_extra
 from tpu_embedding.types import PADDING_ROW_ID
 
@@ -106,14 +111,18 @@ def _module(saved: SavedProgram) -> tuple[Any, Any]:
         @tf.function(autograph=False)
         def serve(self, tensors):
             given = {name: tensors[flat] for name, flat in names.items()}
-            for each in saved.signature.inputs:
-                given |= _converted(each, given, arrays)
+            for input_ in saved.signature.inputs:
+                given |= _converted_ids(input_, given, arrays)
             return call(dict(self.tables), dict(self.dense), given)
 
     specs = {}
-    for each in saved.signature.inputs:
-        for name in each.array_names(arrays):
-            shape, dtype = _flat_spec(each, name, arrays[name])
+    for input_ in saved.signature.inputs:
+        for name in input_.array_names(arrays):
+            shape, dtype = _tf_shape(arrays[name].shape), arrays[name].dtype
+            if input_.kind != "array" and name != input_.weights_name:
+                # Ids and row splits. The last axis of wide ids has their words.
+                shape = shape[:-1] if dtype == WIDE_DTYPE else shape
+                dtype = "int64"
             specs[names[name]] = tf.TensorSpec(shape, dtype, name=names[name])
     served = Served()
     return served, served.serve.get_concrete_function(specs)
@@ -182,41 +191,37 @@ def _tf_name(name: str) -> str:
     return f"x_{flat}" if flat[:1] in ("", "_") or flat == "self" else flat
 
 
-def _flat_spec(each: Input, name: str, array: Any) -> tuple[list[int | None], Any]:
-    """Returns shape and dtype of a flat tensor; ids and row splits are int64."""
-    shape = _tf_shape(array.shape)
-    if each.kind == "array" or name == each.weights_name:
-        return shape, array.dtype
-    return shape[:-1] if array.dtype == WIDE_DTYPE else shape, "int64"
-
-
-def _converted(
-    each: Input, given: Mapping[str, Any], arrays: Mapping[str, Any]
+def _converted_ids(
+    input_: Input, given: Mapping[str, Any], arrays: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Converts ids to 32 bits, and gives ragged ids the place that a program needs.
+    """Returns the tensors of an input whose ids must be converted for the program.
+
+    Ids of TensorFlow are int64. The program takes them as int32, or as two words of 32
+    bits. Ragged ids get one more value, padding, because the number of values in the
+    program is at least 1.
 
     Args:
-      each: the input.
+      input_: the input; other arrays than ids stay as they are.
       given: tensors by the names of the program's arrays.
       arrays: shape and dtype of the program's arrays.
     """
     tf = _tensorflow()
-    if each.kind == "array":
+    if input_.kind == "array":
         return {}
-    ids, padding = given[each.ids_name], [PADDING_ROW_ID]
-    if arrays[each.ids_name].dtype == WIDE_DTYPE:
+    ids, padding = given[input_.ids_name], [PADDING_ROW_ID]
+    if arrays[input_.ids_name].dtype == WIDE_DTYPE:
         ids, padding = tf.bitcast(ids, tf.uint32), [[NO_ID, NO_ID]]
     else:
-        ids = _to_int32(ids, each.kind)
-    if each.kind != "ragged_ids":
-        return {each.ids_name: ids}
+        ids = _to_int32(ids, input_.kind)
+    if input_.kind != "ragged_ids":
+        return {input_.ids_name: ids}
     converted = {
-        each.ids_name: tf.concat([ids, tf.constant(padding, ids.dtype)], axis=0),
-        each.row_splits_name: tf.cast(given[each.row_splits_name], tf.int32),
+        input_.ids_name: tf.concat([ids, tf.constant(padding, ids.dtype)], axis=0),
+        input_.row_splits_name: tf.cast(given[input_.row_splits_name], tf.int32),
     }
-    if each.weights_name in arrays:
-        weights = given[each.weights_name]
-        converted[each.weights_name] = tf.pad(weights, [[0, 1]])
+    if input_.weights_name in arrays:
+        weights = given[input_.weights_name]
+        converted[input_.weights_name] = tf.pad(weights, [[0, 1]])
     return converted
 
 

@@ -1,7 +1,7 @@
 """Makes the program of a model for serving: no mesh, no gradients, no values of tables.
 
 The program is a pure function of three dicts: tables, dense parameters and inputs. The
-values of the tables and the parameters are no part of it.
+values of the tables and the parameters are not part of it.
 """
 
 import collections
@@ -18,23 +18,23 @@ import numpy as np
 from flax import nnx
 
 from tpu_embedding.dynamic.directory import directory_name
-from tpu_embedding.export.example import (
+from tpu_embedding.export.program_inputs import (
     Example,
     ExportError,
     Input,
     Signature,
+    check_distinct,
     ids_of,
     keys_of,
     quoted_path,
-    refuse_repeated,
 )
-from tpu_embedding.export.layer_tables import (
+from tpu_embedding.export.table_files import (
     LayerTable,
+    RowFormat,
     table_prefix,
     tables_of_model,
 )
-from tpu_embedding.export.tensor_files import RowFormat
-from tpu_embedding.functional.serving_lookup import ServedCall, table_of
+from tpu_embedding.functional.serving_lookup import table_of
 from tpu_embedding.nn.embedding import LAYER_VARIABLES
 from tpu_embedding.nn.recording import open_recorder
 from tpu_embedding.nn.training import embedding_layers
@@ -78,7 +78,7 @@ def make_program(
       arguments: example of the method's arguments.
       method: name of the method.
       row_format: storage format of the tables that the program takes.
-      batch_size: None: any.
+      batch_size: samples of a batch, or None for any number.
 
     Raises:
       ExportError: if the model cannot run without its mesh, or not with any batch
@@ -109,7 +109,9 @@ def make_program(
             f"program for {exported.nr_devices}: its code names shardings of its mesh. "
             "Leave them out when it is called for serving."
         )
-    inputs = (_with_lookups(each, served.lookups[each.name]) for each in example.inputs)
+    inputs = (
+        _with_lookups(input_, served.lookups[input_.name]) for input_ in example.inputs
+    )
     return ServingProgram(
         exported=exported,
         signature=Signature(arguments=example.arguments, inputs=tuple(inputs)),
@@ -158,31 +160,26 @@ class _ServedMethod:
                 names = [t.name for stack in layer.plan.stacks for t in stack.tables]
                 names += [directory_name(name) for name in names]
                 own = {k: tables[prefix + k] for k in names if prefix + k in tables}
-                layer.start_recording("serving", (path, number), own)
+                layer.start_recording("serving", path, number, own)
             arguments, owners = self._example.rebuild(arrays)
             outputs = getattr(model, self._method)(*arguments)
         self.used_tables.clear()
         self.lookups.clear()
         for path, layer in layers.items():
             for call in itertools.chain(*layer.stop_recording(recorder)):
-                self._keep(call, table_prefix(path, layers), owners)
+                for feature, ids in zip(call.plan.features, call.ids, strict=True):
+                    table = table_prefix(path, layers) + table_of(feature, call.plan)
+                    self.used_tables.add(table)
+                    if (name := owners.get(id(ids_of(ids)))) is not None:
+                        self.lookups[name].append(feature)
         return _named_outputs(outputs)
-
-    def _keep(self, call: ServedCall, prefix: str, owners: Mapping[int, str]) -> None:
-        """Remembers the tables of a call, and the inputs that its ids came from."""
-        plan = call.plan
-        for feature, ids in zip(plan.features, call.ids, strict=True):
-            self.used_tables.add(prefix + table_of(feature, plan))
-            name = owners.get(id(ids_of(ids)))
-            if name is not None:
-                self.lookups[name].append(feature)
 
 
 def _named_outputs(outputs: Any) -> Any:
     """Returns outputs by their paths; a single array stays as it is."""
     leaves, _ = jax.tree_util.tree_flatten_with_path(outputs)
     names = ["/".join(keys_of(path)) for path, _ in leaves]
-    refuse_repeated("outputs", names)
+    check_distinct("outputs", names)
     if names == [""]:
         return leaves[0][1]
     return {name: leaf for name, (_, leaf) in zip(names, leaves, strict=True)}
@@ -192,7 +189,7 @@ def _wide_inputs(lookups: Mapping[str, Sequence[FeaturePlan]]) -> set[str]:
     """Returns the names of the inputs that were looked up in dynamic tables.
 
     Raises:
-      ExportError: if one was looked up in another table, too.
+      ExportError: if one was also looked up in another table.
     """
     wide = {
         name
@@ -208,7 +205,7 @@ def _wide_inputs(lookups: Mapping[str, Sequence[FeaturePlan]]) -> set[str]:
     return wide
 
 
-def _with_lookups(each: Input, features: Sequence[FeaturePlan]) -> Input:
+def _with_lookups(input_: Input, features: Sequence[FeaturePlan]) -> Input:
     """Returns an input with its kind and limit, from the features of its lookups."""
     limits = [
         feature.table.max_rows
@@ -216,9 +213,9 @@ def _with_lookups(each: Input, features: Sequence[FeaturePlan]) -> Input:
         if feature.table.vocabulary.ids_are_rows
         and feature.config.out_of_range_ids == "error"
     ]
-    kind = "dense_ids" if features and each.kind == "array" else each.kind
+    kind = "dense_ids" if features and input_.kind == "array" else input_.kind
     limit = min(limits, default=None)
-    return dataclasses.replace(each, kind=kind, vocabulary_size=limit)
+    return dataclasses.replace(input_, kind=kind, vocabulary_size=limit)
 
 
 def _table_specs(

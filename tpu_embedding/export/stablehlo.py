@@ -1,4 +1,4 @@
-"""Exports a model as a StableHLO program with its weights beside it, and runs it."""
+"""Exports a model as a StableHLO program with its weights, and runs it."""
 
 import dataclasses
 import pathlib
@@ -27,18 +27,15 @@ from tpu_embedding.export.documents import (
     read_document,
     write_document,
 )
-from tpu_embedding.export.example import ExportError, Signature
-from tpu_embedding.export.feeding import Feeder, by_input
-from tpu_embedding.export.layer_tables import (
-    TABLES_DIR,
-    tables_of_model,
-    write_table_files,
-)
+from tpu_embedding.export.program_inputs import ExportError, Feeder, Signature, by_input
 from tpu_embedding.export.serving_program import make_program
-from tpu_embedding.export.tensor_files import (
+from tpu_embedding.export.table_files import (
+    TABLES_DIR,
     RowFormat,
     check_row_format,
     read_tensors,
+    tables_of_model,
+    write_table_files,
     write_tensors,
 )
 from tpu_embedding.extras import require_extra
@@ -63,7 +60,7 @@ def save(
     batch_size: int | None = None,
     vocabularies: Mapping[str, Vocabulary] | None = None,
 ) -> None:
-    """Exports a model for serving: a StableHLO program, and its weights beside it.
+    """Exports a model for serving: a StableHLO program, and its weights.
 
     The program runs on one device of a CPU, NVIDIA GPU or TPU, with any batch size and
     any number of ragged ids. It reads one array per table, with rows in their natural
@@ -74,12 +71,12 @@ def save(
         Its `eval` mode is exported.
       directory: new directory for the files; it appears when all are written.
       *example: arguments of the method: a batch, as it is or prepared. Only shapes and
-        dtypes matter. Axes as long as the batch are free, all others are fixed.
+        dtypes matter. Axes as long as the batch are free, and the rest is fixed.
       method: name of the method to export.
       dtype: type of the tables in the files: "float32", "bfloat16", or "int8" per row,
         in FBGEMM's layout.
-      batch_size: None: any. A number: only this one, for models whose code computes
-        with the batch size or whose features have an `output_shape`.
+      batch_size: the only batch size of the program, for models whose code computes
+        with it or whose features have an `output_shape`. Defaults to any size.
       vocabularies: vocabulary of each feature that is served strings, by its name: the
         last key of the input's path, or its name in the signature.
 
@@ -178,7 +175,7 @@ class ServedModel:
 
     def __repr__(self) -> str:
         num_bytes = sum(x.nbytes for x in {**self.tables, **self.dense}.values())
-        names = [each.name for each in self.signature.inputs]
+        names = [input_.name for input_ in self.signature.inputs]
         return (
             f"ServedModel(inputs={reprlib.repr(names)}, tables="
             f"{reprlib.repr(list(self.tables))}, {len(self.dense)} dense arrays, "
@@ -235,7 +232,15 @@ def load(
       ValueError: if `unknown_strings` is neither choice.
     """
     check_unknown(unknown_strings, "load: unknown_strings")
-    saved = read_export(local_path(directory), verify=verify)
+    path = local_path(directory)
+    saved = read_export(path, verify=verify)
+    try:
+        vocabularies = by_input(load_vocabularies(path), saved.signature)
+    except (AttributeError, LookupError, OSError, TypeError, ValueError) as error:
+        raise ExportError(
+            f"{path / VOCABULARIES_DIR} must hold the vocabularies of the inputs: "
+            f"{str(error)[:300]}; {AGAIN}"
+        ) from None
     device = jax.devices()[0]
     tables = {k: jax.device_put(x, _by_rows(device)) for k, x in saved.tables.items()}
     return ServedModel(
@@ -246,22 +251,10 @@ def load(
         _feeder=Feeder(
             saved.signature,
             arrays_of_program(saved.exported),
-            _read_vocabularies(local_path(directory), saved.signature),
+            vocabularies,
             unknown_strings,
         ),
     )
-
-
-def _read_vocabularies(
-    path: pathlib.Path, signature: Signature
-) -> dict[str, Vocabulary]:
-    try:
-        return by_input(load_vocabularies(path), signature)
-    except (AttributeError, LookupError, OSError, TypeError, ValueError) as error:
-        raise ExportError(
-            f"{path / VOCABULARIES_DIR} must hold the vocabularies of the inputs: "
-            f"{str(error)[:300]}; {AGAIN}"
-        ) from None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -336,7 +329,7 @@ def _check_fits(
       weights: tables and dense parameters.
 
     Raises:
-      ExportError: if they are others.
+      ExportError: if they do not fit.
     """
     arrays = arrays_of_program(exported)
     try:
@@ -348,7 +341,7 @@ def _check_fits(
         ) from None
     if flat := [name for name, table in weights[0].items() if table.ndim != 2]:
         raise ExportError(f"The tables {flat} of {path} must have two axes; {AGAIN}")
-    names = [name for each in signature.inputs for name in each.array_names(arrays)]
+    names = [name for input_ in signature.inputs for name in input_.array_names(arrays)]
     if sorted(names) != sorted(arrays):
         raise ExportError(
             f"The signature in {path / DOCUMENT_FILE} must have the arrays that the "
@@ -365,7 +358,7 @@ def arrays_of_program(exported: jax.export.Exported) -> dict[str, Any]:
 def jit_program(
     exported: jax.export.Exported, table_names: Iterable[str], device: jax.Device
 ) -> Any:
-    """Returns the program under `jax.jit`, with tables that lie row by row.
+    """Returns the program under `jax.jit`, with tables that are stored row by row.
 
     XLA:TPU lays a table of dim below 128 out by columns if it may choose, and then
     copies the whole table in every call. By rows, it is padded to 128 lanes once.

@@ -1,7 +1,7 @@
 """The lookup and the update as functions of explicit arrays, without Flax.
 
-`steps` has the calls of a training step. `following_slots` and `final_table_values`
-have the calls around training, and `serving_lookup` an exported model's. The arrays are
+`steps` has the calls of a training step. `derived_state` has the calls that set table
+values, and `serving_lookup` the lookup of an exported model. The arrays are
 the stacked tables and slot variables of a plan; `flax_states` lets Flax save them.
 `insert_ids` and its like are in `tpu_embedding.dynamic`, `top_k` and `expand` in
 `tpu_embedding.recommenders`.
@@ -10,10 +10,10 @@ the stacked tables and slot variables of a plan; `flax_states` lets Flax save th
 from typing import TYPE_CHECKING
 
 from tpu_embedding.functional import flax_states as _flax_states  # noqa: F401
-from tpu_embedding.functional.final_table_values import (
+from tpu_embedding.functional.derived_state import (
     finalize_variable_values as finalize_variable_values,
 )
-from tpu_embedding.functional.following_slots import (
+from tpu_embedding.functional.derived_state import (
     with_table_values as with_table_values,
 )
 from tpu_embedding.functional.steps import LookupResult as LookupResult

@@ -18,7 +18,7 @@ def _state_of_rows(rows: PackedRows) -> dict[str, Any]:
 
 
 def _rows_of_state(rows: PackedRows, state: dict[str, Any]) -> PackedRows:
-    """Returns the saved rows, where the lines of the given ones lie."""
+    """Returns the saved rows, on the devices of the given rows."""
     name = rows.layout.leaf_name
     if set(state) != {name}:
         raise ValueError(

@@ -7,7 +7,7 @@ of a batch may be symbolic: `jax.export` then makes one program for all batch si
 """
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -16,11 +16,14 @@ from jaxtyping import Array, Float, Int, Shaped, UInt8
 
 from tpu_embedding.inputs.shard_inputs import (
     feature_shape,
+    fill_up,
     to_feature_input,
-    to_shardable,
 )
-from tpu_embedding.lookup._flatten_to_owners import rows_and_poolings
-from tpu_embedding.lookup._forward import gather_and_pool, scale_samples
+from tpu_embedding.lookup._forward import (
+    gather_and_pool,
+    rows_and_poolings,
+    scale_samples,
+)
 from tpu_embedding.lookup._rounds import quantize
 from tpu_embedding.plan.features import FeaturePlan, InputPlan
 from tpu_embedding.plan.plan import EmbeddingPlan
@@ -115,26 +118,18 @@ def _serve_feature(
     table: Array, ids: Any, feature: FeaturePlan, plan: EmbeddingPlan, shard: InputPlan
 ) -> Array:
     shape = feature_shape(ids, feature, shard)
-    feature_input = to_feature_input(to_shardable(ids, shape, shard), shape)
+    feature_input = to_feature_input(fill_up(ids, shape, shard.num_shards), shape)
     row_ids, (pooling,), _ = rows_and_poolings([feature_input], [feature])
-    read = _row_reader(table, feature, plan)
-    pooled = [gather_and_pool(pooling, read, row_ids)]
-    (activations,) = scale_samples(pooled, [pooling])
-    return activations.reshape(shape.output_shape)
-
-
-def _row_reader(
-    table: Array, feature: FeaturePlan, plan: EmbeddingPlan
-) -> Callable[[Array], Array]:
-    """Returns a function that reads the rows of a table, quantized if it says so."""
     quantization = plan.stacks[feature.stack_index].quantization
 
-    def read(row_ids: Array) -> Array:
+    def read_rows(row_ids: Array) -> Array:
         rows = rows_of_table(table, row_ids)
         if quantization is None:
             return rows
-        # Zero is no quantized value, but a place without a row must add zero.
+        # Zero may not be a quantized value, but a place without a row must add zero.
         is_row = row_ids != PADDING_ROW_ID
         return jnp.where(is_row[:, None], quantize(rows, quantization), 0.0)
 
-    return read
+    pooled = [gather_and_pool(pooling, read_rows, row_ids)]
+    (activations,) = scale_samples(pooled, [pooling])
+    return activations.reshape(shape.output_shape)

@@ -11,9 +11,8 @@
 All functions take global arrays, sharded over the plan's mesh, and run inside
 `shard_map`. The Flax modules of `tpu_embedding.nn` consist of these four.
 
-A user thinks in features, a step in stacks: tables that share an array. The last part
-of this file gives the shapes of a batch, and turns what the stacks return into
-activations and counts of features.
+A user thinks in features, a step in stacks: tables that share an array. So each step
+sorts features by stack, and what the stacks return by feature.
 """
 
 import dataclasses
@@ -30,11 +29,10 @@ from tpu_embedding.argument_checks import describe_value
 from tpu_embedding.gradients import TableGradients, global_norm
 from tpu_embedding.inputs.shard_inputs import (
     FeatureShape,
-    ShardableInput,
+    check_equal_batches,
     feature_shape,
-    refuse_unequal_batches,
+    fill_up,
     to_feature_input,
-    to_shardable,
 )
 from tpu_embedding.lookup._backward import gradient_rounds, stack_gradient
 from tpu_embedding.lookup._forward import (
@@ -50,7 +48,7 @@ from tpu_embedding.plan.features import FeaturePlan
 from tpu_embedding.plan.plan import EmbeddingPlan, TrainedStackPlan
 from tpu_embedding.plan.shard_map import in_auto_axes, on_shards, unchecked_values
 from tpu_embedding.rows.packed_rows import PackedRows
-from tpu_embedding.rows.row_gradients import Sealed, gradient_of_no_row
+from tpu_embedding.rows.row_gradients import Sealed, empty_gradient
 from tpu_embedding.types import LookupStats
 from tpu_embedding.update.apply import (
     DRIVERS,
@@ -63,141 +61,6 @@ from tpu_embedding.update.lazy_update import state_specs, values_of
 from tpu_embedding.update.table_writer import RoundedState, open_state
 
 
-def row_numbers(features: Any, plan: EmbeddingPlan) -> list[Any]:
-    """Returns the rows that a lookup takes for each feature of a batch.
-
-    Raises:
-      TypeError: if a feature holds ids whose rows are not known.
-    """
-    plan = plan.for_batch(features)
-    return [
-        feature.inputs.row_numbers(ids, feature)
-        for ids, feature in zip(plan.flatten(features), plan.features, strict=True)
-    ]
-
-
-def first_without_rows(features: Any, plan: EmbeddingPlan) -> str | None:
-    """Returns the name of the first feature whose ids need rows, or None."""
-    plan = plan.for_batch(features)
-    pairs = zip(plan.flatten(features), plan.features, strict=True)
-    names = (feature.name for ids, feature in pairs if feature.inputs.needs_rows(ids))
-    return next(names, None)
-
-
-def find_rows(tables: dict[str, Any], features: Any, plan: EmbeddingPlan) -> Any:
-    """Returns a batch with the rows of all ids, as each kind of vocabulary finds them.
-
-    It changes no table.
-    """
-    for inputs in dict.fromkeys(feature.inputs for feature in plan.features):
-        features = inputs.find_rows(tables, features, plan)
-    return features
-
-
-def feature_shapes(
-    leaves: Sequence[Any], plan: EmbeddingPlan
-) -> tuple[FeatureShape, ...]:
-    """Returns the sizes of each feature of a batch.
-
-    Args:
-      leaves: ids of each feature; only shapes and dtypes are read.
-      plan: plan of these features.
-
-    Raises:
-      TypeError, ValueError: if a feature's dtype or shape does not fit its config.
-    """
-    shapes = tuple(
-        feature_shape(ids, feature, plan)
-        for ids, feature in zip(leaves, plan.features, strict=True)
-    )
-    refuse_unequal_batches(
-        (feature, shape.batch_size)
-        for shape, feature in zip(shapes, plan.features, strict=True)
-    )
-    return shapes
-
-
-def collect_activations(
-    results: Mapping[str, StackLookup],
-    shapes: Sequence[FeatureShape],
-    plan: EmbeddingPlan,
-) -> Any:
-    """Returns the activations in the nest of the features, in their output shapes.
-
-    Args:
-      results: stack name to the lookup of the stack.
-      shapes: sizes of each feature.
-      plan: plan of these features.
-    """
-    activations: list[Any] = [None] * len(plan.features)
-    for stack in plan.used_stacks:
-        of_stack = results[stack.name].activations
-        for i, of_feature in zip(plan.features_of(stack), of_stack, strict=True):
-            # Samples that only fill up the batch come last.
-            num_rows = shapes[i].batch_size * max(1, shapes[i].sequence_length)
-            activations[i] = of_feature[:num_rows].reshape(shapes[i].output_shape)
-    return plan.unflatten(activations)
-
-
-def collect_stats(
-    results: Mapping[str, StackLookup], plan: EmbeddingPlan
-) -> LookupStats:
-    """Adds up the counts of all devices.
-
-    Args:
-      results: stack name to the lookup of the stack.
-      plan: plan of the batch's features.
-    """
-    out_of_range, num_ids, requested_rows = {}, {}, {}
-    for stack in plan.used_stacks:
-        result = results[stack.name]
-        counts = result.routing.out_of_range
-        for i, count in zip(plan.features_of(stack), counts, strict=True):
-            out_of_range[plan.features[i].name] = jnp.sum(count)
-        if result.num_ids is not None and result.requested_rows is not None:
-            num_ids[stack.name] = jnp.sum(result.num_ids)
-            requested_rows[stack.name] = jnp.sum(result.requested_rows, axis=0)
-    return LookupStats(
-        rounds={name: result.rounds[0] for name, result in results.items()},
-        out_of_range=out_of_range,
-        num_ids=num_ids,
-        requested_rows=requested_rows,
-    )
-
-
-def cotangent_of_samples(
-    cotangent: jax.Array | None,
-    shape: FeatureShape,
-    feature: FeaturePlan,
-    plan: EmbeddingPlan,
-) -> Float[Array, "samples dim"]:
-    """Returns the cotangent of each sample of a feature, over all devices.
-
-    Args:
-      cotangent: like the feature's activations; None: zeros.
-      shape: sizes of the feature.
-      feature: gives the name for errors.
-      plan: gives the number of devices; samples of zeros fill up the last ones.
-
-    Raises:
-      ValueError: if it has another shape than the activations.
-    """
-    if cotangent is None:
-        cotangent = jnp.zeros(shape.output_shape)
-    if getattr(cotangent, "shape", None) != shape.output_shape:
-        raise ValueError(
-            f"The cotangent of feature {feature.name!r} must have the shape of its "
-            f"activations, {shape.output_shape}, got "
-            f"{getattr(cotangent, 'shape', cotangent)}; zeros are for an activation "
-            "that the loss does not use."
-        )
-    dim = shape.output_shape[-1]
-    cotangent = cotangent.astype(jnp.float32).reshape(-1, dim)
-    per_shard = shape.samples_per_shard * max(1, shape.sequence_length)
-    missing = plan.num_shards * per_shard - cotangent.shape[0]
-    return jnp.pad(cotangent, ((0, missing), (0, 0)))
-
-
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Routing:
@@ -208,8 +71,8 @@ class Routing:
         missing.
       shapes: per lookup.
       plan: plan of the batch's features.
-      raw_feature: a feature whose rows `lookup` had to find: new ids have none, so it
-        cannot be trained; None: there is no such feature.
+      raw_feature: the first feature whose rows `lookup` had to find, if there is one.
+        New ids have no rows, so such a batch cannot be trained on.
     """
 
     stacks: dict[str, StackRouting]
@@ -247,8 +110,10 @@ def activation_shapes(features: Any, plan: EmbeddingPlan) -> Any:
     """
     plan = plan.for_batch(features)
     leaves = [
-        ids if x.inputs.needs_rows(ids) else x.inputs.row_numbers(ids, x)
-        for ids, x in zip(plan.flatten(features), plan.features, strict=True)
+        ids
+        if feature.inputs.needs_rows(ids)
+        else feature.inputs.row_numbers(ids, feature)
+        for ids, feature in zip(plan.flatten(features), plan.features, strict=True)
     ]
     structs = [
         jax.ShapeDtypeStruct(
@@ -256,7 +121,7 @@ def activation_shapes(features: Any, plan: EmbeddingPlan) -> Any:
             jnp.float32,
             sharding=plan.sharding_of_samples(shape.output_shape),
         )
-        for shape in feature_shapes(leaves, plan)
+        for shape in _feature_shapes(leaves, plan)
     ]
     return plan.unflatten(structs)
 
@@ -292,11 +157,21 @@ def lookup(
       >>> te.functional.lookup(tables, ids, plan).activations["watched"].shape
       (2, 4)
     """
-    raw = first_without_rows(features, plan)
-    if raw is None:
+    batch_plan = plan.for_batch(features)
+    raw_features = [
+        feature.name
+        for ids, feature in zip(
+            batch_plan.flatten(features), batch_plan.features, strict=True
+        )
+        if feature.inputs.needs_rows(ids)
+    ]
+    if not raw_features:
         return read_rows(tables, route(features, plan), plan)
-    routed = route(find_rows(tables, features, plan), plan)
-    return read_rows(tables, dataclasses.replace(routed, raw_feature=raw), plan)
+    # Each kind of vocabulary finds the rows of its ids. That changes no table.
+    for inputs in dict.fromkeys(feature.inputs for feature in plan.features):
+        features = inputs.find_rows(tables, features, plan)
+    routed = dataclasses.replace(route(features, plan), raw_feature=raw_features[0])
+    return read_rows(tables, routed, plan)
 
 
 def route(features: Any, plan: EmbeddingPlan) -> Routing:
@@ -327,14 +202,47 @@ def route(features: Any, plan: EmbeddingPlan) -> Routing:
     """
     plan = plan.for_batch(features)
     leaves = row_numbers(features, plan)
-    shapes = feature_shapes(leaves, plan)
+    shapes = _feature_shapes(leaves, plan)
     for i, ids in enumerate(leaves):
-        # NumPy arrays are converted before JAX sees them: it would cut int64.
         if not all(isinstance(array, jax.Array) for array in jax.tree.leaves(ids)):
-            leaves[i] = to_shardable(ids, shapes[i], plan)
+            # `jit` would keep only the lower halves of NumPy's 64-bit ids.
+            leaves[i] = fill_up(ids, shapes[i], plan.num_shards)
     with unchecked_values():
         stacks = _route(leaves, shapes, plan)
     return Routing(stacks=stacks, shapes=shapes, plan=plan)
+
+
+def row_numbers(features: Any, plan: EmbeddingPlan) -> list[Any]:
+    """Returns the rows that a lookup takes for each feature of a batch.
+
+    Raises:
+      TypeError: if a feature holds ids whose rows are not known.
+    """
+    plan = plan.for_batch(features)
+    return [
+        feature.inputs.row_numbers(ids, feature)
+        for ids, feature in zip(plan.flatten(features), plan.features, strict=True)
+    ]
+
+
+def _feature_shapes(
+    leaves: Sequence[Any], plan: EmbeddingPlan
+) -> tuple[FeatureShape, ...]:
+    """Returns the sizes of each feature of a batch.
+
+    Args:
+      leaves: ids of each feature; only shapes and dtypes are read.
+      plan: plan of these features.
+
+    Raises:
+      TypeError, ValueError: if a feature's dtype or shape does not fit its config.
+    """
+    shapes = tuple(
+        feature_shape(ids, feature, plan)
+        for ids, feature in zip(leaves, plan.features, strict=True)
+    )
+    check_equal_batches(shapes, plan.features)
+    return shapes
 
 
 @functools.partial(jax.jit, static_argnames=("shapes", "plan"))
@@ -343,24 +251,31 @@ def _route(
 ) -> dict[str, StackRouting]:
     """Routes the features of each stack, compiled even if the caller does not."""
 
-    def route_shard(shardables):
-        inputs = list(map(to_feature_input, shardables, shapes))
+    def route_shard(filled):
+        inputs = [
+            to_feature_input(ids, shape, plan.sample_axes)
+            for ids, shape in zip(filled, shapes, strict=True)
+        ]
         routings = {}
         for stack in plan.used_stacks:
-            indices = plan.features_of(stack)
-            features = [plan.features[i] for i in indices]
-            of_stack = [inputs[i] for i in indices]
-            routings[stack.name] = route_stack(of_stack, features, stack)
+            numbers = plan.features_of(stack)
+            routings[stack.name] = route_stack(
+                [inputs[i] for i in numbers],
+                [plan.features[i] for i in numbers],
+                stack,
+            )
         return routings
 
     def fill_up_and_route(leaves):
-        shardables = [
-            ids if isinstance(ids, ShardableInput) else to_shardable(ids, shape, plan)
+        # A batch of any size is split by shard, so samples of padding fill it up. Ids
+        # that `route` has filled up stay as they are.
+        filled = [
+            fill_up(ids, shape, plan.num_shards)
             for ids, shape in zip(leaves, shapes, strict=True)
         ]
         return on_shards(
             route_shard, plan, in_specs=plan.sample_spec, out_specs=plan.sample_spec
-        )(shardables)
+        )(filled)
 
     return in_auto_axes(fill_up_and_route, plan, plan.sample_spec)(leaves)
 
@@ -383,8 +298,8 @@ def read_rows(
     """
     if routed.plan.stacks != plan.stacks:
         raise ValueError(
-            "read_rows needs a batch that was routed with its plan, got one of another "
-            "plan; call route with this plan."
+            "read_rows needs a batch that was routed with its plan, got a batch of "
+            "another plan; call route with this plan."
         )
     check_tables(tables, routed.plan.used_stacks)
     used = {stack.name: tables[stack.name] for stack in routed.plan.used_stacks}
@@ -407,16 +322,50 @@ def _read_routed(tables: dict[str, PackedRows], routed: Routing) -> LookupResult
             for stack in plan.used_stacks
         }
         routings = {name: result.routing for name, result in results.items()}
-        activations = collect_activations(results, routed.shapes, plan)
-        return activations, routings, collect_stats(results, plan)
+        activations: list[Any] = [None] * len(plan.features)
+        for stack in plan.used_stacks:
+            for i, samples in zip(
+                plan.features_of(stack), results[stack.name].activations, strict=True
+            ):
+                # Samples that only fill up the batch come last.
+                shape = routed.shapes[i]
+                num_samples = shape.batch_size * max(1, shape.sequence_length)
+                activations[i] = samples[:num_samples].reshape(shape.output_shape)
+        return plan.unflatten(activations), routings, _collect_stats(results, plan)
 
-    specs = [plan.sharding_of_samples(x.output_shape).spec for x in routed.shapes]
+    specs = [plan.sharding_of_samples(s.output_shape).spec for s in routed.shapes]
     out_specs = (plan.unflatten(specs), plan.sample_spec, PartitionSpec())
     activations, routings, stats = in_auto_axes(read, plan, out_specs)(
         tables, routed.stacks
     )
     routing = dataclasses.replace(routed, stacks=routings)
     return LookupResult(activations=activations, routing=routing, stats=stats)
+
+
+def _collect_stats(
+    results: Mapping[str, StackLookup], plan: EmbeddingPlan
+) -> LookupStats:
+    """Adds up the counts of all devices.
+
+    Args:
+      results: stack name to the lookup of the stack.
+      plan: plan of the batch's features.
+    """
+    out_of_range, num_ids, requested_rows = {}, {}, {}
+    for stack in plan.used_stacks:
+        result = results[stack.name]
+        counts = result.routing.out_of_range
+        for i, count in zip(plan.features_of(stack), counts, strict=True):
+            out_of_range[plan.features[i].name] = jnp.sum(count)
+        if result.num_ids is not None and result.requested_rows is not None:
+            num_ids[stack.name] = jnp.sum(result.num_ids)
+            requested_rows[stack.name] = jnp.sum(result.requested_rows, axis=0)
+    return LookupStats(
+        rounds={name: result.rounds[0] for name, result in results.items()},
+        out_of_range=out_of_range,
+        num_ids=num_ids,
+        requested_rows=requested_rows,
+    )
 
 
 @functools.partial(jax.jit, static_argnames="plan")
@@ -436,7 +385,7 @@ def compute_gradients(
 
     Returns:
       The gradients, for `apply_gradients`. A row is touched if it was looked up, even
-      if its gradient is zero. `tpu_embedding.gradients.add` sums those of several
+      if its gradient is zero. `tpu_embedding.gradients.add` sums gradients of several
       lookups.
 
     Raises:
@@ -444,7 +393,7 @@ def compute_gradients(
     """
     if routing.plan.stacks != plan.stacks:
         raise ValueError(
-            "routing must be that of a lookup in the plan's tables, got one of other "
+            "routing must be from a lookup in the plan's tables, got a lookup in other "
             "tables; use one plan for the whole step."
         )
     if routing.raw_feature is not None:
@@ -455,8 +404,8 @@ def compute_gradients(
     cotangents = plan.flatten(cotangents, "cotangents")
 
     def compute(routings, cotangents):
-        by_feature = [
-            cotangent_of_samples(cotangent, shape, feature, plan)
+        cotangents_by_feature = [
+            _cotangent_of_samples(cotangent, shape, feature, plan)
             for cotangent, shape, feature in zip(
                 cotangents, routing.shapes, plan.features, strict=True
             )
@@ -467,13 +416,49 @@ def compute_gradients(
                 plan,
                 in_specs=plan.sample_spec,
                 out_specs=plan.sample_spec,
-            )(routings[stack.name], [by_feature[i] for i in plan.features_of(stack)])
+            )(
+                routings[stack.name],
+                [cotangents_by_feature[i] for i in plan.features_of(stack)],
+            )
             for stack in plan.trained_stacks
             if stack.name in routings
         }
 
     stacks = in_auto_axes(compute, plan, plan.sample_spec)(routing.stacks, cotangents)
     return TableGradients(stacks, layer_plan)
+
+
+def _cotangent_of_samples(
+    cotangent: jax.Array | None,
+    shape: FeatureShape,
+    feature: FeaturePlan,
+    plan: EmbeddingPlan,
+) -> Float[Array, "samples dim"]:
+    """Returns the cotangent of each sample of a feature, over all devices.
+
+    Args:
+      cotangent: like the feature's activations. None means zeros.
+      shape: sizes of the feature.
+      feature: gives the name for errors.
+      plan: gives the number of devices; samples of zeros fill up the last ones.
+
+    Raises:
+      ValueError: if it has another shape than the activations.
+    """
+    if cotangent is None:
+        cotangent = jnp.zeros(shape.output_shape)
+    if getattr(cotangent, "shape", None) != shape.output_shape:
+        raise ValueError(
+            f"The cotangent of feature {feature.name!r} must have the shape of its "
+            f"activations, {shape.output_shape}, got "
+            f"{getattr(cotangent, 'shape', cotangent)}; zeros are for an activation "
+            "that the loss does not use."
+        )
+    dim = shape.output_shape[-1]
+    cotangent = cotangent.astype(jnp.float32).reshape(-1, dim)
+    per_shard = shape.samples_per_shard * max(1, shape.sequence_length)
+    missing = plan.num_shards * per_shard - cotangent.shape[0]
+    return jnp.pad(cotangent, ((0, missing), (0, 0)))
 
 
 @functools.partial(jax.jit, static_argnames="plan")
@@ -490,19 +475,14 @@ def init_slots(tables: dict[str, PackedRows], plan: EmbeddingPlan) -> dict[str, 
     """
     check_tables(tables, plan.trained_stacks)
     return {
-        stack.name: _init_stack(tables[stack.name], stack, plan)
+        stack.name: on_shards(
+            functools.partial(init_state, stack=stack),
+            plan,
+            in_specs=stack.rows_spec,
+            out_specs=state_specs(abstract_state(stack), stack),
+        )(tables[stack.name])
         for stack in plan.trained_stacks
     }
-
-
-def _init_stack(table: PackedRows, stack: TrainedStackPlan, plan: EmbeddingPlan) -> Any:
-    """Returns the optimizer state of a stack."""
-    return on_shards(
-        functools.partial(init_state, stack=stack),
-        plan,
-        in_specs=stack.rows_spec,
-        out_specs=state_specs(abstract_state(stack), stack),
-    )(table)
 
 
 @functools.partial(jax.jit, static_argnames="plan")
@@ -579,23 +559,21 @@ def _update_shard(
     writer, state = open_state(state, stack, used_rows)
     update = jax.named_scope("update")(DRIVERS[type(stack.optimizer.driver)])
     squares = None if gradient_norm is None else lambda: jnp.square(gradient_norm)
-    with model_gradient_context(squares):
+
+    def update_rows(table: PackedRows, state: Any) -> tuple[PackedRows, Any]:
         if gradient is None:
-            rounds = gradient_of_no_row(stack.dim)
-            table, state = update(table, state, rounds, writer)
-        elif not stack.backend.replaces_update:
-            rounds = gradient_rounds(gradient, stack)
-            table, state = update(table, state, rounds, writer)
+            rounds = empty_gradient(stack.dim)
         else:
+            rounds = gradient_rounds(gradient, stack)
+        return update(table, state, rounds, writer)
+
+    with model_gradient_context(squares):
+        if gradient is not None and stack.backend.replaces_update:
             table, state = stack.backend.update(
-                table,
-                state,
-                gradient,
-                lambda table, state: update(
-                    table, state, gradient_rounds(gradient, stack), writer
-                ),
-                stack,
+                table, state, gradient, update_rows, stack
             )
+        else:
+            table, state = update_rows(table, state)
     return table, writer.closed(state)
 
 
@@ -660,6 +638,6 @@ def _check_gradients(gradients: TableGradients, plan: EmbeddingPlan) -> None:
         )
     if gradients.plan.stacks != plan.stacks:
         raise ValueError(
-            "gradients must be those of the plan's tables, got gradients that were "
-            "computed with another plan; use one plan for the whole step."
+            "gradients must be for the plan's tables, got gradients that were computed "
+            "with another plan; use one plan for the whole step."
         )

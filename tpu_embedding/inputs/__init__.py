@@ -1,12 +1,13 @@
 """Ids on the host: containers of users, and batches that are fit for a step.
 
-`containers` reads the ids of one feature from any container. `prepare` checks a batch
-and gives ragged features a static size, which `buffer_sizes` chooses, equally on all
-processes of a job. `ragged_shards` splits ids by shard.
+`containers` reads the ids of one feature from any container. `prepare` checks a batch,
+splits ragged ids by shard, and gives them a static size, which `buffer_sizes` chooses,
+equally on all processes of a job.
 
-`shard_inputs` turns a feature into the input of each shard. It also runs inside the
-step, for ids that go into `jit` as they are. Ids of strings are in
-`tpu_embedding.strings`, and unique ids in `tpu_embedding.recommenders`.
+`shard_inputs` has the rules for shapes and dtypes, and turns a feature into the input
+of each shard. It also runs inside the step, for ids that go into `jit` as they are. Ids
+of strings are in `tpu_embedding.strings`, and unique ids in
+`tpu_embedding.recommenders`.
 """
 
 from typing import TYPE_CHECKING

@@ -110,8 +110,8 @@ class BufferSizes:
           >>> BufferSizes.from_json(sizes.to_json()).num_growths
           0
         """
-        valences = {name: dataclasses.astuple(x) for name, x in self._valences.items()}
-        buffers = [(k, x.sizes, x.num_growths) for k, x in self._buffers.items()]
+        valences = {name: dataclasses.astuple(v) for name, v in self._valences.items()}
+        buffers = [(key, b.sizes, b.num_growths) for key, b in self._buffers.items()]
         return {"valences": valences, "buffers": buffers}
 
     @classmethod
@@ -132,7 +132,7 @@ class BufferSizes:
                 total, square_sum = map(float, sums)
                 valence = _Valence(int(num_samples), total, square_sum)
                 numbers = dataclasses.astuple(valence)
-                if not valence.num_samples or not all(0 <= x < 2**63 for x in numbers):
+                if not valence.num_samples or not all(0 <= n < 2**63 for n in numbers):
                     raise ValueError(f"the statistics of {name!r}")
                 sizes._valences[name] = valence
             for key, numbers, num_growths in document["buffers"]:
@@ -173,11 +173,18 @@ class BufferSizes:
         for demand in demands:
             valence = self._valences.setdefault(demand.feature_name, _Valence())
             valence.add(demand)
-        key = tuple((each.feature_name, each.samples_per_shard) for each in demands)
+        key = tuple(
+            (demand.feature_name, demand.samples_per_shard) for demand in demands
+        )
         buffers = self._buffers.setdefault(key, _Buffers())
         sizes = buffers.sizes
         if sizes is None:
-            sizes = [self._first_size(demand) for demand in demands]
+            sizes = []
+            for demand in demands:
+                size = _expected_size(demand)
+                if size is None or size < demand.num_ids:
+                    size = self._size(demand, False, _DEVIATIONS)
+                sizes.append(size)
         elif any(d.num_ids > size for d, size in zip(demands, sizes, strict=True)):
             buffers.num_growths += 1
             deviations = _DEVIATIONS + _DEVIATIONS_PER_GROWTH * buffers.num_growths
@@ -191,7 +198,7 @@ class BufferSizes:
         buffers.sizes = sizes
         if demands:
             self._combinations.add(
-                tuple((*of, n) for of, n in zip(key, sizes, strict=True))
+                tuple((*feature, n) for feature, n in zip(key, sizes, strict=True))
             )
         return list(sizes)
 
@@ -207,13 +214,6 @@ class BufferSizes:
             sizes.append(valence.bound(demand.samples_per_shard, _DEVIATIONS))
         return all(size <= limit for size in sizes)
 
-    def _first_size(self, demand: RaggedDemand) -> int:
-        if demand.expected_valence is not None:
-            size = _expected_size(demand)
-            if demand.num_ids <= size:
-                return size
-        return self._size(demand, False, _DEVIATIONS)
-
     def _size(self, demand: RaggedDemand, is_outgrown: bool, deviations: float) -> int:
         valence = self._valences[demand.feature_name]
         needed = demand.num_ids * (_GROWTH_FACTOR if is_outgrown else 1)
@@ -221,14 +221,9 @@ class BufferSizes:
         return _round_up(math.ceil(max(needed, usual)))
 
 
-def size_of_batch(demand: RaggedDemand) -> int:
-    """Returns a size for one batch, without a memory of others.
-
-    The expected size, doubled until it holds the batch.
-    """
-    size = _SMALLEST_BUFFER
-    if demand.expected_valence is not None:
-        size = _expected_size(demand)
+def _size_of_batch(demand: RaggedDemand) -> int:
+    """Returns the expected size, doubled until it holds the batch."""
+    size = _expected_size(demand) or _SMALLEST_BUFFER
     while size < demand.num_ids:
         size *= 2
     return size
@@ -262,8 +257,10 @@ class _Valence:
         return num_samples * mean + deviations * math.sqrt(num_samples * variance)
 
 
-def _expected_size(demand: RaggedDemand) -> int:
-    assert demand.expected_valence is not None
+def _expected_size(demand: RaggedDemand) -> int | None:
+    """Returns the size that the feature declares, or None."""
+    if demand.expected_valence is None:
+        return None
     return max(1, round(demand.expected_valence * demand.samples_per_shard))
 
 
@@ -282,7 +279,7 @@ def _warn_of_growth(
     grown: Sequence[int],
     num_growths: int,
 ) -> None:
-    changes, ways_out = [], []
+    changes, fixes = [], []
     for demand, size, new_size in zip(demands, sizes, grown, strict=True):
         if demand.num_ids > size:
             name = repr(demand.feature_name)
@@ -290,12 +287,12 @@ def _warn_of_growth(
                 f"{name} had {demand.num_ids} ids on one device and room for {size}, "
                 f"it now gets {new_size}"
             )
-            ways_out.append(f"{new_size / demand.samples_per_shard:.3g} for {name}")
+            fixes.append(f"{new_size / demand.samples_per_shard:.3g} for {name}")
     warnings.warn(
         f"Ragged features outgrew their buffers, growth {num_growths}: "
         f"{'; '.join(changes)}. The step compiles again. Set "
         "FeatureConfig.expected_valence, the ids per sample with headroom, to "
-        f"{', '.join(ways_out)}.",
+        f"{', '.join(fixes)}.",
         stacklevel=5,
     )
 
@@ -311,13 +308,15 @@ def choose_sizes(
 
     Args:
       demands: demands of all ragged features of this process's part of the batch.
-      sizes: remembers the sizes of earlier batches; None: each batch has its own.
-      num_parts: parts of the batch that different processes pass; 1: all pass it whole.
+      sizes: remembers the sizes of earlier batches. If it is None, each batch has its
+        own.
+      num_parts: parts of the batch that different processes pass. If it is 1, all
+        processes pass the whole batch.
     """
     if num_parts > 1 and demands:
         demands = _agreed(demands, sizes)
     if sizes is None:
-        return [size_of_batch(demand) for demand in demands]
+        return [_size_of_batch(demand) for demand in demands]
     return sizes.choose(demands)
 
 
@@ -341,37 +340,37 @@ def _agreed(
             "trains, because all processes agree on their sizes, and this one is a "
             "loader process; send it ids, and prepare them where they arrive."
         )
-    of_processes = distributed.exchange(
-        _name_of(sizes), [dataclasses.asdict(demand) for demand in demands]
-    )
-    return [RaggedDemand(**demand) for demand in _merge(of_processes)]
-
-
-def _name_of(sizes: BufferSizes | None) -> str:
-    if sizes is not None and sizes not in _numbers:
-        _numbers[sizes] = next(_new_numbers)
-    return f"sizes of ragged features {0 if sizes is None else _numbers[sizes]}"
-
-
-def _merge(demands: list[list[dict[str, Any]]]) -> list[dict[str, Any]]:
-    """Joins the demands of all processes."""
-    fixed = [
-        [(each["feature_name"], each["samples_per_shard"]) for each in of_process]
-        for of_process in demands
+    number = 0
+    if sizes is not None:
+        if sizes not in _numbers:
+            _numbers[sizes] = next(_new_numbers)
+        number = _numbers[sizes]
+    by_process = [
+        [RaggedDemand(**demand) for demand in process_demands]
+        for process_demands in distributed.exchange(
+            f"sizes of ragged features {number}",
+            [dataclasses.asdict(demand) for demand in demands],
+        )
     ]
-    for process, of_process in enumerate(fixed):
-        if of_process != fixed[0]:
+    features = [
+        [(demand.feature_name, demand.samples_per_shard) for demand in process_demands]
+        for process_demands in by_process
+    ]
+    for process, process_features in enumerate(features):
+        if process_features != features[0]:
             raise ValueError(
                 "All processes must have the same ragged features and numbers of "
-                f"samples per device, got {dict(fixed[0])} on process 0 and "
-                f"{dict(of_process)} on process {process}."
+                f"samples per device, got {dict(features[0])} on process 0 and "
+                f"{dict(process_features)} on process {process}."
             )
     return [
-        same[0]
-        | {"num_ids": max(each["num_ids"] for each in same)}
-        | {
-            name: sum(each[name] for each in same)
-            for name in ("num_samples", "valence_sum", "valence_square_sum")
-        }
-        for same in zip(*demands, strict=True)
+        dataclasses.replace(
+            same_feature[0],
+            num_ids=max(demand.num_ids for demand in same_feature),
+            **{
+                name: sum(getattr(demand, name) for demand in same_feature)
+                for name in ("num_samples", "valence_sum", "valence_square_sum")
+            },
+        )
+        for same_feature in zip(*by_process, strict=True)
     ]

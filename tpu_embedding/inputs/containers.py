@@ -18,6 +18,7 @@ from tpu_embedding.types import (
     DenseIds,
     RaggedIds,
     SparseIds,
+    is_integer,
 )
 
 MAX_SAMPLES: Final = 2**27
@@ -33,7 +34,7 @@ What = Literal["Ids", "Strings", "Weights"]
 
 
 HostIds = DenseIds | RaggedIds | SparseIds
-"""Ids as NumPy arrays. Their `weights` are those of the user, unread."""
+"""Ids as NumPy arrays. Their `weights` are as the user passed them."""
 
 
 def read_ids(ids: Any, owner: str, what: What = "Ids") -> HostIds:
@@ -51,7 +52,7 @@ def read_ids(ids: Any, owner: str, what: What = "Ids") -> HostIds:
       coordinates, are checked. Values and the range of coordinates are not.
 
     Raises:
-      TypeError: if the container is none of those.
+      TypeError: if the container has no clear meaning.
       ValueError: if its parts do not fit each other.
     """
     if isinstance(ids, DenseIds):
@@ -79,20 +80,6 @@ def read_ids(ids: Any, owner: str, what: What = "Ids") -> HostIds:
         "columns are ids, write te.RaggedIds(values=m.indices, row_splits=m.indptr, "
         "weights=m.data) of m = matrix.tocsr()."
     )
-
-
-def batch_shape_of(ids: HostIds) -> tuple[int, ...]:
-    """Returns the sizes of all axes but the last, which holds the ids of a sample.
-
-    It is `(batch,)` for dense ids of one axis, and `()` for a scalar.
-    """
-    match ids:
-        case RaggedIds():
-            return (np.shape(ids.row_splits)[0] - 1,)
-        case SparseIds():
-            return tuple(int(size) for size in ids.dense_shape[:-1])
-    shape = np.shape(ids.ids)
-    return shape if len(shape) <= 1 else shape[:-1]
 
 
 def _masked(owner: str, what: str) -> TypeError:
@@ -151,20 +138,6 @@ def check_row_splits(row_splits: np.ndarray, num_values: int, owner: str) -> Non
             f"row_splits of {owner} must not fall, got {row_splits[i]} and then "
             f"{row_splits[i + 1]} at sample {i}."
         )
-
-
-def is_integer(dtype: Any) -> bool:
-    """Returns True for integers of any width; False for booleans and time spans."""
-    return jax.numpy.issubdtype(dtype, np.integer) and np.dtype(dtype).kind != "m"
-
-
-def is_real(dtype: Any) -> bool:
-    """Returns True for numbers that a weight may be: floats, integers and booleans."""
-    return (
-        jax.numpy.issubdtype(dtype, np.floating)
-        or jax.numpy.issubdtype(dtype, np.bool_)
-        or is_integer(dtype)
-    )
 
 
 def _read_ragged(ids: Any, owner: str, what: What) -> HostIds:
@@ -246,7 +219,10 @@ def _read_lists(items: list[Any], owner: str, what: What) -> HostIds:
             f"{what} of {owner} must be lists of one depth, got {items[i]!r} beside "
             "lists; write [x] for a sample with one id, [] for one without."
         )
-    rows = [_as_list(item) for item in items]
+    rows = [
+        list(item) if isinstance(item, list | tuple) else np.asarray(item).tolist()
+        for item in items
+    ]
     lengths = [len(row) for row in rows]
     values = [value for row in rows for value in row]
     if _has_lists(values):
@@ -261,9 +237,9 @@ def _read_lists(items: list[Any], owner: str, what: What) -> HostIds:
 
 
 def _first_id(items: list[Any]) -> Any:
-    """Returns the first id of a list of ids, or of lists of ids; None if none has one.
+    """Returns the first id of a list of ids or of lists of ids, None without ids.
 
-    An empty sample at the front tells nothing.
+    Samples without ids, at the front, tell nothing.
     """
     rows = (item if _is_list(item) else [item] for item in items)
     return next((row[0] for row in rows if len(row)), None)
@@ -277,16 +253,12 @@ def are_strings(items: list[Any]) -> bool:
 
 def _has_lists(items: list[Any]) -> bool:
     kinds = set(map(type, items))
-    return any(issubclass(x, _LISTS) for x in kinds) and any(map(_is_list, items))
+    return any(issubclass(k, _LISTS) for k in kinds) and any(map(_is_list, items))
 
 
 def _is_list(item: Any) -> bool:
     # Arrays without an axis are ids.
     return isinstance(item, _LISTS) and getattr(item, "ndim", 1) > 0
-
-
-def _as_list(item: Any) -> list[Any]:
-    return list(item) if isinstance(item, list | tuple) else np.asarray(item).tolist()
 
 
 def _flat_array(items: list[Any]) -> np.ndarray:

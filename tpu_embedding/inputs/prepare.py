@@ -1,31 +1,29 @@
 """Checks a batch on the host, and gives ragged features a static size.
 
-Dense int32 ids that lie inside their tables may enter a jitted step directly. This
-module does what a jitted step cannot do: raise an error that names the feature and the
-id, read 64-bit ids, and split ragged features by shard.
+Dense int32 ids of rows of their tables may enter a jitted step directly. This module
+does what a jitted step cannot do: raise an error that names the feature and the id,
+read 64-bit ids, and split ragged features by shard.
+
+Each shard gets `ceil(batch / num_shards)` consecutive samples. Empty samples fill up
+the last shards, and padding fills each shard up to a static size.
 """
 
 import dataclasses
 import math
+from collections.abc import Sequence
 from typing import Any, Literal, get_args
 
 import jax
 import numpy as np
 
-from tpu_embedding.inputs.buffer_sizes import BufferSizes, choose_sizes
-from tpu_embedding.inputs.containers import (
-    HostIds,
-    batch_shape_of,
-    is_real,
-    read_ids,
-)
-from tpu_embedding.inputs.ragged_shards import demand_of, from_sparse, pad_to_shards
+from tpu_embedding.inputs.buffer_sizes import BufferSizes, RaggedDemand, choose_sizes
+from tpu_embedding.inputs.containers import MAX_SAMPLES, HostIds, read_ids
 from tpu_embedding.inputs.shard_inputs import (
-    check_dtypes,
-    feature_shape,
-    refuse_unequal_batches,
+    FeatureShape,
+    check_equal_batches,
+    checked_shape,
 )
-from tpu_embedding.plan.features import FeaturePlan, InputPlan
+from tpu_embedding.plan.features import FeaturePlan
 from tpu_embedding.plan.plan import AnyPlan, EmbeddingPlan
 from tpu_embedding.types import (
     DenseIds,
@@ -33,11 +31,12 @@ from tpu_embedding.types import (
     ShardedRaggedIds,
     SparseIds,
     ids_of,
+    padding_of,
     with_ids,
 )
 
 Samples = Literal["global", "process"]
-"""Samples that a process passes: the global batch, or those of its own devices."""
+"""Samples that a process passes: the global batch, or its own devices' samples."""
 
 
 def prepare_features(
@@ -62,12 +61,13 @@ def prepare_features(
         objects with the fields of `tf.RaggedTensor` or `tf.SparseTensor`. Global; any
         integer dtype. For tables of 64-bit ids, also pairs of words of 32 bits.
       plan: plan of the layer, or its part `EmbeddingPlan.for_loaders()`.
-      weights: None, or the same nest with weights, or None, per feature: in the form of
-        the ids, or an array; for ragged and sparse features `[num_values]`.
-      sizes: remembers the sizes of earlier batches; None: each batch has its own.
-      samples: `"global"`: the features are those of the global batch. `"process"`: of
-        the samples `plan.process_samples(batch_size)`. All processes then call this
-        function for each batch, as they agree on the sizes of ragged features.
+      weights: the same nest with weights, or None, per feature: in the form of the
+        ids, or an array; for ragged and sparse features `[num_values]`. By default,
+        the ids' containers have the weights.
+      sizes: remembers the sizes of earlier batches. By default, each batch has its own.
+      samples: `"global"` if the features have the global batch, `"process"` if they
+        have the samples `plan.process_samples(batch_size)`. All processes then call
+        this function for each batch, as they agree on the sizes of ragged features.
 
     Returns:
       The nest with NumPy arrays: int32 ids, or pairs of words for tables of 64-bit
@@ -75,8 +75,8 @@ def prepare_features(
       `tpu_embedding.inputs.shard_batch` first, with the same `samples`.
 
     Raises:
-      TypeError: if ids are no integers, or their container has no clear meaning.
-      ValueError: if the nest has another structure, an id lies outside its table and
+      TypeError: if ids are not integers, or their container has no clear meaning.
+      ValueError: if the nest has another structure, an id is outside its table and
         the feature's policy is `"error"`, or shapes do not fit each other.
 
     Example:
@@ -88,28 +88,27 @@ def prepare_features(
     """
     plan = plan.for_batch(features)
     num_parts = num_parts_of(samples, plan)
-    read = list(map(_read_feature, plan.flatten(features), plan.features))
-    _refuse_batches(read, num_parts, plan)
-    weight_leaves: list[Any] = [None] * len(read)
+    num_shards = plan.num_shards // num_parts
+    leaves = plan.flatten(features)
+    weight_leaves: list[Any] = [None] * len(leaves)
     if weights is not None:
         weight_leaves = plan.flatten(weights, "weights")
-    checked = list(map(_check_feature, read, weight_leaves, plan.features))
-    part = InputPlan(
-        features=plan.features,
-        feature_tree=plan.feature_tree,
-        num_shards=plan.num_shards // num_parts,
-    )
-    padded = _pad_ragged(checked, part, sizes, num_parts)
-    for ids, feature in zip(padded, plan.features, strict=True):
-        feature_shape(ids, feature, part)  # rejects shapes that do not fit
-    return plan.unflatten(list(map(_for_step, padded, plan.features)))
-
-
-def _for_step(ids: DenseIds | ShardedRaggedIds, feature: FeaturePlan) -> Any:
-    """Returns the ids of a feature in the container that the step takes."""
-    if isinstance(ids, DenseIds) and ids.weights is None:
-        return feature.inputs.for_step(ids.ids)
-    return feature.inputs.for_step(ids)
+    read = list(map(_read_feature, leaves, weight_leaves, plan.features))
+    # All checks of forms come first: a wrong batch changes no remembered size.
+    shapes = [
+        checked_shape(ids, feature, num_shards)
+        for ids, feature in zip(read, plan.features, strict=True)
+    ]
+    check_equal_batches(shapes, plan.features)
+    if num_parts > 1:
+        _check_parts(shapes, num_shards, plan.features)
+    checked = list(map(_check_values, read, plan.features))
+    padded = _pad_ragged(checked, plan.features, num_shards, sizes, num_parts)
+    for i, (ids, feature) in enumerate(zip(padded, plan.features, strict=True)):
+        if isinstance(ids, DenseIds) and ids.weights is None:
+            ids = ids.ids
+        padded[i] = feature.inputs.for_step(ids)
+    return plan.unflatten(padded)
 
 
 def shard_batch(batch: Any, plan: EmbeddingPlan, *, samples: Samples = "global") -> Any:
@@ -119,7 +118,7 @@ def shard_batch(batch: Any, plan: EmbeddingPlan, *, samples: Samples = "global")
       batch: nest of arrays on the host.
       plan: plan of the layer.
       samples: `"global"`: each process passes the same global batch, and puts the
-        shards of its own devices. An array whose first axis is no multiple of the
+        shards of its own devices. An array whose first axis is not a multiple of the
         number of devices is copied to each device. `"process"`: each process passes
         the samples `plan.process_samples(batch_size)` only, in arrays of equal shapes.
 
@@ -132,29 +131,37 @@ def shard_batch(batch: Any, plan: EmbeddingPlan, *, samples: Samples = "global")
     """
     num_parts = num_parts_of(samples, plan)
 
+    num_shards = plan.num_shards // num_parts
+
     def put(array):
-        array = _check_fits_int32(np.asarray(array))
+        array = np.asarray(array)
+        has_64_bits = np.issubdtype(array.dtype, np.integer) and array.itemsize > 4
+        if has_64_bits and array.size and not jax.config.read("jax_enable_x64"):
+            # JAX would keep only the lower halves.
+            low, high = array.min(), array.max()
+            if low < np.iinfo(np.int32).min or high > np.iinfo(np.int32).max:
+                raise ValueError(
+                    f"shard_batch got {array.dtype} values from {low} to {high}, which "
+                    "an int32 cannot hold; pass ids through prepare_features first."
+                )
         if num_parts > 1 and array.ndim:
-            return _put_part(array, plan, num_parts)
+            if array.shape[0] % num_shards:
+                raise ValueError(
+                    f"shard_batch(samples='process') needs a multiple of {num_shards} "
+                    "samples, the shards of this process, got an array of shape "
+                    f"{array.shape}; pad the batch with samples of weight 0."
+                )
+            return jax.make_array_from_process_local_data(
+                plan.batch_sharding,
+                array,
+                (array.shape[0] * num_parts, *array.shape[1:]),
+            )
         sharding = plan.sharding_of_samples(array.shape)
         if sharding.is_fully_addressable:
             return jax.device_put(array, sharding)
         return jax.make_array_from_callback(array.shape, sharding, array.__getitem__)
 
     return jax.tree.map(put, batch)
-
-
-def _put_part(array: np.ndarray, plan: EmbeddingPlan, num_parts: int) -> jax.Array:
-    """Puts the part of one process on its devices."""
-    num_shards = plan.num_shards // num_parts
-    if array.shape[0] % num_shards:
-        raise ValueError(
-            f"shard_batch(samples='process') needs a multiple of {num_shards} samples, "
-            f"the shards of this process, got an array of shape {array.shape}; pad the "
-            "batch with samples of weight 0."
-        )
-    shape = (array.shape[0] * num_parts, *array.shape[1:])
-    return jax.make_array_from_process_local_data(plan.batch_sharding, array, shape)
 
 
 def num_parts_of(samples: Samples, plan: AnyPlan) -> int:
@@ -179,20 +186,9 @@ def num_parts_of(samples: Samples, plan: AnyPlan) -> int:
     return plan.num_process_parts
 
 
-def _check_fits_int32(array: np.ndarray) -> np.ndarray:
-    """Rejects integers that JAX would cut to their lower half."""
-    has_64_bits = np.issubdtype(array.dtype, np.integer) and array.dtype.itemsize > 4
-    if has_64_bits and array.size and not jax.config.read("jax_enable_x64"):
-        low, high = array.min(), array.max()
-        if low < np.iinfo(np.int32).min or high > np.iinfo(np.int32).max:
-            raise ValueError(
-                f"shard_batch got {array.dtype} values from {low} to {high}, which an "
-                "int32 cannot hold; pass ids through prepare_features first."
-            )
-    return array
-
-
-def _read_feature(ids: Any, feature: FeaturePlan) -> HostIds:
+def _read_feature(ids: Any, weights: Any, feature: FeaturePlan) -> HostIds:
+    """Reads the ids of a feature, and its weights in the order of their values."""
+    owner = f"feature {feature.name!r}"
     if ids is None:
         raise ValueError(
             f"Feature {feature.name!r} is None; pass its ids, or leave its key "
@@ -200,76 +196,15 @@ def _read_feature(ids: Any, feature: FeaturePlan) -> HostIds:
         )
     if isinstance(ids, ShardedRaggedIds):
         raise TypeError(f"Feature {feature.name!r} has been prepared already.")
-    host_ids = read_ids(feature.inputs.read(ids, feature), f"feature {feature.name!r}")
-    shape = batch_shape_of(host_ids)
-    if isinstance(host_ids, SparseIds):
-        if len(shape) > 1 and feature.config.output_shape is None:
-            raise ValueError(
-                f"Ids of feature {feature.name!r} have {len(shape)} axes of samples, "
-                f"{shape}; set FeatureConfig.output_shape to {shape}."
-            )
-    if math.prod(shape) == 0:
-        raise ValueError(
-            f"Feature {feature.name!r} must have at least one sample, got a batch of "
-            f"shape {shape}."
-        )
-    return host_ids
-
-
-def _refuse_batches(read: list[HostIds], num_parts: int, plan: AnyPlan) -> None:
-    """Rejects unequal batches, and parts that a process cannot deal to its devices."""
-    refuse_unequal_batches(
-        (feature, math.prod(batch_shape_of(ids)))
-        for ids, feature in zip(read, plan.features, strict=True)
-        if batch_shape_of(ids)
-    )
-    if num_parts == 1:
-        return
-    num_shards = plan.num_shards // num_parts
-    for ids, feature in zip(read, plan.features, strict=True):
-        batch_size = math.prod(batch_shape_of(ids))
-        if feature.config.output_shape is not None and not feature.config.has_own_batch:
-            raise ValueError(
-                f"Feature {feature.name!r} has an output_shape, so processes cannot "
-                "pass parts of it; pass the global batch with samples='global'."
-            )
-        if batch_size % num_shards:
-            raise ValueError(
-                f"Feature {feature.name!r} must have a multiple of {num_shards} "
-                "samples with samples='process', as many as the process has devices, "
-                f"got {batch_size}; pad the batch with samples of weight 0."
-            )
-
-
-def _check_feature(
-    host_ids: HostIds, weights: Any, feature: FeaturePlan
-) -> DenseIds | RaggedIds:
-    """Returns checked ids and float32 weights; none stays sparse."""
-    weights = _read_weights(weights, host_ids, feature)
-    is_dense, values = isinstance(host_ids, DenseIds), np.asarray(ids_of(host_ids))
-    if not values.size and not is_dense:
-        values = values.astype(np.int32)  # NumPy takes empty lists for floats.
-    check_dtypes(values, weights, feature)
-    # Dense ids need marks of positions without an id. Ragged and sparse ids have them
-    # where `hash_ids` or a `Vocabulary`, which return int32, was given padding.
-    holds_padding = is_dense or values.dtype == np.int32
-    where = "position" if is_dense else "value"
-    checked = feature.inputs.check(values, holds_padding, feature, where)
-    ids = with_ids(host_ids, checked)
-    if isinstance(ids, SparseIds):
-        return from_sparse(ids, weights, feature)
-    return dataclasses.replace(ids, weights=weights)
-
-
-def _read_weights(
-    weights: Any, host_ids: HostIds, feature: FeaturePlan
-) -> np.ndarray | None:
-    """Returns the weights as float32, in the order of the values of the ids."""
+    host_ids = read_ids(feature.inputs.read(ids, feature), owner)
+    values = np.asarray(ids_of(host_ids))
+    if not values.size and not isinstance(host_ids, DenseIds):
+        # NumPy takes empty lists for floats.
+        host_ids = with_ids(host_ids, values.astype(np.int32))
     if weights is None:
         weights = host_ids.weights
     if weights is None:
-        return None
-    owner = f"feature {feature.name!r}"
+        return host_ids
     read = read_ids(weights, owner, "Weights")
     if read.weights is not None:
         raise ValueError(
@@ -277,24 +212,11 @@ def _read_weights(
             f"{type(read).__name__} that has weights of its own."
         )
     if not isinstance(read, DenseIds):
-        _check_same_places(read, host_ids, owner)
-    array = np.asarray(ids_of(read))
-    if not is_real(array.dtype):
-        raise TypeError(
-            f"Weights of {owner} must be real numbers, got dtype {array.dtype}."
-        )
-    with np.errstate(over="ignore"):  # It becomes infinite, which is rejected.
-        array = array.astype(np.float32)
-    is_finite = np.isfinite(array)
-    if not is_finite.all():
-        position = tuple(int(i) for i in np.argwhere(~is_finite)[0])
-        raise ValueError(
-            f"Weights of {owner} must be finite, got {array[position]} at {position}."
-        )
-    return array
+        _check_same_positions(read, host_ids, owner)
+    return dataclasses.replace(host_ids, weights=np.asarray(ids_of(read)))
 
 
-def _check_same_places(weights: HostIds, ids: HostIds, owner: str) -> None:
+def _check_same_positions(weights: HostIds, ids: HostIds, owner: str) -> None:
     """Rejects ragged or sparse weights whose structure differs from the ids'."""
     if type(ids) is not type(weights):
         raise TypeError(
@@ -305,33 +227,201 @@ def _check_same_places(weights: HostIds, ids: HostIds, owner: str) -> None:
         ("indices", "dense_shape") if isinstance(ids, SparseIds) else ("row_splits",)
     )
     for name in names:
-        of_ids = np.asarray(getattr(ids, name))
-        of_weights = np.asarray(getattr(weights, name))
-        if not np.array_equal(of_ids, of_weights):
+        expected, given = (np.asarray(getattr(x, name)) for x in (ids, weights))
+        if not np.array_equal(expected, given):
+            expected, given = (
+                np.array2string(array, threshold=20, separator=", ")
+                for array in (expected, given)
+            )
             raise ValueError(
                 f"Weights of {owner} must have the {name} of its ids.\n"
-                f"  ids: {_shorten(of_ids)}\n  weights: {_shorten(of_weights)}"
+                f"  ids: {expected}\n  weights: {given}"
             )
 
 
-def _shorten(array: np.ndarray) -> str:
-    return np.array2string(array, threshold=20, separator=", ")
+def _check_parts(
+    shapes: Sequence[FeatureShape], num_shards: int, features: Sequence[FeaturePlan]
+) -> None:
+    """Rejects samples that a process cannot deal to its devices."""
+    for shape, feature in zip(shapes, features, strict=True):
+        if feature.config.output_shape is not None and not feature.config.has_own_batch:
+            raise ValueError(
+                f"Feature {feature.name!r} has an output_shape, so processes cannot "
+                "pass parts of it; pass the global batch with samples='global'."
+            )
+        if shape.batch_size % num_shards:
+            raise ValueError(
+                f"Feature {feature.name!r} must have a multiple of {num_shards} "
+                "samples with samples='process', as many as the process has devices, "
+                f"got {shape.batch_size}; pad the batch with samples of weight 0."
+            )
+
+
+def _check_values(host_ids: HostIds, feature: FeaturePlan) -> DenseIds | RaggedIds:
+    """Returns checked ids and float32 weights, without sparse ones."""
+    weights = host_ids.weights
+    if weights is not None:
+        with np.errstate(over="ignore"):  # It becomes infinite, which is rejected.
+            weights = np.asarray(weights).astype(np.float32)
+        is_finite = np.isfinite(weights)
+        if not is_finite.all():
+            position = tuple(int(i) for i in np.argwhere(~is_finite)[0])
+            raise ValueError(
+                f"Weights of feature {feature.name!r} must be finite, got "
+                f"{weights[position]} at {position}."
+            )
+    is_dense, values = isinstance(host_ids, DenseIds), np.asarray(ids_of(host_ids))
+    # Dense ids need marks of positions without an id. Ragged and sparse ids have them
+    # where `hash_ids` or a `Vocabulary`, which return int32, was given padding.
+    holds_padding = is_dense or values.dtype == np.int32
+    where = "position" if is_dense else "value"
+    values = feature.inputs.check(values, holds_padding, feature, where)
+    ids = dataclasses.replace(with_ids(host_ids, values), weights=weights)
+    return _from_sparse(ids, feature) if isinstance(ids, SparseIds) else ids
+
+
+def _from_sparse(ids: SparseIds, feature: FeaturePlan) -> RaggedIds | DenseIds:
+    """Turns checked sparse ids into ragged ones, or into dense ones for sequences.
+
+    In a sequence, the last coordinate is a position, so those between ids stay empty.
+    Otherwise it only orders the ids of a sample.
+
+    Raises:
+      ValueError: if a coordinate is outside `dense_shape`, or two ids have one
+        position of a sequence.
+    """
+    samples, positions = _coordinates(ids, feature)
+    batch_size = math.prod(int(size) for size in ids.dense_shape[:-1])
+    values = np.asarray(ids.values)
+    if length := feature.config.max_sequence_length:
+        if batch_size * length > MAX_SAMPLES:
+            raise ValueError(
+                f"dense_shape of feature {feature.name!r}, a sequence of length "
+                f"{length}, must have at most {MAX_SAMPLES // length} samples, got "
+                f"{batch_size}."
+            )
+        is_kept = positions < length
+        targets = samples[is_kept] * np.int64(length) + positions[is_kept]
+        _check_distinct(targets, length, feature)
+        matrix = np.full(batch_size * length, padding_of(values.dtype))
+        matrix[targets] = values[is_kept]
+        return DenseIds(ids=matrix.reshape(batch_size, length))
+    # Coordinates usually come in row-major order. A comparison of neighbours detects
+    # it. Only other orders are sorted.
+    weights, before, after = ids.weights, samples[:-1], samples[1:]
+    in_order = (after > before) | (positions[1:] >= positions[:-1])
+    if not in_order.all() or not (after >= before).all():
+        order = np.lexsort((positions, samples))
+        values = values[order]
+        weights = None if weights is None else weights[order]
+    row_splits = np.zeros(batch_size + 1, np.int64)
+    np.cumsum(np.bincount(samples, minlength=batch_size), out=row_splits[1:])
+    return RaggedIds(values=values, row_splits=row_splits, weights=weights)
+
+
+def _coordinates(ids: SparseIds, feature: FeaturePlan) -> tuple[np.ndarray, np.ndarray]:
+    """Returns the sample of each id and its position there, both checked."""
+    indices = np.asarray(ids.indices).astype(np.int64, copy=False)
+    shape = [int(size) for size in ids.dense_shape]
+    # As unsigned numbers, negative coordinates are large as well.
+    unsigned = indices.view(np.uint64)
+    for axis, size in enumerate(shape):
+        if len(indices) and unsigned[:, axis].max() >= size:
+            given = np.asarray(ids.indices)
+            is_outside = ((given < 0) | (given >= np.asarray(shape))).any(axis=1)
+            i = int(is_outside.argmax())
+            raise ValueError(
+                f"indices of feature {feature.name!r} must lie within dense_shape "
+                f"{shape}, got {given[i].tolist()} at value {i}."
+            )
+    # Copies of the columns, in fewer bits, are faster to compare than the columns.
+    samples = indices[:, 0].astype(np.int32)
+    for axis in range(1, len(shape) - 1):
+        samples = samples * np.int32(shape[axis]) + indices[:, axis].astype(np.int32)
+    fits_int32 = shape[-1] <= np.iinfo(np.int32).max
+    positions = indices[:, -1].astype(np.int32 if fits_int32 else np.int64)
+    return samples, positions
+
+
+def _check_distinct(targets: np.ndarray, length: int, feature: FeaturePlan) -> None:
+    """Rejects ids of one position of a sequence."""
+    if not (targets[1:] > targets[:-1]).all():
+        targets = np.sort(targets)
+    is_equal = targets[1:] == targets[:-1]
+    if is_equal.any():
+        first = int(targets[is_equal.argmax()])
+        raise ValueError(
+            f"indices of feature {feature.name!r}, a sequence, must be unique, got "
+            f"sample {first // length} and position {first % length} "
+            f"{(targets == first).sum()} times."
+        )
 
 
 def _pad_ragged(
     checked: list[DenseIds | RaggedIds],
-    part: InputPlan,
+    features: Sequence[FeaturePlan],
+    num_shards: int,
     sizes: BufferSizes | None,
     num_parts: int,
 ) -> list[Any]:
     """Pads ragged features, whose sizes are chosen together."""
-    demands = {
-        i: demand_of(ids, feature, part.num_shards)
-        for i, (ids, feature) in enumerate(zip(checked, part.features, strict=True))
-        if isinstance(ids, RaggedIds)
-    }
-    chosen = choose_sizes(list(demands.values()), sizes, num_parts)
+    numbers = [i for i, ids in enumerate(checked) if isinstance(ids, RaggedIds)]
     padded: list[Any] = list(checked)
-    for i, size in zip(demands, chosen, strict=True):
-        padded[i] = pad_to_shards(padded[i], part.num_shards, size, num_parts)
+    demands = [_demand_of(padded[i], features[i], num_shards) for i in numbers]
+    chosen = choose_sizes(demands, sizes, num_parts)
+    for i, size in zip(numbers, chosen, strict=True):
+        padded[i] = _pad_to_shards(padded[i], num_shards, size, num_parts)
     return padded
+
+
+def _demand_of(ids: RaggedIds, feature: FeaturePlan, num_shards: int) -> RaggedDemand:
+    """Returns the facts that the size of a feature's buffer depends on."""
+    splits = _splits_of_shards(ids, num_shards)
+    lengths = np.diff(np.asarray(ids.row_splits)).astype(np.float64)
+    return RaggedDemand(
+        feature_name=feature.name,
+        expected_valence=feature.config.expected_valence,
+        samples_per_shard=splits.shape[1] - 1,
+        num_ids=int((splits[:, -1] - splits[:, 0]).max()),
+        num_samples=lengths.shape[0],
+        valence_sum=float(lengths.sum()),
+        valence_square_sum=float(lengths @ lengths),
+    )
+
+
+def _pad_to_shards(
+    ids: RaggedIds, num_shards: int, size: int, num_parts: int
+) -> ShardedRaggedIds:
+    """Copies the checked ids of each shard into a buffer.
+
+    Args:
+      ids: int32 or uint64 ids.
+      num_shards: shards of the samples.
+      size: entries of each buffer, at least the `num_ids` of the demand.
+      num_parts: number of equal parts of the global batch; these ids are one.
+    """
+    splits = _splits_of_shards(ids, num_shards)
+    bounds = np.append(splits[:, 0], splits[-1, -1])
+
+    def padded(array: Any, padding: np.generic) -> np.ndarray:
+        buffers = np.full((num_shards, size), padding)
+        for buffer, begin, end in zip(buffers, bounds, bounds[1:], strict=False):
+            buffer[: end - begin] = array[begin:end]
+        return buffers
+
+    values = np.asarray(ids.values)
+    return ShardedRaggedIds(
+        values=padded(values, padding_of(values.dtype)),
+        row_splits=(splits - splits[:, :1]).astype(np.int32),
+        weights=None if ids.weights is None else padded(ids.weights, np.float32(0)),
+        batch_size=(len(np.asarray(ids.row_splits)) - 1) * num_parts,
+    )
+
+
+def _splits_of_shards(ids: RaggedIds, num_shards: int) -> np.ndarray:
+    """Returns the row splits of each shard, int64 `[num_shards, samples + 1]`."""
+    row_splits = np.asarray(ids.row_splits).astype(np.int64, copy=False)
+    batch_size = row_splits.shape[0] - 1
+    samples = -(-batch_size // num_shards)
+    ends = np.arange(num_shards)[:, None] * samples + np.arange(samples + 1)
+    return row_splits[np.minimum(ends, batch_size)]

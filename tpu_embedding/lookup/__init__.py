@@ -1,20 +1,21 @@
 """The traced stages of a lookup, forward and backward. Nothing here runs on the host.
 
 All modules are private. `functional/steps.py` calls them inside `shard_map`, and
-`inputs/` has prepared their arguments. Each stage is one module:
+`inputs/` has prepared their arguments. The stages:
 
     ids ─ flatten ─ dedup ═ exchange of ids ═ gather ═ exchange of rows ═ combine ─
         activations
     cotangents ─ spread ═ exchange of gradients ═ merge ─ gradient of each row
 
-1. `_flatten_to_owners`: ids of all features of a stack become keys, which name the
+1. flatten, in `_forward`: ids of all features of a stack become keys, which name the
    owner of each row.
-2. `_dedup`: equal keys become one request; requests are grouped by owner.
-3. `_rounds`: each request gets a round and a position in its buffer, and travels.
-4. `_rounds`: all-to-all of ids, of rows, and of gradients. Owners gather rows.
-5. `_forward`: rows are summed into samples.
-6. `_sum_by_row`: cotangents are summed into the rows of their samples.
-7. `_sum_by_row`: the owner sums the gradients that several devices send for one row.
+2. dedup, in `_rounds`: equal keys become one request; requests are grouped by owner.
+3. rounds, in `_rounds`: each request gets a round and a position in its buffer.
+4. exchange, in `_rounds`: all-to-all of ids, of rows, and of gradients. Owners gather
+   rows.
+5. combine, in `_forward`: rows are summed into samples.
+6. spread, in `_backward`: cotangents are summed into the rows of their samples.
+7. merge, in `_backward`: the owner sums the gradients that devices send for one row.
 
 `_forward` runs stages 1 to 5, and `_backward` stages 6, 4 and 7, round by round: an
 update folds over `gradient_rounds`. Where one CPU device owns all rows, blocks of ids

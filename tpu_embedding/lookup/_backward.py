@@ -6,6 +6,14 @@ of rows see it in `gradient_rounds`, which an update folds over: spread, exchang
 merge, round by round. What the owners receive in round 1 is part of the gradient, so
 that a norm and the update after it share one exchange.
 
+Stage 6, `spread`, runs at the source. It is the transpose of combine: each id adds its
+sample's cotangent, times gain and scale, to the gradient of its row in the exchange
+buffer. Stage 7, `merge`, runs at the owner, which gets gradients of one row from
+several devices. It sorts many rows, which brings the occurrences of a row together: the
+first one, then its *repeats*. The sum of a row starts as the value of its first
+occurrence, so no buffer of zeros is needed. A loop then adds the repeats, one chunk of
+them per iteration. It ends when no repeat is left.
+
 Where one CPU device owns all rows, blocks of ids that stay in its cache replace rounds,
 spread, exchange and merge. Sorted by row, the ids of a batch are cut into blocks of
 equal size. A block gathers the cotangents of its ids and adds them up by row, without a
@@ -17,42 +25,61 @@ continue in the next block is finished there.
 """
 
 import dataclasses
+import functools
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any, Final, TypeVar
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from tpu_embedding.hardware import MEBIBYTE
-from tpu_embedding.lookup._dedup import rank_unique
-from tpu_embedding.lookup._forward import StackRouting, sent_ids
+from tpu_embedding.lookup._forward import (
+    PoolingSpec,
+    StackRouting,
+    scale_samples,
+    sent_ids,
+)
 from tpu_embedding.lookup._rounds import (
     Round,
     SentIds,
     exchange,
     fold_later_rounds,
     gather_from_replicas,
-)
-from tpu_embedding.lookup._sum_by_row import (
-    ReadCotangents,
-    cotangent_reader,
-    merge,
-    spread,
+    rank_unique,
+    unsort,
 )
 from tpu_embedding.optimizers.row_optimizer import InSequence, Touched
+from tpu_embedding.plan.capacity import LANES
 from tpu_embedding.plan.plan import TrainedStackPlan
-from tpu_embedding.rows.packed_rows import LANE_BYTES, RowLayout, round_up
+from tpu_embedding.rows.access import gather_lines
+from tpu_embedding.rows.packed_rows import (
+    LANE_BYTES,
+    RowLayout,
+    gather_in_bounds,
+    round_up,
+)
 from tpu_embedding.rows.row_gradients import GradientRounds, RowGradients, Sealed, seal
 from tpu_embedding.types import PADDING_ROW_ID, RowRange
+from tpu_embedding.xla import forward_fill
 
 Carry = TypeVar("Carry")
+
+_MAX_CHUNKS: Final = 8
+"""Maximum iterations of the loop, reached if almost all occurrences are repeats."""
+
+_MIN_CHUNK_SIZE: Final = 8 * LANES
+"""Minimum repeats per iteration, so that few ids take one iteration only."""
 
 _BLOCK_BYTES: Final = MEBIBYTE
 """Bytes of the rows of a block, so that a block and its gradients fit into a cache."""
 
 _BLOCK_ALIGNMENT: Final = 128
 """The ids of a block are a multiple of this."""
+
+ReadCotangents = Callable[[Int[Array, " n"]], Float[Array, "n dim"]]
+"""Returns the cotangent of each id, times its gain."""
 
 
 @jax.tree_util.register_dataclass
@@ -71,121 +98,6 @@ class IdBlocks:
     ranks: Int[Array, "blocks block_size"]
 
 
-def sorted_blocks(
-    keys: Int[Array, " ids"], dim: int, ids_per_block: int | None = None
-) -> IdBlocks:
-    """Sorts ids by row, and cuts them into blocks. Per shard.
-
-    Args:
-      keys: row of each id; `PADDING_ROW_ID` for an id without a row.
-      dim: columns of the table.
-      ids_per_block: ids of a block; None: as many as keep their rows in a cache.
-    """
-    (num_ids,) = keys.shape
-    if ids_per_block is None:
-        in_cache = _BLOCK_BYTES // (LANE_BYTES * dim)
-        ids_per_block = max(1, min(in_cache, num_ids))
-        ids_per_block = round_up(ids_per_block, _BLOCK_ALIGNMENT)
-    (keys,), order, ranks = rank_unique(keys)
-    missing = -num_ids % ids_per_block
-
-    def cut(values: Int[Array, " ids"], fill: int) -> Int[Array, "blocks block_size"]:
-        padded = jnp.pad(values, (0, missing), constant_values=fill)
-        return padded.reshape(-1, ids_per_block)
-
-    return IdBlocks(
-        row_ids=cut(keys, PADDING_ROW_ID),
-        order=cut(order, 0),
-        ranks=cut(ranks, PADDING_ROW_ID),
-    )
-
-
-def gradient_blocks(
-    blocks: IdBlocks, read_cotangents: ReadCotangents, layout: RowLayout
-) -> GradientRounds:
-    """Sums the gradients of one block after the other. Per shard.
-
-    Args:
-      blocks: from `sorted_blocks`.
-      read_cotangents: reads the cotangents of ids.
-      layout: packing of the table.
-    """
-    num_blocks, ids_per_block = blocks.row_ids.shape
-    nothing = jnp.zeros((layout.dim,), jnp.float32)
-    first, open_sum, end_row = _sum_block(
-        jnp.int32(0), blocks, nothing, read_cotangents, layout
-    )
-    if num_blocks == 1:
-        return GradientRounds(first=first)
-    num_used = jnp.sum(blocks.row_ids != PADDING_ROW_ID, dtype=jnp.int32)
-
-    def fold_later(
-        body: Callable[[Carry, RowGradients, RowRange], Carry], carry: Carry
-    ) -> Carry:
-        def run(state):
-            index, open_sum, first_row, carry = state
-            gradients, open_sum, end_row = _sum_block(
-                index, blocks, open_sum, read_cotangents, layout
-            )
-            carry = body(carry, gradients, RowRange(first_row, end_row))
-            return index + 1, open_sum, end_row, carry
-
-        state = (jnp.int32(1), open_sum, end_row, carry)
-        return jax.lax.while_loop(
-            lambda state: state[0] * ids_per_block < num_used, run, state
-        )[-1]
-
-    return GradientRounds(
-        first=first, first_rows=RowRange(jnp.int32(0), end_row), fold_later=fold_later
-    )
-
-
-def _sum_block(
-    index: Int[Array, ""],
-    blocks: IdBlocks,
-    open_sum: Float[Array, " dim"],
-    read_cotangents: ReadCotangents,
-    layout: RowLayout,
-) -> tuple[RowGradients, Float[Array, " dim"], Int[Array, ""]]:
-    """Sums the gradients of one block.
-
-    Args:
-      index: number of the block.
-      blocks: all of them.
-      open_sum: what earlier blocks add to the first row of this one.
-      read_cotangents: reads the cotangents of ids.
-      layout: packing of the table.
-
-    Returns:
-      The gradients of finished rows, the sum of a row that continues in the next block,
-      and the first row that is not finished.
-    """
-    num_blocks, ids_per_block = blocks.row_ids.shape
-    ids, ranks = blocks.row_ids[index], blocks.ranks[index]
-    positions = ranks - ranks[0]
-    sums = jnp.zeros((ids_per_block, layout.dim), jnp.float32).at[0].set(open_sum)
-    sums = sums.at[positions].add(
-        read_cotangents(blocks.order[index]),
-        mode="drop",
-        indices_are_sorted=True,
-        wrap_negative_indices=False,
-    )
-    row_ids = jnp.full((ids_per_block,), PADDING_ROW_ID, jnp.int32)
-    row_ids = row_ids.at[positions].set(ids, mode="drop", wrap_negative_indices=False)
-    next_id = blocks.row_ids[jnp.minimum(index + 1, num_blocks - 1), 0]
-    next_id = jnp.where(index + 1 < num_blocks, next_id, PADDING_ROW_ID)
-    continues = (next_id == ids[-1]) & (next_id != PADDING_ROW_ID)
-    last = positions[-1]
-    is_open = continues & (jnp.arange(ids_per_block, dtype=jnp.int32) == last)
-    gradients = RowGradients(
-        row_ids=jnp.where(is_open, PADDING_ROW_ID, row_ids),
-        values=sums,
-    )
-    # If padding ends the block, its position is beyond all rows; the sum is not used.
-    open_sum = jnp.where(continues, sums[jnp.minimum(last, ids_per_block - 1)], 0.0)
-    return gradients, open_sum, jnp.minimum(next_id, layout.num_rows)
-
-
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class StackGradient:
@@ -196,9 +108,9 @@ class StackGradient:
     Attributes:
       routing: the ids of the samples.
       cotangents: `[samples, dim]` per feature of the stack.
-      blocks: the ids in blocks, where one CPU device owns all rows; else None.
-      first: the first round at the owners; None for blocks, and for backends that
-        replace the update.
+      blocks: the ids in blocks, where one CPU device owns all rows; elsewhere None.
+      first: the first round at the owners. It is None if there are blocks, and for
+        backends that replace the update.
     """
 
     routing: StackRouting
@@ -256,25 +168,25 @@ def join_gradients(gradients: Sequence[Sealed], stack: TrainedStackPlan) -> Seal
     network a second time.
     """
     opened = [gradient.open() for gradient in gradients]
-    parts = [gradient.routing for gradient in opened]
-    max_unique_ids = sum(part.max_unique_ids for part in parts)
+    routings = [gradient.routing for gradient in opened]
+    max_unique_ids = sum(routing.max_unique_ids for routing in routings)
     if not stack.keeps_duplicates:
         max_unique_ids = min(max_unique_ids, stack.num_rows)
-    keys = jnp.concatenate([part.keys for part in parts])
-    poolings = [pooling for part in parts for pooling in part.poolings]
+    keys = jnp.concatenate([routing.keys for routing in routings])
+    poolings = [pooling for routing in routings for pooling in routing.poolings]
     backend_ids = None
     if stack.backend.replaces_update:
         backend_ids = stack.backend.prepare_ids(keys, poolings, stack)
-    routing = StackRouting(
+    joined = StackRouting(
         keys=keys,
         sent=None,
         backend_ids=backend_ids,
         poolings=poolings,
-        out_of_range=[count for part in parts for count in part.out_of_range],
+        out_of_range=[n for routing in routings for n in routing.out_of_range],
         max_unique_ids=max_unique_ids,
     )
-    cotangents = [x for gradient in opened for x in gradient.cotangents]
-    return stack_gradient(routing, cotangents, stack)
+    cotangents = [array for gradient in opened for array in gradient.cotangents]
+    return stack_gradient(joined, cotangents, stack)
 
 
 def gradient_rounds(gradient: Sealed, stack: TrainedStackPlan) -> GradientRounds:
@@ -290,9 +202,11 @@ def gradient_rounds(gradient: Sealed, stack: TrainedStackPlan) -> GradientRounds
     opened = gradient.open()
     reader = cotangent_reader(opened.cotangents, opened.routing.poolings)
     if opened.blocks is not None:
+        # One CPU device owns all rows: its rounds are blocks of ids, and send nothing.
         return gradient_blocks(opened.blocks, reader, stack.layout)
     sent, first = sent_ids(opened.routing, stack), opened.first
     if first is None:
+        # The backend could not run this update, so the drivers do.
         first = _receive(sent.first, sent, reader, stack)
     if sent.size.holds_all:
         return GradientRounds(first=first)
@@ -320,20 +234,13 @@ def gradient_rounds(gradient: Sealed, stack: TrainedStackPlan) -> GradientRounds
 def _receive(
     current: Round,
     sent: SentIds,
-    cotangents_of: ReadCotangents,
+    read_cotangents: ReadCotangents,
     stack: TrainedStackPlan,
 ) -> RowGradients:
-    """Sums the cotangents of a round by row, and sends them to the owners."""
+    """Sums a round's cotangents by row: at the source, and again at the owner."""
     order, positions = sent.unique.order, current.buffer_positions
-    by_row = spread(cotangents_of, order, positions, sent.size.buffer_size)
+    by_row = spread(read_cotangents, order, positions, sent.size.buffer_size)
     received = RowGradients(row_ids=current.requests, values=exchange(by_row, stack))
-    return _at_owner(received, sent, stack)
-
-
-def _at_owner(
-    received: RowGradients, sent: SentIds, stack: TrainedStackPlan
-) -> RowGradients:
-    """Sums the gradients that an owner received for one row."""
     received = gather_from_replicas(received, stack)
     row_ids = received.row_ids
     match stack.optimizer.driver:
@@ -350,3 +257,304 @@ def _at_owner(
         return received
     max_rows = min(stack.num_replicas * sent.size.unique_rows, stack.rows_per_shard)
     return merge(row_ids, received.values, max_rows)
+
+
+@jax.named_scope("spread")
+def spread(
+    read_cotangents: ReadCotangents,
+    order: Int[Array, " ids"],
+    positions: Int[Array, " ids"],
+    buffer_size: int,
+) -> Float[Array, "buffer dim"]:
+    """Sums the cotangents of all samples that used a row. Per shard; no communication.
+
+    The cotangent of each row's first id is gathered. The repeats' cotangents are added.
+
+    Args:
+      read_cotangents: from `cotangent_reader`.
+      order: position of each id before sorting by row.
+      positions: position of the row of each sorted id in the exchange buffer;
+        `buffer_size` if the id is not part of the round.
+      buffer_size: rows of the exchange buffer.
+
+    Returns:
+      The gradient of each row of the exchange buffer. Unused positions hold anything.
+    """
+    is_first = jnp.diff(positions, prepend=-1) != 0
+    first_ids = jnp.zeros((buffer_size,), jnp.int32)
+    first_ids = first_ids.at[jnp.where(is_first, positions, buffer_size)].set(
+        order, mode="drop", wrap_negative_indices=False
+    )
+    return _add_repeats(
+        read_cotangents(first_ids),
+        ~is_first & (positions < buffer_size),
+        positions=positions,
+        value_ids=order,
+        read_values=lambda _, ids: read_cotangents(ids),
+    )
+
+
+def cotangent_reader(
+    cotangents: Sequence[Float[Array, "_ dim"]],
+    poolings: Sequence[PoolingSpec],
+) -> ReadCotangents:
+    """Returns a function that gathers the cotangents of ids, times gain and scale.
+
+    Args:
+      cotangents: per feature of the stack.
+      poolings: the features of the stack.
+    """
+    samples = jnp.concatenate(scale_samples(cotangents, poolings))
+    sample_ids = None
+    if any(p.sample_ids is not None or p.valence != 1 for p in poolings):
+        sizes = [pooling.num_samples for pooling in poolings]
+        firsts = itertools.accumulate(sizes[:-1], initial=0)
+        sample_ids = jnp.concatenate(
+            [
+                pooling.samples_of_ids(functools.partial(jnp.add, first))
+                for pooling, first in zip(poolings, firsts, strict=True)
+            ]
+        )
+    gains = gain_of_each_id(poolings)
+
+    def read_cotangents(ids: Int[Array, " n"]) -> Float[Array, "n dim"]:
+        # Without sample ids, each sample has one id, in order.
+        sample = ids if sample_ids is None else gather_in_bounds(sample_ids, ids)
+        rows = gather_lines(samples, sample)
+        return rows if gains is None else rows * gather_in_bounds(gains, ids)[:, None]
+
+    return read_cotangents
+
+
+def gain_of_each_id(
+    poolings: Sequence[PoolingSpec],
+) -> Float[Array, " all_ids"] | None:
+    """Returns the gains of all features, or None if every id has gain 1."""
+    if all(pooling.gains is None for pooling in poolings):
+        return None
+    return jnp.concatenate(
+        [
+            jnp.ones((p.num_ids,), jnp.float32) if p.gains is None else p.gains
+            for p in poolings
+        ]
+    )
+
+
+@jax.named_scope("merge")
+def merge(
+    row_ids: Int[Array, " buffer"],
+    gradients: Float[Array, "buffer dim"],
+    num_rows: int,
+) -> RowGradients:
+    """Sums the gradients of equal rows. Per shard; no communication.
+
+    Args:
+      row_ids: int32 `[buffer]`, local rows as received; `PADDING_ROW_ID` where unused.
+      gradients: their gradients, in the same positions.
+      num_rows: upper bound on the number of distinct rows.
+
+    Returns:
+      The sums. Each row appears once, in any order; other positions hold padding.
+    """
+    if 2 * num_rows <= row_ids.shape[0]:
+        return _merge_few_rows(row_ids, gradients, num_rows)
+    (sorted_ids,), order, ranks = rank_unique(row_ids)
+    is_first = jnp.diff(ranks, prepend=-1) > 0
+    is_repeat = ~is_first & (sorted_ids != PADDING_ROW_ID)
+    sums = _add_repeats(
+        gradients,
+        is_repeat,
+        positions=forward_fill(jnp.where(is_first, order, -1)),
+        value_ids=order,
+        # Only the sums of first occurrences change. The positions of repeats still hold
+        # the gradients that were received.
+        read_values=gather_lines,
+    )
+    unique_ids = unsort(jnp.where(is_repeat, PADDING_ROW_ID, sorted_ids), order)
+    return RowGradients(row_ids=unique_ids, values=sums)
+
+
+def _merge_few_rows(
+    row_ids: Int[Array, " buffer"],
+    gradients: Float[Array, "buffer dim"],
+    num_rows: int,
+) -> RowGradients:
+    """Sums in a buffer of `num_rows`, which is shorter than the received buffer."""
+    (sorted_ids,), order, ranks = rank_unique(row_ids)
+    ranks = jnp.where(sorted_ids == PADDING_ROW_ID, num_rows, ranks)
+    unique_ids = jnp.full((num_rows,), PADDING_ROW_ID, jnp.int32)
+    sums = jnp.zeros((num_rows, gradients.shape[1]), gradients.dtype)
+    sums = sums.at[unsort(ranks, order)].add(
+        gradients, mode="drop", wrap_negative_indices=False
+    )
+    return RowGradients(
+        row_ids=unique_ids.at[ranks].set(
+            sorted_ids, mode="drop", wrap_negative_indices=False
+        ),
+        values=sums,
+    )
+
+
+def _add_repeats(
+    sums: Float[Array, "rows dim"],
+    is_repeat: Bool[Array, " n"],
+    positions: Int[Array, " n"],
+    value_ids: Int[Array, " n"],
+    read_values: Callable[[Array, Int[Array, " chunk"]], Float[Array, "chunk dim"]],
+) -> Float[Array, "rows dim"]:
+    """Adds the values of repeats to the sums of their rows. Per shard; in place.
+
+    Args:
+      sums: values of the first occurrences, each at the position of its row.
+      is_repeat: bool `[n]`, True for repeats. Occurrences may be in any order.
+      positions: int32 `[n]`, position of each occurrence's row in `sums`.
+      value_ids: int32 `[n]`, the argument of `read_values` for each occurrence.
+      read_values: called as `read_values(sums, value_ids)` with the sums so far and
+        the ids of a chunk; returns the values of that chunk.
+    """
+    num_positions = sums.shape[0]
+    num_occurrences = is_repeat.shape[0]
+    num_repeats = jnp.sum(is_repeat, dtype=jnp.int32)
+    chunk_size = round_up(-(-num_occurrences // _MAX_CHUNKS), LANES)
+    chunk_size = min(max(chunk_size, _MIN_CHUNK_SIZE), num_occurrences)
+    # A sort moves repeats to the front: a TPU scatters single integers slowly.
+    positions, value_ids = jax.lax.sort(
+        (jnp.where(is_repeat, positions, num_positions), value_ids),
+        num_keys=1,
+        is_stable=False,
+    )
+    positions = jnp.pad(positions, (0, chunk_size), constant_values=num_positions)
+    value_ids = jnp.pad(value_ids, (0, chunk_size))
+
+    def add_chunk(carry):
+        start, sums = carry
+        chunk_ids = jax.lax.dynamic_slice_in_dim(value_ids, start, chunk_size)
+        rows = jax.lax.dynamic_slice_in_dim(positions, start, chunk_size)
+        values = read_values(sums, chunk_ids)
+        sums = sums.at[rows].add(
+            values, mode="drop", indices_are_sorted=True, wrap_negative_indices=False
+        )
+        return start + chunk_size, sums
+
+    _, sums = jax.lax.while_loop(
+        lambda carry: carry[0] < num_repeats, add_chunk, (jnp.int32(0), sums)
+    )
+    return sums
+
+
+def sorted_blocks(
+    keys: Int[Array, " ids"], dim: int, ids_per_block: int | None = None
+) -> IdBlocks:
+    """Sorts ids by row, and cuts them into blocks. Per shard.
+
+    Args:
+      keys: row of each id; `PADDING_ROW_ID` for an id without a row.
+      dim: columns of the table.
+      ids_per_block: ids of a block. Defaults to as many as keep their rows in a cache.
+    """
+    (num_ids,) = keys.shape
+    if ids_per_block is None:
+        in_cache = _BLOCK_BYTES // (LANE_BYTES * dim)
+        ids_per_block = max(1, min(in_cache, num_ids))
+        ids_per_block = round_up(ids_per_block, _BLOCK_ALIGNMENT)
+    (keys,), order, ranks = rank_unique(keys)
+    missing = -num_ids % ids_per_block
+
+    def cut(values: Int[Array, " ids"], fill: int) -> Int[Array, "blocks block_size"]:
+        padded = jnp.pad(values, (0, missing), constant_values=fill)
+        return padded.reshape(-1, ids_per_block)
+
+    return IdBlocks(
+        row_ids=cut(keys, PADDING_ROW_ID),
+        order=cut(order, 0),
+        ranks=cut(ranks, PADDING_ROW_ID),
+    )
+
+
+def gradient_blocks(
+    blocks: IdBlocks, read_cotangents: ReadCotangents, layout: RowLayout
+) -> GradientRounds:
+    """Sums the gradients of one block after the other. Per shard.
+
+    Args:
+      blocks: from `sorted_blocks`.
+      read_cotangents: reads the cotangents of ids.
+      layout: packing of the table.
+    """
+    num_blocks, ids_per_block = blocks.row_ids.shape
+    nothing = jnp.zeros((layout.dim,), jnp.float32)
+    first, open_sum, end_row = _sum_block(
+        jnp.int32(0), blocks, nothing, read_cotangents, layout
+    )
+    if num_blocks == 1:
+        return GradientRounds(first=first)
+    num_used = jnp.sum(blocks.row_ids != PADDING_ROW_ID, dtype=jnp.int32)
+
+    def fold_later(
+        body: Callable[[Carry, RowGradients, RowRange], Carry], carry: Carry
+    ) -> Carry:
+        def has_ids(state):
+            index, *_ = state
+            return index * ids_per_block < num_used
+
+        def run(state):
+            index, open_sum, first_row, carry = state
+            gradients, open_sum, end_row = _sum_block(
+                index, blocks, open_sum, read_cotangents, layout
+            )
+            carry = body(carry, gradients, RowRange(first_row, end_row))
+            return index + 1, open_sum, end_row, carry
+
+        state = (jnp.int32(1), open_sum, end_row, carry)
+        *_, carry = jax.lax.while_loop(has_ids, run, state)
+        return carry
+
+    return GradientRounds(
+        first=first, first_rows=RowRange(jnp.int32(0), end_row), fold_later=fold_later
+    )
+
+
+def _sum_block(
+    index: Int[Array, ""],
+    blocks: IdBlocks,
+    open_sum: Float[Array, " dim"],
+    read_cotangents: ReadCotangents,
+    layout: RowLayout,
+) -> tuple[RowGradients, Float[Array, " dim"], Int[Array, ""]]:
+    """Sums the gradients of one block.
+
+    Args:
+      index: number of the block.
+      blocks: all of them.
+      open_sum: what earlier blocks add to the first row of this one.
+      read_cotangents: reads the cotangents of ids.
+      layout: packing of the table.
+
+    Returns:
+      The gradients of finished rows, the sum of a row that continues in the next block,
+      and the first row that is not finished.
+    """
+    num_blocks, ids_per_block = blocks.row_ids.shape
+    ids, ranks = blocks.row_ids[index], blocks.ranks[index]
+    positions = ranks - ranks[0]
+    sums = jnp.zeros((ids_per_block, layout.dim), jnp.float32).at[0].set(open_sum)
+    sums = sums.at[positions].add(
+        read_cotangents(blocks.order[index]),
+        mode="drop",
+        indices_are_sorted=True,
+        wrap_negative_indices=False,
+    )
+    row_ids = jnp.full((ids_per_block,), PADDING_ROW_ID, jnp.int32)
+    row_ids = row_ids.at[positions].set(ids, mode="drop", wrap_negative_indices=False)
+    next_id = blocks.row_ids[jnp.minimum(index + 1, num_blocks - 1), 0]
+    next_id = jnp.where(index + 1 < num_blocks, next_id, PADDING_ROW_ID)
+    continues = (next_id == ids[-1]) & (next_id != PADDING_ROW_ID)
+    last = positions[-1]
+    is_open = continues & (jnp.arange(ids_per_block, dtype=jnp.int32) == last)
+    gradients = RowGradients(
+        row_ids=jnp.where(is_open, PADDING_ROW_ID, row_ids),
+        values=sums,
+    )
+    # If padding ends the block, its position is beyond all rows; the sum is not used.
+    open_sum = jnp.where(continues, sums[jnp.minimum(last, ids_per_block - 1)], 0.0)
+    return gradients, open_sum, jnp.minimum(next_id, layout.num_rows)

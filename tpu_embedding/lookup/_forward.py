@@ -1,51 +1,50 @@
 """The forward pass of one stack: ids to activations. Per shard.
 
-It reads as the diagram of the package's design: flatten, dedup, rounds, exchange,
-gather, exchange, combine. `route_stack` runs the stages up to the first exchange, which
-need no table; `read_stack` folds the rest over the rounds.
+`route_stack` runs the stages up to the first exchange, which need no table: flatten,
+dedup, exchange of ids. `read_stack` folds the rest over the rounds: gather, exchange of
+rows, combine. A device that owns all rows of a stack skips dedup, rounds and both
+exchanges: it pools rows straight from its table. Only a gradient then needs these
+stages, and runs them. The stack's backend may replace all stages after flatten, see
+`plan/backend.py`. The stages then run for batches that it cannot look up.
 
-A device that owns all rows of a stack skips dedup, rounds and both exchanges: it pools
-rows straight from its table. Only a gradient then needs these stages, and runs them.
-
-The stack's backend may replace all stages after flatten, see `plan/backend.py`. The
-stages then run for batches that it cannot look up.
+Stage 1, flatten, finds the owner of each id, for all features of a stack at once. The
+ids become one array of keys. A *key* is an int32 that names the owner of a row and the
+row at that owner: `owner * rows_per_shard + local row`. One sort of the keys therefore
+brings equal ids together and groups them by destination. Ids that look up nothing get
+the largest key: padding, ids outside their table, and ids that their weight excludes.
 
 Stage 5, combine, sums rows into the samples that use them. The rows are multiplied by a
 sparse matrix `[samples, positions]`: the gains of the ids, scaled per sample by the
 combiner. `pool_buffer` applies the gains, round by round, and `samples_of` the scales,
-once. `_sum_by_row.py` multiplies by the transpose.
+once. `_backward.py` multiplies by the transpose.
 """
 
 import dataclasses
 import functools
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any, Final
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
-from tpu_embedding.lookup._flatten_to_owners import (
-    FeatureInput,
-    PoolingSpec,
-    flatten,
-    max_unique_ids,
-    split_by_feature,
-)
+from tpu_embedding.config import Combiner
 from tpu_embedding.lookup._rounds import (
     Round,
     SentIds,
     fetch_rows,
     fold_later_rounds,
-    read_local_rows,
+    quantize,
     send_ids,
 )
 from tpu_embedding.plan.backend import Activations
 from tpu_embedding.plan.capacity import Gathers
 from tpu_embedding.plan.features import FeaturePlan
 from tpu_embedding.plan.plan import StackPlan
-from tpu_embedding.rows.access import gather_lines
+from tpu_embedding.rows.access import gather_lines, gather_rows
 from tpu_embedding.rows.packed_rows import PackedRows
+from tpu_embedding.types import PADDING_ROW_ID, AxisSize
 from tpu_embedding.xla import read_before_write
 
 _MAX_UNROLLED_VALENCE: Final = 128
@@ -53,6 +52,326 @@ _MAX_UNROLLED_VALENCE: Final = 128
 
 ReadRows = Callable[[Int[Array, " n"]], Float[Array, "n dim"]]
 """Reads the rows at some positions; zeros for an id without a row."""
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class FeatureInput:
+    """The ids of one feature, before they are resolved to rows. Per shard.
+
+    Attributes:
+      ids: int32 `[ids]`.
+      weights: float32 `[ids]`. None means weight 1 for every id.
+      sample_ids: int32 `[ids]`, the output sample of each id, rising; `num_samples` in
+        unused positions. If it is None, the first ids of all samples come first, then
+        the second ids, and so on up to `valence`. A TPU adds such blocks without moving
+        them.
+      num_samples: output samples of this shard.
+      valence: ids per sample, if `sample_ids` is None.
+      is_sample: bool `[num_samples]`, False for samples that only fill up the batch.
+        None means that all are real, or that it makes no difference.
+    """
+
+    ids: Int[Array, " ids"]
+    weights: Float[Array, " ids"] | None
+    sample_ids: Int[Array, " ids"] | None
+    num_samples: AxisSize = dataclasses.field(metadata={"static": True})
+    valence: int = dataclasses.field(metadata={"static": True})
+    is_sample: Bool[Array, "_"] | None = None
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PoolingSpec:
+    """The weights that pool the rows of one feature into samples. Per shard.
+
+    Attributes:
+      gains: float32 `[ids]`, factor of each id's row. None means 1 for all.
+      scales: float32 `[samples]`, the combiner's factor of each sample's sum. None
+        means 1 for all.
+      sample_ids: see `FeatureInput`.
+      num_samples: see `FeatureInput`.
+      valence: see `FeatureInput`.
+    """
+
+    gains: Float[Array, " ids"] | None
+    scales: Float[Array, " samples"] | None
+    sample_ids: Int[Array, " ids"] | None
+    num_samples: AxisSize = dataclasses.field(metadata={"static": True})
+    valence: int = dataclasses.field(metadata={"static": True})
+
+    @property
+    def num_ids(self) -> AxisSize:
+        """Number of ids, padding included."""
+        if self.sample_ids is None:
+            return self.num_samples * self.valence
+        return self.sample_ids.shape[0]
+
+    def samples_of_ids(
+        self, number: Callable[[Int[Array, " n"]], Int[Array, " n"]]
+    ) -> Int[Array, " ids"]:
+        """Returns `number(sample)` for the sample of each id.
+
+        Unused ids get the number of the last sample.
+        """
+        if self.sample_ids is not None:
+            return number(jnp.minimum(self.sample_ids, self.num_samples - 1))
+        samples = jnp.arange(self.num_samples, dtype=jnp.int32)
+        return jnp.tile(number(samples), self.valence)
+
+    @property
+    def is_copy(self) -> bool:
+        """True if each sample is the row of one id, up to its scale."""
+        return self.gains is None and self.sample_ids is None and self.valence == 1
+
+
+@jax.named_scope("flatten")
+def flatten(
+    inputs: Sequence[FeatureInput],
+    features: Sequence[FeaturePlan],
+    stack: StackPlan,
+) -> tuple[Int[Array, " all_ids"], list[PoolingSpec], list[Int[Array, ""]]]:
+    """Turns the features of a stack into keys and pooling specs. Per shard.
+
+    Args:
+      inputs: one per feature of the stack.
+      features: their plans.
+      stack: the stack's plan.
+
+    Returns:
+      The keys of all features, one feature after the other. A `PoolingSpec` per
+      feature. The number of ids outside the table, per feature.
+    """
+    if stack.keeps_duplicates:
+        inputs = [_in_order_of_samples(feature_input) for feature_input in inputs]
+    row_ids, poolings, out_of_range = rows_and_poolings(inputs, features)
+    sizes = [feature_input.ids.shape[0] for feature_input in inputs]
+    offsets = _value_of_each_id([feature.row_offset for feature in features], sizes)
+    is_padding = row_ids == PADDING_ROW_ID
+    stack_rows = jnp.where(is_padding, PADDING_ROW_ID, row_ids + offsets)
+    local_row = jax.lax.div(stack_rows, jnp.int32(stack.num_shards))
+    owner = stack_rows - local_row * stack.num_shards
+    keys = owner * stack.rows_per_shard + stack.layout.dealt(local_row)
+    keys = jnp.where(stack_rows == PADDING_ROW_ID, PADDING_ROW_ID, keys)
+    return keys, poolings, out_of_range
+
+
+def rows_and_poolings(
+    inputs: Sequence[FeatureInput], features: Sequence[FeaturePlan]
+) -> tuple[Int[Array, " all_ids"], list[PoolingSpec], list[Int[Array, ""]]]:
+    """Applies the policies and the combiners of features. Per shard.
+
+    Args:
+      inputs: ids of each feature.
+      features: their plans.
+
+    Returns:
+      The row of its table that each position reads, one feature after the other;
+      `PADDING_ROW_ID` where it reads none. The weights of the rows, and the number of
+      ids outside the table, per feature.
+    """
+    row_ids, out_of_range = _apply_id_policies(inputs, features)
+    sizes = [feature_input.ids.shape[0] for feature_input in inputs]
+    rows_of_feature = split_by_feature(row_ids, sizes)
+    poolings = []
+    for i, (feature_input, feature) in enumerate(zip(inputs, features, strict=True)):
+        default_id = feature.config.default_id
+        if default_id is not None:
+            feature_input, rows_of_feature[i] = _fill_empty_samples(
+                feature_input, rows_of_feature[i], default_id
+            )
+        gains, scales = _gains_and_scales(
+            feature_input, rows_of_feature[i], feature.combiner
+        )
+        poolings.append(
+            PoolingSpec(
+                gains=gains,
+                scales=scales,
+                sample_ids=feature_input.sample_ids,
+                num_samples=feature_input.num_samples,
+                valence=feature_input.valence,
+            )
+        )
+    if any(feature.config.default_id is not None for feature in features):
+        row_ids = jnp.concatenate(rows_of_feature)
+    return row_ids, poolings, out_of_range
+
+
+def max_unique_ids(
+    inputs: Sequence[FeatureInput], features: Sequence[FeaturePlan], stack: StackPlan
+) -> int:
+    """Returns an upper bound on the unique ids of a shard.
+
+    A table adds as many as it has ids or rows, whichever are fewer.
+    """
+    if stack.keeps_duplicates:
+        return sum(feature_input.ids.shape[0] for feature_input in inputs)
+    ids_of_table: dict[int, int] = {}
+    rows_of_table = {}
+    for feature_input, feature in zip(inputs, features, strict=True):
+        table = feature.row_offset
+        num_ids = feature_input.ids.shape[0]
+        ids_of_table[table] = ids_of_table.get(table, 0) + num_ids
+        rows_of_table[table] = feature.num_rows
+    return sum(min(n, rows_of_table[table]) for table, n in ids_of_table.items())
+
+
+def _in_order_of_samples(feature_input: FeatureInput) -> FeatureInput:
+    """Puts the ids of each sample side by side, for rules that see occurrences."""
+    valence = feature_input.valence
+    if feature_input.sample_ids is not None or valence == 1:
+        return feature_input
+
+    def reorder(values: Array) -> Array:
+        return values.reshape(valence, -1).T.reshape(-1)
+
+    ids, weights = feature_input.ids, feature_input.weights
+    samples = jnp.arange(feature_input.num_samples, dtype=jnp.int32)
+    return dataclasses.replace(
+        feature_input,
+        ids=reorder(ids),
+        weights=None if weights is None else reorder(weights),
+        sample_ids=jnp.repeat(samples, valence),
+        valence=1,
+    )
+
+
+def _apply_id_policies(
+    inputs: Sequence[FeatureInput], features: Sequence[FeaturePlan]
+) -> tuple[Int[Array, " all_ids"], list[Int[Array, ""]]]:
+    """Applies the features' policies. Ids that look up nothing become padding.
+
+    All features are treated as one array, since compile time grows with the number of
+    arrays.
+
+    Returns:
+      Row ids within the tables, and the number of ids outside the table per feature.
+    """
+    sizes = [feature_input.ids.shape[0] for feature_input in inputs]
+    ids = jnp.concatenate([feature_input.ids for feature_input in inputs])
+    num_rows = _value_of_each_id([feature.num_rows for feature in features], sizes)
+    is_padding = ids == PADDING_ROW_ID
+    is_inside = (ids >= 0) & (ids < num_rows)
+    is_outside = ~is_padding & ~is_inside
+    if len(set(sizes)) == 1:
+        # One sum for all features: compile time grows with the number of arrays.
+        is_outside = is_outside.reshape(len(sizes), sizes[0])
+        out_of_range = list(jnp.sum(is_outside, axis=1, dtype=jnp.int32))
+    else:
+        masks = split_by_feature(is_outside, sizes)
+        out_of_range = [jnp.sum(mask, dtype=jnp.int32) for mask in masks]
+    clips = [feature.config.out_of_range_ids == "clip" for feature in features]
+    if any(clips):
+        is_clipped = _value_of_each_id(clips, sizes)
+        ids = jnp.where(is_clipped, jnp.clip(ids, 0, num_rows - 1), ids)
+        is_inside = jnp.where(is_clipped, ~is_padding, is_inside)
+    checked_weights = [
+        feature_input.weights if leaves_out_weights(feature) else None
+        for feature_input, feature in zip(inputs, features, strict=True)
+    ]
+    if any(weights is not None for weights in checked_weights):
+        # A weight of NaN counts, so that it reaches the loss.
+        is_left_out = [
+            jnp.zeros(size, bool) if weights is None else weights <= 0
+            for weights, size in zip(checked_weights, sizes, strict=True)
+        ]
+        is_inside &= ~jnp.concatenate(is_left_out)
+    return jnp.where(is_inside, ids, PADDING_ROW_ID), out_of_range
+
+
+def _value_of_each_id(values: Sequence[int], sizes: Sequence[AxisSize]) -> Array:
+    """Returns the value of the feature of each id, `[all_ids]`, or a scalar of all."""
+    # Not the default integer type, which jax_enable_x64 changes.
+    dtype = jnp.bool_ if isinstance(values[0], bool) else jnp.int32
+    if len(set(values)) == 1:
+        return jnp.asarray(values[0], dtype)
+    if len(set(sizes)) == 1:
+        by_feature = jnp.asarray(values, dtype)[:, None]
+        return jnp.broadcast_to(by_feature, (len(values), sizes[0])).reshape(-1)
+    pairs = zip(values, sizes, strict=True)
+    return jnp.concatenate([jnp.full(size, value, dtype) for value, size in pairs])
+
+
+def split_by_feature(values: Array, sizes: Sequence[AxisSize]) -> list[Array]:
+    """Cuts what is in one array, one feature after the other."""
+    return jnp.split(values, list(itertools.accumulate(sizes))[:-1])
+
+
+def leaves_out_weights(feature: FeaturePlan) -> bool:
+    """Returns True if ids of weight 0 or less are left out."""
+    is_checked = feature.config.validate_weights_and_indices
+    return is_checked and feature.combiner != "sum"
+
+
+def _fill_empty_samples(
+    feature_input: FeatureInput, row_ids: Int[Array, " ids"], default_id: int
+) -> tuple[FeatureInput, Int[Array, " ids"]]:
+    """Puts the default id, with weight 1, into the first position of empty samples.
+
+    A sample is empty if none of its positions has a row. Each sample has a position.
+    """
+    is_row = row_ids != PADDING_ROW_ID
+    sample_ids, num_samples = feature_input.sample_ids, feature_input.num_samples
+    if sample_ids is None:
+        is_empty = ~is_row.reshape(-1, num_samples).any(axis=0)
+        if feature_input.is_sample is not None:
+            is_empty &= feature_input.is_sample
+        is_default = jnp.pad(is_empty, (0, row_ids.shape[0] - num_samples))
+    else:
+        num_rows = jax.ops.segment_sum(
+            is_row.astype(jnp.int32), sample_ids, num_samples, indices_are_sorted=True
+        )
+        is_empty = num_rows == 0
+        if feature_input.is_sample is not None:
+            is_empty &= feature_input.is_sample
+        is_first = jnp.diff(sample_ids, prepend=-1) != 0
+        is_default = is_first & is_empty.at[sample_ids].get(
+            mode="fill", fill_value=False, indices_are_sorted=True
+        )
+    weights = feature_input.weights
+    if weights is not None:
+        weights = jnp.where(is_default, 1.0, weights)
+    return (
+        dataclasses.replace(feature_input, weights=weights),
+        jnp.where(is_default, default_id, row_ids),
+    )
+
+
+def _gains_and_scales(
+    feature_input: FeatureInput,
+    row_ids: Int[Array, " ids"],
+    combiner: Combiner,
+) -> tuple[Float[Array, " ids"] | None, Float[Array, " samples"] | None]:
+    """Returns the gain of each id and the scale of each sample.
+
+    The scale is 1 for sum, 1 / sum(w) for mean and 1 / sqrt(sum(w**2)) for sqrtn. It is
+    0 if the denominator is 0.
+    """
+    is_single = feature_input.sample_ids is None and feature_input.valence == 1
+    is_used = row_ids != PADDING_ROW_ID
+    gains = feature_input.weights
+    if gains is not None:
+        gains = jnp.where(is_used, gains, 0.0)
+    if combiner == "sum" or (gains is None and is_single):
+        return gains, None
+    weights = is_used.astype(jnp.float32) if gains is None else gains
+    if combiner == "sqrtn":
+        weights = weights**2
+    if feature_input.sample_ids is None:
+        denominators = weights.reshape(feature_input.valence, -1).sum(axis=0)
+    else:
+        denominators = jax.ops.segment_sum(
+            weights,
+            feature_input.sample_ids,
+            feature_input.num_samples,
+            indices_are_sorted=True,
+        )
+    # Zeros are replaced before the root, whose derivative at 0 is infinite.
+    is_zero = denominators == 0
+    denominators = jnp.where(is_zero, 1.0, denominators)
+    if combiner == "sqrtn":
+        denominators = jnp.sqrt(denominators)
+    return gains, jnp.where(is_zero, 0.0, 1 / denominators)
 
 
 @jax.named_scope("combine")
@@ -106,14 +425,17 @@ def pool(
         return [rows_at(positions)]
     sizes = [pooling.num_ids for pooling in poolings]
     if gathers == "fused":
+        positions_by_feature = split_by_feature(positions, sizes)
         return [
-            gather_and_pool(pooling, rows_at, of_feature)
-            for pooling, of_feature in zip(
-                poolings, split_by_feature(positions, sizes), strict=True
+            gather_and_pool(pooling, rows_at, feature_positions)
+            for pooling, feature_positions in zip(
+                poolings, positions_by_feature, strict=True
             )
         ]
     gathered = split_by_feature(rows_at(positions), sizes)
-    return [_pool(pooling, x) for pooling, x in zip(poolings, gathered, strict=True)]
+    return [
+        _pool(pooling, rows) for pooling, rows in zip(poolings, gathered, strict=True)
+    ]
 
 
 def samples_of(
@@ -130,8 +452,8 @@ def scale_samples(
 ) -> list[Float[Array, "_ dim"]]:
     """Multiplies each feature's samples by the scales of its combiner."""
     return [
-        x if pooling.scales is None else x * pooling.scales[:, None]
-        for x, pooling in zip(samples, poolings, strict=True)
+        rows if pooling.scales is None else rows * pooling.scales[:, None]
+        for rows, pooling in zip(samples, poolings, strict=True)
     ]
 
 
@@ -148,7 +470,8 @@ def gather_and_pool(
     is_ragged, valence = pooling.sample_ids is not None, pooling.valence
     if is_ragged or not 1 < valence <= _MAX_UNROLLED_VALENCE:
         return _pool(pooling, rows_at(positions))
-    terms = [rows_at(of_samples) for of_samples in jnp.split(positions, valence)]
+    # The first ids of all samples, then the second ones, and so on.
+    terms = [rows_at(nth_positions) for nth_positions in jnp.split(positions, valence)]
     if pooling.gains is not None:
         gains = jnp.split(pooling.gains, valence)
         terms = [rows * g[:, None] for rows, g in zip(terms, gains, strict=True)]
@@ -179,9 +502,9 @@ class StackRouting:
     """The ids of a stack on their way to their rows, for both passes. Per shard.
 
     Attributes:
-      keys: int32 `[ids]`, of all features; see `_flatten_to_owners.py`.
-      sent: the ids at the owners of their rows; None if this device reads its own rows.
-        If the backend replaces the lookup, the gradient adds it.
+      keys: int32 `[ids]`, of all features; see `_forward.py`.
+      sent: the ids at the owners of their rows. It is None if this device reads its
+        own rows. If the backend replaces the lookup, the gradient adds it.
       backend_ids: what the backend needs of the ids, from `Backend.prepare_ids`.
       poolings: per feature of the stack.
       out_of_range: int32 `[1]` per feature of the stack.
@@ -205,10 +528,10 @@ class StackLookup:
       activations: float32 `[samples, dim]` per feature of the stack.
       routing: facts for the backward pass.
       rounds: int32 `[1]`; 0 if the backend looked the rows up without an exchange.
-      num_ids: int32 `[1]`, ids of the shard without padding; None if this device reads
-        its own rows, which are then not counted.
+      num_ids: int32 `[1]`, ids of the shard without padding. It is None, as is
+        `requested_rows`, if this device reads its own rows, which are not counted.
       requested_rows: int32 `[1, num_shards]`, rows that the shard asks of each owner,
-        in all rounds together; or None.
+        in all rounds together.
     """
 
     activations: list[Float[Array, "_ dim"]]
@@ -255,16 +578,40 @@ def read_stack(
       routing: routed ids of the stack.
       stack: plan of the stack.
     """
+    poolings = routing.poolings
 
-    def exchange(table: PackedRows) -> Activations:
-        if routing.sent is None and stack.num_shards == 1:
-            return _read_own_rows(table, routing, stack), jnp.int32(1)
-        return _read_rounds(table, sent_ids(routing, stack), routing.poolings, stack)
+    def read_own_rows(table: PackedRows) -> Activations:
+        def rows_at(row_ids: Int[Array, " ids"]) -> Float[Array, "ids dim"]:
+            rows = gather_rows(table, row_ids).astype(jnp.float32)
+            rows = quantize(rows, stack.quantization)
+            is_row = row_ids < table.layout.num_rows
+            return jnp.where(is_row[:, None], rows, 0.0)
 
+        sums = pool(rows_at, routing.keys, poolings, stack.gathers)
+        return samples_of(sums, poolings), jnp.int32(1)
+
+    def read_rounds(table: PackedRows) -> Activations:
+        sent = sent_ids(routing, stack)
+
+        def read_round(current: Round) -> list[Array]:
+            rows = fetch_rows(table, current.requests, stack)
+            return pool_buffer(rows, sent.positions(current), poolings, stack.gathers)
+
+        def add_round(sums: list[Array], current: Round) -> list[Array]:
+            return jax.tree.map(jnp.add, sums, read_round(current))
+
+        sums, rounds = fold_later_rounds(add_round, read_round(sent.first), sent, stack)
+        return samples_of(sums, poolings), rounds
+
+    owns_all_rows = routing.sent is None and stack.num_shards == 1
     activations, rounds = stack.backend.look_up(
-        table, routing.backend_ids, routing.poolings, exchange, stack
+        table,
+        routing.backend_ids,
+        poolings,
+        read_own_rows if owns_all_rows else read_rounds,
+        stack,
     )
-    activations, routing = _order(activations, routing)
+    activations, routing = _read_before_update(activations, routing)
     sent, counts = routing.sent, {}
     if sent is not None:
         counts["num_ids"] = sent.unique.first_positions[-1:]
@@ -281,51 +628,30 @@ def sent_ids(routing: StackRouting, stack: StackPlan) -> SentIds:
     return send_ids(routing.keys, routing.max_unique_ids, stack)
 
 
-def _read_own_rows(
-    table: PackedRows, routing: StackRouting, stack: StackPlan
-) -> list[Float[Array, "_ dim"]]:
-    """Pools the rows of a device that owns all of them."""
-    sums = pool(
-        lambda row_ids: read_local_rows(table, row_ids, stack),
-        routing.keys,
-        routing.poolings,
-        stack.gathers,
-    )
-    return samples_of(sums, routing.poolings)
-
-
-def _read_rounds(
-    table: PackedRows,
-    sent: SentIds,
-    poolings: list[PoolingSpec],
-    stack: StackPlan,
-) -> Activations:
-    """Fetches and pools rows, round by round; also returns the number of rounds."""
-
-    def read_round(current: Round) -> list[Array]:
-        rows = fetch_rows(table, current.requests, stack)
-        return pool_buffer(rows, sent.positions(current), poolings, stack.gathers)
-
-    def add_round(sums: list[Array], current: Round) -> list[Array]:
-        return jax.tree.map(jnp.add, sums, read_round(current))
-
-    sums, rounds = fold_later_rounds(add_round, read_round(sent.first), sent, stack)
-    return samples_of(sums, poolings), rounds
-
-
-def _order(
+def _read_before_update(
     activations: list[Float[Array, "_ dim"]], routing: StackRouting
 ) -> tuple[list[Float[Array, "_ dim"]], StackRouting]:
-    """Makes the inputs of the update wait for the last read of the table.
+    """Makes the table's reads happen before an update writes to the table.
 
-    A loss whose derivative needs no activations gives no such order.
+    An update writes to the rows that the routing names. So the routing passes through
+    the same barrier as the activations. A loss whose derivative needs no activations
+    gives no such order.
     """
     sent = routing.sent
-    of_sent = None if sent is None else (sent.unique.order, sent.first)
-    needed: Any = routing.keys, routing.backend_ids, of_sent
-    activations, (keys, backend_ids, of_sent) = read_before_write((activations, needed))
-    if sent is not None:
-        order, first = of_sent
+    if sent is None:
+        activations, keys, backend_ids = read_before_write(
+            (activations, routing.keys, routing.backend_ids)
+        )
+    else:
+        activations, keys, backend_ids, order, first = read_before_write(
+            (
+                activations,
+                routing.keys,
+                routing.backend_ids,
+                sent.unique.order,
+                sent.first,
+            )
+        )
         unique = dataclasses.replace(sent.unique, order=order)
         sent = dataclasses.replace(sent, unique=unique, first=first)
     return activations, dataclasses.replace(

@@ -1,4 +1,8 @@
-"""Stages 3 and 4: which ids travel when, and the exchange with their owners.
+"""Stages 2 to 4: which ids travel when, and the exchange with their owners.
+
+An id is one word, the key of a row; or several, the key of a bucket and the words of a
+64-bit id. Keys are int32, and name the owner: `owner * keys_per_shard + local key`.
+`dedup` merges equal ids into one request, and groups requests by owner.
 
 A round carries at most `capacity` ids from each shard to each owner. Rounds are exact
 because an owner's ids are split into *ranges* that are equal for all source shards.
@@ -22,30 +26,196 @@ rows in no fixed order, unless XLA is told to be deterministic.
 
 import dataclasses
 from collections.abc import Callable
-from typing import TypeVar
+from typing import Final, TypeVar
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Integer, UInt32
 
 from tpu_embedding.config import QuantizationConfig
-from tpu_embedding.lookup._dedup import (
-    SortedIds,
-    Words,
-    broadcast_to_ids,
-    count_below,
-    dedup,
-    id_at_rank,
-    unsort,
-)
 from tpu_embedding.optimizers.row_optimizer import InSequence
 from tpu_embedding.plan.capacity import LANES, RoundSize
 from tpu_embedding.plan.plan import StackPlan, TrainedStackPlan
 from tpu_embedding.rows.access import gather_rows
-from tpu_embedding.rows.packed_rows import PackedRows
+from tpu_embedding.rows.packed_rows import PackedRows, gather_in_bounds
 from tpu_embedding.rows.row_gradients import RowGradients
 from tpu_embedding.types import PADDING_ROW_ID
-from tpu_embedding.xla import computed_apart
+from tpu_embedding.xla import computed_apart, running_sum
+
+_MAX_COMPARISONS: Final = 2**23
+"""Maximum comparisons of a search that compares each query with each value.
+
+Above it, a binary search in a loop is faster."""
+
+
+Words = tuple[Integer[Array, " _"], ...]
+"""Ids of one word or several, in lexicographic order."""
+
+
+def rank_unique(
+    *words: Integer[Array, " n"],
+) -> tuple[Words, Int[Array, " n"], Int[Array, " n"]]:
+    """Sorts ids, and ranks each among the distinct ones.
+
+    Args:
+      *words: the words of the ids.
+
+    Returns:
+      The words, rising; the position of each id before sorting; and its rank, the
+      number of distinct ids that are smaller.
+    """
+    positions = jnp.arange(words[0].shape[0], dtype=jnp.int32)
+    *ids, order = jax.lax.sort(
+        (*words, positions), num_keys=len(words), is_stable=False
+    )
+    is_new = jnp.zeros(positions.shape[0] - 1, bool)
+    for word in ids:
+        is_new |= word[1:] != word[:-1]
+    is_new = jnp.concatenate([jnp.ones(1, bool), is_new])
+    return tuple(ids), order, running_sum(is_new) - 1
+
+
+def unsort(
+    values: Integer[Array, " n"], order: Int[Array, " n"]
+) -> Integer[Array, " n"]:
+    """Returns values of sorted ids in the order before sorting.
+
+    Args:
+      values: one value per sorted id.
+      order: position of each id before sorting, as `rank_unique` returns it.
+    """
+    return (
+        jnp.zeros_like(values)
+        .at[order]
+        .set(
+            values,
+            unique_indices=True,
+            mode="promise_in_bounds",
+            wrap_negative_indices=False,
+        )
+    )
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SortedIds:
+    """The ids of a shard, sorted by key. Per shard.
+
+    Attributes:
+      words: `[ids]` each, rising; padding last. The first word is the key.
+      order: int32 `[ids]`, position of each sorted id before sorting.
+      ranks: int32 `[ids]`, number of distinct ids that are smaller. If duplicates are
+        kept, each occurrence counts as a distinct id.
+      first_positions: int32 `[num_shards + 1]`, sorted position of the first id of each
+        destination; the last entry is the position of the first padding.
+      first_ranks: int32 `[num_shards + 1]`, rank of the first id of each
+        destination; the last entry is the number of unique ids.
+      keys_per_shard: keys that each shard owns.
+    """
+
+    words: Words
+    order: Int[Array, " ids"]
+    ranks: Int[Array, " ids"]
+    first_positions: Int[Array, " shards_and_one"]
+    first_ranks: Int[Array, " shards_and_one"]
+    keys_per_shard: int = dataclasses.field(metadata={"static": True})
+
+    @property
+    def sorted_keys(self) -> Int[Array, " ids"]:
+        """Keys of the sorted ids."""
+        return self.words[0]
+
+
+@jax.named_scope("dedup")
+def dedup(
+    words: Words, num_shards: int, keys_per_shard: int, *, keeps_duplicates: bool
+) -> SortedIds:
+    """Sorts ids. One sort both finds duplicates and groups ids by destination.
+
+    Args:
+      words: words of the ids. The key of padding is larger than all keys of shards.
+      num_shards: destinations.
+      keys_per_shard: keys that each shard owns.
+      keeps_duplicates: True if each occurrence of an id travels separately.
+    """
+    if keeps_duplicates:
+        positions = jnp.arange(words[0].shape[0], dtype=jnp.int32)
+        *ids, order = jax.lax.sort(
+            (*words, positions), num_keys=len(words), is_stable=True
+        )
+        ids, ranks = tuple(ids), positions
+    else:
+        ids, order, ranks = rank_unique(*words)
+    first_keys = jnp.arange(num_shards + 1, dtype=jnp.int32) * keys_per_shard
+    first_positions = _search(ids[:1], (first_keys,))
+    return SortedIds(
+        words=ids,
+        order=order,
+        ranks=ranks,
+        first_positions=first_positions,
+        first_ranks=_ranks_before(first_positions, ranks),
+        keys_per_shard=keys_per_shard,
+    )
+
+
+def count_below(words: Words, unique: SortedIds) -> Int[Array, " queries"]:
+    """Counts the unique ids of the shard that are below each query."""
+    return _ranks_before(_search(unique.words, words), unique.ranks)
+
+
+def id_at_rank(ranks: Int[Array, " queries"], unique: SortedIds) -> Words:
+    """Returns the unique id of each rank; words of `PADDING_ROW_ID` beyond the last."""
+    positions = _search((unique.ranks,), (ranks,))
+    return tuple(
+        word.at[positions].get(mode="fill", fill_value=PADDING_ROW_ID)
+        for word in unique.words
+    )
+
+
+def broadcast_to_ids(
+    values: Int[Array, " shards"], unique: SortedIds
+) -> Int[Array, " ids"]:
+    """Returns the value of each sorted id's destination; undefined for padding."""
+    # A running sum over the steps between destinations replaces a gather, because a TPU
+    # gathers single integers slowly.
+    steps = jnp.diff(values, prepend=0)
+    starts = jnp.zeros_like(unique.ranks)
+    starts = starts.at[unique.first_positions[:-1]].add(
+        steps, mode="drop", wrap_negative_indices=False
+    )
+    return running_sum(starts)
+
+
+def _search(rising: Words, queries: Words) -> Int[Array, " queries"]:
+    """Counts the ids below each query."""
+    (num_ids,), (num_queries,) = rising[0].shape, queries[0].shape
+    if len(rising) == 1:
+        is_small = num_ids * num_queries <= _MAX_COMPARISONS
+        method = "compare_all" if is_small else "scan"
+        counts = jnp.searchsorted(rising[0], queries[0], method=method)
+        return counts.astype(jnp.int32)
+
+    def halve(_, bounds: tuple[Array, Array]) -> tuple[Array, Array]:
+        low, high = bounds
+        middle = (low + high) // 2
+        is_below = jnp.zeros(num_queries, bool)
+        is_equal = low < high
+        for word, query in zip(rising, queries, strict=True):
+            middle_word = word.at[middle].get(mode="clip")
+            is_below |= is_equal & (middle_word < query)
+            is_equal &= middle_word == query
+        return jnp.where(is_below, middle + 1, low), jnp.where(is_below, high, middle)
+
+    bounds = jnp.zeros(num_queries, jnp.int32), jnp.full(num_queries, num_ids)
+    return jax.lax.fori_loop(0, num_ids.bit_length(), halve, bounds)[0]
+
+
+def _ranks_before(
+    positions: Int[Array, " queries"], ranks: Int[Array, " ids"]
+) -> Int[Array, " queries"]:
+    """Counts the unique ids before each sorted position."""
+    before = gather_in_bounds(ranks, jnp.maximum(positions - 1, 0))
+    return jnp.where(positions == 0, 0, before + 1)
 
 
 def fetch_rows(
@@ -66,24 +236,13 @@ def fetch_rows(
     """
     with jax.named_scope("gather"):
         rows = gather_rows(table, row_ids)
-        rows = _gathered_as_a_whole(rows, stack)
+        if stack.hardware.name == "cpu":
+            # Else XLA fuses the gather into the exchange's slices, on one core.
+            rows = computed_apart(rows)
     # Rows of bfloat16 cross the network as such. The conversion is exact.
     is_short = table.layout.narrow_dtype == "bfloat16" and stack.num_shards > 1
     rows = rows.astype(jnp.bfloat16 if is_short else jnp.float32)
-    return _quantized(exchange(rows, stack).astype(jnp.float32), stack)
-
-
-def read_local_rows(
-    table: PackedRows, row_ids: Int[Array, " ids"], stack: StackPlan
-) -> Float[Array, "ids dim"]:
-    """Gathers rows that this device owns itself, without an exchange. Per shard.
-
-    Returns:
-      The rows, float32; zeros for ids beyond the last row.
-    """
-    rows = _quantized(gather_rows(table, row_ids).astype(jnp.float32), stack)
-    is_row = row_ids < table.layout.num_rows
-    return jnp.where(is_row[:, None], rows, 0.0)
+    return quantize(exchange(rows, stack).astype(jnp.float32), stack.quantization)
 
 
 @jax.named_scope("exchange")
@@ -111,25 +270,14 @@ def exchange(buffer: Array, stack: StackPlan) -> Array:
 
 
 def quantize(
-    rows: Float[Array, "*shape"], config: QuantizationConfig
+    rows: Float[Array, "*shape"], config: QuantizationConfig | None
 ) -> Float[Array, "*shape"]:
-    """Rounds each element to the nearest quantized value."""
+    """Rounds each element to the nearest quantized value, if there is a config."""
+    if config is None:
+        return rows
     step = (config.upper - config.lower) / (config.num_buckets - 1)
     clipped = jnp.clip(rows, config.lower, config.upper)
     return jnp.floor((clipped - config.lower) / step + 0.5) * step + config.lower
-
-
-def _quantized(
-    rows: Float[Array, "rows dim"], stack: StackPlan
-) -> Float[Array, "rows dim"]:
-    return rows if stack.quantization is None else quantize(rows, stack.quantization)
-
-
-def _gathered_as_a_whole(rows: Array, stack: StackPlan) -> Array:
-    """Keeps arithmetic on gathered rows out of the exchange's slices on CPUs."""
-    if stack.hardware.name != "cpu":
-        return rows
-    return computed_apart(rows)
 
 
 Carry = TypeVar("Carry")
@@ -142,7 +290,7 @@ class Round:
 
     Attributes:
       buffer_positions: int32 `[ids]`, position of each sorted id in the buffer of
-        requests, and of its row in that of answers; beyond its end if the id is not
+        requests, and of its row in the buffer of answers; past the end if the id is not
         part of this round.
       requests: what all shards ask of this one, in one bucket per shard. int32
         `[buffer_size]`, local rows; or uint32 `[buffer_size, words]`, the local key
@@ -150,7 +298,7 @@ class Round:
       next_ranks: int32 `[num_shards]`, first rank per destination that is still
         pending after this round.
       end_row: int32 `[1]`, end of the range of this shard's own rows that this round
-        covers. The range begins where that of the previous round ends.
+        covers. The range begins where the previous round's range ends.
       is_pending: bool `[1]`, True if some shard has pending ids after this round. In a
         gradient of zeros it is False: no further round runs.
     """
@@ -191,7 +339,7 @@ def send_ids(
     """Sends the unique ids of the first round to the owners of their rows. Per shard.
 
     Args:
-      keys: keys of all features; see `_flatten_to_owners.py`.
+      keys: keys of all features; see `_forward.py`.
       max_unique_ids: upper bound on the unique ids of a shard.
       stack: plan of the stack.
     """
@@ -246,6 +394,10 @@ def fold_later_rounds(
     if ids.size.holds_all:
         return carry, jnp.int32(1)
 
+    def is_running(state):
+        _, _, passes_left, _ = state
+        return passes_left > 0
+
     def run(state):
         carry, next_ranks, passes_left, rounds = state
         current = _next_round(ids.unique, ids.companions, next_ranks, ids.size, stack)
@@ -258,11 +410,8 @@ def fold_later_rounds(
         return carry, next_ranks, passes_left, rounds + 1
 
     passes_left = num_passes * ids.first.is_pending[0].astype(jnp.int32)
-    carry, _, _, rounds = jax.lax.while_loop(
-        lambda state: state[2] > 0,
-        run,
-        (carry, ids.first.next_ranks, passes_left, jnp.int32(1)),
-    )
+    state = (carry, ids.first.next_ranks, passes_left, jnp.int32(1))
+    carry, _, _, rounds = jax.lax.while_loop(is_running, run, state)
     return carry, rounds
 
 
@@ -284,19 +433,34 @@ def _next_round(
       stack: the stack's plan.
     """
     if size.holds_all:
-        # No batch of this shape needs a second round: there is no range to agree on.
+        # No batch of this shape needs a second round, so shards agree on nothing.
         next_ranks = unique.first_ranks[1:]
         end_row, is_pending = jnp.int32(unique.keys_per_shard), jnp.zeros((), bool)
     else:
         next_ranks, end_keys = _agree_on_range(unique, first_ranks, size, stack)
         end_row = end_keys[jax.lax.axis_index(stack.shard_axes)]
         is_pending = jnp.any(end_keys != unique.keys_per_shard)
-    buffer_positions, requests = _fill(
-        unique, companions, (first_ranks, next_ranks), size, stack
+    rank_in_round = unique.ranks - broadcast_to_ids(first_ranks, unique)
+    is_in_round = (
+        (unique.sorted_keys != PADDING_ROW_ID)
+        & (rank_in_round >= 0)
+        & (unique.ranks < broadcast_to_ids(next_ranks, unique))
+    )
+    destination = jax.lax.div(unique.sorted_keys, jnp.int32(unique.keys_per_shard))
+    request = unique.sorted_keys - unique.keys_per_shard * destination
+    if words := (*unique.words[1:], *companions):
+        request = jnp.stack((request.astype(jnp.uint32), *words), axis=1)
+    buffer_positions = jnp.where(
+        is_in_round, size.bucket_size * destination + rank_in_round, size.buffer_size
+    )
+    shape = (size.buffer_size, *request.shape[1:])
+    requests = jnp.full(shape, PADDING_ROW_ID, request.dtype)
+    requests = requests.at[buffer_positions].set(
+        request, mode="drop", wrap_negative_indices=False
     )
     return Round(
         buffer_positions=buffer_positions,
-        requests=requests,
+        requests=exchange(requests, stack),
         next_ranks=next_ranks,
         end_row=end_row[None],
         is_pending=is_pending[None],
@@ -323,17 +487,10 @@ def _agree_on_range(
         jnp.where(fits, unique.keys_per_shard, key - first_keys),
         *(jnp.where(fits, jnp.uint32(0), word) for word in others),
     )
-    end_keys, *others = _smallest(end, stack)
-    return count_below((first_keys + end_keys, *others), unique), end_keys
-
-
-def _smallest(words: Words, stack: StackPlan) -> Words:
-    """Returns the smallest id of all devices for each destination.
-
-    Over all axes: replicas of a shard take the same ids in a round.
-    """
+    # The smallest end of all devices, word by word: a later word counts where those
+    # before it are the smallest. Replicas of a shard take the same ids in a round.
     smallest, is_candidate = [], None
-    for word in words:
+    for word in end:
         if is_candidate is not None:
             word = jnp.where(
                 is_candidate, word, jnp.full_like(word, jnp.iinfo(word.dtype).max)
@@ -341,41 +498,8 @@ def _smallest(words: Words, stack: StackPlan) -> Words:
         smallest.append(jax.lax.pmin(word, stack.sample_axes))
         is_equal = word == smallest[-1]
         is_candidate = is_equal if is_candidate is None else is_candidate & is_equal
-    return tuple(smallest)
-
-
-def _fill(
-    unique: SortedIds,
-    companions: tuple[UInt32[Array, " ids"], ...],
-    ranks: tuple[Int[Array, " shards"], Int[Array, " shards"]],
-    size: RoundSize,
-    stack: StackPlan,
-) -> tuple[Int[Array, " ids"], Integer[Array, "buffer *words"]]:
-    """Fills the buffer of requests with a range of ranks, and exchanges it. Per shard.
-
-    Returns:
-      `Round.buffer_positions` and `Round.requests`.
-    """
-    first_ranks, next_ranks = ranks
-    rank_in_round = unique.ranks - broadcast_to_ids(first_ranks, unique)
-    is_in_round = (
-        (unique.sorted_keys != PADDING_ROW_ID)
-        & (rank_in_round >= 0)
-        & (unique.ranks < broadcast_to_ids(next_ranks, unique))
-    )
-    destination = jax.lax.div(unique.sorted_keys, jnp.int32(unique.keys_per_shard))
-    request = unique.sorted_keys - unique.keys_per_shard * destination
-    if words := (*unique.words[1:], *companions):
-        request = jnp.stack((request.astype(jnp.uint32), *words), axis=1)
-    positions = jnp.where(
-        is_in_round, size.bucket_size * destination + rank_in_round, size.buffer_size
-    )
-    shape = (size.buffer_size, *request.shape[1:])
-    requests = jnp.full(shape, PADDING_ROW_ID, request.dtype)
-    requests = requests.at[positions].set(
-        request, mode="drop", wrap_negative_indices=False
-    )
-    return positions, exchange(requests, stack)
+    end_keys, *others = smallest
+    return count_below((first_keys + end_keys, *others), unique), end_keys
 
 
 def gather_from_replicas(
@@ -396,27 +520,17 @@ def gather_from_replicas(
 
     def gather(buffer: Array) -> Array:
         buffers = jax.lax.all_gather(buffer, stack.replica_axes)
+        rest = buffer.shape[1:]
         if isinstance(stack.optimizer.driver, InSequence):
-            return _in_sample_order(buffers, stack)
-        return buffers.reshape(-1, *buffer.shape[1:])
+            # Sorts the buckets of all copies by the device of their samples.
+            axes = (*stack.replica_axes, *stack.shard_axes)
+            sizes = [jax.lax.axis_size(axis) for axis in axes]
+            buckets = buffers.reshape(*sizes, -1, *rest)
+            order = [axes.index(axis) for axis in stack.sample_axes]
+            buffers = buckets.transpose(*order, *range(len(axes), buckets.ndim))
+        return buffers.reshape(-1, *rest)
 
     with jax.named_scope("replicas"):
         row_ids = gather(received.row_ids)
         values = gather(received.values)
     return RowGradients(row_ids=row_ids, values=values)
-
-
-def _in_sample_order(buffers: Array, stack: TrainedStackPlan) -> Array:
-    """Sorts the buckets of all copies by the device of their samples, and joins them.
-
-    Args:
-      buffers: `[num_replicas, num_shards * bucket, ...]`, in equal buckets.
-      stack: plan of the stack.
-    """
-    axes = (*stack.replica_axes, *stack.shard_axes)
-    sizes = [jax.lax.axis_size(axis) for axis in axes]
-    rest = buffers.shape[2:]
-    buckets = buffers.reshape(*sizes, -1, *rest)
-    order = [axes.index(axis) for axis in stack.sample_axes]
-    trailing = range(len(axes), buckets.ndim)
-    return buckets.transpose(*order, *trailing).reshape(-1, *rest)

@@ -28,8 +28,12 @@ from tpu_embedding.nn.training import put_on_mesh as put_on_mesh
 from tpu_embedding.nn.training import value_and_grad as value_and_grad
 
 if TYPE_CHECKING:
-    from tpu_embedding.recommenders.interactions import DotInteraction as DotInteraction
-    from tpu_embedding.recommenders.interactions import FeatureCross as FeatureCross
+    from tpu_embedding.recommenders.feature_interactions import (
+        DotInteraction as DotInteraction,
+    )
+    from tpu_embedding.recommenders.feature_interactions import (
+        FeatureCross as FeatureCross,
+    )
     from tpu_embedding.recommenders.ranking_losses import (
         in_batch_softmax as in_batch_softmax,
     )

@@ -8,7 +8,6 @@ though nobody has asked for it, and the short text of a module.
 
 import contextlib
 import dataclasses
-import functools
 import warnings
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any, Final, Literal
@@ -26,7 +25,8 @@ from jax.sharding import Mesh
 
 from tpu_embedding import functional
 from tpu_embedding.argument_checks import ArgumentType, check_type, right_names
-from tpu_embedding.functional.following_slots import check_no_followers
+from tpu_embedding.config import placement_of_embedding_feature
+from tpu_embedding.functional.derived_state import check_has_slots
 from tpu_embedding.functional.serving_lookup import serve
 from tpu_embedding.inputs.buffer_sizes import BufferSizes
 from tpu_embedding.inputs.prepare import Samples, prepare_features
@@ -36,8 +36,6 @@ from tpu_embedding.nn.recording import (
     LayerCalls,
     Recorder,
     answer_call,
-    have_same_shapes,
-    have_same_values,
     is_differentiated,
     is_mapped,
     recorder_of_trace,
@@ -45,20 +43,11 @@ from tpu_embedding.nn.recording import (
     without_derivative,
 )
 from tpu_embedding.optimizers.row_optimizer import TableOptimizer
-from tpu_embedding.placement import placement_of_embedding_feature
 from tpu_embedding.plan.make_plan import make_plan
 from tpu_embedding.plan.plan import PLAN, EmbeddingPlan
 from tpu_embedding.tables.initial_values import init_tables
 from tpu_embedding.tables.table_values import check_values, unstack_tables
 from tpu_embedding.types import LookupStats
-
-
-def no_vocabulary_counts(plan: EmbeddingPlan) -> dict[str, Any]:
-    """Returns what vocabularies count per table, before the first step."""
-    counts = {}
-    for stack in plan.stacks:
-        counts |= stack.vocabulary.stacks.zero_counts(stack)
-    return counts
 
 
 def no_stats(plan: EmbeddingPlan) -> LookupStats:
@@ -72,29 +61,6 @@ def no_stats(plan: EmbeddingPlan) -> LookupStats:
             for stack in plan.stacks
             if stack.sends_ids
         },
-    )
-
-
-def stats_of_layer(stats: LookupStats, plan: EmbeddingPlan) -> LookupStats:
-    """Returns the stats with an entry per stack and feature of the plan.
-
-    The variable keeps its structure, whatever a call looks up, so that a jitted step
-    which reads it is not compiled again.
-    """
-    if stats.out_of_range.keys() == {feature.name for feature in plan.features}:
-        return stats
-    zeros = no_stats(plan)
-    if not any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves(stats)):
-        # The counts of an eager lookup are on all devices.
-        zeros = replicate_on_mesh(zeros, plan)
-    return LookupStats(
-        **{
-            field.name: {
-                name: getattr(stats, field.name).get(name, zero)
-                for name, zero in getattr(zeros, field.name).items()
-            }
-            for field in dataclasses.fields(LookupStats)
-        }
     )
 
 
@@ -207,7 +173,7 @@ class DynamicStatsVariable(nnx.Variable):
 
 
 class RecordedCalls(nnx.Variable):
-    """What calls inside an inner transformation are given, and their records."""
+    """The taps of calls inside an inner transformation, then their records."""
 
 
 LAYER_VARIABLES: Final = (
@@ -259,8 +225,8 @@ class TPUEmbedding(ShortRepr):
       dynamic_stats: hits, new ids and evictions by table, of the latest `insert_ids`;
         only with a dynamic table.
       buffer_sizes: sizes of ragged features, which `prepare` remembers.
-      followed_tables: names of tables from whose values an optimizer made state. They
-        are set together with that state.
+      tables_with_derived_state: names of tables from whose values an optimizer derives
+        state. They are set together with that state.
 
     Example:
       >>> import numpy as np
@@ -289,16 +255,16 @@ class TPUEmbedding(ShortRepr):
         """Makes the plan and the initial tables.
 
         Args:
-          feature_config: nest of `FeatureConfig`; activations have the same nest. None
-            is allowed together with a plan.
+          feature_config: nest of `FeatureConfig`; activations have the same nest. It
+            may be None together with a plan.
           optimizer: row-local optax transformation, one of `tpu_embedding.optimizers`,
-            a name, or a Keras optimizer, for tables that name none; None: these tables
-            are not trained.
-          mesh: devices to shard tables and batch over; None: all, on one axis.
+            a name, or a Keras optimizer, for tables without an optimizer of their own.
+            Without it, these tables are not trained.
+          mesh: devices to shard tables and batch over. Defaults to all, on one axis.
           plan: made by `make_plan` from the same `feature_config`, instead of
             `optimizer` and `mesh`; it sets more options.
           embedding_feature: TensorFlow's `"UNSUPPORTED"`, `"V1"` or `"V2"`, or its enum
-            member. `"UNSUPPORTED"` replicates all tables, the others shard them. Only
+            member. `"UNSUPPORTED"` replicates all tables, and the rest shard them. Only
             without a `plan`, whose placement says it.
           pipeline_execution_with_tensor_core: TensorFlow's name; only False. Pipelining
             is a property of the train step here: see
@@ -324,8 +290,8 @@ class TPUEmbedding(ShortRepr):
         elif (optimizer, mesh, embedding_feature) != (None, None, None):
             raise ValueError(
                 "TPUEmbedding takes a plan, or optimizer, mesh and embedding_feature "
-                "to make one, got both; give them to make_plan, whose placement stands "
-                "for embedding_feature."
+                "to make one, got both; pass them to make_plan, whose placement "
+                "replaces embedding_feature."
             )
         elif feature_config is not None and not plan.is_for(feature_config):
             raise ValueError(
@@ -336,18 +302,22 @@ class TPUEmbedding(ShortRepr):
         self.tables = EmbeddingTables(init_tables(plan, rngs.params()))
         # On the mesh from the start, as after the first lookup.
         self.stats = LookupStatsVariable(replicate_on_mesh(no_stats(plan), plan))
-        if counts := no_vocabulary_counts(plan):
+        counts = {}
+        for stack in plan.stacks:
+            counts |= stack.vocabulary.stacks.zero_counts(stack)
+        if counts:
             self.dynamic_stats = DynamicStatsVariable(replicate_on_mesh(counts, plan))
         self.buffer_sizes = LayerBufferSizes()
-        self.followed_tables: frozenset[str] = frozenset()
+        self.tables_with_derived_state: frozenset[str] = frozenset()
         self.recorded = RecordedCalls(())
         # Inside a pipelined step: features and the result of their lookup, until a call
         # takes it; then whether that call had these features.
         self.prefetched = RecordedCalls(())
         self.features_agree = RecordedCalls(())
         self.recording: Recording = "off"
-        # Equal for all copies of the layer: its path, and the number of the recorder.
-        self.recorded_as = ("", 0)
+        # Equal for all copies of the layer: its path in the model that is recorded, and
+        # the number of the recorder.
+        self.path, self.recorder_number = "", 0
 
     def __call__(
         self, features: Any, weights: Any = None, serving_config: Any = None
@@ -357,11 +327,11 @@ class TPUEmbedding(ShortRepr):
         Args:
           features: nest like `feature_config`, whose dicts may lack keys; see
             `tpu_embedding.functional.lookup`.
-          weights: None, or the same nest with an array, or None, per dense feature.
-            Weights of ragged features are given to `prepare`.
+          weights: the same nest with an array, or None, per dense feature. Weights of
+            ragged features are given to `prepare`.
           serving_config: nest of `FeatureConfig` that replaces `feature_config` in this
-            call; its tables must be those of the layer. `stats` does not count features
-            of other names.
+            call, with the layer's tables. `stats` does not count features of other
+            names.
 
         Returns:
           Activations, the nest of the features; float32 `[batch, dim]`, or the
@@ -370,7 +340,9 @@ class TPUEmbedding(ShortRepr):
         Raises:
           TypeError, ValueError: if a feature's dtype or shape does not fit its config.
         """
-        plan = self._plan_for(serving_config)
+        plan = self.plan
+        if serving_config is not None:
+            plan = plan.with_features(serving_config)
         if weights is not None:
             features = attach_weights(features, weights, plan)
         if self.recording != "serving":
@@ -417,46 +389,45 @@ class TPUEmbedding(ShortRepr):
         return functional.expand(values, index, plan)
 
     def _look_up(self, features: Any, plan: EmbeddingPlan) -> functional.LookupResult:
-        result = self._take_prefetched(features)
-        if result is not None:
-            return result
-        tables = without_derivative(self.tables.get_value(), NO_DERIVATIVE)
+        """Returns the lookup that a pipelined step has prefetched, or looks up."""
+        if prefetched := self.prefetched.get_value():
+            expected, result = prefetched
+            self.prefetched.set_value(())  # The first call takes it.
+            leaves, structure = jax.tree.flatten(expected)
+            call_leaves, call_structure = jax.tree.flatten(features)
+            fits = structure == call_structure and all(
+                jnp.shape(x) == jnp.shape(y)
+                for x, y in zip(leaves, call_leaves, strict=True)
+            )
+            agrees = jnp.array(fits)
+            if fits:
+                equal = map(jnp.array_equal, leaves, call_leaves)
+                agrees = jnp.all(jnp.array(list(equal)))
+            recorder = recorder_of_trace(self.recorder_number)
+            if recorder is None:
+                self.features_agree.set_value((agrees,))
+            elif self.path in recorder.agreements:
+                fits = False  # Another copy of the layer has taken the lookup.
+            else:
+                recorder.agreements[self.path] = agrees
+            if fits:
+                return result
+        tables = without_derivative(NO_DERIVATIVE, self.tables.get_value())
         return functional.lookup(tables, features, plan)
-
-    def _take_prefetched(self, features: Any) -> functional.LookupResult | None:
-        """Returns the prefetched lookup if no call of the layer has taken it."""
-        prefetched = self.prefetched.get_value()
-        if not prefetched:
-            return None
-        expected, result = prefetched
-        self.prefetched.set_value(())
-        agrees = have_same_values(expected, features)
-        recorder, path = self._recorder(), self.recorded_as[0]
-        if recorder is None:
-            self.features_agree.set_value((agrees,))
-        elif path in recorder.agreements:  # Another copy has taken it.
-            return None
-        else:
-            recorder.agreements[path] = agrees
-        return result if have_same_shapes(expected, features) else None
-
-    def _recorder(self) -> Recorder | None:
-        """Returns the recorder of calls; None inside an inner transformation."""
-        return None if self.recording == "off" else recorder_of_trace(self.recorded_as)
 
     def _record_call(self, features: Any, plan: EmbeddingPlan) -> Any:
         """Answers a call inside a loss or an exported program, and records it."""
-        given, *inner_calls = self.recorded.get_value()
+        taps_or_tables, *inner_calls = self.recorded.get_value()
         if self.recording == "serving":
-            activations, record = serve(given, features, plan)
+            activations, record = serve(taps_or_tables, features, plan)
         else:
-            recorder, path = self._recorder(), self.recorded_as[0]
-            taps, number = given, len(inner_calls)
-            if recorder is not None:
-                taps, number = recorder.next_taps(path)
-            look_up = functools.partial(self._look_up, features, plan)
+            recorder = recorder_of_trace(self.recorder_number)
+            if recorder is None:
+                taps, number = taps_or_tables, len(inner_calls)
+            else:
+                taps, number = recorder.next_taps(self.path)
             activations, stats, record = answer_call(
-                taps, number, features, plan, look_up
+                taps, number, features, plan, lambda: self._look_up(features, plan)
             )
             if stats is not None:
                 self._keep_stats(stats)
@@ -469,9 +440,9 @@ class TPUEmbedding(ShortRepr):
         Raises:
           ValueError: if an inner transformation would lose it.
         """
-        recorder = self._recorder()
+        recorder = recorder_of_trace(self.recorder_number)
         if recorder is not None:
-            recorder.calls[self.recorded_as[0]].append(record)
+            recorder.calls[self.path].append(record)
             return
         if is_mapped(record):
             raise ValueError(CALL_OUTSIDE)
@@ -492,19 +463,16 @@ class TPUEmbedding(ShortRepr):
 
         Args:
           features: nest like `feature_config`, whose dicts may lack keys.
-          weights: None, or the same nest with weights, or None, per feature.
+          weights: the same nest with weights, or None, per feature.
           serving_config: see a call of the layer.
           samples: `"global"` or this process's samples; see `prepare_features`.
         """
-        plan = self._plan_for(serving_config)
+        plan = self.plan
+        if serving_config is not None:
+            plan = plan.with_features(serving_config)
         return prepare_features(
             features, plan, weights, self.buffer_sizes, samples=samples
         )
-
-    def _plan_for(self, serving_config: Any) -> EmbeddingPlan:
-        if serving_config is None:
-            return self.plan
-        return self.plan.with_features(serving_config)
 
     def embedding_tables(self) -> dict[str, Any]:
         """Returns each table's values, NumPy `[vocabulary_size, dim]`, by name."""
@@ -519,12 +487,12 @@ class TPUEmbedding(ShortRepr):
         Raises:
           TypeError: if `values` is not a dict.
           ValueError: if a table is unknown or an array does not fit; or if an optimizer
-            has made state from the values of these tables, as `adafactor` does. Then
+            derives state from the values of these tables, as `adafactor` does. Then
             call `Optimizer.set_embedding_tables`.
         """
         check_values(values, self.plan)
-        check_no_followers(
-            self.followed_tables & set(values),
+        check_has_slots(
+            self.tables_with_derived_state & set(values),
             "optimizer.set_embedding_tables(model, values)",
         )
         tables, _ = functional.with_table_values(
@@ -542,37 +510,57 @@ class TPUEmbedding(ShortRepr):
         if not is_differentiated():
             return False
         try:
-            self.recording = (
-                "off"  # as it is; Flax rejects this for a layer from outside
-            )
+            # It is off already. Flax rejects the assignment for a layer from outside.
+            self.recording = "off"
         except TraceContextError:
             return False
         return True
 
     def _keep_stats(self, stats: LookupStats) -> None:
-        """Stores the stats, unless a JAX transformation closes over the layer or maps.
+        """Stores the stats, with an entry per stack and feature of the plan.
 
-        A closure cannot change a Flax variable, and `nnx.vmap` would give the counts an
-        axis. The lookup itself works there.
+        The variable keeps its structure, whatever a call looks up, so that a jitted
+        step which reads it is not compiled again.
         """
-        if is_mapped(stats):
+        if is_mapped(stats):  # `nnx.vmap` would give the counts an axis.
             return
+        if stats.out_of_range.keys() != {x.name for x in self.plan.features}:
+            zeros = no_stats(self.plan)
+            if not any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves(stats)):
+                # The counts of an eager lookup are on all devices.
+                zeros = replicate_on_mesh(zeros, self.plan)
+            stats = LookupStats(
+                **{
+                    field.name: {
+                        name: getattr(stats, field.name).get(name, zero)
+                        for name, zero in getattr(zeros, field.name).items()
+                    }
+                    for field in dataclasses.fields(LookupStats)
+                }
+            )
+        # A JAX transformation that closes over the layer cannot change its variables.
         with contextlib.suppress(TraceContextError):
-            self.stats.set_value(stats_of_layer(stats, self.plan))
+            self.stats.set_value(stats)
 
     def start_recording(
-        self, recording: Recording, recorded_as: tuple[str, int], given: Any
+        self,
+        recording: Recording,
+        path: str,
+        recorder_number: int,
+        taps_or_tables: Any,
     ) -> None:
         """Starts recording calls.
 
         Args:
           recording: how calls are answered.
-          recorded_as: path of the layer, and the number of the open recorder.
-          given: taps of the calls inside inner transformations; when serving, whole
-            tables.
+          path: path of the layer.
+          recorder_number: from `open_recorder`.
+          taps_or_tables: taps of the calls inside inner transformations; when serving,
+            whole tables.
         """
-        self.recording, self.recorded_as = recording, recorded_as
-        self.recorded.set_value((given,))
+        self.recording = recording
+        self.path, self.recorder_number = path, recorder_number
+        self.recorded.set_value((taps_or_tables,))
 
     def stop_recording(self, recorder: Recorder) -> LayerCalls:
         """Returns the records of all calls since the start, including calls of copies.
@@ -581,20 +569,20 @@ class TPUEmbedding(ShortRepr):
           recorder: the one that was open.
         """
         _, *inner_calls = self.recorded.get_value()
-        path = self.recorded_as[0]
-        if path in recorder.agreements:
-            agrees = (*self.features_agree.get_value(), recorder.agreements[path])
+        calls = LayerCalls(tuple(recorder.calls[self.path]), tuple(inner_calls))
+        if self.path in recorder.agreements:
+            agrees = (*self.features_agree.get_value(), recorder.agreements[self.path])
             self.features_agree.set_value((jnp.all(jnp.array(agrees)),))
-        self.recording, self.recorded_as = "off", ("", 0)
+        self.recording, self.path, self.recorder_number = "off", "", 0
         self.recorded.set_value(())
         self.prefetched.set_value(())
-        return tuple(recorder.calls[path]), tuple(inner_calls)
+        return calls
 
 
 def _check_arguments(
     pipeline_execution_with_tensor_core: bool, rngs: Any, plan: Any
 ) -> None:
-    """Rejects a layer within Linen modules, and arguments of another type."""
+    """Rejects a layer within Linen modules, and arguments of wrong types."""
     if current_linen_module() is not None:
         raise ValueError(
             "te.TPUEmbedding cannot be made inside a Linen module, such as "

@@ -5,7 +5,7 @@ variables. What a step does with them is the same, and is here.
 """
 
 import dataclasses
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
 import jax
@@ -13,61 +13,12 @@ import jax.numpy as jnp
 
 from tpu_embedding import functional
 from tpu_embedding.functional import steps
-from tpu_embedding.functional.final_table_values import has_averages
 from tpu_embedding.gradients import Gradients, TableGradients, global_norm
 from tpu_embedding.optimizers.probe import LOOKAHEAD
 from tpu_embedding.optimizers.resolve import COLLECTING, find_state
 from tpu_embedding.optimizers.table_rows import model_gradient_context
 from tpu_embedding.plan.plan import EmbeddingPlan
 from tpu_embedding.rows.packed_rows import PackedRows
-
-
-def check_dense_optimizer(
-    opt_state: Any, layers: Iterable[tuple[EmbeddingPlan, Mapping[str, Any]]]
-) -> None:
-    """Rejects a dense optimizer that steps less often than the tables do.
-
-    Args:
-      opt_state: state of the dense optimizer.
-      layers: plan and slots of each layer of the model.
-
-    Raises:
-      ValueError: if dense parameters would wait for several steps, and tables not; or
-        if the optimizer is `optax.lookahead`.
-    """
-    if find_state(opt_state, ("LookaheadState",)):
-        raise ValueError(
-            "The optimizer of the dense parameters must take plain arrays, got "
-            f"{LOOKAHEAD}. Give the optimizer inside of it alone: tx=fast_optimizer."
-        )
-    stacks = [
-        (stack, slots[stack.name])
-        for plan, slots in layers
-        for stack in plan.trained_stacks
-    ]
-    if not stacks:
-        return
-    each_step = [
-        stack
-        for stack, state in stacks
-        if stack.optimizer.gradient_steps == 1 and not find_state(state, COLLECTING)
-    ]
-    collecting = find_state(opt_state, COLLECTING)
-    if collecting and each_step:
-        raise ValueError(
-            "The optimizer of the dense parameters must step with each update, as "
-            f"table {each_step[0].tables[0].name!r} does, got one that collects the "
-            f"gradients of several updates ({collecting}), such as optax.MultiSteps. "
-            "Give the optimizer inside of it, add the gradients of the micro-batches, "
-            "and update once:\n"
-            "  parts = [te.value_and_grad(loss_fn)(model, *x)[1] for x in batches]\n"
-            "  total = te.gradients.add(*parts)\n"
-            "  gradients = te.gradients.scale(total, 1 / len(parts))\n"
-            "  optimizer.update(model, gradients)\n"
-            "Or let the tables wait as well: te.optimizers.every_row(rule, "
-            "gradient_steps=4)."
-        )
-
 
 _Result = TypeVar("_Result")
 
@@ -92,12 +43,49 @@ ModelSlots = dict[str, Any]
 """Path of each layer in the model to the slot variables of its stacks."""
 
 
-def init_model_slots(layers: ModelTables) -> ModelSlots:
-    """Returns the slot variables before the first step."""
-    return {
+def init_model_slots(layers: ModelTables, opt_state: Any) -> ModelSlots:
+    """Returns the slot variables before the first step.
+
+    Args:
+      layers: tables of the model.
+      opt_state: state of the optimizer of the dense parameters.
+
+    Raises:
+      ValueError: if dense parameters would wait for several steps, and tables would
+        not; or if the dense optimizer is `optax.lookahead`.
+    """
+    if find_state(opt_state, ("LookaheadState",)):
+        raise ValueError(
+            "The optimizer of the dense parameters must take plain arrays, got "
+            f"{LOOKAHEAD}. Give the optimizer inside of it alone: tx=fast_optimizer."
+        )
+    slots = {
         path: functional.init_slots(tables.stacks, tables.plan)
         for path, tables in layers.items()
     }
+    each_step = [
+        stack
+        for path, tables in layers.items()
+        for stack in tables.plan.trained_stacks
+        if stack.optimizer.gradient_steps == 1
+        and not find_state(slots[path][stack.name], COLLECTING)
+    ]
+    collecting = find_state(opt_state, COLLECTING)
+    if collecting and each_step:
+        raise ValueError(
+            "The optimizer of the dense parameters must step with each update, as "
+            f"table {each_step[0].tables[0].name!r} does, got one that collects the "
+            f"gradients of several updates ({collecting}), such as optax.MultiSteps. "
+            "Give the optimizer inside of it, add the gradients of the micro-batches, "
+            "and update once:\n"
+            "  parts = [te.value_and_grad(loss_fn)(model, *x)[1] for x in batches]\n"
+            "  total = te.gradients.add(*parts)\n"
+            "  gradients = te.gradients.scale(total, 1 / len(parts))\n"
+            "  optimizer.update(model, gradients)\n"
+            "Or let the tables wait as well: te.optimizers.every_row(rule, "
+            "gradient_steps=4)."
+        )
+    return slots
 
 
 def apply_model_gradients(
@@ -111,15 +99,16 @@ def apply_model_gradients(
     Args:
       layers: tables of the model.
       slots: slot variables of all layers.
-      gradients: of the whole model. A layer without gradients takes the step, too.
+      gradients: of the whole model. A layer without gradients also takes the step.
       update_dense: updates the dense parameters. An optimizer with `global_clipnorm`
         may ask for the norm of the model in it.
 
     Returns:
       New stacks and slot variables by layer, and the result of `update_dense`.
     """
-    asks = any(steps.takes_model_norm(tables.plan) for tables in layers.values())
-    norm = global_norm(gradients) if asks else None
+    norm = None
+    if any(steps.takes_model_norm(tables.plan) for tables in layers.values()):
+        norm = global_norm(gradients)
     with model_gradient_context(lambda: jnp.square(global_norm(gradients))):
         result = update_dense()
     updated = {
@@ -132,58 +121,73 @@ def apply_model_gradients(
         )
         for path, tables in layers.items()
     }
-    stacks = {path: of_layer for path, (of_layer, _) in updated.items()}
+    stacks = {path: new_stacks for path, (new_stacks, _) in updated.items()}
     return stacks, {path: new_slots for path, (_, new_slots) in updated.items()}, result
 
 
 def check_gradients(gradients: Any, owner: str, compute: str, line: str) -> Gradients:
-    """Returns the gradients; rejects those that lack the tables'.
+    """Returns the gradients; rejects gradients that lack the tables.
 
     Args:
       gradients: what the user gives.
       owner: the method that takes them.
-      compute: the line that computes gradients of tables, too.
+      compute: the line that computes gradients of dense parameters and tables.
       line: the line that calls the method.
 
     Raises:
-      TypeError: if they are no `Gradients`.
+      TypeError: if they are not `Gradients`.
     """
     if not isinstance(gradients, Gradients):
         name = "nothing" if gradients is None else type(gradients).__name__
         raise TypeError(
             f"{owner} needs the gradients of value_and_grad as second argument, got "
-            f"{name}, which lacks those of the tables. Write\n"
+            f"{name}, which lacks the gradients of the tables. Write\n"
             f"  {compute}\n  {line}"
         )
     return gradients
 
 
-def layer_of_new_ids(
-    layers: Mapping[str, EmbeddingPlan], path: str | None, owner: str
-) -> str:
-    """Returns the path of the layer whose new ids get rows.
+def insert_model_ids(
+    layers: ModelTables,
+    slots: Mapping[str, Any],
+    features: Any,
+    path: str | None,
+    now: Any,
+    owner: str,
+) -> tuple[str, Any]:
+    """Gives rows to new ids of one layer; see `tpu_embedding.functional.insert_ids`.
 
     Args:
-      layers: path to the plan of each layer.
-      path: what the user gives; None: the only layer with a table of such ids.
-      owner: the method that is called, and the vocabulary that it is for.
+      layers: tables of the model.
+      slots: slot variables of all layers.
+      features: batch of the layer.
+      path: path of the layer. Defaults to the only layer with tables of such ids.
+      now: clock of the step.
+      owner: the method that is called.
+
+    Returns:
+      Path of the layer, and the result of `insert_ids`.
 
     Raises:
-      ValueError: if no layer with such a table has the path, or several do.
+      ValueError: if no layer with such a table has the path, or several could be meant.
     """
     fitting = [
         path
-        for path, plan in layers.items()
-        if not all(stack.vocabulary.ids_are_rows for stack in plan.stacks)
+        for path, tables in layers.items()
+        if not all(stack.vocabulary.ids_are_rows for stack in tables.plan.stacks)
     ]
     if path is None and len(fitting) == 1:
-        return fitting[0]
+        (path,) = fitting
     if path not in fitting:
         raise ValueError(
-            f"{owner}: layer must be the path of a layer with such a table, one of "
-            f"{fitting}, got {path!r}; None is for a single one."
+            f"{owner}, for te.Dynamic vocabularies: layer must be the path of a layer "
+            f"with such a table, one of {fitting}, got {path!r}; None is for a single "
+            "one."
         )
-    return path
+    tables = layers[path]
+    return path, functional.insert_ids(
+        tables.stacks, slots[path], features, tables.plan, now
+    )
 
 
 def finalize_model_values(
@@ -191,8 +195,8 @@ def finalize_model_values(
 ) -> tuple[dict[str, dict[str, PackedRows]], ModelSlots, Any, Any]:
     """Returns the moving averages of a model as its values, after training.
 
-    Tables and dense parameters whose optimizer keeps no averages stay as they are. In
-    Keras, too, the call does nothing without `use_ema`.
+    Tables and dense parameters without averages stay as they are. In Keras, the call
+    also does nothing without `use_ema`.
 
     Args:
       layers: tables of the model.
@@ -203,13 +207,10 @@ def finalize_model_values(
     Returns:
       New stacks and slot variables by layer, dense parameters, and their state.
     """
-    stacks = {path: tables.stacks for path, tables in layers.items()}
-    new_slots = dict(slots)
+    stacks, new_slots = {}, {}
     for path, tables in layers.items():
-        if has_averages(slots[path]):
-            stacks[path], new_slots[path] = functional.finalize_variable_values(
-                tables.stacks, slots[path], tables.plan
-            )
-    if has_averages(opt_state):
-        params, opt_state = functional.finalize_variable_values(params, opt_state)
+        stacks[path], new_slots[path] = functional.finalize_variable_values(
+            tables.stacks, slots[path], tables.plan
+        )
+    params, opt_state = functional.finalize_variable_values(params, opt_state)
     return stacks, new_slots, params, opt_state

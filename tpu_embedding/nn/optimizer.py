@@ -7,10 +7,9 @@ import jax
 import optax
 from flax import nnx
 
-from tpu_embedding import functional
 from tpu_embedding.argument_checks import check_mapping, right_names
-from tpu_embedding.functional.following_slots import (
-    tables_with_followers,
+from tpu_embedding.functional.derived_state import (
+    tables_with_derived_state,
     with_table_values,
 )
 from tpu_embedding.gradients import Gradients
@@ -18,11 +17,10 @@ from tpu_embedding.nn.embedding import ShortRepr, TPUEmbedding
 from tpu_embedding.nn.model_tables import (
     LayerTables,
     apply_model_gradients,
-    check_dense_optimizer,
     check_gradients,
     finalize_model_values,
     init_model_slots,
-    layer_of_new_ids,
+    insert_model_ids,
 )
 from tpu_embedding.nn.training import (
     check_filter,
@@ -84,13 +82,10 @@ class Optimizer(ShortRepr):
         put_on_mesh(model, plan)
         self.dense = nnx.Optimizer(model, tx, wrt=wrt)
         self.plans = tuple((path, layer.plan) for path, layer in layers.items())
-        self.slots = SlotVariables(init_model_slots(_tables_of(layers)))
-        check_dense_optimizer(
-            self.dense.opt_state,
-            [(plan, self.slots.get_value()[path]) for path, plan in self.plans],
-        )
+        slots = init_model_slots(_tables_of(layers), self.dense.opt_state)
+        self.slots = SlotVariables(slots)
         for layer in layers.values():
-            layer.followed_tables |= tables_with_followers(layer.plan)
+            layer.tables_with_derived_state |= tables_with_derived_state(layer.plan)
         put_on_mesh(self, plan)
 
     @property
@@ -125,7 +120,7 @@ class Optimizer(ShortRepr):
           gradients: from `tpu_embedding.value_and_grad`.
 
         Raises:
-          TypeError: if the gradients are those of `nnx.grad`, which lack the tables.
+          TypeError: if the gradients come from `nnx.grad`, which leaves tables out.
           ValueError: if model, optimizer and gradients have different layers.
         """
         gradients = check_gradients(
@@ -138,7 +133,8 @@ class Optimizer(ShortRepr):
         if set(layers) != set(gradients.tables):
             raise ValueError(
                 "Optimizer.update needs the gradients of the model, with layers "
-                f"{sorted(layers)}, got those of layers {sorted(gradients.tables)}."
+                f"{sorted(layers)}, got gradients of layers "
+                f"{sorted(gradients.tables)}."
             )
         stacks, slots, _ = apply_model_gradients(
             _tables_of(layers),
@@ -166,9 +162,9 @@ class Optimizer(ShortRepr):
         Args:
           model: the one this optimizer was made for; it changes in place.
           features: batch of the layer, from its `prepare`.
-          layer: path of the layer; None: the only one with dynamic tables.
-          now: clock of the step, an integer from 1 to 2**32 - 1. None: the number of
-            the step. See `tpu_embedding.functional.insert_ids`.
+          layer: path of the layer. Defaults to the only one with dynamic tables.
+          now: clock of the step, an integer from 1 to 2**32 - 1. Defaults to the number
+            of the step. See `tpu_embedding.functional.insert_ids`.
 
         Returns:
           The batch with row numbers for features of dynamic tables, which the layer
@@ -189,15 +185,12 @@ class Optimizer(ShortRepr):
           >>> optimizer.update(model, grads)
         """
         layers, slots = self._layers_and_slots(model, "insert_ids")
-        owner = "Optimizer.insert_ids, for te.Dynamic vocabularies"
-        path = layer_of_new_ids(dict(self.plans), layer, owner)
-        of_layer = layers[path]
-        result = functional.insert_ids(
-            of_layer.tables.get_value(), slots[path], features, of_layer.plan, now
+        path, result = insert_model_ids(
+            _tables_of(layers), slots, features, layer, now, "Optimizer.insert_ids"
         )
-        of_layer.tables.set_value(result.tables)
-        stats = of_layer.dynamic_stats.get_value() | result.stats
-        of_layer.dynamic_stats.set_value(stats)
+        layers[path].tables.set_value(result.tables)
+        stats = layers[path].dynamic_stats
+        stats.set_value(stats.get_value() | result.stats)
         self.slots.set_value(slots | {path: result.slots})
         return result.features
 
@@ -224,28 +217,31 @@ class Optimizer(ShortRepr):
         """
         layers, slots = self._layers_and_slots(model, "finalize_variable_values")
         params = nnx.state(model, self.dense.wrt)
-        stacks, slots, new_params, opt_state = finalize_model_values(
-            _tables_of(layers),
-            slots,
-            _arrays(params),
-            _arrays(self.dense.opt_state),
+        variables, structure = jax.tree.flatten(
+            (params, self.dense.opt_state),
+            is_leaf=lambda x: isinstance(x, nnx.Variable),
+        )
+        arrays = [variable.get_value() for variable in variables]
+        stacks, slots, *dense = finalize_model_values(
+            _tables_of(layers), slots, *structure.unflatten(arrays)
         )
         for path, layer in layers.items():
             layer.tables.set_value(stacks[path])
         self.slots.set_value(slots)
-        _set_arrays(params, new_params)
+        arrays = structure.flatten_up_to(tuple(dense))
+        for variable, array in zip(variables, arrays, strict=True):
+            variable.set_value(array)
         nnx.update(model, params)
-        _set_arrays(self.dense.opt_state, opt_state)
 
     def set_hyperparameters(self, **values: Any) -> None:
         """Changes hyper-parameters of the tables' optimizers without a recompilation.
 
         Args:
-          **values: see `tpu_embedding.optimizers.with_hyperparameters`; those of the
-            dense optimizer are in `dense.opt_state`.
+          **values: see `tpu_embedding.optimizers.with_hyperparameters`. The
+            hyper-parameters of the dense optimizer are in `dense.opt_state`.
 
         Raises:
-          ValueError: if no table's optimizer has one of that name.
+          ValueError: if tables' optimizers lack such a hyper-parameter.
 
         Example:
           >>> import tpu_embedding as te
@@ -281,18 +277,18 @@ class Optimizer(ShortRepr):
         """
         keys, slots = self._table_keys(), self.slots.get_value()
         return {
-            keys[path, name]: of_table
+            keys[path, name]: table_slots
             for path, plan in self.plans
-            for name, of_table in slot_values(slots[path], plan, parts).items()
+            for name, table_slots in slot_values(slots[path], plan, parts).items()
         }
 
     def set_embedding_tables(
         self, model: nnx.Module, values: Mapping[str, Any]
     ) -> None:
-        """Replaces the values of some tables, and the state that was made from them.
+        """Replaces the values of some tables, and restarts the state derived from them.
 
-        Moving averages and Adafactor's scale of a table follow the new values. All
-        other slot variables stay. Rows whose values do not change keep their averages.
+        The moving averages of all their rows, and Adafactor's scale of a table, restart
+        from the new values. All other slot variables stay.
 
         Args:
           model: the one this optimizer was made for; it changes in place.
@@ -300,7 +296,7 @@ class Optimizer(ShortRepr):
             tables of one name, their keys are `"path of the layer/table name"`.
 
         Raises:
-          TypeError: if `values` is no dict.
+          TypeError: if `values` is not a dict.
           ValueError: if a table is unknown, or an array or the model does not fit.
 
         Example:
@@ -333,8 +329,8 @@ class Optimizer(ShortRepr):
           values: result of `slot_values`; tables and slots may be missing.
 
         Raises:
-          TypeError: if `values`, or those of a table, are no dict.
-          ValueError: if a table or slot is unknown, or a value is no array of real
+          TypeError: if `values`, or a table's values, are not a dict.
+          ValueError: if a table or slot is unknown, or a value is not an array of real
             numbers of its shape.
         """
         line = "values={'movie': {'accumulators': array}}, by table and slot name"
@@ -348,7 +344,7 @@ class Optimizer(ShortRepr):
     def _layers_and_slots(
         self, model: nnx.Module, method: str
     ) -> tuple[dict[str, TPUEmbedding], dict[str, Any]]:
-        """Returns the layers of a model, and slots by layer; rejects another model."""
+        """Returns the layers of a model, and slots by layer; rejects a wrong model."""
         layers, slots = embedding_layers(model), dict(self.slots.get_value())
         if set(layers) != set(slots):
             raise ValueError(
@@ -375,16 +371,16 @@ class Optimizer(ShortRepr):
 
     def _table_keys(self) -> dict[tuple[str, str], str]:
         """Returns the shortest key of each table, by layer and name."""
-        found = [
+        paths_and_names = [
             (path, table.name)
             for path, plan in self.plans
             for stack in plan.stacks
             for table in stack.tables
         ]
-        names = [name for _, name in found]
+        names = [name for _, name in paths_and_names]
         return {
             (path, name): name if names.count(name) == 1 else f"{path}/{name}"
-            for path, name in found
+            for path, name in paths_and_names
         }
 
 
@@ -393,24 +389,3 @@ def _tables_of(layers: Mapping[str, TPUEmbedding]) -> dict[str, LayerTables]:
         path: LayerTables(layer.tables.get_value(), layer.plan)
         for path, layer in layers.items()
     }
-
-
-def _arrays(tree: Any) -> Any:
-    """Returns a pytree with the values of variables in the place of these."""
-    return jax.tree.map(
-        lambda x: x.get_value() if isinstance(x, nnx.Variable) else x,
-        tree,
-        is_leaf=_is_variable,
-    )
-
-
-def _set_arrays(tree: Any, values: Any) -> None:
-    """Sets the variables of a pytree to the values of another one."""
-    variables, structure = jax.tree.flatten(tree, is_leaf=_is_variable)
-    new = structure.flatten_up_to(values)
-    for variable, value in zip(variables, new, strict=True):
-        variable.set_value(value)
-
-
-def _is_variable(value: Any) -> bool:
-    return isinstance(value, nnx.Variable)

@@ -80,14 +80,14 @@ def set_each_step(
 
     @functools.wraps(step, updated=())
     def step_with_values(*args: Any, **kwargs: Any) -> Any:
-        given = [*args, *kwargs.values()]
-        if not any(map(_has_optimizers, given)):
+        arguments = [*args, *kwargs.values()]
+        if not any(map(_has_optimizers, arguments)):
             raise TypeError(
                 "te.nn.set_each_step: the step must be called with a te.Optimizer or "
                 "a te.linen.TrainState, whose tables have the hyper-parameters, got "
-                f"{[type(x).__name__ for x in given]}."
+                f"{[type(x).__name__ for x in arguments]}."
             )
-        if any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves(given)):
+        if any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves(arguments)):
             raise TypeError(
                 "te.nn.set_each_step: its step must be called outside of jit, which "
                 f"would call {', '.join(functions)} once, while it compiles, and keep "
@@ -105,23 +105,22 @@ def set_each_step(
 
 def _with_values(argument: Any, values: dict[str, Any]) -> Any:
     """Returns an argument of a step, with new values if it has optimizers of tables."""
-    if not _has_optimizers(argument):
-        return argument
-    if hasattr(argument, "set_hyperparameters"):
+    if isinstance(argument, Optimizer):
         argument.set_hyperparameters(**values)
-        return argument
-    return argument.with_hyperparameters(**values)
+    elif _has_optimizers(argument):
+        return argument.with_hyperparameters(**values)
+    return argument
 
 
 def _has_optimizers(argument: Any) -> bool:
     """Returns True for an `Optimizer`, and for a `TrainState` of Linen."""
-    methods = ("set_hyperparameters", "with_hyperparameters")
-    return any(hasattr(type(argument), method) for method in methods)
+    is_train_state = hasattr(type(argument), "with_hyperparameters")
+    return isinstance(argument, Optimizer) or is_train_state
 
 
 def _check_takes_nothing(name: str, function: Any) -> None:
     """Raises TypeError for a value that cannot be called without arguments."""
-    way_out = "set a number by optimizer.set_hyperparameters"
+    fix = "set a number with optimizer.set_hyperparameters"
     if callable(function):
         try:
             inspect.signature(function).bind()
@@ -129,10 +128,10 @@ def _check_takes_nothing(name: str, function: Any) -> None:
         except ValueError:  # A builtin may have no signature.
             return
         except TypeError:
-            way_out = "give a function of the step to the optimizer, as its schedule"
+            fix = "pass a function of the step to the optimizer, as its schedule"
     raise TypeError(
         f"te.nn.set_each_step: {name} must be a function without arguments, got "
-        f"{function!r}; {way_out}."
+        f"{function!r}; {fix}."
     )
 
 
@@ -145,8 +144,8 @@ class PipelinedTrainStep:
     """A train step that begins the lookup of the next batch.
 
     Each call trains on a batch, returns the loss of that batch, and begins the lookup
-    of the batch after it. In mode `"exact"`, model and optimizer are those of a plain
-    loop after every call.
+    of the batch after it. In mode `"exact"`, model and optimizer equal a plain loop's
+    after every call.
 
     Call it outside of `jit`: it compiles the step itself, and donates model and
     optimizer. A steady stream of batches compiles three programs: one that begins the
@@ -197,7 +196,7 @@ class PipelinedTrainStep:
           wrt: filter of the dense parameters.
           has_aux: True if `loss_fn` returns a second value.
           transform_gradients: applied before the update, such as
-            `lambda g: te.gradients.clip_by_global_norm(g, 1.0)`; None: nothing.
+            `lambda g: te.gradients.clip_by_global_norm(g, 1.0)`.
 
         Raises:
           ValueError: if the mode is unknown.
@@ -228,76 +227,59 @@ class PipelinedTrainStep:
             buffers must copy them: two batches are alive at a time.
           next_batch: the batch of the next call. None finishes: after the last batch,
             and before something else changes the model. In mode `"stale"`, the rows
-            of `next_batch` are those of the tables in this call.
+            of `next_batch` come from the tables as they are in this call.
 
         Returns:
           The loss of `batch` before the update, or `(loss, aux)`.
 
         Raises:
-          ValueError: if `batch` is another one than the call before announced; if the
+          ValueError: if `batch` is not the batch that the call before announced; if the
             loss gives other features to a layer than `features_of` returns, which the
-            first call checks; or if a batch is in flight for another model, or, in mode
-            `"stale"`, if something else has changed the optimizer since. Tables that
-            were set since are not noticed: the batch in flight has the old rows.
+            first call checks; or, in mode `"stale"`, if the batch in flight is for
+            another optimizer, or something else has changed the optimizer since. Tables
+            that were set since are not noticed: the batch in flight has the old rows.
         """
         begin, advance = self._compile_lazily(model, optimizer)
-        if self._pending is None:
-            own = jax.tree.map(_own_copy, batch)
-            graph, state = nnx.split((model, optimizer))
-            self._check_features(graph, state, own)
-            in_flight = begin(graph, state, own)
-        else:
-            self._check_pending(self._pending, model, optimizer, batch)
-            _, own, in_flight, _ = self._pending
-        own_next = jax.tree.map(_own_copy, next_batch)
         graph, state = nnx.split((model, optimizer))
-        state, next_in_flight, result = advance(graph, state, in_flight, own, own_next)
+        if self._pending is None:
+            own_batch = jax.tree.map(_own_copy, batch)
+            in_flight, agreements = begin(graph, state, own_batch)
+            _check_agreements(agreements)
+        else:
+            self._check_pending(self._pending, optimizer, batch)
+            _, own_batch, in_flight, _ = self._pending
+        own_next_batch = jax.tree.map(_own_copy, next_batch)
+        state, next_in_flight, result = advance(
+            graph, state, in_flight, own_batch, own_next_batch
+        )
         nnx.update((model, optimizer), state)
         self._pending = None
         if next_batch is not None:
-            owners = (model, optimizer, optimizer.dense.step.get_value())
-            self._pending = _Pending(next_batch, own_next, next_in_flight, owners)
+            num_steps = optimizer.dense.step.get_value()
+            self._pending = _Pending(
+                next_batch, own_next_batch, next_in_flight, num_steps
+            )
         return result
 
-    def _check_features(self, graph: Any, state: Any, batch: Any) -> None:
-        """Rejects a loss that gives other features to a layer than `features_of`."""
-        check = jax.jit(self._features_agree, static_argnums=0)
-        for path, agree in check(graph, state, batch).items():
-            if not agree:
-                raise ValueError(
-                    "PipelinedTrainStep's features_of must return the features with "
-                    f"which the loss calls the layer {path!r}, got others, or the loss "
-                    "does not call it. Weights belong to the features: te.DenseIds("
-                    "ids=..., weights=...). Features that depend on activations, on "
-                    "parameters or on random numbers are not there when the next "
-                    "lookup begins: use te.value_and_grad for such a model."
-                )
-
     def _check_pending(
-        self, pending: "_Pending", model: nnx.Module, optimizer: Optimizer, batch: Any
+        self, pending: "_Pending", optimizer: Optimizer, batch: Any
     ) -> None:
-        """Rejects another batch or model than the call before announced."""
+        """Rejects a batch that the call before did not announce, and stale rows."""
         if pending.announced is not batch:
             raise ValueError(
                 "PipelinedTrainStep must be called with the batch that the call before "
-                "got as next_batch, got another one. Keep one object per batch:\n"
-                "  for batch, next_batch in itertools.pairwise([*batches, None]):\n"
+                "got as next_batch, got a different object. Keep one object per batch:"
+                "\n  for batch, next_batch in itertools.pairwise([*batches, None]):\n"
                 "      loss = step(model, optimizer, batch, next_batch)\n"
                 "To drop the announced batch, make a new PipelinedTrainStep."
             )
-        of_model, of_optimizer, num_steps = pending.owners
-        if of_model is not model or of_optimizer is not optimizer:
-            raise ValueError(
-                "PipelinedTrainStep has a batch in flight for another model or "
-                "optimizer than it got. Finish with those first, by next_batch=None, "
-                "or make one PipelinedTrainStep per model."
-            )
-        is_same = optimizer.dense.step.get_value() is num_steps
+        # Each update makes a new array.
+        is_same = optimizer.dense.step.get_value() is pending.num_steps
         if self._mode == "stale" and not is_same:
             raise ValueError(
-                "PipelinedTrainStep with mode='stale' has rows in flight, and "
-                "something else has changed the optimizer since, such as "
-                "Optimizer.update or a restored checkpoint. Give next_batch=None "
+                "PipelinedTrainStep with mode='stale' has rows in flight for another "
+                "optimizer, or something else has changed the optimizer since, such as "
+                "Optimizer.update or a restored checkpoint. Pass next_batch=None "
                 "before such a change. To go on without the batch in flight, make a "
                 "new PipelinedTrainStep."
             )
@@ -345,11 +327,23 @@ class PipelinedTrainStep:
         self._jitted[structure] = jit(self._begin), advance
         return self._jitted[structure]
 
-    def _begin(self, graph: nnx.GraphDef, state: nnx.State, batch: Any) -> InFlight:
-        """Begins the lookup of a batch, without a step."""
+    def _begin(
+        self, graph: nnx.GraphDef, state: nnx.State, batch: Any
+    ) -> tuple[InFlight, dict[str, Any]]:
+        """Begins the lookup of a batch, without a step.
+
+        Returns:
+          What is in flight; and path of each layer to whether the loss calls it with
+          the features of the batch. XLA removes all of the loss that does not lead to
+          features. Only its prints run.
+        """
         model, _ = nnx.merge(graph, state)
         routed = self._route(model, batch)
-        return routed if self._mode == "exact" else _read(model, routed)
+        lookups = _read(model, routed)
+        self._compute_with(model, batch, lookups)
+        agreements = _take_agreements(model)
+        in_flight = routed if self._mode == "exact" else lookups
+        return in_flight, {path: agreements[path] for path in routed}
 
     def _advance(
         self,
@@ -377,43 +371,26 @@ class PipelinedTrainStep:
         if self._mode == "exact":
             in_flight = _read(model, in_flight)
         else:
-            begun = _read_before_update(model, begun)
-        self._prefetch(model, batch, in_flight)
-        result, gradients = self._compute(model, batch)
-        self._take_agreements(model)
+            # The update waits for the read. Otherwise XLA may write rows before it
+            # reads them, into a copy of the whole table.
+            layers = embedding_layers(model)
+            tables = {path: layers[path].tables.get_value() for path in begun}
+            tables, begun = read_before_write((tables, _read(model, begun)))
+            for path, stacks in tables.items():
+                layers[path].tables.set_value(stacks)
+        result, gradients = self._compute_with(model, batch, in_flight)
+        _take_agreements(model)
         if self._transform_gradients is not None:
             gradients = self._transform_gradients(gradients)
         optimizer.update(model, gradients)
         return nnx.state((model, optimizer)), begun, result
 
-    def _features_agree(
-        self, graph: nnx.GraphDef, state: nnx.State, batch: Any
-    ) -> dict[str, Any]:
-        """Returns for each layer if the loss calls it with `features_of(batch)`.
-
-        XLA removes all of the loss that does not lead to features. Only its prints run.
-        """
-        model, _ = nnx.merge(graph, state)
-        lookups = _read(model, self._route(model, batch))
-        self._prefetch(model, batch, lookups)
-        self._compute(model, batch)
-        found = self._take_agreements(model)
-        # Empty if no call has taken the result.
-        return {path: found[path][0] if found[path] else False for path in lookups}
-
-    def _take_agreements(self, model: nnx.Module) -> dict[str, tuple[Any, ...]]:
-        """Returns if the layers' calls had the prefetched features, and forgets it."""
-        layers = embedding_layers(model)
-        found = {path: each.features_agree.get_value() for path, each in layers.items()}
-        for layer in layers.values():
-            layer.features_agree.set_value(())
-        return found
-
-    def _prefetch(self, model: nnx.Module, batch: Any, lookups: InFlight) -> None:
-        """Gives the layers the lookups of a batch."""
+    def _compute_with(self, model: nnx.Module, batch: Any, lookups: InFlight) -> Any:
+        """Returns the loss of a batch and its gradients, with prefetched lookups."""
         layers = embedding_layers(model)
         for path, features in self._features(model, batch).items():
             layers[path].prefetched.set_value((features, lookups[path]))
+        return self._compute(model, batch)
 
     def _features(self, model: nnx.Module, batch: Any) -> dict[str, Any]:
         """Returns the features that are looked up early, by the path of the layer."""
@@ -445,18 +422,42 @@ class _Pending(NamedTuple):
       announced: the batch, as the user gave it.
       batch: for the loss, with copies of host memory.
       in_flight: what the program returned for it.
-      owners: model, optimizer, and its count of steps.
+      num_steps: the optimizer's count of steps, the array itself.
     """
 
     announced: Any
     batch: Any
     in_flight: InFlight
-    owners: tuple[nnx.Module, Optimizer, jax.Array]
+    num_steps: jax.Array
 
 
 def _own_copy(leaf: Any) -> Any:
     # The next call reads the batch again; its array may change until then.
     return np.array(leaf) if isinstance(leaf, np.ndarray) else leaf
+
+
+def _check_agreements(agreements: Mapping[str, Any]) -> None:
+    """Rejects a loss that calls a layer without the features of `features_of`."""
+    for path, agrees in agreements.items():
+        if not agrees:
+            raise ValueError(
+                "PipelinedTrainStep's features_of must return the features with "
+                f"which the loss calls the layer {path!r}, got others, or the loss "
+                "does not call it. Weights belong to the features: te.DenseIds("
+                "ids=..., weights=...). Features that depend on activations, on "
+                "parameters or on random numbers are not there when the next "
+                "lookup begins: use te.value_and_grad for such a model."
+            )
+
+
+def _take_agreements(model: nnx.Module) -> dict[str, Any]:
+    """Returns whether layers were called with the prefetched features; clears it."""
+    agreements = {}
+    for path, layer in embedding_layers(model).items():
+        # Empty if the loss has not called the layer.
+        (agreements[path],) = layer.features_agree.get_value() or (False,)
+        layer.features_agree.set_value(())
+    return agreements
 
 
 def _read(model: nnx.Module, routed: InFlight) -> InFlight:
@@ -472,19 +473,5 @@ def _read(model: nnx.Module, routed: InFlight) -> InFlight:
 
 
 def _by_sample(tree: Any, plan: EmbeddingPlan) -> Any:
-    """Keeps arrays of samples on the devices of these, between two programs."""
+    """Keeps arrays of samples on their devices between two programs."""
     return jax.tree.map(lambda leaf: constrain_samples(leaf, plan), tree)
-
-
-def _read_before_update(model: nnx.Module, routed: InFlight) -> InFlight:
-    """Reads rows; an update of the model's tables waits for it.
-
-    Without this order, XLA may write rows before it reads them, into a copy of the
-    whole table.
-    """
-    layers = embedding_layers(model)
-    tables = {path: layers[path].tables.get_value() for path in routed}
-    tables, lookups = read_before_write((tables, _read(model, routed)))
-    for path, of_layer in tables.items():
-        layers[path].tables.set_value(of_layer)
-    return lookups

@@ -17,8 +17,9 @@ of the trace: there the NNX layer numbers and keeps its records in a variable.
 import contextlib
 import contextvars
 import functools
+import itertools
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -58,9 +59,17 @@ UNEQUAL_RUNS: Final = (
     "calls. Let arguments of the loss decide, not Python variables that it changes."
 )
 
-LayerCalls = tuple[tuple[Any, ...], tuple[Any, ...]]
-"""Something per call of a layer: calls of the loss itself, then those inside inner
-transformations."""
+
+class LayerCalls(NamedTuple):
+    """A value per call of a layer: a tap, its derivative, or a record.
+
+    Attributes:
+      outer: calls of the loss itself.
+      inner: calls inside inner transformations.
+    """
+
+    outer: tuple[Any, ...]
+    inner: tuple[Any, ...]
 
 
 class Recorder:
@@ -69,9 +78,10 @@ class Recorder:
     Attributes:
       taps: path of each layer to the taps of its calls. None in the run that finds
         their shapes, and when a method is served.
-      calls: path of each layer to the records of its calls, without those inside inner
+      calls: path of each layer to the records of its calls, except calls inside inner
         transformations.
-      agreements: path to whether a call had the features of its prefetched lookup.
+      agreements: path of each layer whose prefetched lookup a call has taken, to
+        whether the call had the same features.
     """
 
     def __init__(self, paths: Iterable[str], taps: dict[str, LayerCalls] | None):
@@ -86,7 +96,7 @@ class Recorder:
 
     def next_taps(self, path: str) -> tuple[tuple[Any, ...] | None, int]:
         """Returns the taps of a layer's calls, and the number of the next call."""
-        taps = None if self.taps is None else self.taps[path][0]
+        taps = None if self.taps is None else self.taps[path].outer
         return taps, len(self.calls[path])
 
 
@@ -112,13 +122,12 @@ def open_recorder(
         _OPEN_RECORDERS.reset(token)
 
 
-def recorder_of_trace(recorded_as: tuple[str, int]) -> Recorder | None:
-    """Returns the open recorder of a layer; None inside an inner transformation.
+def recorder_of_trace(number: int) -> Recorder | None:
+    """Returns the open recorder with a number. Returns None in an inner transformation.
 
     Args:
-      recorded_as: path of the layer, and the number of the recorder.
+      number: from `open_recorder`.
     """
-    _, number = recorded_as
     open_recorders = _OPEN_RECORDERS.get()
     if number < len(open_recorders) and open_recorders[number].is_current():
         return open_recorders[number]
@@ -149,18 +158,20 @@ def differentiate(
     """
     with user_mesh(plans.values()):
         taps = zeros_like(_find_calls(run, dense, tables))
-
-        def tapped(dense: Any, taps: Any) -> Any:
-            return run(dense, tables, taps)
-
-        compute = jax.value_and_grad(tapped, argnums=(0, 1), has_aux=True)
-        (loss, (aux, calls)), (by_dense, cotangents) = compute(dense, taps)
+        compute = jax.value_and_grad(run, argnums=(0, 2), has_aux=True)
+        (loss, (aux, calls)), (by_dense, by_taps) = compute(dense, tables, taps)
         if _num_calls(calls) != _num_calls(taps):
             raise ValueError(UNEQUAL_RUNS)
-        gradients = {
-            path: add_calls(calls[path], cotangents[path], plan)
-            for path, plan in plans.items()
-        }
+        gradients = {}
+        for path, plan in plans.items():
+            routings, cotangents = (itertools.chain(*x[path]) for x in (calls, by_taps))
+            call_gradients = [
+                steps.compute_gradients(routing, cotangent, plan)
+                for routing, cotangent in zip(routings, cotangents, strict=True)
+            ]
+            gradients[path] = TableGradients({}, plan)
+            if call_gradients:
+                gradients[path] = add(*call_gradients)
     return loss, aux, Gradients(dense=by_dense, tables=gradients)
 
 
@@ -176,27 +187,28 @@ def _find_calls(
     def find(dense: Any, tables: Any) -> Any:
         def loss_and_calls(tables: Any) -> Any:
             loss, (_, calls) = run(dense, tables, None)
-            return without_derivative(loss, READ_WITHOUT_LOOKUP), calls
+            return without_derivative(READ_WITHOUT_LOOKUP, loss), calls
 
-        tangents = jax.tree.map(_any_tangent, tables)
+        tangents = jax.tree.map(
+            lambda leaf: (
+                leaf
+                if jnp.issubdtype(leaf.dtype, jnp.inexact)
+                else np.zeros(leaf.shape, jax.dtypes.float0)
+            ),
+            tables,
+        )
         return jax.jvp(loss_and_calls, (tables,), (tangents,), has_aux=True)[2]
 
     traced = jax.jit(find).trace(dense, tables)
     shapes = traced.out_info
-    num_records = sum(sum(of_layer) for of_layer in _num_calls(shapes).values())
+    num_records = sum(map(sum, _num_calls(shapes).values()))
     if _count_calls(traced.jaxpr) != num_records:
         raise ValueError(CALL_OUTSIDE)
     return shapes
 
 
 def _num_calls(calls: dict[str, LayerCalls]) -> dict[str, tuple[int, int]]:
-    return {path: (len(own), len(inner)) for path, (own, inner) in calls.items()}
-
-
-def _any_tangent(leaf: jax.Array) -> Any:
-    if jnp.issubdtype(leaf.dtype, jnp.inexact):
-        return leaf
-    return np.zeros(leaf.shape, jax.dtypes.float0)
+    return {path: (len(x.outer), len(x.inner)) for path, x in calls.items()}
 
 
 _call = Primitive("embedding_call")
@@ -259,24 +271,6 @@ def loss_and_aux(result: Any, has_aux: bool) -> tuple[Any, Any]:
     return loss, aux
 
 
-def add_calls(
-    routings: LayerCalls, cotangents: LayerCalls, plan: EmbeddingPlan
-) -> TableGradients:
-    """Returns the gradients of a layer's tables, summed over its calls.
-
-    Args:
-      routings: routing of each call.
-      cotangents: derivatives by the activations of each call.
-      plan: plan of the layer.
-    """
-    of_calls = [
-        steps.compute_gradients(routing, cotangent, plan)
-        for kind in zip(routings, cotangents, strict=True)
-        for routing, cotangent in zip(*kind, strict=True)
-    ]
-    return add(*of_calls) if of_calls else TableGradients({}, plan)
-
-
 def answer_call(
     taps: tuple[Any, ...] | None,
     number: int,
@@ -287,7 +281,7 @@ def answer_call(
     """Answers one call of a layer inside a loss.
 
     Args:
-      taps: the taps of each call; None in the run that finds their shapes.
+      taps: the taps of each call. None means the run that finds their shapes.
       number: number of the call, from 0.
       features: features of the call.
       plan: plan of the features.
@@ -295,7 +289,7 @@ def answer_call(
 
     Returns:
       Activations, stats, and the record of the call: its routing. In the run that finds
-      shapes, the activations and the record are zeros, and there are no stats.
+      shapes, the activations and the record are zeros, and the stats are None.
 
     Raises:
       TypeError: if the features hold ids whose rows are not known.
@@ -309,25 +303,8 @@ def answer_call(
     if number >= len(taps):
         raise ValueError(UNEQUAL_RUNS)
     result = look_up()
-    activations = attach_taps(taps[number], result.activations)
+    activations = jax.tree.map(_attach_tap, taps[number], result.activations)
     return activations, result.stats, result.routing
-
-
-def have_same_shapes(expected: Any, found: Any) -> bool:
-    """Returns True if two pytrees have the same structure and the same shapes."""
-    leaves, structure = jax.tree.flatten(expected)
-    others, other_structure = jax.tree.flatten(found)
-    return structure == other_structure and [*map(jnp.shape, leaves)] == [
-        *map(jnp.shape, others)
-    ]
-
-
-def have_same_values(expected: Any, found: Any) -> jax.Array:
-    """Returns True if two pytrees have the same structure and the same values."""
-    if not have_same_shapes(expected, found):
-        return jnp.array(False)
-    pairs = zip(jax.tree.leaves(expected), jax.tree.leaves(found), strict=True)
-    return jnp.all(jnp.array([jnp.array_equal(a, b) for a, b in pairs]))
 
 
 def is_mapped(tree: Any) -> bool:
@@ -348,13 +325,9 @@ def is_differentiated() -> bool:
     return False
 
 
-def attach_taps(taps: Any, activations: Any) -> Any:
-    """Returns the activations, and sends their derivatives to the taps as well."""
-    return jax.tree.map(_attach_tap, taps, activations)
-
-
 @jax.custom_vjp
 def _attach_tap(tap: jax.Array, activation: jax.Array) -> jax.Array:
+    """Returns the activation, and sends its derivative to the tap as well."""
     del tap
     return activation
 
@@ -372,13 +345,11 @@ def _attach_tap_backward(_, cotangent):
 _attach_tap.defvjp(_attach_tap_forward, _attach_tap_backward)
 
 
-def guard_activations(activations: Any, guard: jax.Array, message: str) -> Any:
-    """Returns the activations; raises the message if the guard is differentiated."""
-    return jax.tree.map(lambda x: _guard(message, x, guard), activations)
-
-
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
-def _guard(message: str, activation: jax.Array, guard: jax.Array) -> jax.Array:
+def guard_activation(
+    message: str, activation: jax.Array, guard: jax.Array
+) -> jax.Array:
+    """Returns the activation; raises the message if the guard is differentiated."""
     del message, guard
     return activation
 
@@ -393,21 +364,17 @@ def _guard_jvp(message, primals, tangents):
     return activation, by_activation
 
 
-_guard.defjvp(_guard_jvp, symbolic_zeros=True)
-
-
-def without_derivative(tables: Any, message: str) -> Any:
-    """Returns the tables; raises the message if they are differentiated."""
-    return _without_derivative(message, tables)
+guard_activation.defjvp(_guard_jvp, symbolic_zeros=True)
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
-def _without_derivative(message: str, tables: Any) -> Any:
+def without_derivative(message: str, tree: Any) -> Any:
+    """Returns the arrays of a pytree; raises the message if they are differentiated."""
     del message
-    return tables
+    return tree
 
 
-@_without_derivative.defjvp
+@without_derivative.defjvp
 def _reject_derivative(message, primals, tangents):
     del primals, tangents
     raise ValueError(message)

@@ -1,8 +1,7 @@
 """Computes a loss of an NNX model and its gradients, including tables."""
 
-import contextlib
 import reprlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, Final, cast
 
 import jax
@@ -66,7 +65,7 @@ def value_and_grad(
         number of times: the gradients of all calls are added row by row. Changes that
         the loss makes to the model (batch statistics, random streams, lookup
         statistics) are kept.
-      wrt: filter of the dense parameters; False: tables only.
+      wrt: filter of the dense parameters. False differentiates by tables only.
       has_aux: True if `loss_fn` returns a second value.
 
     Returns:
@@ -109,8 +108,22 @@ def value_and_grad(
             dense: nnx.State, tables: nnx.State, taps: dict[str, LayerCalls] | None
         ) -> tuple[Any, Any]:
             copy = nnx.merge(graph, dense, tables, others, copy=True)
-            with _recorded_calls(copy, taps) as calls:
-                result = loss_fn(copy, *args, **kwargs)
+            copied_layers = embedding_layers(copy)
+            with open_recorder(copied_layers, taps) as (recorder, number):
+                for path, layer in copied_layers.items():
+                    inner_taps = None if taps is None else taps[path].inner
+                    layer.start_recording("recording", path, number, inner_taps)
+                try:
+                    result = loss_fn(copy, *args, **kwargs)
+                except TypeError as error:
+                    # nnx.cond and nnx.scan compare variables before and after.
+                    if RECORDED not in str(error):
+                        raise
+                    raise ValueError(CALL_OUTSIDE) from error
+            calls = {
+                path: layer.stop_recording(recorder)
+                for path, layer in copied_layers.items()
+            }
             loss, aux = loss_and_aux(result, has_aux)
             *_, rest = nnx.split(copy, *filters)
             return loss, ((aux, rest), calls)
@@ -157,35 +170,6 @@ def grad(
         return (gradients, result[1]) if has_aux else gradients
 
     return compute_gradients
-
-
-@contextlib.contextmanager
-def _recorded_calls(
-    model: nnx.Module, taps: dict[str, LayerCalls] | None
-) -> Iterator[dict[str, LayerCalls]]:
-    """Records the calls of a model's layers in the block, and of the layers' copies.
-
-    Args:
-      model: a copy of the user's model.
-      taps: path of each layer to the taps of its calls, see `recording.answer_call`.
-
-    Yields:
-      A dict. After the block, it has the records of each layer's calls by its path.
-    """
-    layers = embedding_layers(model)
-    calls: dict[str, LayerCalls] = {}
-    with open_recorder(layers, taps) as (recorder, number):
-        for path, layer in layers.items():
-            inner_taps = None if taps is None else taps[path][1]
-            layer.start_recording("recording", (path, number), inner_taps)
-        try:
-            yield calls
-        except TypeError as error:
-            # nnx.cond and nnx.scan compare a model's variables before and after.
-            if RECORDED not in str(error):
-                raise
-            raise ValueError(CALL_OUTSIDE) from error
-    calls |= {path: layer.stop_recording(recorder) for path, layer in layers.items()}
 
 
 def check_filter(owner: str, wrt: Any, model: nnx.Module) -> None:
@@ -269,7 +253,7 @@ def put_on_mesh(module: nnx.Module, plan: EmbeddingPlan | None = None) -> None:
       plan: plan of a layer. None uses the plan of the model's first layer.
 
     Raises:
-      ValueError: if there is no plan and no layer.
+      ValueError: if there is neither a plan nor a layer.
 
     Example:
       >>> import tpu_embedding as te

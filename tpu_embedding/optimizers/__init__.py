@@ -24,9 +24,10 @@ The files, in the order in which a reader may want them:
 
 * `rules/`: the algorithms. `options`: the keyword arguments that most of them share.
 * `row_optimizer`: types of optimizers, and the drivers: touched rows, every row, or
-  once per occurrence. `names`: optimizers by name.
+  once per occurrence.
 * `learning_rates`: rates, and values that change between steps.
-* `resolve`: chooses how the layer applies an optimizer. `probe` runs it on a few rows.
+* `resolve`: optimizers by name, and how the layer applies an optimizer. `probe` runs it
+  on a few rows.
 * `rule_split`: splits a rule into values of a step and arithmetic on rows.
 * `table_rows`: totals for a rule. `array_rules`: applies a rule to pytrees of arrays.
 * `checks`: ranges of arguments, and one rule for equal calls.

@@ -27,7 +27,7 @@ class Check(NamedTuple):
     """The result of a check of one hyper-parameter.
 
     Attributes:
-      problem: completes "must be ..." in the error; None if the value passes.
+      problem: completes "must be ..." in the error. `None` if the value passes.
       error: the type of the error.
     """
 
@@ -47,12 +47,12 @@ def check_hyperparameters(owner: str | None = None, /, **checks: Check) -> None:
     """Raises one error that names every hyper-parameter out of its range.
 
     Args:
-      owner: the function that takes the hyper-parameters; None where the caller adds
-        the owner to the error.
+      owner: the function that takes the hyper-parameters. May be left out if the
+        caller adds the owner to the error.
       **checks: hyper-parameter to its check, such as `positive(value)`.
 
     Raises:
-      TypeError: if a value is no number, or no scalar of a real dtype.
+      TypeError: if a value is not a number, or not a scalar of a real dtype.
       ValueError: if a value is out of its range.
     """
     failed = {name: check for name, check in checks.items() if check.problem}
@@ -217,7 +217,7 @@ RANGES: Final[Mapping[str, Callable[[Any], Check]]] = {
     "weight_decay": non_negative,
     "weight_exponent": finite,
 }
-"""Ranges of the optimizers' arguments, by name. A rule may have others of its own."""
+"""Ranges of the optimizers' arguments, by name. A rule may have ranges of its own."""
 
 
 def checks_of(
@@ -238,23 +238,19 @@ def checks_of(
       Traceback (most recent call last):
       ValueError: lion: beta_1 must be in [0, 1), got 2.0.
     """
-    return {
-        name: _check_of(parameter, own.get(name))
-        for name, parameter in inspect.signature(function).parameters.items()
-        if name != "learning_rate" and parameter.kind != parameter.VAR_KEYWORD
-    }
-
-
-def _check_of(
-    parameter: inspect.Parameter, own: Callable[[Any], Check] | None
-) -> Callable[[Any], Check]:
-    """Returns the check of an argument, which may have a range of its own."""
-    if isinstance(parameter.default, bool):
-        return flag
-    if get_origin(parameter.annotation) is Literal:
-        return functools.partial(one_of, choices=parameter.annotation)
-    check = own or RANGES[parameter.name]
-    return functools.partial(or_none, check) if parameter.default is None else check
+    checks: dict[str, Callable[[Any], Check]] = {}
+    for name, parameter in inspect.signature(function).parameters.items():
+        if name == "learning_rate" or parameter.kind == parameter.VAR_KEYWORD:
+            continue
+        if isinstance(parameter.default, bool):
+            checks[name] = flag
+        elif get_origin(parameter.annotation) is Literal:
+            checks[name] = functools.partial(one_of, choices=parameter.annotation)
+        else:
+            check = own.get(name) or RANGES[name]
+            is_optional = parameter.default is None
+            checks[name] = functools.partial(or_none, check) if is_optional else check
+    return checks
 
 
 def check_rule(
@@ -263,11 +259,11 @@ def check_rule(
     argument: str = "rule",
     example: str = "te.optimizers.adagrad(0.1)",
 ) -> None:
-    """Raises TypeError if a value is no optax transformation.
+    """Raises TypeError if a value is not an optax transformation.
 
     Args:
-      owner: the function that takes the transformation; None where the caller adds the
-        owner to the error.
+      owner: the function that takes the transformation, or `None` if the caller adds
+        the owner to the error.
       rule: a pair of functions `init` and `update`.
       argument: name among the function's arguments.
       example: a transformation to write instead.
@@ -298,30 +294,32 @@ def equal_calls_are_one(make: MakeRule) -> MakeRule:
     """
     signature = inspect.signature(make)
 
+    @functools.lru_cache(maxsize=4096)
+    def result_of(call: _Call) -> Any:
+        return call.run()
+
     @functools.wraps(make)
     def make_once(*args: Any, **arguments: Any) -> Any:
+        run = functools.partial(make, *args, **arguments)
         try:
             bound = signature.bind(*args, **arguments)
             bound.apply_defaults()
-            key = make, _hashable(bound.arguments)
-            hash(key)
+            call = _Call(_hashable(bound.arguments), run)
+            hash(call)
         except TypeError:
             # Also wrong arguments: the function says what is wrong with them.
-            return make(*args, **arguments)
-        return _result(_Call(key, functools.partial(make, *args, **arguments)))
+            return run()
+        return result_of(call)
 
     return cast(MakeRule, make_once)
 
 
 @dataclasses.dataclass(frozen=True)
 class _Call:
-    key: Any
-    call: Callable[[], Any] = dataclasses.field(compare=False)
+    """A call of a function. It equals other calls with the same arguments."""
 
-
-@functools.lru_cache(maxsize=4096)
-def _result(call: _Call) -> Any:
-    return call.call()
+    arguments: Any
+    run: Callable[[], Any] = dataclasses.field(compare=False)
 
 
 def _hashable(value: Any) -> Any:

@@ -7,11 +7,13 @@ their fields. optax's schedules of the same names differ at boundaries, past the
 in clipping. Keras itself is not imported.
 """
 
+import functools
+import inspect
 import math
 import numbers
 import re
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, Final, Literal, get_args
+from typing import Any, Final, Literal, TypeGuard, get_args
 
 import jax
 import jax.numpy as jnp
@@ -27,13 +29,7 @@ from tpu_embedding.optimizers.checks import (
 )
 from tpu_embedding.optimizers.learning_rates import check_takes_a_step
 from tpu_embedding.optimizers.options import with_options
-from tpu_embedding.optimizers.row_optimizer import (
-    KerasOptimizer,
-    every_row,
-    is_keras_optimizer,
-    is_of_keras,
-    keras_class_name,
-)
+from tpu_embedding.optimizers.row_optimizer import KerasOptimizer, every_row
 from tpu_embedding.optimizers.rules.adafactor import adafactor
 from tpu_embedding.optimizers.rules.adagrad import adagrad
 from tpu_embedding.optimizers.rules.adam import adadelta, adam, rmsprop
@@ -41,7 +37,20 @@ from tpu_embedding.optimizers.rules.ftrl import ftrl
 from tpu_embedding.optimizers.rules.sgd import lion, sgd
 
 
-def serialized_schedule(value: Any) -> Mapping[str, Any] | None:
+def is_keras_optimizer(value: Any) -> TypeGuard[KerasOptimizer]:
+    """Returns True for an optimizer of Keras, or of a class that inherits from one."""
+    has_config = callable(getattr(value, "get_config", None))
+    is_instance = has_config and not isinstance(value, type)
+    classes = inspect.getmro(type(value))
+    return is_instance and any(_is_of_keras(cls.__module__) for cls in classes)
+
+
+def _is_of_keras(module: str) -> bool:
+    """Returns True for the path of a module of Keras, `tf_keras` or TensorFlow."""
+    return module.partition(".")[0] in ("keras", "tf_keras", "tensorflow")
+
+
+def _serialized_schedule(value: Any) -> Mapping[str, Any] | None:
     """Returns the serialized form of one of Keras' six schedules.
 
     Args:
@@ -52,18 +61,18 @@ def serialized_schedule(value: Any) -> Mapping[str, Any] | None:
       schedule of a class that the user wrote, whatever its name is.
     """
     cls = type(value)
-    if cls.__name__ in _FORMULAS and is_of_keras(cls.__module__):
+    if cls.__name__ in _FORMULAS and _is_of_keras(cls.__module__):
         return {"class_name": cls.__name__, "config": value.get_config()}
     if not isinstance(value, Mapping) or str(value.get("class_name")) not in _FORMULAS:
         return None
     # Keras writes a registered name for the classes of users only.
-    if value.get("registered_name") or not is_of_keras(value.get("module") or "keras"):
+    if value.get("registered_name") or not _is_of_keras(value.get("module") or "keras"):
         return None
     return {"class_name": value["class_name"], "config": value.get("config")}
 
 
-def keras_schedule(serialized: Mapping[str, Any]) -> optax.Schedule:
-    """Translates a schedule from the form that `serialized_schedule` returns.
+def _keras_schedule(serialized: Mapping[str, Any]) -> optax.Schedule:
+    """Translates a schedule from the form that `_serialized_schedule` returns.
 
     Returns:
       A function from the step, counted from 0, to a float32 scalar.
@@ -73,7 +82,7 @@ def keras_schedule(serialized: Mapping[str, Any]) -> optax.Schedule:
 
     Example:
       >>> config = {"initial_learning_rate": 0.5, "decay_steps": 2, "decay_rate": 1.0}
-      >>> schedule = keras_schedule(
+      >>> schedule = _keras_schedule(
       ...     {"class_name": "InverseTimeDecay", "config": config}
       ... )
       >>> float(schedule(2))
@@ -259,7 +268,7 @@ _CLIP_THE_MODEL: Final = (
     "gradients = te.gradients.clip_by_global_norm(gradients, {value}); or bound the "
     "gradient's elements by clipvalue"
 )
-_REFUSED: Final[Mapping[str, str]] = {
+_WITHOUT_EQUIVALENT: Final[Mapping[str, str]] = {
     "amsgrad": "set it to False, or use optax.amsgrad, which corrects the bias before "
     "the maximum",
     "adaptive_epsilon": "set it to False, or use optax.adam, which scales epsilon so",
@@ -268,7 +277,7 @@ _REFUSED: Final[Mapping[str, str]] = {
     "use_ema": "set it to False, and average checkpoints instead; only Adafactor keeps "
     "a moving average of the rows here",
 }
-"""The way out for each field that has no equivalent, except in Adafactor."""
+"""What to do instead of each field that has no equivalent, except in Adafactor."""
 
 
 def from_keras_config(
@@ -294,11 +303,11 @@ def from_keras_config(
     variables and rows move only in steps that look the row up. The gradient of a row is
     the sum over the occurrences of its id, before clipping.
 
-    `tf_keras` sums after clipping, if the gradient is that of a lookup
-    (`tf.IndexedSlices`). `clipnorm` of its Adafactor is translated so: the norm is that
-    of all occurrences. For a table whose gradient is dense in `tf_keras`, call
+    `tf_keras` sums after clipping, if the gradient comes from a lookup
+    (`tf.IndexedSlices`). `clipnorm` of its Adafactor is translated so: the norm covers
+    all occurrences. For a table whose gradient is dense in `tf_keras`, call
     `adafactor` with `clipnorm_of="sum"`. `clipvalue` and `global_clipnorm` clip sums
-    here, so numbers differ from those of `tf_keras` where an id repeats in a step.
+    here, so numbers differ from `tf_keras` where an id repeats in a step.
 
     The six schedules of `keras.optimizers.schedules` are translated from their
     configurations, whatever Keras' backend is. A schedule of your own class is called
@@ -325,7 +334,8 @@ def from_keras_config(
 
     Raises:
       ValueError: if the class is unknown or has no equivalent; or if fields have no
-        equivalent. One error then lists each such field with its value and the way out.
+        equivalent. One error then lists each such field, its value, and what to do
+        instead.
 
     Example:
       >>> config = {"name": "SGD", "learning_rate": 0.5, "momentum": 0.0}
@@ -335,25 +345,25 @@ def from_keras_config(
       [[-0.5, -0.5]]
     """
     if is_keras_optimizer(config):
-        class_name = class_name or keras_class_name(config)
-        config = {**config.get_config(), **_users_schedule(config)}
+        optimizer, cls = config, type(config)
+        # A class of the user may have the name of Keras' class, and other formulas.
+        is_own = _is_of_keras(cls.__module__)
+        full_name = f"{cls.__module__}.{cls.__qualname__}"
+        class_name = class_name or (cls.__name__ if is_own else full_name)
+        config = dict(optimizer.get_config())
+        # The public `learning_rate` is its value at the step that Keras counts itself.
+        schedule = getattr(optimizer, "_learning_rate", None)
+        is_users = callable(schedule) and _serialized_schedule(schedule) is None
+        if is_users and isinstance(config.get("learning_rate"), Mapping):
+            config["learning_rate"] = schedule
     if not isinstance(config, Mapping):
         raise ValueError(
             "config must be a Keras optimizer, or a mapping as get_config() of one "
             f"returns it, got {config!r}."
         )
     rate = config.get("learning_rate")
-    config = {**config, "learning_rate": serialized_schedule(rate) or rate}
+    config = {**config, "learning_rate": _serialized_schedule(rate) or rate}
     return _translate(str(class_name or config.get("name")), config, rows)
-
-
-def _users_schedule(optimizer: KerasOptimizer) -> Mapping[str, Any]:
-    """Returns the schedule of an optimizer as a function if its class is a user's."""
-    # The public `learning_rate` is its value at the step that Keras counts itself.
-    schedule = getattr(optimizer, "_learning_rate", None)
-    is_function = isinstance(optimizer.get_config().get("learning_rate"), Mapping)
-    is_users = is_function and serialized_schedule(schedule) is None
-    return {"learning_rate": schedule} if is_users and callable(schedule) else {}
 
 
 @equal_calls_are_one
@@ -361,7 +371,14 @@ def _translate(
     name: str, config: Mapping[str, Any], rows: KerasRows
 ) -> optax.GradientTransformation:
     """Returns the optimizer of a config, once the config is known to have one."""
-    class_key = _class_key(name)
+    # Keras names the second Adam of a session adam_1.
+    class_key = re.sub(r"_\d+$", "", name).replace("_", "").lower()
+    if class_key not in _OWN_FIELDS:
+        raise ValueError(
+            f"config must be of one of Keras' classes {sorted(_OWN_FIELDS)}, got "
+            f"{name!r}; say which by class_name, or write the optimizer as an optax "
+            "transformation, such as te.optimizers.every_row(optax.adamw(0.1))."
+        )
     values = {
         field: value.item() if isinstance(value, np.generic) else value
         for field, value in config.items()
@@ -372,14 +389,11 @@ def _translate(
             + "".join(f"\n  {problem}." for problem in problems)
         )
     rate = values["learning_rate"]
-    if isinstance(rate, Mapping):
-        rate = keras_schedule(rate)
+    rate = _keras_schedule(rate) if isinstance(rate, Mapping) else rate
     own, common = (
         {field: values.get(field, default) for field, default in fields.items()}
         for fields in (_OWN_FIELDS[class_key], _COMMON_FIELDS)
     )
-    if class_key == "adamw" and "weight_decay" not in values:
-        common["weight_decay"] = 0.004
     if class_key == "adafactor":
         is_tf_keras = not _OF_TF_KERAS.isdisjoint(values)
         return adafactor(
@@ -390,33 +404,65 @@ def _translate(
             ema_start="initial_values" if is_tf_keras else "first_update",
             clipnorm_of="occurrences" if is_tf_keras else "sum",
         )
-    steps = common["gradient_accumulation_steps"] or 1
-    rate = _at_updates(rate, steps)
-    rule = _rule_of_class(class_key, rate, own)
-    rule = _with_common_fields(rule, rate, common)
+    weight_decay = common["weight_decay"]
+    if class_key == "adamw":
+        weight_decay = values.get("weight_decay", 0.004)
+    steps = int(common["gradient_accumulation_steps"] or 1)
+    if steps > 1 and callable(rate):
+        # Keras' schedules count steps. An update happens in the last of `steps` steps.
+        schedule: Any = rate
+        rate = lambda count: schedule(count * steps + steps - 1)  # noqa: E731
+    used = {x: own[x] for x in own if x not in _WITHOUT_EQUIVALENT}
+    rule = with_options(
+        _RULES[class_key](rate, **used),
+        learning_rate=rate,
+        weight_decay_factor=weight_decay,
+        multiply_weight_decay_factor_by_learning_rate=True,
+        clipvalue=common["clipvalue"] if _is_on(common["clipvalue"]) else None,
+    )
+    if common["loss_scale_factor"]:
+        rule = optax.chain(optax.scale(1 / common["loss_scale_factor"]), rule)
     # A gradient of zero changes neither a row nor its slot variables.
     rests_without_gradient = (
         class_key in ("sgd", "adagrad")
         and not own.get("momentum")
-        and not common["weight_decay"]
+        and not weight_decay
         and steps == 1
     )
     if rows == "touched" or rests_without_gradient:
         return rule
-    return every_row(rule, gradient_steps=int(steps))
+    return every_row(rule, gradient_steps=steps)
 
 
-def _class_key(name: str) -> str:
-    """Returns the key of a class in `_OWN_FIELDS`, by its name or an optimizer's."""
-    # Keras names the second Adam of a session adam_1.
-    key = re.sub(r"_\d+$", "", name).replace("_", "").lower()
-    if key not in _OWN_FIELDS:
-        raise ValueError(
-            f"config must be of one of Keras' classes {sorted(_OWN_FIELDS)}, got "
-            f"{name!r}; say which by class_name, or write the optimizer as an optax "
-            "transformation, such as te.optimizers.every_row(optax.adamw(0.1))."
-        )
-    return key
+def _sgd(rate: Any, momentum: float, nesterov: bool) -> optax.GradientTransformation:
+    if not momentum:
+        return sgd(rate)
+    # Keras' momentum accumulates the gradient times the rate of its own step.
+    return optax.chain(sgd(rate), optax.trace(momentum, nesterov))
+
+
+def _adagrad(
+    rate: Any, initial_accumulator_value: float, epsilon: float
+) -> optax.GradientTransformation:
+    if initial_accumulator_value == 0:
+        # `adagrad` rejects it, as TensorFlow's TPU embedding does.
+        return optax.adagrad(rate, 0.0, epsilon)
+    return adagrad(rate, initial_accumulator_value, epsilon=epsilon)
+
+
+_adam = functools.partial(adam, sum_inside_sqrt=False, bias_correction=True)
+
+_RULES: Final[Mapping[str, Callable[..., optax.GradientTransformation]]] = {
+    "sgd": _sgd,
+    "adagrad": _adagrad,
+    "adadelta": adadelta,
+    "adam": _adam,
+    "adamw": _adam,
+    "lion": lion,
+    "rmsprop": rmsprop,
+    "ftrl": functools.partial(ftrl, allow_zero_accumulator=True),
+}
+"""Makes the rule of a class from its rate and the fields that it alone has."""
 
 
 def _problems(class_key: str, values: Mapping[str, Any], rows: str) -> Iterator[str]:
@@ -439,10 +485,10 @@ def _problems(class_key: str, values: Mapping[str, Any], rows: str) -> Iterator[
         yield problem
     if class_key == "adafactor":
         return
-    for field, way_out in _REFUSED.items():
+    for field, instead in _WITHOUT_EQUIVALENT.items():
         value = values.get(field)
         if _is_on(value):
-            yield f"{field}={value!r}: {way_out.format(value=value)}"
+            yield f"{field}={value!r}: {instead.format(value=value)}"
     steps = values.get("gradient_accumulation_steps")
     if steps and (steps != int(steps) or steps < 2):
         yield (
@@ -461,9 +507,9 @@ def _rate_problem(rate: Any) -> str | None:
     """Says why a value cannot be the learning rate; returns None if it can."""
     if isinstance(rate, numbers.Real) and not isinstance(rate, bool):
         return None
-    if (serialized := serialized_schedule(rate)) is not None:
+    if (serialized := _serialized_schedule(rate)) is not None:
         try:
-            keras_schedule(serialized)
+            _keras_schedule(serialized)
         except ValueError as error:
             return f"learning_rate={rate!r}: {error}"
         return None
@@ -488,67 +534,3 @@ def _rate_problem(rate: Any) -> str | None:
 def _is_on(value: Any) -> bool:
     """Returns True if a field's value has an effect; Keras ignores bounds up to 0."""
     return bool(value and value > 0)
-
-
-def _at_updates(
-    rate: optax.ScalarOrSchedule, gradient_steps: int
-) -> optax.ScalarOrSchedule:
-    """Converts a schedule of steps to a schedule of updates.
-
-    Each update sums the gradients of `gradient_steps` steps, and happens in the last of
-    them. Keras' schedules count steps. A rate that is not a schedule stays as it is.
-    """
-    if not callable(rate) or gradient_steps == 1:
-        return rate
-    return lambda count: rate(count * gradient_steps + gradient_steps - 1)
-
-
-def _with_common_fields(
-    rule: optax.GradientTransformation,
-    rate: optax.ScalarOrSchedule,
-    common: Mapping[str, Any],
-) -> optax.GradientTransformation:
-    """Wraps a rule in Keras' common fields, in Keras' order."""
-    rule = with_options(
-        rule,
-        learning_rate=rate,
-        weight_decay_factor=common["weight_decay"],
-        multiply_weight_decay_factor_by_learning_rate=True,
-        clipvalue=common["clipvalue"] if _is_on(common["clipvalue"]) else None,
-    )
-    if common["loss_scale_factor"]:
-        rule = optax.chain(optax.scale(1 / common["loss_scale_factor"]), rule)
-    return rule
-
-
-def _rule_of_class(
-    class_key: str, rate: Any, own: Mapping[str, Any]
-) -> optax.GradientTransformation:
-    """Returns the rule of a class but Adafactor, with the fields that it alone has."""
-    match class_key:
-        case "sgd" if not own["momentum"]:
-            return sgd(rate)
-        case "sgd":
-            # Keras' momentum accumulates the gradient times the rate of its own step.
-            return optax.chain(sgd(rate), optax.trace(own["momentum"], own["nesterov"]))
-        case "adagrad" if own["initial_accumulator_value"] == 0:
-            # `adagrad` rejects it, as TensorFlow's TPU embedding does.
-            return optax.adagrad(rate, 0.0, own["epsilon"])
-        case "adagrad":
-            return adagrad(rate, **own)
-        case "adadelta":
-            return adadelta(rate, **own)
-        case "lion":
-            return lion(rate, **own)
-        case "adam" | "adamw":
-            return adam(
-                rate,
-                own["beta_1"],
-                own["beta_2"],
-                own["epsilon"],
-                sum_inside_sqrt=False,
-                bias_correction=True,
-            )
-        case "rmsprop":
-            return rmsprop(rate, **own)
-    return ftrl(rate, **own, allow_zero_accumulator=True)

@@ -49,7 +49,7 @@ def checked_schedule(
     Raises:
       TypeError: if the value is neither a number nor a function of one argument; or
         if its argument has a default.
-      ValueError: if the value is no scalar, or out of range.
+      ValueError: if the value is not a scalar, or out of range.
     """
     if not callable(value):
         check_hyperparameters(owner, **{name: check(value)})
@@ -80,7 +80,7 @@ def check_takes_a_step(owner: str, schedule: Callable[..., Any], name: str) -> N
     if first is not None and first.default is not first.empty:
         problem = (
             f", whose argument {first.name!r} has a default, so it may be meant to be "
-            "called without arguments. Take the default away if it is the step"
+            "called without arguments. Remove the default if it is the step"
         )
     else:
         try:
@@ -116,8 +116,8 @@ def with_hyperparameters(state: Any, **values: Any) -> Any:
     Raises:
       TypeError: if a value is not a number.
       ValueError: if no optimizer in the state has a hyper-parameter of that name, or a
-        value is not finite, has another shape, is a negative `learning_rate`, or is no
-        integer where the state holds one.
+        value is not finite, has another shape, is a negative `learning_rate`, or is
+        not an integer where the state holds one.
 
     Example:
       >>> from tpu_embedding import optimizers
@@ -127,10 +127,10 @@ def with_hyperparameters(state: Any, **values: Any) -> Any:
       >>> float(state.hyperparams["learning_rate"])
       0.5
     """
-    found: set[str] = set()
-    state = _replace_values(state, values, found)
+    replaced: set[str] = set()
+    state = _replace_values(state, values, replaced)
     for name in values:
-        if name not in found:
+        if name not in replaced:
             raise ValueError(
                 f"The state holds no hyper-parameter {name!r} that can be set. Make "
                 "the optimizer by "
@@ -140,37 +140,35 @@ def with_hyperparameters(state: Any, **values: Any) -> Any:
     return state
 
 
-def _replace_values(state: Any, values: dict[str, Any], found: set[str]) -> Any:
+def _replace_values(state: Any, values: dict[str, Any], replaced: set[str]) -> Any:
     """Replaces values in all states made by `inject_hyperparams`, nested ones too.
 
-    The names that it replaced are added to `found`.
+    Their names are added to `replaced`.
     """
 
+    def is_injected(node: Any) -> bool:
+        return isinstance(node, optax.InjectStatefulHyperparamsState)
+
     def replace(node: Any) -> Any:
-        if not _is_injected(node):
+        if not is_injected(node):
             return node
         scheduled = node.hyperparams_states
         changed = {
-            name: _with_dtype_and_sharding(name, old, values[name])
+            name: _as_before(name, old, values[name])
             for name, old in node.hyperparams.items()
             if name in values and name not in scheduled
         }
-        found.update(changed)
+        replaced.update(changed)
         return node._replace(
             hyperparams=node.hyperparams | changed,
-            inner_state=_replace_values(node.inner_state, values, found),
+            inner_state=_replace_values(node.inner_state, values, replaced),
         )
 
-    return jax.tree.map(replace, state, is_leaf=_is_injected)
+    return jax.tree.map(replace, state, is_leaf=is_injected)
 
 
-def _is_injected(node: Any) -> bool:
-    """Returns True for a state that `optax.inject_hyperparams` made."""
-    return isinstance(node, optax.InjectStatefulHyperparamsState)
-
-
-def _with_dtype_and_sharding(name: str, old: jax.Array, value: Any) -> jax.Array:
-    """Returns the value with the dtype and sharding of the old one."""
+def _as_before(name: str, old: jax.Array, value: Any) -> jax.Array:
+    """Returns a value, once it is checked, with the old one's dtype and sharding."""
     check = step_size if name == "learning_rate" else finite
     check_hyperparameters(**{name: check(value)})
     is_int = jnp.issubdtype(old.dtype, jnp.integer)
@@ -180,6 +178,6 @@ def _with_dtype_and_sharding(name: str, old: jax.Array, value: Any) -> jax.Array
             f"{value}. Make the optimizer with a float, such as {name}=1.0."
         )
     new = jnp.asarray(value, old.dtype)
-    if isinstance(old, jax.core.Tracer):
-        return new
-    return jax.device_put(new, old.sharding)
+    return (
+        new if isinstance(old, jax.core.Tracer) else jax.device_put(new, old.sharding)
+    )

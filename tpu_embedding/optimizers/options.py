@@ -53,19 +53,52 @@ def with_slot_storage(
       dtype: `slot_dtype`.
       initializers: `slot_initializers`.
     """
-    _check_slot_storage(owner, dtype, initializers)
+    try:
+        is_floating = dtype is None or jnp.issubdtype(dtype, jnp.floating)
+    except TypeError:  # The value isn't a type.
+        is_floating = False
+    if not is_floating:
+        raise ValueError(
+            f"{owner}: slot_dtype must be a floating type such as jnp.bfloat16, got "
+            f"{dtype!r}."
+        )
+    if not isinstance(initializers, Mapping | None):
+        raise TypeError(
+            f"{owner}: slot_initializers must map names of slots to values, such as "
+            f"{{'accumulators': 0.5}}, got {initializers!r}."
+        )
     values = dict(initializers or {})
+    checks = {
+        f"slot_initializers[{name!r}]": finite(value)
+        for name, value in values.items()
+        if not callable(value)
+    }
+    check_hyperparameters(owner, **checks)
+
+    def first_values(path: Any, row: jax.ShapeDtypeStruct | None, leaf: Any) -> Any:
+        """Returns a leaf of a first state, as it is stored."""
+        if row is None:
+            return leaf
+        value = values.get(_name(path), leaf)
+        if callable(value):
+            value = value(leaf.shape, leaf.dtype)
+        value = jnp.broadcast_to(jnp.asarray(value, leaf.dtype), leaf.shape)
+        return value if dtype is None else _cast(value, dtype)
 
     def store(inner: optax.GradientTransformation) -> optax.GradientTransformation:
         def init(rows: Any) -> Any:
             # A tree like the state: None for leaves that are not slots.
-            shapes = slot_row_shapes(inner, rows.shape[1:])
-            _check_names(values, shapes)
+            slots = slot_row_shapes(inner, rows.shape[1:])
+            paths = jax.tree_util.tree_leaves_with_path(slots)
+            names = sorted(_name(path) for path, _ in paths)
+            for name in values:
+                if name not in names:
+                    raise ValueError(
+                        f"slot_initializers must name slots of the rule, {names}, got "
+                        f"{name!r}."
+                    )
             return jax.tree_util.tree_map_with_path(
-                lambda path, shape, leaf: _initial(path, shape, leaf, values, dtype),
-                shapes,
-                inner.init(rows),
-                is_leaf=lambda leaf: leaf is None,
+                first_values, slots, inner.init(rows), is_leaf=lambda leaf: leaf is None
             )
 
         def update(updates: Any, state: Any, rows: Any) -> tuple[Any, Any]:
@@ -79,64 +112,9 @@ def with_slot_storage(
     return wrap_rule(rule, store)
 
 
-def _check_slot_storage(owner: str, dtype: Any, initializers: Any) -> None:
-    """Raises an error if these cannot be `slot_dtype` and `slot_initializers`."""
-    if dtype is not None and not _is_floating(dtype):
-        raise ValueError(
-            f"{owner}: slot_dtype must be a floating type such as jnp.bfloat16, got "
-            f"{dtype!r}."
-        )
-    if initializers is None:
-        return
-    if not isinstance(initializers, Mapping):
-        raise TypeError(
-            f"{owner}: slot_initializers must map names of slots to values, such as "
-            f"{{'accumulators': 0.5}}, got {initializers!r}."
-        )
-    check_hyperparameters(
-        owner,
-        **{
-            f"slot_initializers[{name!r}]": finite(value)
-            for name, value in initializers.items()
-            if not callable(value)
-        },
-    )
-
-
-def _is_floating(dtype: Any) -> bool:
-    try:
-        return jnp.issubdtype(dtype, jnp.floating)
-    except TypeError:
-        return False
-
-
-def _initial(
-    path: Any, shape: Any, leaf: Any, values: dict[str, Any], dtype: Any
-) -> Any:
-    """Returns the first values of a part of the state, of the type to store it in."""
-    if shape is None:
-        return leaf
-    value = values.get(_name(path), leaf)
-    if callable(value):
-        value = value(leaf.shape, leaf.dtype)
-    value = jnp.broadcast_to(jnp.asarray(value, leaf.dtype), leaf.shape)
-    return value if dtype is None else _cast(value, dtype)
-
-
 def _cast(leaf: Any, dtype: Any) -> Any:
     """Returns floats of another type; integers and random keys as they are."""
     return leaf.astype(dtype) if jnp.issubdtype(leaf.dtype, jnp.floating) else leaf
-
-
-def _check_names(values: dict[str, Any], shapes: Any) -> None:
-    names = sorted(
-        _name(path) for path, _ in jax.tree_util.tree_leaves_with_path(shapes)
-    )
-    for name in values:
-        if name not in names:
-            raise ValueError(
-                f"slot_initializers must name slots of the rule, {names}, got {name!r}."
-            )
 
 
 def _name(path: Any) -> str:
@@ -153,7 +131,6 @@ ClipValue = float | tuple[float | None, float | None]
 OPTIMIZERS: Final[dict[str, functools.partial[optax.GradientTransformation]]] = {}
 """Functions of optimizers with their default learning rate, by name."""
 
-_EMPTY: Final = inspect.Parameter.empty
 _OPTAX_NAMES: Final = {"b1": "beta_1", "b2": "beta_2", "eps": "epsilon"}
 
 
@@ -184,61 +161,47 @@ class CommonOptions(TypedDict, total=False):
     low_dimensional_packing_status: bool
 
 
-def takes_common_options(
+_OPTION_NAMES: Final = tuple(CommonOptions.__annotations__)
+
+
+def public_optimizer(
     **ranges: Callable[[Any], Check],
 ) -> Callable[[OptimizerFunction], OptimizerFunction]:
-    """Makes the public function of an optimizer that takes the common options.
-
-    * All of `takes_own_options` holds.
-    * The rule that the function returns gets the options, as by `with_options`.
-    * The signature lists the common options one by one. `optax.inject_hyperparams` and
-      `help()` need the names and defaults.
-
-    The decorated function starts with `learning_rate` and ends in
-    `**options: Unpack[CommonOptions]`. It need not read the options.
-
-    Args:
-      **ranges: ranges of arguments that differ from those of `checks_of`.
-    """
-    return functools.partial(_make_public, ranges=ranges, has_common_options=True)
-
-
-def takes_own_options(
-    **ranges: Callable[[Any], Check],
-) -> Callable[[OptimizerFunction], OptimizerFunction]:
-    """Makes the public function of an optimizer that takes its own options only.
+    """Makes the public function of an optimizer.
 
     * Its arguments are checked under its name.
     * Too many positional arguments raise an error that says how to name them.
     * Its learning rate is required, as in optax. A table that names the optimizer, as
-      `optimizer="adagrad"`, gets the default; see `optimizer_by_name`.
+      `optimizer="adagrad"`, gets the default.
     * optax's names are taken, `b1`, `b2` and `eps`, for `beta_1`, `beta_2`, `epsilon`.
     * Equal calls return the same rule.
 
+    A function that ends in `**options: Unpack[CommonOptions]` takes the common options.
+    It need not read them: the rule that it returns gets them, as by `with_options`. The
+    signature lists them one by one, since `optax.inject_hyperparams` and `help()` need
+    the names and defaults.
+
     Args:
-      **ranges: ranges of arguments that differ from those of `checks_of`.
+      **ranges: ranges of arguments that differ from the ranges of `checks_of`.
 
     Example:
       >>> import tpu_embedding as te
       >>> te.optimizers.adam(0.1, b1=0.5) is te.optimizers.adam(0.1, beta_1=0.5)
       True
     """
-    return functools.partial(_make_public, ranges=ranges, has_common_options=False)
+    return functools.partial(_make_public, ranges=ranges)
 
 
 def _make_public(
-    make_optimizer: OptimizerFunction,
-    *,
-    ranges: Mapping[str, Callable[[Any], Check]],
-    has_common_options: bool,
+    make_optimizer: OptimizerFunction, ranges: Mapping[str, Callable[[Any], Check]]
 ) -> OptimizerFunction:
-    """Returns the function that users call, and notes its name."""
+    """Returns the function that users call, and adds it to `OPTIMIZERS`."""
     name, checks = make_optimizer.__name__, checks_of(make_optimizer, ranges)
-    list_options = _list_options if has_common_options else inspect.signature
-    signature = list_options(make_optimizer)
-    if rate_parameter := signature.parameters.get("learning_rate"):
+    signature = _with_listed_options(make_optimizer)
+    rate_parameter = signature.parameters.get("learning_rate")
+    if rate_parameter is not None:
         # Users must give it; `OPTIMIZERS` keeps the default.
-        required = rate_parameter.replace(default=_EMPTY)
+        required = rate_parameter.replace(default=inspect.Parameter.empty)
         parameters = {**signature.parameters, "learning_rate": required}
         signature = signature.replace(parameters=list(parameters.values()))
 
@@ -246,74 +209,52 @@ def _make_public(
     @functools.wraps(make_optimizer)
     def make_checked(**arguments: Any) -> optax.GradientTransformation:
         rate = None
-        if "learning_rate" in arguments:
+        if rate_parameter is not None:
             rate = checked_schedule(name, arguments["learning_rate"])
             arguments["learning_rate"] = rate
         check_hyperparameters(name, **{x: checks[x](arguments[x]) for x in checks})
-        rule = make_optimizer(**arguments)
-        if not has_common_options:
-            return rule
-        options = {x: arguments[x] for x in CommonOptions.__annotations__}
-        return _with_options(name, rule, rate, **options)
+        options = {x: arguments[x] for x in _OPTION_NAMES if x in arguments}
+        return _with_options(name, make_optimizer(**arguments), rate, **options)
 
     @functools.wraps(make_optimizer)
     def make_public(*args: Any, **arguments: Any) -> optax.GradientTransformation:
-        arguments = _with_full_names(name, signature, args, arguments)
+        by_position = list(signature.parameters)[: len(args)]
+        for short, full in _OPTAX_NAMES.items():
+            if short not in arguments or full not in signature.parameters:
+                continue
+            if full in arguments or full in by_position:
+                raise TypeError(
+                    f"{name}: {short} and {full} are optax's and Keras' names of one "
+                    "argument, got both. Leave one out."
+                )
+            arguments[full] = arguments.pop(short)
         try:
-            given = signature.bind(*args, **arguments)
+            bound = signature.bind(*args, **arguments)
         except TypeError as error:
+            parameters = signature.parameters.values()
+            positional = [x.name for x in parameters if x.kind != x.KEYWORD_ONLY]
             raise TypeError(
-                f"{name}: {error}. Only {', '.join(_positional(signature))} may be "
+                f"{name}: {error}. Only {', '.join(positional)} may be "
                 "given by position, because TensorFlow, Keras and optax order the "
                 f"others differently. It takes {', '.join(signature.parameters)}."
             ) from None
-        given.apply_defaults()
-        return make_checked(**given.arguments)
+        bound.apply_defaults()
+        return make_checked(**bound.arguments)
 
-    if rate_parameter:
+    if rate_parameter is not None:
         OPTIMIZERS[name] = functools.partial(make_public, rate_parameter.default)
     cast(Any, make_public).__signature__ = signature
     return cast(OptimizerFunction, make_public)
 
 
-def _with_full_names(
-    owner: str,
-    signature: inspect.Signature,
-    args: tuple[Any, ...],
-    arguments: dict[str, Any],
-) -> dict[str, Any]:
-    """Returns named arguments of an optimizer with the full names for optax's.
-
-    Raises:
-      TypeError: if an argument is given under both names.
-    """
-    result = dict(arguments)
-    given = {*list(signature.parameters)[: len(args)], *arguments}
-    for short, full in _OPTAX_NAMES.items():
-        if short not in arguments or full not in signature.parameters:
-            continue
-        if full in given:
-            raise TypeError(
-                f"{owner}: {short} and {full} are optax's and Keras' names of one "
-                "argument, got both. Leave one out."
-            )
-        result[full] = result.pop(short)
-    return result
-
-
-def _list_options(function: Callable[..., Any]) -> inspect.Signature:
+def _with_listed_options(function: Callable[..., Any]) -> inspect.Signature:
     """Returns a signature with the common options instead of `**options`."""
     options = inspect.signature(_with_options).parameters
     signature = inspect.signature(function)
-    own = [x for x in signature.parameters.values() if x.kind != x.VAR_KEYWORD]
-    return signature.replace(
-        parameters=own + [options[name] for name in CommonOptions.__annotations__]
-    )
-
-
-def _positional(signature: inspect.Signature) -> list[str]:
-    parameters = signature.parameters.values()
-    return [x.name for x in parameters if x.kind != x.KEYWORD_ONLY]
+    parameters = list(signature.parameters.values())
+    if parameters[-1].kind == inspect.Parameter.VAR_KEYWORD:
+        parameters[-1:] = [options[name] for name in _OPTION_NAMES]
+    return signature.replace(parameters=parameters)
 
 
 @equal_calls_are_one
@@ -336,8 +277,8 @@ def with_options(
 
         * `use_gradient_accumulation`: False applies the optimizer once per occurrence
           of an id; see `in_sequence`.
-        * `clip_weight_min`: smallest element of an updated row; None: no bound.
-        * `clip_weight_max`: largest element of an updated row; None: no bound.
+        * `clip_weight_min`: smallest element of an updated row. Defaults to no bound.
+        * `clip_weight_max`: largest element of an updated row. Defaults to no bound.
         * `weight_decay_factor`: fraction that touched rows lose before the rule runs;
           None or 0: no decay.
         * `multiply_weight_decay_factor_by_learning_rate`: True multiplies the fraction
@@ -345,14 +286,14 @@ def with_options(
         * `clipvalue`: bounds of the elements of a row's summed gradient. A scalar `c`
           means `(-c, c)`. Either bound of a pair may be None.
         * `slot_dtype`: floating type in which slot variables are stored, such as
-          `jnp.bfloat16`; None: the type that the rule chooses. The rule still computes
-          in float32. bfloat16 has 8 bits of precision. A sum of squares, such as
-          Adagrad's, stops growing once it is 256 times the next summand, so use
+          `jnp.bfloat16`. Defaults to the type that the rule chooses. The rule still
+          computes in float32. bfloat16 has 8 bits of precision. A sum of squares, such
+          as Adagrad's, stops growing once it is 256 times the next summand, so use
           bfloat16 for moving averages. Integer slots, such as counts, keep their type.
           It is a static argument under `optax.inject_hyperparams`.
         * `slot_initializers`: maps a slot's name, such as `"accumulators"`, to its
           initial values: a number, or a function `(shape, dtype) -> array` that gives
-          all rows the same values. The shape is that of the slot on this shard. Other
+          all rows the same values. The shape is the slot's on this shard. Other
           slots keep the values of the rule.
         * `slot_variable_creation_fn`: must be None. TensorFlow creates slot variables
           with it; `slot_initializers` and `slot_dtype` replace it. Slot variables are
@@ -382,10 +323,10 @@ def with_options(
       ('bfloat16', 0.5, 'int32')
     """
     check_rule("with_options", rule)
-    if unknown := sorted(set(options) - set(CommonOptions.__annotations__)):
+    if unknown := sorted(set(options) - set(_OPTION_NAMES)):
         raise TypeError(
             f"with_options: there is no option {unknown[0]!r}. The options are "
-            f"{', '.join(CommonOptions.__annotations__)}."
+            f"{', '.join(_OPTION_NAMES)}."
         )
     if learning_rate is not None:
         learning_rate = checked_schedule("with_options", learning_rate)
@@ -432,7 +373,7 @@ def _with_options(
     if decays and multiplies and learning_rate is None:
         raise ValueError(
             "multiply_weight_decay_factor_by_learning_rate=True needs the rule's "
-            "learning_rate, got None. Pass learning_rate to with_options, too."
+            "learning_rate, got None. Pass learning_rate to with_options."
         )
 
     # From the inside to the outside: what wraps last runs first.
@@ -456,7 +397,7 @@ def _with_options(
     return rule if use_gradient_accumulation else in_sequence(rule)
 
 
-cast(Any, with_options).__signature__ = _list_options(with_options)
+cast(Any, with_options).__signature__ = _with_listed_options(with_options)
 
 
 def _clip_gradients(owner: str, clipvalue: ClipValue) -> optax.GradientTransformation:
@@ -495,7 +436,7 @@ def _decay_rows(
       rule: the optimizer to wrap; its formula sees the decayed rows.
       factor: fraction that touched rows lose in each update.
       learning_rate: scalar, or schedule of the step counted from 0, that multiplies the
-        factor; None: 1.
+        factor. Defaults to 1.
     """
 
     def init(params):
@@ -524,7 +465,8 @@ def _clip_rows(
 
     Args:
       owner: the function that takes the bounds, for errors.
-      bounds: name and value of the lower bound, then of the upper one; None: none.
+      bounds: name and value of the lower bound, then of the upper one. A value of
+        `None` is no bound.
     """
     _check_bounds(owner, bounds)
     low, high = bounds.values()
@@ -536,7 +478,7 @@ def _clip_rows(
 
 
 def _check_bounds(owner: str, bounds: Mapping[str, Any]) -> None:
-    """Raises an error if one of two bounds is no number, or they are out of order."""
+    """Raises an error if a bound is not a number, or the two are out of order."""
     check_hyperparameters(owner, **{x: or_none(not_nan, bounds[x]) for x in bounds})
     (low_name, low), (high_name, high) = bounds.items()
     is_known = not any(x is None or isinstance(x, Tracer) for x in (low, high))

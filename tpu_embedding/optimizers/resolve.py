@@ -2,14 +2,15 @@
 
 import dataclasses
 import functools
-from typing import Any, Final
+from typing import Any, Final, cast
 
 import jax
 import optax
 
 from tpu_embedding.optimizers.checks import check_rule
-from tpu_embedding.optimizers.names import text_of_name, transformation_of
-from tpu_embedding.optimizers.probe import check_any_number_of_rows, probe_rule
+from tpu_embedding.optimizers.keras import from_keras_config, is_keras_optimizer
+from tpu_embedding.optimizers.options import OPTIMIZERS
+from tpu_embedding.optimizers.probe import probe_rule, split_rule
 from tpu_embedding.optimizers.row_optimizer import (
     EveryRow,
     InSequence,
@@ -26,6 +27,48 @@ COLLECTING: Final = ("MultiStepsState", "ApplyEvery", "SAMState")
 _AVERAGING: Final = ("ScheduleFreeState",)
 """States of optax rules whose weight of an update falls with each step, whether the row
 was there or not."""
+
+
+def optimizer_problem(field: str, optimizer: Any, owner: str = "") -> str | None:
+    """Returns why a table or layer cannot take an optimizer, or `None` if it can.
+
+    Args:
+      field: the argument that holds it.
+      optimizer: the value that the user gives.
+      owner: text that names the table, as `" for table 'movie'"`.
+    """
+    try:
+        if optimizer is not None:
+            check_rule(None, transformation_of(optimizer), "optimizer")
+    except (TypeError, ValueError) as error:
+        return f"{field}{owner}: {str(error).rstrip('.')}"
+    return None
+
+
+def transformation_of(optimizer: TableOptimizer) -> optax.GradientTransformation:
+    """Returns a table's optimizer as a transformation.
+
+    A name stands for a rule of this package with its default hyperparameters, in any
+    letter case. Calls with one name return the same value.
+
+    Raises:
+      ValueError: if no rule has the name, or a Keras optimizer has no equivalent.
+
+    Example:
+      >>> transformation_of("adagrad") is transformation_of("Adagrad")
+      True
+    """
+    if is_keras_optimizer(optimizer):
+        return from_keras_config(optimizer)
+    if not isinstance(optimizer, str):
+        return cast(optax.GradientTransformation, optimizer)
+    # The package has imported all rules before anybody asks.
+    if optimizer.lower() not in OPTIMIZERS:
+        raise ValueError(
+            f"optimizer must be one of {sorted(OPTIMIZERS)}, got {optimizer!r}; or "
+            "give an optax transformation."
+        )
+    return OPTIMIZERS[optimizer.lower()]()
 
 
 def resolve_optimizer(
@@ -49,18 +92,22 @@ def resolve_optimizer(
         return None
     try:
         resolved = _resolve(transformation_of(optimizer), dim)
-        return dataclasses.replace(resolved, named=text_of_name(optimizer))
     except ValueError as error:
         raise type(error)(
             f"{error} (The optimizer of table {table_name!r}.)"
         ) from error
+    if not isinstance(optimizer, str):
+        return resolved
+    (rate,) = OPTIMIZERS[optimizer.lower()].args
+    name = f"{optimizer.lower()!r}, at its default learning rate of {rate}"
+    return dataclasses.replace(resolved, named=name)
 
 
 def check_row_local(optimizer: TableOptimizer, dim: int) -> None:
-    """Rejects an optimizer that a layer cannot apply to rows; `make_plan` asks it.
+    """Rejects an optimizer that a layer cannot apply to rows; `make_plan` calls it.
 
     The update of a row may depend on that row, its gradient and its slot variables, on
-    values that belong to no row, and on totals that the rule asks `table_rows` for. The
+    scalars of the state, and on totals that the rule asks `table_rows` for. The
     optimizer is run on some rows, and on few of them alone: the updates must be the
     same. It is also traced for another number of rows, and must do the same there; a
     plan leaves that check to the first step.
@@ -84,51 +131,43 @@ def check_row_local(optimizer: TableOptimizer, dim: int) -> None:
     """
     transformation = transformation_of(optimizer)
     check_rule("check_row_local", transformation, "optimizer")
-    check_any_number_of_rows(_resolve(transformation, dim), dim)
+    resolved = _resolve(transformation, dim)
+    if not resolved.takes_totals:
+        split_rule(resolved.transformation, dim, num_rows=3)
 
 
 @functools.lru_cache(maxsize=4096)
 def _resolve(rule: optax.GradientTransformation, dim: int) -> RowOptimizer:
+    """Returns a rule with the driver that runs it; rejects what a driver can't run."""
     declared = row_optimizer_of(rule)
     probed = probe_rule(declared, dim)
     optimizer = dataclasses.replace(declared, takes_totals=probed.takes_totals)
-    _check_modes(optimizer, probed.state)
+    if optimizer.takes_totals and isinstance(optimizer.driver, InSequence):
+        raise ValueError(
+            "A rule that asks for totals over the rows of a table cannot run once per "
+            "occurrence of an id. Remove in_sequence or "
+            "use_gradient_accumulation=False."
+        )
     steps = optimizer.gradient_steps
+    if optimizer.takes_model_norm and steps > 1:
+        raise ValueError(
+            "A table collects the gradients of several steps on its own, so it does "
+            "not know the norm of all that the model collects. Remove global_clipnorm "
+            "or gradient_accumulation_steps. Or add the gradients of several batches "
+            "with te.gradients.add, scale their sum, clip it with "
+            "te.gradients.clip_by_global_norm, and update once."
+        )
+    waiting = find_state(probed.state, COLLECTING + _AVERAGING)
+    if waiting and not optimizer.moves_every_row:
+        raise NotRowLocalError(
+            f"The optimizer is not row-local in time: {waiting} needs each row in "
+            "every step, but a row is updated in the steps that look it up. Use "
+            "tpu_embedding.optimizers.every_row."
+        )
     needs_dense_gradient = optimizer.takes_totals or steps > 1 or optimizer.sets_rows
     if isinstance(optimizer.driver, EveryRow) and needs_dense_gradient:
         return dataclasses.replace(optimizer, driver=KeptGradient(steps))
     return optimizer
-
-
-def _check_modes(optimizer: RowOptimizer, state: Any) -> None:
-    """Rejects a rule that its driver cannot run.
-
-    Args:
-      optimizer: the rule, and its driver.
-      state: the state of the rule, as shapes and dtypes.
-    """
-    if optimizer.takes_totals and isinstance(optimizer.driver, InSequence):
-        raise ValueError(
-            "A rule that asks for totals over the rows of a table cannot run once per "
-            "occurrence of an id; take in_sequence or "
-            "use_gradient_accumulation=False away."
-        )
-    if optimizer.takes_model_norm and optimizer.gradient_steps > 1:
-        raise ValueError(
-            "A table collects the gradients of several steps on its own, so it does "
-            "not know the norm of all that the model collects. Take global_clipnorm "
-            "away from gradient_accumulation_steps. Or add the gradients of several "
-            "batches by te.gradients.add, scale their sum, clip it by "
-            "te.gradients.clip_by_global_norm, and update once."
-        )
-    if optimizer.moves_every_row:
-        return
-    if name := find_state(state, COLLECTING + _AVERAGING):
-        raise NotRowLocalError(
-            f"The optimizer is not row-local in time: {name} needs each row in every "
-            "step, but a row is updated in the steps that look it up. Use "
-            "tpu_embedding.optimizers.every_row."
-        )
 
 
 def find_state(state: Any, type_names: tuple[str, ...]) -> str | None:

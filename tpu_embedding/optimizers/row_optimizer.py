@@ -6,10 +6,9 @@ declare one; they must be the outermost wrapper, and a plan rejects them inside 
 """
 
 import dataclasses
-import inspect
 import operator
 from collections.abc import Callable
-from typing import Any, Final, Protocol, TypeGuard
+from typing import Any, Protocol
 
 import optax
 
@@ -21,8 +20,6 @@ from tpu_embedding.optimizers.checks import (
 )
 from tpu_embedding.optimizers.table_rows import is_in_layer
 
-_PACKAGES: Final = ("keras", "tf_keras", "tensorflow")
-
 
 class KerasOptimizer(Protocol):
     """An optimizer of Keras 3 or `tf_keras`, as `keras.optimizers.Adagrad(0.1)`."""
@@ -30,30 +27,6 @@ class KerasOptimizer(Protocol):
     def get_config(self) -> dict[str, Any]:
         """Returns the fields of the optimizer."""
         ...
-
-
-def is_keras_optimizer(value: Any) -> TypeGuard[KerasOptimizer]:
-    """Returns True for an optimizer of Keras, or of a class that inherits from one."""
-    has_config = callable(getattr(value, "get_config", None))
-    is_instance = has_config and not isinstance(value, type)
-    classes = inspect.getmro(type(value))
-    return is_instance and any(is_of_keras(cls.__module__) for cls in classes)
-
-
-def keras_class_name(optimizer: KerasOptimizer) -> str:
-    """Returns the class of an optimizer; with its module, if it is not Keras' own.
-
-    A class of the user may have the name of Keras', and other formulas.
-    """
-    cls = type(optimizer)
-    if is_of_keras(cls.__module__):
-        return cls.__name__
-    return f"{cls.__module__}.{cls.__qualname__}"
-
-
-def is_of_keras(module: str) -> bool:
-    """Returns True for the path of a module of Keras, `tf_keras` or TensorFlow."""
-    return module.partition(".")[0] in _PACKAGES
 
 
 TableOptimizer = optax.GradientTransformation | str | KerasOptimizer
@@ -272,7 +245,7 @@ def every_row(
 
     Raises:
       TypeError: if `rule` is not a transformation, or `gradient_steps` not an int.
-      ValueError: if `gradient_steps` is below 1, or the rule has another one.
+      ValueError: if `gradient_steps` is below 1, or the rule has a different one.
 
     Example:
       >>> import tpu_embedding as te
@@ -333,6 +306,6 @@ def _every_row_in_sequence() -> ValueError:
     return ValueError(
         "A rule cannot be applied to every row and to duplicates in sequence at once: "
         "the rows that are not looked up would be updated as often as the most "
-        "frequent id occurs. Take every_row or in_sequence away, or "
-        "use_gradient_accumulation=False."
+        "frequent id occurs. Remove every_row, or lazy_adam=False; or remove "
+        "in_sequence, or use_gradient_accumulation=False."
     )

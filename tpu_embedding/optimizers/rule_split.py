@@ -16,7 +16,7 @@ nothing, or element by element, by a backend.
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from typing import Any, Final
 
 import jax
@@ -164,36 +164,22 @@ class Program:
         return [read(atom) for atom in self.outputs]
 
     def needed_for(
-        self,
-        outputs: Iterable[Atom],
-        is_given: Callable[[Variable], bool],
-        is_kept: Callable[[Equation], bool],
-    ) -> tuple[list[Equation], list[Variable]]:
-        """Returns the equations that some values need, and what these start from.
+        self, outputs: Iterable[Atom], given: Set[Atom], effects: Set[Equation]
+    ) -> tuple[Equation, ...]:
+        """Returns the equations that compute some values from given ones.
 
         Args:
           outputs: the values.
-          is_given: True for a value that need not be computed; it is started from.
-          is_kept: True for an equation with a side effect that is needed.
+          given: values that need not be computed.
+          effects: equations that are needed for their side effects.
         """
         equations: list[Equation] = []
-        needed: set[Variable] = set()
-        given: set[Variable] = set()
-
-        def need(atoms: Iterable[Atom]) -> None:
-            for atom in atoms:
-                if isinstance(atom, Constant):
-                    continue
-                (given if is_given(atom) else needed).add(atom)
-
-        need(outputs)
+        needed = {*outputs} - given
         for equation in reversed(self.equations):
-            has_effect = bool(equation.traced.effects) and is_kept(equation)
-            if has_effect or not needed.isdisjoint(equation.outputs):
+            if equation in effects or not needed.isdisjoint(equation.outputs):
                 equations.append(equation)
-                need(equation.inputs)
-        order = [*self.inputs, *(x for eqn in self.equations for x in eqn.outputs)]
-        return equations[::-1], [atom for atom in order if atom in given]
+                needed |= {*equation.inputs} - given
+        return tuple(reversed(equations))
 
     def operations(self) -> list[tuple[str, ...]]:
         """Returns what programs for other numbers of rows have in common with this.
@@ -269,23 +255,22 @@ def _inline(
     return [read(x) for x in jaxpr.outvars]
 
 
-def evaluate_by_numpy(program: Program, *arguments: Any) -> list[Any]:
+def evaluate_by_numpy(program: Program, arguments: Sequence[Any]) -> list[Any]:
     """Returns the results of a program as NumPy arrays; random keys stay JAX's.
 
     Args:
       program: from `trace_program`.
-      *arguments: pytrees of arrays, whose leaves are its arguments.
+      arguments: an array for each of its inputs.
 
     Example:
       >>> program, _ = trace_program(lambda x: 2 * x, np.ones(3, np.float32))
-      >>> evaluate_by_numpy(program, np.float32([1, 2, 3]))[0].tolist()
+      >>> evaluate_by_numpy(program, [np.float32([1, 2, 3])])[0].tolist()
       [2.0, 4.0, 6.0]
     """
-    results = program.evaluate(jax.tree.leaves(arguments), compute_by_numpy)
-    return [_on_host(x) for x in results]
+    return [_on_host(x) for x in program.evaluate(arguments, _compute_by_numpy)]
 
 
-def compute_by_numpy(equation: Equation, operands: Sequence[Any]) -> Sequence[Any]:
+def _compute_by_numpy(equation: Equation, operands: Sequence[Any]) -> Sequence[Any]:
     """Returns the results of an equation, of arrays of NumPy."""
     name, params = equation.name, equation.traced.params
     operation = _ELEMENTWISE.get(name)
@@ -306,6 +291,10 @@ def _is_key(value: Any) -> bool:
     return jnp.issubdtype(value.dtype, jax.dtypes.prng_key)
 
 
+Evaluate = Callable[[Program, Sequence[Any]], list[Any]]
+"""Returns the results of a program: `Program.evaluate`, or `evaluate_by_numpy`."""
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class SplitRule:
     """A rule, traced for a number of rows, in two halves.
@@ -324,9 +313,11 @@ class SplitRule:
     num_hyperparameters: int
     scalars_depend_on_rows: bool
 
-    def values(self, scalars: Sequence[Any]) -> tuple[list[Any], list[Any]]:
+    def values(
+        self, scalars: Sequence[Any], evaluate: Evaluate = Program.evaluate
+    ) -> tuple[list[Any], list[Any]]:
         """Returns the hyperparameters of a step, and the scalars after it."""
-        results = self.value_program.evaluate(scalars)
+        results = evaluate(self.value_program, scalars)
         return results[: self.num_hyperparameters], results[self.num_hyperparameters :]
 
     def rows(
@@ -336,11 +327,11 @@ class SplitRule:
         is_touched: Any,
         slots: Sequence[Any],
         hyperparameters: Sequence[Any],
+        evaluate: Evaluate = Program.evaluate,
     ) -> tuple[Any, list[Any]]:
         """Returns the updates of rows, and their slot variables after the step."""
-        updates, *new_slots = self.row_program.evaluate(
-            [gradient, rows, is_touched, *slots, *hyperparameters]
-        )
+        arguments = [gradient, rows, is_touched, *slots, *hyperparameters]
+        updates, *new_slots = evaluate(self.row_program, arguments)
         return updates, new_slots
 
     def has_operations_of(self, other: "SplitRule") -> bool:
@@ -363,50 +354,69 @@ def split_program(program: Program, is_slot: Sequence[bool]) -> SplitRule:
       is_slot: which leaves are slot variables.
     """
     depends = rows_dependence(program, [True, True, True, *is_slot])
-    arguments = list(zip(program.inputs[3:], is_slot, strict=True))
-    results = list(zip(program.outputs[1:], is_slot, strict=True))
-    scalars = tuple(atom for atom, of_rows in arguments if not of_rows)
-    slots = tuple(atom for atom, of_rows in arguments if of_rows)
-    new_scalars = [atom for atom, of_rows in results if not of_rows]
-    new_slots = [atom for atom, of_rows in results if of_rows]
+    scalars, slots = partition(program.inputs[3:], is_slot)
+    new_scalars, new_slots = partition(program.outputs[1:], is_slot)
+    row_inputs = (*program.inputs[:3], *slots)
+    row_outputs = (program.outputs[0], *new_slots)
 
-    row_arguments = {*program.inputs[:3], *slots}
+    # A user may print values of a rule, in either half.
+    effects = {x for x in program.equations if x.traced.effects}
+    row_effects = {x for x in effects if not depends.isdisjoint(x.inputs)}
 
-    def is_given(variable: Variable) -> bool:
-        is_scalar = variable.aval.shape == () and variable not in depends
-        return variable in row_arguments or variable in scalars or is_scalar
-
-    def runs_on_rows(equation: Equation) -> bool:
-        return not depends.isdisjoint(equation.inputs)
-
-    updates = program.outputs[0]
-    row_equations, given = program.needed_for(
-        [updates, *new_slots], is_given, runs_on_rows
+    # Only scalars cross from one half to the other. Arrays that no row changes, such as
+    # a rate that is broadcast to all rows, are computed with the rows.
+    results = (x for equation in program.equations for x in equation.outputs)
+    crossing = [
+        x
+        for x in (*program.inputs, *results)
+        if x in scalars or (x.aval.shape == () and x not in depends)
+    ]
+    row_equations = program.needed_for(
+        row_outputs, {*row_inputs, *crossing}, row_effects
     )
-    hyperparameters = tuple(x for x in given if x not in row_arguments)
+    used = {*row_outputs, *(x for equation in row_equations for x in equation.inputs)}
+    hyperparameters = tuple(x for x in crossing if x in used)
+    values = (*hyperparameters, *new_scalars)
     # A conditional may compute both: scalars, and arrays of rows that are dropped.
-    value_equations, _ = program.needed_for(
-        [*hyperparameters, *new_scalars],
-        lambda x: x in scalars or x in depends,
-        lambda equation: not runs_on_rows(equation),
+    value_equations = program.needed_for(
+        values, {*scalars, *depends}, effects - row_effects
     )
+
+    def without_rows(atoms: Sequence[Atom]) -> tuple[Atom, ...]:
+        """Returns some values, with zeros for values that depend on rows."""
+        return tuple(
+            Constant(np.zeros(x.aval.shape, x.aval.dtype), x.aval)
+            if x in depends
+            else x
+            for x in atoms
+        )
+
     return SplitRule(
         value_program=Program(
-            inputs=scalars,
-            equations=tuple(_without_rows(x, depends) for x in value_equations),
-            outputs=tuple(
-                _zeros(atom) if atom in depends else atom
-                for atom in (*hyperparameters, *new_scalars)
+            inputs=tuple(scalars),
+            equations=tuple(
+                dataclasses.replace(equation, inputs=without_rows(equation.inputs))
+                for equation in value_equations
             ),
+            outputs=without_rows(values),
         ),
         row_program=Program(
-            inputs=(*program.inputs[:3], *slots, *hyperparameters),
-            equations=tuple(row_equations),
-            outputs=(updates, *new_slots),
+            inputs=(*row_inputs, *hyperparameters),
+            equations=row_equations,
+            outputs=row_outputs,
         ),
         num_hyperparameters=len(hyperparameters),
-        scalars_depend_on_rows=any(atom in depends for atom in new_scalars),
+        scalars_depend_on_rows=not depends.isdisjoint(new_scalars),
     )
+
+
+def partition(
+    leaves: Sequence[Any], is_slot: Sequence[bool]
+) -> tuple[list[Any], list[Any]]:
+    """Splits the leaves of a state into scalars and slot variables."""
+    scalars = [x for x, of_rows in zip(leaves, is_slot, strict=True) if not of_rows]
+    slots = [x for x, of_rows in zip(leaves, is_slot, strict=True) if of_rows]
+    return scalars, slots
 
 
 def rows_dependence(program: Program, is_by_row: Sequence[bool]) -> set[Atom]:
@@ -434,13 +444,3 @@ def rows_dependence(program: Program, is_by_row: Sequence[bool]) -> set[Atom]:
         pairs = zip(equation.outputs, by_row, strict=True)
         depends |= {atom for atom, is_dependent in pairs if is_dependent}
     return depends
-
-
-def _without_rows(equation: Equation, depends: set[Atom]) -> Equation:
-    """Returns an equation whose operands that depend on rows are zeros."""
-    inputs = tuple(_zeros(x) if x in depends else x for x in equation.inputs)
-    return dataclasses.replace(equation, inputs=inputs)
-
-
-def _zeros(atom: Atom) -> Constant:
-    return Constant(np.zeros(atom.aval.shape, atom.aval.dtype), atom.aval)

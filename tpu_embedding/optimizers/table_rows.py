@@ -32,8 +32,8 @@ class TableRows:
     Attributes:
       table_sizes: float32 `[tables]`, number of rows of each whole table. Where ids
         are not row numbers, only rows count that ids read.
-      tables: int32 `[rows]`, the table of each row; None: there is one table.
-      is_used: bool `[rows]`, False for padding, which is no row of a table.
+      tables: int32 `[rows]`, the table of each row. `None` if there is one table.
+      is_used: bool `[rows]`, False for padding, which isn't in a table.
       is_touched: bool `[rows]`, whether the row was looked up in this step.
       all_reduce: reduces the totals of this part `[tables, ...]` over all parts.
       occurrence_squares: float32 `[tables]`, sum of the squares of the gradients of all
@@ -52,7 +52,8 @@ class TableRows:
 
     def total(self, values: Array) -> Array:
         """Sums over the rows of each table: `[rows, ...]` to `[tables, ...]`."""
-        values = jnp.where(_beside(self.is_used, values), values, 0)
+        is_used = self.is_used.reshape(self.is_used.shape + (1,) * (values.ndim - 1))
+        values = jnp.where(is_used, values, 0)
         if self.tables is None:
             return self.all_reduce(jnp.sum(values, axis=0, keepdims=True), "sum")
         members = jax.nn.one_hot(self.tables, self._num_tables, axis=0, dtype="float32")
@@ -135,9 +136,9 @@ def table_rows_context(
     """Makes `table_rows` return these rows within this context.
 
     Args:
-      rows: the rows; None: those that the rule is given are a whole table.
-      inlines_jit: True takes each `jit` within a rule away, which would cache the
-        answers about other rows.
+      rows: the rows. `None` means that a rule is given all rows of one table.
+      inlines_jit: True inlines each `jit` within a rule, which would cache the answers
+        about other rows.
     """
     token = _CURRENT.set(rows)
     inlines_jit = inlines_jit and rows is not None
@@ -151,8 +152,8 @@ def table_rows_context(
 def model_gradient_squares() -> Array | None:
     """Returns the sum of squares of all gradients of the model in this step.
 
-    The gradients are those of the loss, before other transformations. None: a rule is
-    called without a model, and knows only its own arrays.
+    These are the loss's gradients, before other transformations. The result is `None`
+    if a rule is called without a model, and knows only its own arrays.
     """
     compute = _MODEL_SQUARES.get()
     return None if compute is None else compute()
@@ -163,15 +164,11 @@ def model_gradient_context(compute: Callable[[], Array] | None) -> Iterator[None
     """Makes `model_gradient_squares` return a float32 scalar within this context.
 
     Args:
-      compute: returns the sum; it is called only if a rule asks. None: not known.
+      compute: returns the sum; it is called only if a rule asks. `None` if no model
+        knows it.
     """
     token = _MODEL_SQUARES.set(compute)
     try:
         yield
     finally:
         _MODEL_SQUARES.reset(token)
-
-
-def _beside(mask: Array, values: Array) -> Array:
-    """Returns the mask with as many axes as the values."""
-    return mask.reshape(mask.shape + (1,) * (values.ndim - 1))

@@ -24,9 +24,9 @@ from tpu_embedding.hardware import HardwareInfo
 from tpu_embedding.rows.packed_rows import PackedRows, RowLayout
 
 if TYPE_CHECKING:
-    from tpu_embedding.lookup._flatten_to_owners import PoolingSpec
+    from tpu_embedding.lookup._forward import PoolingSpec
+    from tpu_embedding.plan.make_plan import NamedTable
     from tpu_embedding.plan.plan import StackPlan, TrainedStackPlan
-    from tpu_embedding.plan.stacking import NamedTable
     from tpu_embedding.rows.row_gradients import Sealed
 
 Activations = tuple[list[Float[Array, "_ dim"]], Int[Array, ""]]
@@ -83,7 +83,7 @@ class Backend:
         """Returns what lookup and update need of the ids: a pytree, without any table.
 
         Args:
-          keys: keys of all features; see `lookup/_flatten_to_owners.py`.
+          keys: keys of all features; see `lookup/_forward.py`.
           poolings: the features of the stack.
           stack: plan of the stack.
         """

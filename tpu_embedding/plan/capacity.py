@@ -75,8 +75,9 @@ def round_size(
       num_shards: number of shards of the table.
       rows_per_shard: rows of the table that one shard owns. No source device can ask
         an owner for more unique ids than that.
-      capacity: ids per destination and round, as set by the user. None: the mean plus
-        four standard deviations, and as many more as the padding of the bucket holds.
+      capacity: ids per destination and round, as set by the user. The default is the
+        mean plus four standard deviations, and as many more as the padding of the
+        bucket holds.
 
     Example:
       >>> round_size(1000, 8, 10**6).buffer_size
@@ -124,11 +125,6 @@ Updates = Literal["whole", "blocks"]
 """
 
 
-def choose_gathers(hardware: HardwareInfo) -> Gathers:
-    """Returns the form of the gathers that is fastest on the hardware."""
-    return "whole" if hardware.is_tpu else "fused"
-
-
 def choose_updates(
     hardware: HardwareInfo,
     optimizer: RowOptimizer | None,
@@ -143,7 +139,7 @@ def choose_updates(
 
     Args:
       hardware: kind of device.
-      optimizer: rule of the tables; None: they are not trained.
+      optimizer: rule of the tables, or None without training.
       num_devices: devices of the mesh.
       capacity: the user's limit of ids per round, or None.
       backend: what looks the rows up; blocks need gathers and scatters.

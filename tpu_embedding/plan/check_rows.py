@@ -20,12 +20,12 @@ def check_tables(tables: Any, stacks: Sequence[StackPlan]) -> None:
     """Raises unless `tables` holds the rows of every stack.
 
     Args:
-      tables: stack name to packed rows; other stacks may be there too.
+      tables: stack name to packed rows. It may have more stacks.
       stacks: stacks of the plan.
 
     Raises:
-      TypeError: if `tables` is no mapping of packed rows.
-      ValueError: if a stack is missing, or its rows lie elsewhere than the plan says;
+      TypeError: if `tables` is not a mapping of packed rows.
+      ValueError: if a stack is missing, or its rows have other places than in the plan;
         or if arithmetic on packed narrow rows changed their dtype.
     """
     for stack in stacks:
@@ -43,28 +43,28 @@ def check_slots(slots: Any, stacks: Sequence[TrainedStackPlan]) -> None:
     """Raises unless `slots` holds the optimizer state of every stack.
 
     Args:
-      slots: stack name to optimizer state; other stacks may be there too.
+      slots: stack name to optimizer state. It may have more stacks.
       stacks: stacks of the plan.
 
     Raises:
-      TypeError: if `slots` is no mapping.
+      TypeError: if `slots` is not a mapping.
       ValueError: if a stack is missing, or its slot variables belong to other tables.
     """
     for stack in stacks:
         state = _entry("slots", slots, stack, "init_slots")
         leaves = jax.tree.leaves(state, is_leaf=lambda x: isinstance(x, PackedRows))
-        found = [leaf.layout for leaf in leaves if isinstance(leaf, PackedRows)]
-        if len(found) != len(stack.slots):
+        layouts = [leaf.layout for leaf in leaves if isinstance(leaf, PackedRows)]
+        if len(layouts) != len(stack.slots):
             raise ValueError(
                 f"slots[{stack.name!r}] must hold {len(stack.slots)} slot variables, "
-                f"got {len(found)}; use the slots that init_slots made for this plan."
+                f"got {len(layouts)}; use the slots that init_slots made for this plan."
             )
-        for layout in found:
+        for layout in layouts:
             _check_rows_of(f"slots[{stack.name!r}]", layout, stack)
 
 
 def check_stack(rows: PackedRows, stack: StackPlan) -> None:
-    """Raises unless rows that the host reads or sets are those of a stack.
+    """Raises unless the host reads or sets rows that were made for a stack.
 
     Args:
       rows: rows of a table, or of a slot variable.
@@ -72,7 +72,7 @@ def check_stack(rows: PackedRows, stack: StackPlan) -> None:
 
     Raises:
       TypeError: if `jax.jit` traces the rows, which then have no values.
-      ValueError: if they lie elsewhere than the plan says.
+      ValueError: if they have other places than in the plan.
     """
     if isinstance(rows.lines, Tracer):
         names = [table.name for table in stack.tables]
@@ -103,15 +103,15 @@ def _check_words(owner: str, rows: PackedRows, stack: StackPlan) -> None:
 
 
 def _check_rows_of(owner: str, layout: RowLayout, stack: StackPlan) -> None:
-    """Raises if rows are of other tables, or not as many, as those of a stack.
+    """Raises if rows belong to other tables than a stack's, or differ in number.
 
     Rows of a slot variable may be shorter than the table's, and are in lines of their
     own.
     """
-    found = dataclasses.replace(
+    comparable = dataclasses.replace(
         stack.layout, contents=layout.contents, num_rows=layout.num_rows
     )
-    _check_layout(owner, found, stack.layout)
+    _check_layout(owner, comparable, stack.layout)
 
 
 def _entry(what: str, arrays: Any, stack: StackPlan, maker: str) -> Any:
@@ -129,18 +129,19 @@ def _entry(what: str, arrays: Any, stack: StackPlan, maker: str) -> Any:
     return arrays[stack.name]
 
 
-def _check_layout(owner: str, found: RowLayout, wanted: RowLayout) -> None:
-    """Raises if the rows of an array lie elsewhere than those of the plan."""
-    if found == wanted or found.facts == wanted.facts:
+def _check_layout(owner: str, layout: RowLayout, planned: RowLayout) -> None:
+    """Raises if the rows of an array have other places than in the plan."""
+    if layout == planned or layout.facts == planned.facts:
         return
-    here, plan = dict.fromkeys(found.facts), dict.fromkeys(wanted.facts)
-    differences = [
-        *(f"the array has {fact}" for fact in here if fact not in plan),
-        *(f"the plan has {fact}" for fact in plan if fact not in here),
-    ]
-    listed = "\n  ".join(differences)
+    only_array = [fact for fact in layout.facts if fact not in planned.facts]
+    only_plan = [fact for fact in planned.facts if fact not in layout.facts]
+    listed = "\n  ".join(
+        [f"the array has {fact}" for fact in only_array]
+        + [f"the plan has {fact}" for fact in only_plan]
+    )
     raise ValueError(
-        f"{owner} was made for another plan, so its rows lie elsewhere:\n  {listed}\n"
+        f"{owner} was made for another plan, so its rows have other places:\n"
+        f"  {listed}\n"
         "Use the plan that the arrays were made with. To move tables to another "
         "plan, read them by unstack_tables and set them by with_table_values."
     )

@@ -53,7 +53,7 @@ class FeaturePlan:
 
     @property
     def combiner(self) -> Combiner:
-        """The feature's own combiner, or else that of its table."""
+        """The feature's own combiner, or else its table's combiner."""
         return self.config.combiner or self.table.combiner
 
     @property
@@ -161,7 +161,7 @@ def flatten_config(feature_config: Any) -> tuple[dict[str, FeatureConfig], Any]:
         if not isinstance(leaf, FeatureConfig):
             raise ValueError(
                 "feature_config must be a nest of FeatureConfig, got "
-                f"{describe_value(leaf)} at {path!r}. {_way_to_feature(leaf)}"
+                f"{describe_value(leaf)} at {path!r}. {_line_to_write(leaf)}"
             )
     features: dict[str, FeatureConfig] = {}
     paths: dict[str, str] = {}
@@ -176,9 +176,9 @@ def flatten_config(feature_config: Any) -> tuple[dict[str, FeatureConfig], Any]:
     return features, tree
 
 
-def _way_to_feature(leaf: Any) -> str:
+def _line_to_write(leaf: Any) -> str:
     if isinstance(leaf, FeatureNest):
-        return "Give a plan by its name: plan=plan."
+        return "Pass a plan by name: plan=plan."
     if isinstance(leaf, TableConfig):
         return "Write te.FeatureConfig(table=table)."
     return "Write {'movie': te.FeatureConfig(table=table)}."
@@ -196,45 +196,46 @@ def plan_features(
       table_names: name of the table of each.
       stacks: hold these tables.
     """
-    found = {
+    tables = {
         table.name: (i, table)
         for i, stack in enumerate(stacks)
         for table in stack.tables
     }
-    return tuple(
-        FeaturePlan(
-            name=name,
-            config=config,
-            stack_index=found[table_name][0],
-            row_offset=found[table_name][1].row_offset,
-            num_rows=found[table_name][1].num_rows,
+    plans = []
+    for (name, config), table_name in zip(features.items(), table_names, strict=True):
+        stack_index, table = tables[table_name]
+        plans.append(
+            FeaturePlan(
+                name=name,
+                config=config,
+                stack_index=stack_index,
+                row_offset=table.row_offset,
+                num_rows=table.num_rows,
+            )
         )
-        for (name, config), table_name in zip(
-            features.items(), table_names, strict=True
-        )
-    )
+    return tuple(plans)
 
 
 def find_tables(
     features: Mapping[str, FeatureConfig], stacks: Sequence["StackPlan"]
 ) -> list[str]:
-    """Returns the name of the table of each feature among those of some stacks.
+    """Returns the name that the table of each feature has in some stacks.
 
     A table is found as the same object, or else as the only equal one.
 
     Raises:
-      ValueError: if the stacks lack a table, or have another one of its name.
+      ValueError: if the stacks lack a table, or have a different table of its name.
     """
     tables = [(table.name, table.config) for s in stacks for table in s.tables]
     names, problems = [], []
     for owner, feature in features.items():
         table = feature.table
-        found = [name for name, config in tables if config is table] or [
+        same = [name for name, config in tables if config is table] or [
             name for name, config in tables if config == table
         ]
-        if len(found) != 1:
+        if len(same) != 1:
             problems.append(f"  {owner!r}: {table}")
-        names += found[:1]
+        names += same[:1]
     if problems:
         known = "".join(f"\n  {name!r}: {config}" for name, config in tables)
         raise ValueError(
@@ -266,12 +267,11 @@ def _subset_of(nest: Any, batch: Any) -> Any:
             raise KeyError(
                 f"feature_config has no keys {unknown}; it has {list(nest)} there."
             )
-        parts = {k: _subset_of(nest[k], batch[k]) for k in nest if k in batch}
-        return make(parts)
+        return make({k: _subset_of(nest[k], batch[k]) for k in nest if k in batch})
     if isinstance(nest, list | tuple) and type(nest) is type(batch):
         if len(nest) == len(batch):
-            parts = [_subset_of(a, b) for a, b in zip(nest, batch, strict=True)]
-            return make(*parts) if hasattr(nest, "_fields") else make(parts)
+            children = [_subset_of(a, b) for a, b in zip(nest, batch, strict=True)]
+            return make(*children) if hasattr(nest, "_fields") else make(children)
     jax.tree.structure(nest).flatten_up_to(batch)
     return nest
 
@@ -324,30 +324,10 @@ class InputPlan(FeatureNest):
     def __reduce__(self):
         # JAX pickles trees of its own containers only, so the nest itself is pickled.
         numbers = self.unflatten(range(len(self.features)))
-        return _restore, (
-            self.features,
-            numbers,
-            self.num_shards,
-            self.num_process_parts,
-        )
+        fields = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
+        return _restore, ({**fields, "feature_tree": numbers},)
 
 
-def _restore(
-    features: tuple[FeaturePlan, ...],
-    numbers: Any,
-    num_shards: int,
-    num_process_parts: int | None,
-) -> InputPlan:
-    return InputPlan(
-        features=features,
-        feature_tree=jax.tree.structure(numbers),
-        num_shards=num_shards,
-        num_process_parts=num_process_parts,
-    )
-
-
-def without_functions(feature: FeaturePlan) -> FeaturePlan:
-    """Returns a feature without the initializer and the optimizer of its table."""
-    table = dataclasses.replace(feature.table, initializer=None, optimizer=None)
-    config = dataclasses.replace(feature.config, table=table)
-    return dataclasses.replace(feature, config=config)
+def _restore(fields: dict[str, Any]) -> InputPlan:
+    tree = jax.tree.structure(fields["feature_tree"])
+    return InputPlan(**{**fields, "feature_tree": tree})

@@ -1,46 +1,82 @@
-"""Makes the plan from configuration, mesh and hardware, and rejects contradictions."""
+"""Makes the plan from configuration, mesh and hardware, and rejects contradictions.
 
+Tables are placed on the mesh and grouped into stacks, which are one array each. Tables
+of equal dim, dtype, quantization, optimizer and placement share one dedup, one exchange
+and one gather. The grouping depends on nothing else. Within a stack, tables are in the
+order of their names, and their rows follow one another without a gap.
+
+A table's own placement comes first, then what `make_plan(placement=...)` says.
+"""
+
+import dataclasses
 import itertools
-from typing import Any
+import math
+from collections.abc import Sequence
+from typing import Any, Final
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from tpu_embedding.argument_checks import is_int
-from tpu_embedding.config import TableConfig
+from tpu_embedding.config import ChoosePlacement, Placement, Sharded, TableConfig
 from tpu_embedding.hardware import HardwareInfo
-from tpu_embedding.optimizers.names import optimizer_problem
 from tpu_embedding.optimizers.probe import probe_rule
-from tpu_embedding.optimizers.row_optimizer import KeptGradient, TableOptimizer
-from tpu_embedding.placement import ChoosePlacement, Placement
-from tpu_embedding.plan import stacking
+from tpu_embedding.optimizers.resolve import optimizer_problem, resolve_optimizer
+from tpu_embedding.optimizers.row_optimizer import (
+    KeptGradient,
+    RowOptimizer,
+    TableOptimizer,
+)
 from tpu_embedding.plan.backend import (
     Backend,
     BackendName,
     BackendOptions,
     backend_options,
 )
-from tpu_embedding.plan.capacity import choose_gathers, choose_updates
+from tpu_embedding.plan.capacity import choose_updates
 from tpu_embedding.plan.features import flatten_config, plan_features
-from tpu_embedding.plan.mesh_options import (
-    choose_hardware,
-    choose_mesh,
-)
+from tpu_embedding.plan.mesh_options import choose_hardware, choose_mesh
 from tpu_embedding.plan.plan import (
     EmbeddingPlan,
     StackPlan,
     TablePlan,
     TrainedStackPlan,
 )
-from tpu_embedding.plan.stacking import place_tables
-from tpu_embedding.rows.narrow_rows import NARROW_DTYPES, NarrowDtype
-from tpu_embedding.rows.packed_rows import (
-    RowLayout,
-    StackContents,
-    TableRange,
-)
+from tpu_embedding.rows.narrow_rows import NARROW_DTYPES
+from tpu_embedding.rows.packed_rows import RowLayout, StackContents, TableRange
 from tpu_embedding.types import PADDING_ROW_ID
+
+_MAX_ROWS_OF_STACK: Final = PADDING_ROW_ID - 2**20
+"""Maximum rows of a stack.
+
+An int32 identifies each row of all shards. Dividing rows among shards rounds up, so the
+margin leaves space for one more row on each of 2**20 shards."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class NamedTable:
+    """A table with its name, its optimizer and its placement.
+
+    Attributes:
+      name: the user's name for the table, or a generated one.
+      config: the table as the user declared it.
+      optimizer: the table's own optimizer, or else the shared one; None if the table is
+        not trained.
+      shard_axes: mesh axes that its rows are split over, in the order of the mesh; none
+        if every device has all rows.
+      num_shards: devices along these axes.
+      placement_reason: the setting that chose the axes.
+      num_rows: rows in its stack, spare ones included.
+    """
+
+    name: str
+    config: TableConfig
+    optimizer: RowOptimizer | None
+    shard_axes: tuple[str, ...] = ()
+    num_shards: int = 1
+    placement_reason: str = ""
+    num_rows: int = 0
 
 
 def make_plan(
@@ -60,16 +96,16 @@ def make_plan(
       mesh: devices with any axes, of type `Auto` or `Explicit`. None means the mesh of
         `jax.set_mesh`, or else all devices along one axis, `"shard"`.
       optimizer: an optax transformation, a name or a Keras optimizer, as
-        `TableConfig` takes, for the tables that name none themselves; None means that
-        those are not trained.
+        `TableConfig` takes, for tables without one of their own. Without it, these are
+        not trained.
       capacity: ids per destination and round of the exchange, at most; changes speed,
-        never results. None: the mean and some standard deviations.
+        never results. The default is the mean and some standard deviations.
       placement: where the rows of tables live that set no `TableConfig.placement`. It
         changes memory and traffic, never results. `te.Sharded()`, the default, splits
         rows over all devices. `te.Sharded(axes=...)` splits them over some mesh axes,
         and copies them along the rest. `te.Replicated()` copies them to every device. A
         function of a table's name and number of rows chooses per table.
-      hardware: None means that of the mesh's devices.
+      hardware: hardware to plan for. Defaults to the kind of the mesh's devices.
       backend: what looks up and updates rows; it changes speed, never results.
         `"xla"`: gathers and scatters. `"sparse_core"` or `te.SparseCore(...)`: XLA's
         embedding operations for SparseCores, for each stack that they can serve;
@@ -85,16 +121,22 @@ def make_plan(
     """
     mesh = choose_mesh(mesh)
     hardware = choose_hardware(hardware, mesh)
-    _check_options(capacity, optimizer)
+    if capacity is not None and not (is_int(capacity) and capacity >= 1):
+        raise ValueError(
+            f"capacity must be an int of at least 1 or None, got {capacity!r}."
+        )
     capacity = None if capacity is None else int(capacity)
+    problem = optimizer_problem("optimizer", optimizer)
+    if problem is not None:
+        raise ValueError(f"{problem}.")
     options = backend_options(backend)
     features, tree = flatten_config(feature_config)
     configs = list(features.values())
-    tables = stacking.name_tables([config.table for config in configs], optimizer)
-    placed = place_tables(tables, placement, mesh)
+    tables = name_tables([config.table for config in configs], optimizer)
+    placed = _place_tables(tables, placement, mesh)
     stacks = tuple(
         _plan_stack(f"stack_{i}", group, mesh, capacity, hardware, options)
-        for i, group in enumerate(stacking.stack_tables(placed))
+        for i, group in enumerate(stack_tables(placed))
     )
     return EmbeddingPlan(
         stacks=stacks,
@@ -105,62 +147,170 @@ def make_plan(
     )
 
 
-def _check_options(
-    capacity: int | None,
+def name_tables(
+    tables: Sequence[TableConfig],
     optimizer: TableOptimizer | None,
-) -> None:
-    if capacity is not None and not (is_int(capacity) and capacity >= 1):
-        raise ValueError(
-            f"capacity must be an int of at least 1 or None, got {capacity!r}."
+) -> list[NamedTable]:
+    """Returns the table of each lookup; lookups in one table get equal entries.
+
+    Raises:
+      ValueError: if two different tables have the same name.
+    """
+    by_name: dict[str, TableConfig] = {}
+    unnamed: list[TableConfig] = []
+    named = []
+    for config in tables:
+        if config.name is None:
+            if not any(config is other for other in unnamed):
+                unnamed.append(config)
+            index = next(i for i, other in enumerate(unnamed) if other is config)
+            name = f"table_{index}"
+        else:
+            name = config.name
+        other = by_name.setdefault(name, config)
+        if other != config or (other.name is None) != (config.name is None):
+            raise ValueError(
+                f"TableConfig.name must be unique, got two different tables named "
+                f"{name!r}:\n  {other}\n  {config}\nGive one of them another name, "
+                "or the same settings to share one table."
+            )
+        named.append((name, config))
+    return [
+        NamedTable(
+            name=name,
+            config=config,
+            optimizer=_resolved_optimizer(name, config, optimizer),
         )
-    problem = optimizer_problem("optimizer", optimizer)
-    if problem is not None:
-        raise ValueError(f"{problem}.")
+        for name, config in named
+    ]
+
+
+def _resolved_optimizer(
+    name: str, config: TableConfig, optimizer: TableOptimizer | None
+) -> RowOptimizer | None:
+    """Returns the table's own optimizer, or else the shared one."""
+    own_or_shared = config.optimizer or optimizer
+    if config.dtype_name == "int8" and own_or_shared is not None:
+        source = "its own" if config.optimizer else "the layer's"
+        raise ValueError(
+            "TableConfig.dtype must not be int8 for a table with an optimizer, got "
+            f"{source} for table {name!r}: int8 rows are for lookup only. Store a "
+            "trained table in bfloat16. To train the other tables only, set "
+            "TableConfig.optimizer of each, and pass no optimizer to the layer."
+        )
+    return resolve_optimizer(own_or_shared, name, config.dim)
+
+
+def _place_tables(
+    tables: Sequence[NamedTable],
+    placement: Placement | ChoosePlacement | None,
+    mesh: Mesh,
+) -> list[NamedTable]:
+    """Returns each table once, with the mesh axes that its rows are split over.
+
+    Args:
+      tables: the table of each lookup.
+      placement: the placement of tables without one of their own. A function places
+        each by its name and rows. The default splits them over the whole mesh.
+      mesh: devices of the layer.
+
+    Raises:
+      TypeError: if `placement` is not a placement or a function that returns one.
+      ValueError: if a placement names an axis that the mesh lacks.
+    """
+    if isinstance(placement, Placement):
+        placement.shard_axes(mesh.axis_names, "placement")
+    elif placement is not None and (
+        isinstance(placement, type) or not callable(placement)
+    ):
+        raise _wrong_type("placement must be", placement)
+    return [
+        _place(table, placement, mesh)
+        for table in {table.name: table for table in tables}.values()
+    ]
+
+
+def _place(
+    table: NamedTable, placement: Placement | ChoosePlacement | None, mesh: Mesh
+) -> NamedTable:
+    """Returns a table with its own placement, or else the shared one."""
+    reason = "make_plan(placement=...)"
+    if table.config.placement is not None:
+        chosen, reason = table.config.placement, "TableConfig.placement"
+    elif placement is None:
+        chosen, reason = Sharded(), "the default"
+    elif isinstance(placement, Placement):
+        chosen = placement
+    else:
+        chosen = placement(table.name, table.config.max_rows)
+        if not isinstance(chosen, Placement):
+            raise _wrong_type(f"placement of table {table.name!r} must return", chosen)
+    axes = chosen.shard_axes(mesh.axis_names, f"{reason} of table {table.name!r}")
+    num_shards = math.prod(mesh.shape[axis] for axis in axes)
+    vocabulary, optimizer = table.config.vocabulary, table.optimizer
+    problem = optimizer is not None and vocabulary.optimizer_problem(optimizer)
+    if problem:
+        raise ValueError(f"TableConfig.optimizer of table {table.name!r} {problem}")
+    return dataclasses.replace(
+        table,
+        shard_axes=axes,
+        num_shards=num_shards,
+        placement_reason=reason,
+        num_rows=vocabulary.rows_over(num_shards),
+    )
+
+
+def _wrong_type(rule: str, value: Any) -> TypeError:
+    return TypeError(
+        f"{rule} a te.Sharded or te.Replicated, got {value!r}. A function chooses per "
+        "table: placement=lambda name, num_rows: te.Replicated() if num_rows <= 10_000 "
+        "else te.Sharded()."
+    )
+
+
+def stack_tables(tables: Sequence[NamedTable]) -> list[list[NamedTable]]:
+    """Groups tables into stacks.
+
+    No stack has more rows than an int32 can identify. A larger group is split into
+    several stacks; each table goes into the first that has room.
+
+    Args:
+      tables: different tables, placed on the mesh.
+    """
+    groups: dict[Any, list[list[NamedTable]]] = {}
+    for table in sorted(tables, key=lambda table: table.name):
+        config = table.config
+        key = (
+            config.dim,
+            config.dtype_name,
+            config.quantization_config,
+            table.optimizer,
+            table.shard_axes,
+            type(config.vocabulary),
+            config.vocabulary.stacking_key,
+        )
+        stacks = groups.setdefault(key, [])
+        for stack in stacks:
+            if sum(t.num_rows for t in (*stack, table)) <= _MAX_ROWS_OF_STACK:
+                stack.append(table)
+                break
+        else:
+            stacks.append([table])
+    return [stack for stacks in groups.values() for stack in stacks]
 
 
 def _plan_stack(
     name: str,
-    tables: list[stacking.NamedTable],
+    tables: list[NamedTable],
     mesh: Mesh,
     capacity: int | None,
     hardware: HardwareInfo,
     options: BackendOptions,
 ) -> StackPlan:
+    """Returns the plan of tables whose rows follow one another in one array."""
     first = tables[0]
-    num_rows = sum(table.num_rows for table in tables)
-    backend = options.choose(first, num_rows, mesh, hardware)
-    placed = _tables_of_stack(tables)
-    facts: dict[str, Any] = dict(
-        name=name,
-        tables=placed,
-        shard_axes=first.shard_axes,
-        sample_axes=tuple(mesh.axis_names),
-        num_shards=first.num_shards,
-        num_replicas=mesh.size // first.num_shards,
-        layout=_layout_of_stack(placed, first.num_shards, hardware, backend),
-        quantization=first.config.quantization_config,
-        capacity=capacity,
-        gathers=choose_gathers(hardware),
-        updates=choose_updates(
-            hardware,
-            first.optimizer,
-            num_devices=mesh.size,
-            capacity=capacity,
-            backend=backend,
-        ),
-        backend=backend,
-        hardware=hardware,
-        slots=_slots_of(first),
-    )
-    if first.optimizer is None:
-        return StackPlan(**facts, optimizer=None)
-    return TrainedStackPlan(**facts, optimizer=first.optimizer)
-
-
-def _tables_of_stack(tables: list[stacking.NamedTable]) -> tuple[TablePlan, ...]:
-    """Returns plans of tables that lie one after the other."""
-    ends = itertools.accumulate(table.num_rows for table in tables)
-    return tuple(
+    ends = list(itertools.accumulate(table.num_rows for table in tables))
+    table_plans = tuple(
         TablePlan(
             name=table.name,
             config=table.config,
@@ -170,42 +320,64 @@ def _tables_of_stack(tables: list[stacking.NamedTable]) -> tuple[TablePlan, ...]
         )
         for table, end in zip(tables, ends, strict=True)
     )
+    backend = options.choose(first, ends[-1], mesh, hardware)
+    facts: dict[str, Any] = dict(
+        name=name,
+        tables=table_plans,
+        shard_axes=first.shard_axes,
+        sample_axes=tuple(mesh.axis_names),
+        num_shards=first.num_shards,
+        num_replicas=mesh.size // first.num_shards,
+        layout=_layout(table_plans, first.num_shards, hardware, backend),
+        quantization=first.config.quantization_config,
+        capacity=capacity,
+        gathers="whole" if hardware.is_tpu else "fused",
+        updates=choose_updates(
+            hardware,
+            first.optimizer,
+            num_devices=mesh.size,
+            capacity=capacity,
+            backend=backend,
+        ),
+        backend=backend,
+        hardware=hardware,
+        slots=_slot_rows(first),
+    )
+    if first.optimizer is None:
+        return StackPlan(**facts, optimizer=None)
+    return TrainedStackPlan(**facts, optimizer=first.optimizer)
 
 
-def _layout_of_stack(
+def _layout(
     tables: tuple[TablePlan, ...],
     num_shards: int,
     hardware: HardwareInfo,
     backend: Backend,
 ) -> RowLayout:
-    """Returns the layout of a shard of tables that lie one after the other."""
-    first, last = tables[0], tables[-1]
+    """Returns the layout of a shard of tables whose rows follow one another."""
+    config, last = tables[0].config, tables[-1]
     num_rows = last.row_offset + last.num_rows
     ranges = tuple(TableRange(t.name, t.row_offset, t.num_rows) for t in tables)
+    name = config.dtype_name
     layout = backend.arrange(
         RowLayout(
             num_rows=-(-num_rows // num_shards),
-            row_shape=(first.config.dim,),
-            line_lanes=hardware.line_lanes,
+            row_shape=(config.dim,),
+            tile_lanes=hardware.line_lanes,
             contents=StackContents(ranges, num_shards),
-            narrow_dtype=_narrow_dtype(first.config),
+            narrow_dtype=next((d for d in NARROW_DTYPES if d == name), None),
         )
     )
     if layout.num_rows * num_shards >= PADDING_ROW_ID:
         raise ValueError(
-            f"TableConfig.vocabulary_size of table {first.name!r} is "
+            f"TableConfig.vocabulary_size of table {tables[0].name!r} is "
             f"{num_rows}, too near 2**31 for {num_shards} shards; cut it in two."
         )
     return layout
 
 
-def _narrow_dtype(config: TableConfig) -> NarrowDtype | None:
-    name = config.dtype_name
-    return next((dtype for dtype in NARROW_DTYPES if dtype == name), None)
-
-
-def _slots_of(table: stacking.NamedTable) -> tuple[jax.ShapeDtypeStruct, ...]:
-    """Returns the slot variables of a table's optimizer."""
+def _slot_rows(table: NamedTable) -> tuple[jax.ShapeDtypeStruct, ...]:
+    """Returns row shape and dtype of each slot variable of a table."""
     optimizer, dim = table.optimizer, table.config.dim
     if optimizer is None:
         return ()

@@ -27,8 +27,8 @@ def device_mesh(
 
     Args:
       devices: JAX devices; None takes all, also on other processes.
-      num_slices: number of equal slices to emulate on devices of one slice; None: the
-        slices that the devices are in.
+      num_slices: number of equal slices to emulate on devices of one slice. Defaults to
+        the slices that the devices are in.
 
     Raises:
       ValueError: if the devices cannot be split into so many equal slices.
@@ -65,10 +65,10 @@ def _order_of(device: Any) -> tuple[int, int, int]:
 
 
 def choose_mesh(mesh: Any) -> Mesh:
-    """Returns the user's mesh, or else that of `jax.set_mesh`, or else all devices.
+    """Returns the user's mesh, or else the one of `jax.set_mesh`, or else all devices.
 
     Raises:
-      TypeError: if it is no mesh of devices.
+      TypeError: if it is not a mesh of devices.
       ValueError: if it has no device, or axes of several types.
     """
     if mesh is None:
@@ -92,10 +92,10 @@ def choose_mesh(mesh: Any) -> Mesh:
 
 
 def choose_hardware(hardware: Any, mesh: Mesh) -> HardwareInfo:
-    """Returns the user's hardware, or else that of the mesh's devices.
+    """Returns the user's hardware, or else the kind of the mesh's devices.
 
     Raises:
-      TypeError: if it is no `HardwareInfo`.
+      TypeError: if it is not a `HardwareInfo`.
     """
     if hardware is None:
         return hardware_of_device(mesh.devices.flat[0])

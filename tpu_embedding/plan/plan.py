@@ -1,14 +1,14 @@
 """The plan: every fact that is fixed before a step.
 
 Stages of the lookup and the update receive arrays and the plan, and no other facts. A
-plan is frozen and hashable, so it can be static under `jit`, and prints itself as a
-table. `make_plan.py` makes it.
+plan is frozen and hashable, so it can be static under `jit`. `make_plan.py` makes it.
 
 The plan of a stack tells which array holds a table, and which shard a row.
+`print(plan)` shows memory and placement of all tables.
 """
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, Final
 
 import jax
@@ -16,23 +16,22 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from tpu_embedding.argument_checks import ArgumentType
 from tpu_embedding.config import QuantizationConfig, TableConfig
-from tpu_embedding.hardware import HardwareInfo
+from tpu_embedding.hardware import GIBIBYTE, HardwareInfo
 from tpu_embedding.initializers import RowInitializer, row_initializer
 from tpu_embedding.optimizers.row_optimizer import RowOptimizer
-from tpu_embedding.plan import memory
 from tpu_embedding.plan.backend import Backend
 from tpu_embedding.plan.capacity import Gathers, RoundSize, Updates, round_size
-from tpu_embedding.plan.description import describe, summarize
 from tpu_embedding.plan.features import (
     FeatureNest,
+    FeaturePlan,
     InputPlan,
     find_tables,
     flatten_config,
     plan_features,
     process_shards,
-    without_functions,
 )
-from tpu_embedding.rows.packed_rows import LANE_BYTES, RowLayout
+from tpu_embedding.plan.memory import format_bytes, format_table, rows_bytes
+from tpu_embedding.rows.packed_rows import LANE_BYTES, RowLayout, round_up
 from tpu_embedding.types import AxisSize
 from tpu_embedding.vocabularies import Vocabulary
 
@@ -57,7 +56,7 @@ class TablePlan:
 
     @property
     def row_initializer(self) -> RowInitializer | None:
-        """Computes its initial values row by row; None: all rows at once."""
+        """Computes its initial values row by row, or None if it needs all at once."""
         return row_initializer(self.config.initializer, self.config.dim)
 
 
@@ -144,6 +143,36 @@ class StackPlan:
         # XLA names the sharding of its results so; another name compiles again.
         return (
             PartitionSpec(self.shard_axes) if self.num_shards > 1 else PartitionSpec()
+        )
+
+    def first_local_row(self, row: Any, shard: Any, bank: Any) -> Any:
+        """Returns the first local row of a shard's bank at or after a row of the stack.
+
+        Args:
+          row: row of the stack, an int or integers.
+          shard: number of the shard.
+          bank: number of the bank, 0 unless rows are dealt to several.
+        """
+        # The rows of a bank leave one remainder, and are next to each other.
+        num_ranges = self.num_shards * self.layout.banks
+        remainder = bank * self.num_shards + shard
+        first_in_bank = (row + (num_ranges - 1 - remainder)) // num_ranges
+        return first_in_bank + bank * self.layout.rows_per_bank
+
+    @property
+    def array_bytes(self) -> tuple[int, ...]:
+        """Memory of the rows and of each slot variable on a device, padding included.
+
+        A vocabulary's own arrays are not among them.
+        """
+        return (
+            rows_bytes(self.layout, self.hardware, LANE_BYTES),
+            *(
+                rows_bytes(
+                    self.layout.slot_layout(slot), self.hardware, slot.dtype.itemsize
+                )
+                for slot in self.slots
+            ),
         )
 
     @property
@@ -260,7 +289,7 @@ class EmbeddingPlan(FeatureNest):
 
         Args:
           batch_size: samples of the global batch.
-          process_index: number of the process; None: this one.
+          process_index: number of the process. Defaults to this process.
 
         Example:
           >>> import tpu_embedding as te
@@ -306,20 +335,15 @@ class EmbeddingPlan(FeatureNest):
     def table_bytes_per_device(self) -> int:
         """Memory that the tables take on each device, padding and ids included."""
         return sum(
-            memory.rows_bytes(s.layout, self.hardware, LANE_BYTES)
-            + s.vocabulary.stacks.bytes_per_device(s, self.hardware)
-            for s in self.stacks
+            stack.array_bytes[0]
+            + stack.vocabulary.stacks.bytes_per_device(stack, self.hardware)
+            for stack in self.stacks
         )
 
     @property
     def slot_bytes_per_device(self) -> int:
         """Memory that the slot variables take on each device, padding included."""
-        return sum(self.slot_bytes_of(stack) for stack in self.stacks)
-
-    def slot_bytes_of(self, stack: StackPlan) -> int:
-        """Memory that the slot variables of one stack take on each device."""
-        _, *slots = memory.array_sizes(stack.layout, stack.slots, self.hardware)
-        return sum(slots)
+        return sum(sum(stack.array_bytes[1:]) for stack in self.stacks)
 
     @property
     def trained_stacks(self) -> tuple[TrainedStackPlan, ...]:
@@ -351,7 +375,7 @@ class EmbeddingPlan(FeatureNest):
             plan. Stacks that no feature uses are not looked up.
 
         Raises:
-          ValueError: if a table is none of this plan's, or the features contradict
+          ValueError: if this plan lacks a table, or the features contradict
             each other.
 
         Example:
@@ -385,6 +409,12 @@ class EmbeddingPlan(FeatureNest):
           >>> batch["watched"].tolist()
           [3, 5]
         """
+
+        def without_functions(feature: FeaturePlan) -> FeaturePlan:
+            table = dataclasses.replace(feature.table, initializer=None, optimizer=None)
+            config = dataclasses.replace(feature.config, table=table)
+            return dataclasses.replace(feature, config=config)
+
         return InputPlan(
             features=tuple(map(without_functions, self.features)),
             feature_tree=self.feature_tree,
@@ -408,7 +438,17 @@ class EmbeddingPlan(FeatureNest):
         return f"EmbeddingPlan({summarize(self)}; print(plan) shows it all)"
 
     def __str__(self) -> str:
-        return describe(self)
+        return "\n".join(
+            [
+                format_table(_memory_rows(self), num_left_aligned=2),
+                _summary_of_memory(self),
+                *(note for stack in self.stacks for note in _notes(stack)),
+                "",
+                format_table(_placement_rows(self), num_left_aligned=4),
+                "",
+                format_table(_backend_rows(self), num_left_aligned=4),
+            ]
+        )
 
 
 AnyPlan = EmbeddingPlan | InputPlan
@@ -419,3 +459,105 @@ PLAN: Final = ArgumentType(
     EmbeddingPlan, "an EmbeddingPlan, from te.make_plan or the plan of a layer"
 )
 """The argument `plan` of public functions."""
+
+
+def summarize(plan: EmbeddingPlan) -> str:
+    """Returns one line on the tables, features and devices of a plan."""
+    tables = [table for stack in plan.stacks for table in stack.tables]
+    rows = count_of(sum(table.config.max_rows for table in tables), "row")
+    parts = [
+        f"{count_of(len(tables), 'table')} of {rows}",
+        count_of(len(plan.stacks), "stack"),
+        count_of(len(plan.features), "feature"),
+        count_of(plan.mesh.size, "device"),
+    ]
+    return ", ".join(parts)
+
+
+def count_of(number: int, noun: str) -> str:
+    """Returns a number with its noun, such as `"2 rows"`."""
+    return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}s"
+
+
+def _notes(stack: StackPlan) -> Iterator[str]:
+    """Yields what to know about the memory and the optimizer of a stack."""
+    if stack.optimizer is not None and stack.optimizer.named:
+        yield f"{stack.name}: trained by {stack.optimizer.named}"
+    for table in stack.tables:
+        if table.row_initializer is None:
+            # A device holds its share of the rows twice, in whole lines: before and
+            # after they are sent to their owners.
+            lanes = round_up(stack.dim, stack.layout.tile_lanes or 1)
+            num_rows = -(-table.num_rows // stack.num_shards)
+            num_bytes = 2 * num_rows * LANE_BYTES * lanes
+            yield (
+                f"initial values of table {table.name!r} take at least "
+                f"{format_bytes(num_bytes)} more per device: its "
+                "initializer needs the whole shape; see te.initializers"
+            )
+    largest = max(stack.array_bytes)
+    if largest > stack.hardware.max_array_bytes:
+        yield (
+            f"warning: the largest array of {stack.name} takes "
+            f"{format_bytes(largest)} per device, more than the "
+            f"{format_bytes(stack.hardware.max_array_bytes)} that "
+            f"{stack.hardware.name} is said to take; more devices make it smaller"
+        )
+    yield from (f"{stack.name}: {note}" for note in stack.backend.notes(stack.hardware))
+    yield from stack.vocabulary.stacks.notes(stack, stack.hardware)
+
+
+def _placement_rows(plan: EmbeddingPlan) -> list[tuple[str, ...]]:
+    """Returns the cells of the table of placements, a row per stack and reason."""
+    rows = [("stack", "rows over", "copies", "why")]
+    for stack in plan.stacks:
+        axes = ", ".join(stack.shard_axes) or "no axis"
+        copies = f"{stack.num_replicas:,}"
+        if stack.replica_axes:
+            copies += f" over {', '.join(stack.replica_axes)}"
+        reasons = dict.fromkeys(table.placement_reason for table in stack.tables)
+        rows += [(stack.name, axes, copies, reason) for reason in reasons]
+    return rows
+
+
+def _backend_rows(plan: EmbeddingPlan) -> list[tuple[str, ...]]:
+    """Returns the cells of the table of backends, a row per stack."""
+    rows = [("stack", "lookup by", "update by", "why")]
+    for stack in plan.stacks:
+        backend = stack.backend
+        rows.append((stack.name, backend.lookups, backend.updates, backend.reason))
+    return rows
+
+
+def _memory_rows(plan: EmbeddingPlan) -> list[tuple[str, ...]]:
+    """Returns the cells of the table of memory, a row per table and per stack."""
+    head = "stack,table,rows,dim,dtype,first row,rows/shard,packing,bytes/device"
+    rows: list[tuple[str, ...]] = [tuple(head.split(","))]
+    for stack in plan.stacks:
+        layout = stack.layout
+        facts = (str(stack.dim), stack.tables[0].config.dtype_name)
+        for table in stack.tables:
+            num_rows, offset = f"{table.config.max_rows:,}", f"{table.row_offset:,}"
+            rows.append((stack.name, table.name, num_rows, *facts, offset, "", "", ""))
+        line = f"{layout.rows_per_lane * layout.lanes_per_line}"
+        if layout.lines_per_row > 1:
+            line = f"{layout.lines_per_row} x {line}"
+        packing = f"{layout.rows_per_line} x {layout.lanes_per_row} of {line}"
+        table_bytes, *slot_bytes = stack.array_bytes
+        sizes = f"{format_bytes(table_bytes)} + {format_bytes(sum(slot_bytes))} slots"
+        whole = (stack.name, "(whole stack)", f"{stack.num_rows:,}")
+        rows.append((*whole, *facts, "", f"{stack.rows_per_shard:,}", packing, sizes))
+    return rows
+
+
+def _summary_of_memory(plan: EmbeddingPlan) -> str:
+    total = plan.table_bytes_per_device + plan.slot_bytes_per_device
+    summary = (
+        f"{count_of(plan.num_shards, 'device')}, {plan.hardware.name}; per device: "
+        f"tables {format_bytes(plan.table_bytes_per_device)}, slots "
+        f"{format_bytes(plan.slot_bytes_per_device)}"
+    )
+    if plan.hardware.hbm_capacity_bytes is not None:
+        hbm = plan.hardware.hbm_capacity_bytes / plan.hardware.devices_per_chip
+        summary += f", {100 * total / hbm:.1f} % of {hbm / GIBIBYTE:.0f} GiB HBM"
+    return summary

@@ -96,7 +96,7 @@ def in_auto_axes(
     )
 
     def run(*arguments: Any) -> Any:
-        # JAX makes pytrees of partitions of the arguments, which dataclasses refuse.
+        # JAX makes pytrees of partitions of the arguments, which dataclasses reject.
         leaves, tree = jax.tree.flatten(arguments)
         return jax.sharding.auto_axes(
             lambda *leaves: function(*tree.unflatten(leaves)),

@@ -2,7 +2,7 @@
 
 Every row is scored, block by block, so no device holds the scores of a whole table.
 Each device finds the best of its own rows, for all queries. One all-to-all brings them
-together, and each device merges those of its share of the queries.
+together, and each device merges the ones of its share of the queries.
 """
 
 import functools
@@ -39,7 +39,7 @@ ROWS_PER_BLOCK: Final = 8192
 """Rows that are scored at a time: 32 MiB of scores for 1,024 queries."""
 
 LOWEST_SCORE: Final = float(np.finfo(np.float32).min)
-"""Score of rows whose scalar product is NaN or -inf; places without a row have -inf."""
+"""Score of rows whose scalar product is NaN or -inf. What isn't a row has -inf."""
 
 
 class TopK(NamedTuple):
@@ -77,9 +77,9 @@ def top_k(
         float32. Global.
       plan: plan of the layer.
       k: number of rows, from 1 to the vocabulary size.
-      table: name of the table; None: the only one of the plan.
+      table: name of the table; it may be left out if the plan has one table only.
       transform: function of `[rows, dim]` that returns the vectors to compare with,
-        such as an item tower; it must treat each row alone. None: the rows themselves.
+        such as an item tower; it must treat each row alone. Defaults to the rows.
       excluded: ids that must not be returned, such as items that a user has seen, in
         any order; `te.inputs.PADDING_ROW_ID` fills up. The lists can be empty.
 
@@ -132,39 +132,45 @@ def _search(
     transform: Transform | None = None,
 ) -> TopK:
     """Returns the best rows of a table, on one device or sharded; see `top_k`."""
-    num_queries, num_best = queries.shape[0], _num_best(k, excluded, member)
+    num_queries = queries.shape[0]
+    num_best = min(k + excluded.shape[1], member.num_rows)  # Some may be excluded.
     if isinstance(rows, jax.Array):
-        read = _reader_of_whole_table(rows, stack, member)
+        table = rows
+
+        def read(ids: Array) -> tuple[Array, Array]:
+            ids = jnp.where(ids < member.num_rows, ids, PADDING_ROW_ID)
+            return _quantized(rows_of_table(table, ids), stack), ids
+
         best = _best_of_device(queries, read, member.num_rows, num_best, transform)
         return _merged(best, excluded, k)
-    of_replica = PartitionSpec(stack.replica_axes)
-    of_device = PartitionSpec((*stack.replica_axes, *stack.shard_axes))
+    replica_spec = PartitionSpec(stack.replica_axes)
+    device_spec = PartitionSpec((*stack.replica_axes, *stack.shard_axes))
 
-    def to_merger(found: Array) -> Array:
-        return jax.lax.all_to_all(found, stack.shard_axes, 0, 1, tiled=True)
-
-    def of_shard(rows: PackedRows, queries: Array, excluded: Array) -> TopK:
+    def search_shard(rows: PackedRows, queries: Array, excluded: Array) -> TopK:
         read = _reader_of_shard(rows, stack, member)
         num_rows = -(-member.num_rows // stack.num_shards)
         best = _best_of_device(queries, read, num_rows, num_best, transform)
-        if stack.num_shards > 1:
-            best = jax.tree.map(to_merger, best)
+        if stack.num_shards > 1:  # Each device merges its share of the queries.
+            best = jax.tree.map(
+                lambda x: jax.lax.all_to_all(x, stack.shard_axes, 0, 1, tiled=True),
+                best,
+            )
         return _merged(best, excluded, k)
 
     def run(rows: PackedRows, queries: Array, excluded: Array) -> TopK:
-        # Devices share the queries equally; those of zeros fill up.
+        # Devices share the queries equally; queries of zeros fill up.
         room = ((0, -num_queries % plan.num_shards), (0, 0))
         queries, excluded = jnp.pad(queries, room), jnp.pad(excluded, room)
-        found = on_shards(
-            of_shard,
+        best = on_shards(
+            search_shard,
             plan,
-            in_specs=(stack.rows_spec, of_replica, of_device),
-            out_specs=of_device,
+            in_specs=(stack.rows_spec, replica_spec, device_spec),
+            out_specs=device_spec,
         )(rows, queries, excluded)
-        return jax.tree.map(lambda x: x[:num_queries], found)
+        return jax.tree.map(lambda x: x[:num_queries], best)
 
     divides = num_queries % plan.num_shards == 0
-    on_mesh = in_auto_axes(run, plan, of_device if divides else PartitionSpec())
+    on_mesh = in_auto_axes(run, plan, device_spec if divides else PartitionSpec())
     return on_mesh(rows, queries, excluded)
 
 
@@ -179,7 +185,7 @@ def find_table(plan: EmbeddingPlan, name: str | None) -> tuple[StackPlan, TableP
 
     Args:
       plan: plan of the layer.
-      name: name of the table; None: the only one.
+      name: name of the table, or None if the plan has one table only.
     """
     known = {table.name: (s, table) for s in plan.stacks for table in s.tables}
     if name is None and len(known) == 1:
@@ -245,28 +251,11 @@ def checked_exclusions(excluded: Any, num_queries: int) -> Int[Array, "queries n
     return jnp.asarray(excluded, jnp.int32)
 
 
-def _num_best(k: int, excluded: Array, member: TablePlan) -> int:
-    """Returns how many rows are enough, as some of them may be excluded."""
-    return min(k + excluded.shape[1], member.num_rows)
-
-
-def _reader_of_whole_table(
-    table: Array, stack: StackPlan, member: TablePlan
-) -> ReadRows:
-    """Returns a function that reads rows of a table on one device."""
-
-    def read(ids: Array) -> tuple[Array, Array]:
-        ids = jnp.where(ids < member.num_rows, ids, PADDING_ROW_ID)
-        return _quantized(rows_of_table(table, ids), stack), ids
-
-    return read
-
-
 def _reader_of_shard(rows: PackedRows, stack: StackPlan, member: TablePlan) -> ReadRows:
     """Returns a function that reads the table's rows on a shard. Per shard."""
     num_shards = stack.num_shards
     shard = jax.lax.axis_index(stack.shard_axes) if num_shards > 1 else 0
-    # First row of the shard at or behind the first one of the table.
+    # The shard's first row that belongs to the table.
     first = (member.row_offset + num_shards - 1 - shard) // num_shards
 
     def read(numbers: Array) -> tuple[Array, Array]:
@@ -327,7 +316,7 @@ def _best_of_device(
 def _merged(best: TopK, excluded: Int[Array, "queries n"], k: int) -> TopK:
     """Sorts the best rows of several devices; of equal scores the lower id is first."""
     scores, ids = best
-    if excluded.shape[1]:  # XLA:CPU of jax 0.11 crashes on a comparison with none.
+    if excluded.shape[1]:  # XLA:CPU of jax 0.11 crashes on an empty comparison.
         is_excluded = jnp.any(ids[:, :, None] == excluded[:, None, :], axis=2)
         scores = jnp.where(is_excluded, -jnp.inf, scores)
         ids = jnp.where(is_excluded, PADDING_ROW_ID, ids)

@@ -44,7 +44,7 @@ class Mean(Metric):
 
         Args:
           values: any shape.
-          weights: at least 0, or bool; shaped like `values`. None: every weight is 1.
+          weights: at least 0, or bool; shaped like `values`. Defaults to 1.
         """
         values, weights = check_batch(cls.__name__, values=values, weights=weights)
         return cls._of(values, weights)
@@ -120,7 +120,7 @@ class RMSE(_MeanOfErrors):
 
 
 class ClickMetric(Metric):
-    """A metric of a click model, whose logits stand for probabilities."""
+    """A metric of a click model, whose logits are probabilities."""
 
     @classmethod
     def from_batch(
@@ -171,7 +171,7 @@ class LogLoss(ClickMetric, Mean):
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class NormalizedEntropy(ClickMetric):
-    """The mean log loss over that of predicting the share of positives for each sample.
+    """The mean log loss, relative to predicting the share of positives for all samples.
 
     Below 1 the model knows more than the base rate. See He et al., "Practical Lessons
     from Predicting Clicks on Ads at Facebook" (ADKDD 2014), equation 1. It is defined
@@ -237,8 +237,8 @@ def log_loss(
     logits: Float[Array, "*shape"], labels: Float[Array, "*shape"]
 ) -> Float[Array, "*shape"]:
     """Returns the log loss of each sample, also of infinite logits."""
-    of_positive = weighted(jax.nn.softplus(-logits), labels)
-    return of_positive + weighted(jax.nn.softplus(logits), 1 - labels)
+    positive_losses = weighted(jax.nn.softplus(-logits), labels)
+    return positive_losses + weighted(jax.nn.softplus(logits), 1 - labels)
 
 
 NUM_BINS: Final = 4096
@@ -246,7 +246,7 @@ NUM_BINS: Final = 4096
 
 
 _NONE: Final[Any] = object()
-"""Stands for sums of no samples, whose shape depends on the number of bins."""
+"""Marks empty sums, whose shape depends on the number of bins."""
 
 
 @jax.tree_util.register_dataclass
@@ -287,7 +287,7 @@ class AUC(ClickMetric):
 
     @classmethod
     def empty(cls, num_bins: int = NUM_BINS) -> "AUC":
-        """Returns the metric of no samples."""
+        """Returns the metric without samples."""
         return cls(num_bins=num_bins)
 
     @classmethod
@@ -295,7 +295,7 @@ class AUC(ClickMetric):
         cls, logits: Array, labels: Array, weights: Array, num_bins: int = NUM_BINS
     ) -> "AUC":
         bins = _bins(logits, num_bins)
-        # NaN scores have no place, and make the result NaN.
+        # NaN scores have no bin, and make the result NaN.
         labels = jnp.where(jnp.isnan(logits), jnp.nan, labels)
         return cls(
             positives=_histogram(bins, weighted(labels, weights), num_bins),
@@ -332,11 +332,11 @@ def _max_error(auc: AUC) -> Float[Array, ""]:
 
 def _bins(scores: Float[Array, "*shape"], num_bins: int) -> Int[Array, "*shape"]:
     """Returns the bin of each score, 0 for NaN."""
-    sizes = jnp.abs(scores)
-    places = jnp.where(
-        jnp.isinf(scores), jnp.sign(scores), scores / (1 + sizes)
-    )  # in [-1, 1]
-    bins = jnp.floor((places + 1) * (0.5 * num_bins)).astype(jnp.int32)
+    # In [-1, 1].
+    squashed = jnp.where(
+        jnp.isinf(scores), jnp.sign(scores), scores / (1 + jnp.abs(scores))
+    )
+    bins = jnp.floor((squashed + 1) * (0.5 * num_bins)).astype(jnp.int32)
     return jnp.where(jnp.isnan(scores), 0, jnp.clip(bins, 0, num_bins - 1))
 
 
@@ -353,5 +353,5 @@ def _histogram(
         jnp.pad(x.ravel(), room).reshape(num_chunks, num_bins) for x in (bins, weights)
     )
     chunks = jnp.arange(num_chunks, dtype=bins.dtype)[:, None]
-    of_chunks = jnp.zeros((num_chunks, num_bins), jnp.float32)
-    return Sum.of(of_chunks.at[chunks, bins].add(weights)).total()
+    totals = jnp.zeros((num_chunks, num_bins), jnp.float32)
+    return Sum.of(totals.at[chunks, bins].add(weights)).total()

@@ -48,7 +48,7 @@ class Sum:
     def add(self, other: "Sum") -> "Sum":
         """Returns the totals of both, which have the same shape.
 
-        The rounding error of `high + high` is a float32, and its formula is that of
+        The rounding error of `high + high` is a float32, and its formula is from
         Knuth, "The Art of Computer Programming", volume 2, section 4.2.2, theorem B.
 
         Example:
@@ -57,8 +57,8 @@ class Sum:
           (16777216.0, 16777218.0)
         """
         total = self.high + other.high
-        part = total - self.high
-        error = (self.high - (total - part)) + (other.high - part)
+        added = total - self.high
+        error = (self.high - (total - added)) + (other.high - added)
         low = error + (self.low + other.low)
         # The formula would make an infinite total NaN.
         low = jnp.where(jnp.isfinite(total), low, 0.0)
@@ -76,19 +76,15 @@ class Sum:
 
     def total(self) -> "Sum":
         """Returns the total over the first axis."""
+
+        def add(total: Any, other: Any) -> tuple[Array, Array]:
+            (high, low), (other_high, other_low) = total, other
+            both = Sum(high=high, low=low).add(Sum(high=other_high, low=other_low))
+            return both.high, both.low
+
         zero = jnp.float32(0)
-        high, low = jax.lax.reduce(
-            (self.high, self.low), (zero, zero), _add_leaves, (0,)
-        )
+        high, low = jax.lax.reduce((self.high, self.low), (zero, zero), add, (0,))
         return Sum(high=high, low=low)
-
-
-def _add_leaves(
-    totals: tuple[Array, Array], others: tuple[Array, Array]
-) -> tuple[Array, Array]:
-    high, low = totals
-    sum_of_both = Sum(high=high, low=low).add(Sum(high=others[0], low=others[1]))
-    return sum_of_both.high, sum_of_both.low
 
 
 Nest = TypeVar("Nest")
@@ -103,7 +99,7 @@ class Metric:
 
     @classmethod
     def empty(cls, **settings: Any) -> Self:
-        """Returns the metric of no samples; takes the settings, as a bare call does."""
+        """Returns the metric without samples, with these settings."""
         fields = dataclasses.fields(cls)  # pyright: ignore
         sums = {x.name: Sum.zeros() for x in fields if not x.metadata.get("static")}
         return cls(**sums, **settings)
@@ -114,7 +110,7 @@ class Metric:
         raise NotImplementedError(f"{cls.__name__} has no from_batch")
 
     def update(self, *batch: Any, **inputs: Any) -> Self:
-        """Returns the metric of its own samples and those of a batch.
+        """Returns the metric of its own samples and a batch.
 
         Args:
           *batch: arguments of `from_batch`.
@@ -162,7 +158,8 @@ def merge(metrics: Nest, others: Nest) -> Nest:
       metrics: nest of metrics.
       others: nest of the same structure.
     """
-    return jax.tree.map(Sum.add, metrics, others, is_leaf=_is_sum)
+    is_sum = lambda value: isinstance(value, Sum)  # noqa: E731
+    return jax.tree.map(Sum.add, metrics, others, is_leaf=is_sum)
 
 
 def compute(metrics: Any) -> Any:
@@ -173,7 +170,8 @@ def compute(metrics: Any) -> Any:
       >>> compute({"mae": MAE.from_batch([1.0, 2.0], [1.0, 4.0])})
       {'mae': Array(1., dtype=float32)}
     """
-    return jax.tree.map(lambda metric: metric.compute(), metrics, is_leaf=_is_metric)
+    is_metric = lambda value: isinstance(value, Metric)  # noqa: E731
+    return jax.tree.map(lambda metric: metric.compute(), metrics, is_leaf=is_metric)
 
 
 def check_batch(owner: str, **arrays: ArrayLike | None) -> list[Float[Array, "*shape"]]:
@@ -250,14 +248,6 @@ def total_of(values: Float[Array, "*shape"], weights: Float[Array, "*shape"]) ->
     return Sum.of(jnp.sum(weighted(values, weights)))
 
 
-def _is_sum(value: Any) -> bool:
-    return isinstance(value, Sum)
-
-
-def _is_metric(value: Any) -> bool:
-    return isinstance(value, Metric)
-
-
 _MOST_BITS: Final = {"i": 16, "u": 16, "f": 32}
 """Bits of the widest dtype of each kind whose values float32 keeps."""
 
@@ -266,7 +256,7 @@ def float32_in_order(values: ArrayLike) -> Float[Array, "*shape"]:
     """Returns float32 values in the same order along the last axis.
 
     Equal values stay equal, and NaN stays NaN. float32 keeps the values of most dtypes.
-    Integers and floats that it would round become their places among the distinct
+    Integers and floats that it would round become their ranks among the distinct
     values, from 0.
 
     Args:
@@ -285,7 +275,7 @@ def float32_in_order(values: ArrayLike) -> Float[Array, "*shape"]:
     ordered = xp.take_along_axis(values, order, axis=-1)
     is_new = ordered[..., 1:] != ordered[..., :-1]
     is_new = xp.concatenate([xp.zeros_like(ordered[..., :1], bool), is_new], axis=-1)
-    places = xp.cumsum(is_new, axis=-1, dtype=xp.int32)
-    places = xp.take_along_axis(places, xp.argsort(order, axis=-1), axis=-1)
-    places = xp.where(values == values, places.astype(xp.float32), xp.float32(np.nan))
-    return jnp.asarray(places)
+    ranks = xp.cumsum(is_new, axis=-1, dtype=xp.int32)
+    ranks = xp.take_along_axis(ranks, xp.argsort(order, axis=-1), axis=-1)
+    ranks = xp.where(values == values, ranks.astype(xp.float32), xp.float32(np.nan))
+    return jnp.asarray(ranks)

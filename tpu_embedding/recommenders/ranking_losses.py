@@ -32,7 +32,7 @@ def in_batch_softmax(
     """Returns the log-softmax and ranks of each query's own item in its batch. Global.
 
     The other items of the batch are the negatives. `q_j` is the probability that a
-    sample contains item `j`. The scores are those of equation 5 of Yi et al.,
+    sample contains item `j`. The scores are from equation 5 of Yi et al.,
     "Sampling-Bias-Corrected Neural Modeling for Large Corpus Item Recommendations"
     (RecSys 2019):
 
@@ -48,10 +48,10 @@ def in_batch_softmax(
       queries: one query vector per sample.
       items: one item vector per sample. Items of samples with weight 0 are also
         candidates.
-      log_probabilities: natural logarithm of `q` for the item of each sample; None: all
-        are equally frequent.
+      log_probabilities: natural logarithm of `q` for the item of each sample. By
+        default, all items are equally frequent.
       item_ids: id of the item of each sample. Samples with the same item are then not
-        negatives of each other. None: they are, as in the paper.
+        negatives of each other. Without ids they are, as in the paper.
 
     Returns:
       `log_softmax`, at most 0, and the `te.metrics.Ranks` of each sample's own item:
@@ -73,9 +73,13 @@ def in_batch_softmax(
     """
     owner = "in_batch_softmax"
     _check_shapes(owner, "[batch, dim]", queries=queries, items=items)
-    of_samples = {"log_probabilities": log_probabilities, "item_ids": item_ids}
-    samples = jnp.zeros(len(queries))
-    _check_shapes(owner, "[batch]", samples=samples, **of_samples)
+    _check_shapes(
+        owner,
+        "[batch]",
+        samples=jnp.zeros(len(queries)),
+        log_probabilities=log_probabilities,
+        item_ids=item_ids,
+    )
     queries, items = jnp.asarray(queries), jnp.asarray(items)
     scores = queries @ items.T
     if log_probabilities is not None:
@@ -88,17 +92,14 @@ def in_batch_softmax(
         is_candidate = ~is_same | jnp.eye(len(ids), dtype=bool)
         scores = jnp.where(is_candidate, scores, -jnp.inf)
     log_softmax = own - jax.nn.logsumexp(scores, axis=1)
-    return log_softmax, _ranks(scores, own, is_candidate)
-
-
-def _ranks(scores: Array, own: Array, is_candidate: Array) -> Ranks:
-    """Returns the ranks of the own items; see `in_batch_softmax`."""
-    counts = [
-        jnp.sum(is_candidate & compare(scores, own[:, None]), axis=1)
-        for compare in (jnp.greater, jnp.equal)
-    ]
     is_nan = jnp.any(jnp.isnan(scores), axis=1)
-    return Ranks(*(jnp.where(is_nan, jnp.nan, x).astype(jnp.float32) for x in counts))
+
+    def count(compare: Callable[[Array, Array], Array]) -> Array:
+        is_counted = is_candidate & compare(scores, own[:, None])
+        num_items = jnp.sum(is_counted, axis=1)
+        return jnp.where(is_nan, jnp.nan, num_items).astype(jnp.float32)
+
+    return log_softmax, Ranks(count(jnp.greater), count(jnp.equal))
 
 
 def pairwise_loss(
@@ -126,7 +127,7 @@ def pairwise_loss(
       labels: relevance `y` of each item, of the same shape.
       of_difference: loss of a pair, element by element. Its derivative must be finite
         at -0.5.
-      where: False for places without an item; None: there are none.
+      where: False for padding. By default, all are items.
 
     Returns:
       The loss of each list; 0 if no two labels differ.
@@ -204,5 +205,5 @@ def _check_shapes(owner: str, axes: str, **arrays: Any) -> None:
     num_axes = axes.count(",") + 1
     is_right = first != () if "..." in axes else len(first) == num_axes
     if not is_right or any(shape != first for shape in others):
-        found = ", ".join(f"{name} {list(shape)}" for name, shape in shapes.items())
-        raise ValueError(f"te.nn.{owner}: all must have one shape {axes}, got {found}.")
+        given = ", ".join(f"{name} {list(shape)}" for name, shape in shapes.items())
+        raise ValueError(f"te.nn.{owner}: all must have one shape {axes}, got {given}.")

@@ -12,7 +12,7 @@ from typing import Any, Literal, NamedTuple, Self
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, ArrayLike, Bool, Float, Int
+from jaxtyping import Array, ArrayLike, Bool, Float
 
 from tpu_embedding.recommenders.click_metrics import Mean
 from tpu_embedding.recommenders.metric import (
@@ -45,7 +45,7 @@ class _TopK(Mean):
     """A weighted mean, over samples, of a value of the best `k` candidates.
 
     A sample without a relevant candidate has no value, and counts for nothing. The
-    metric is defined if the total weight of the others is not 0.
+    metric is defined if the total weight of all other samples is not 0.
 
     Attributes:
       k: number of candidates that count.
@@ -69,9 +69,9 @@ class _TopK(Mean):
           scores: `[batch, candidates]`; a higher score ranks before a lower one. Only
             their order counts, also of 64-bit numbers of the host.
           labels: `[batch, candidates]`, relevance of each candidate; 0 is irrelevant.
-          weights: at least 0, or bool, `[batch]`. None: every weight is 1.
-          is_candidate: bool `[batch, candidates]`; False for places without a
-            candidate. None: there are none.
+          weights: at least 0, or bool, `[batch]`. Defaults to 1.
+          is_candidate: bool `[batch, candidates]`, False for padding. By default, all
+            are candidates.
           k: at least 1; above the number of candidates, all count.
 
         Raises:
@@ -106,7 +106,7 @@ class _TopK(Mean):
         Args:
           ranks: number of candidates before the relevant one, any shape; or `Ranks`,
             such as of `te.nn.in_batch_softmax`, where scores can be equal.
-          weights: at least 0, or bool, shaped like `ranks`. None: every weight is 1.
+          weights: at least 0, or bool, shaped like `ranks`. Defaults to 1.
           k: at least 1.
 
         Raises:
@@ -148,7 +148,7 @@ class _TopK(Mean):
             first.
           labels: integers `[batch]`, the id that each sample wants. All 64 bits of
             arrays on the host count.
-          weights: at least 0, or bool, `[batch]`. None: every weight is 1.
+          weights: at least 0, or bool, `[batch]`. Defaults to 1.
           k: from 1 to `n`.
 
         Raises:
@@ -204,7 +204,7 @@ class _TopK(Mean):
         k: int,
     ) -> Float[Array, " batch"]:
         """Returns the total of label times gain of each sample's best `k`."""
-        # NaN is after all scores, and so are places without a candidate.
+        # NaN is after all scores, and so is padding.
         keys = jnp.where(is_candidate, -scores, jnp.nan)
         starts, ends = (
             jax.vmap(functools.partial(jnp.searchsorted, side=side))(
@@ -256,8 +256,8 @@ class RecallAtK(_TopK):
     @classmethod
     def _values(cls, scores, labels, is_candidate, k):
         is_relevant = (labels != 0).astype(jnp.float32)
-        found = cls._total_gains(scores, is_relevant, is_candidate, k)
-        return found / jnp.sum(is_relevant, axis=1)
+        num_found = cls._total_gains(scores, is_relevant, is_candidate, k)
+        return num_found / jnp.sum(is_relevant, axis=1)
 
 
 @jax.tree_util.register_dataclass
@@ -266,7 +266,7 @@ class NDCGAtK(_TopK):
     """The normalised discounted cumulative gain of the best `k`, averaged over samples.
 
     A candidate of rank `r`, from 0, gains `label / log2(r + 2)`. The sum is divided by
-    that of the best order. See Järvelin and Kekäläinen, "Cumulated Gain-Based
+    the sum of the best order. See Järvelin and Kekäläinen, "Cumulated Gain-Based
     Evaluation of IR Techniques" (2002). With exponential gains, `2**label - 1` replaces
     the label, as in TensorFlow Ranking and Keras Recommenders. Samples without a
     relevant candidate do not count.
@@ -299,7 +299,7 @@ class NDCGAtK(_TopK):
         Args:
           scores: `[batch, candidates]`; a higher score ranks before a lower one.
           labels: `[batch, candidates]`, relevance of each candidate; 0 is irrelevant.
-          weights: at least 0, or bool, `[batch]`. None: every weight is 1.
+          weights: at least 0, or bool, `[batch]`. Defaults to 1.
           gains: `"linear"`, or `"exponential"` for `2**label - 1`.
           **options: `k` and `is_candidate`, as of `RecallAtK.from_batch`.
 
@@ -342,17 +342,15 @@ def _is_wanted(
     ids: Array | np.ndarray, labels: Array | np.ndarray
 ) -> Bool[Array, "batch n"]:
     """Returns True where an id is its sample's label. Padding is never wanted."""
-    on_device = [x.dtype for x in (ids, labels) if isinstance(x, jax.Array)]
-    if on_device:
-        ids, labels = (_with_dtype(x, on_device[0]) for x in (ids, labels))
+    arrays = [ids, labels]
+    device_dtypes = [x.dtype for x in arrays if isinstance(x, jax.Array)]
+    for i, array in enumerate(arrays):
+        if device_dtypes and not isinstance(array, jax.Array):
+            # JAX would truncate ids of the host that don't fit. They become padding.
+            limits = jnp.iinfo(device_dtypes[0])
+            fits = (array >= limits.min) & (array <= limits.max)
+            array = np.where(fits, array, PADDING_ROW_ID).astype(device_dtypes[0])
+            arrays[i] = jnp.asarray(array)
+    ids, labels = arrays
     is_wanted = (ids == labels[:, None]) & (labels != PADDING_ROW_ID)[:, None]
     return jnp.asarray(is_wanted)
-
-
-def _with_dtype(ids: Array | np.ndarray, dtype: np.dtype) -> Int[Array, "*shape"]:
-    """Returns ids of the host as a dtype; those that don't fit become padding."""
-    if isinstance(ids, jax.Array):
-        return ids
-    limits = jnp.iinfo(dtype)
-    fits = (ids >= limits.min) & (ids <= limits.max)  # JAX would truncate them.
-    return jnp.asarray(np.where(fits, ids, PADDING_ROW_ID).astype(dtype))

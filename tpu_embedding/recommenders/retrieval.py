@@ -46,7 +46,7 @@ def top_k(
       layer: layer of the table. Its tables get no gradient from this call.
       queries: `[queries, dim]`; converted to float32. Global.
       k: number of rows, from 1 to the vocabulary size.
-      table: name of the table; None: the only one of the layer.
+      table: name of the table; it may be left out if the layer has one table only.
       **options: `transform`, such as an item tower, to compare with another vector of
         each row, and `excluded`, ids not to return; see `te.functional.top_k`.
 
@@ -108,7 +108,7 @@ def _top_k_with_module(
     Parameters are arguments: a step of training compiles nothing.
 
     Args:
-      tables: see `functional.top_k`, likewise the other arguments.
+      tables: see `functional.top_k`, also for the arguments that follow.
       queries: the queries.
       graph: structure of the module, of `nnx.split`.
       method: method of the module's class.

@@ -7,7 +7,6 @@ sums over its positions.
 """
 
 import functools
-from collections.abc import Iterator, Sequence
 from typing import Any, Final, NamedTuple
 
 import jax
@@ -32,7 +31,7 @@ class UniqueIds(NamedTuple):
       ids: `[num_devices * size]`; the different ids of each device, rising, then
         padding. Look them up as a feature with `output_shape=(-1,)`.
       index: nest of the ids, each int32 `[batch]` or `[batch, valence]`: the position
-        of each id among those of its device; `size` where there is no id.
+        of each id among the ids of its device; `size` where there is no id.
       size: ids per device, padding included.
     """
 
@@ -44,8 +43,8 @@ class UniqueIds(NamedTuple):
         """Returns the attribute of each unique id, such as the artist of each item.
 
         Look the result up as one more feature with `output_shape=(-1,)`, whose rows are
-        aligned with those of the ids. If many ids have one attribute, pass it to
-        `unique_ids` first, and expand the rows of the attributes to those of the ids.
+        aligned with the rows of the ids. If many ids have one attribute, pass it to
+        `unique_ids` first, and expand the rows of the attributes to the ids.
 
         Args:
           attributes: nest like the ids, with the attribute of the id in each position.
@@ -65,13 +64,12 @@ class UniqueIds(NamedTuple):
           >>> songs.attribute_ids(np.array([[5, 3, 5]]))[:2].tolist()
           [3, 5]
         """
-        is_ragged = lambda x: isinstance(x, RaggedIds)  # noqa: E731
-        leaves = jax.tree.leaves(attributes, is_leaf=is_ragged)
+        leaves = jax.tree.leaves(attributes, is_leaf=_is_ragged)
         indices = jax.tree.leaves(self.index)
         shapes = [index.shape for index in indices]
         arrays = [
-            _as_array(x, shape[1] if len(shape) > 1 else None)
-            for x, shape in zip(leaves, shapes, strict=False)
+            _padded(leaf, shape[1] if len(shape) > 1 else None)
+            for leaf, shape in zip(leaves, shapes, strict=False)
         ]
         if [x.shape for x in arrays] != shapes or len(leaves) != len(shapes):
             raise ValueError(
@@ -79,14 +77,16 @@ class UniqueIds(NamedTuple):
                 f"ids, {shapes}, got {[x.shape for x in arrays]}; give both of one "
                 "batch."
             )
-        arrays = _as_one_dtype(arrays)
+        attribute, padding = _joined(arrays)
+        index, _ = _joined(indices)
         num_devices = len(self.ids) // self.size
-        found = np.full((num_devices, self.size), padding_of(arrays[0].dtype))
-        parts = (_parts(x, num_devices) for x in (indices, arrays))
-        for of_device, index, attribute in zip(found, *parts, strict=True):
-            is_id = index < self.size
-            of_device[index[is_id]] = attribute[is_id]
-        return found.reshape(-1)
+        per_device = -(-len(index) // num_devices)
+        result = np.full((num_devices, self.size), padding)
+        for device in range(num_devices):
+            own_samples = slice(device * per_device, (device + 1) * per_device)
+            is_id = index[own_samples] < self.size
+            result[device, index[own_samples][is_id]] = attribute[own_samples][is_id]
+        return result.reshape(-1)
 
 
 def unique_ids(
@@ -109,13 +109,13 @@ def unique_ids(
       ids: integers `[batch]` or `[batch, valence]`, with `PADDING_ROW_ID` in unused
         positions (or `2**64 - 1` among uint64), or `RaggedIds`. Or a nest of these,
         such as a history and a candidate, which share the rows.
-      plan: plan of the layer, or its part `EmbeddingPlan.for_loaders()`; None: one
+      plan: plan of the layer, or its part `EmbeddingPlan.for_loaders()`. With None, one
         device has all samples, as in a served model.
       feature: name of the feature that looks the unique ids up. Its `expected_valence`
         is the mean number of different ids on a device, divided by its samples, and
         sets the first size.
-      sizes: remembers the sizes of earlier batches, as in `prepare_features`; None:
-        each batch has a size of its own. No id is left out.
+      sizes: remembers the sizes of earlier batches, as in `prepare_features`. By
+        default, each batch has a size of its own. No id is left out.
       length: positions of a sample of `RaggedIds`; longer samples are cut.
       samples: the samples that this process passes, as in `prepare_features`.
 
@@ -142,37 +142,63 @@ def unique_ids(
       >>> te.functional.expand(jnp.tanh(rows), unique.index, plan).shape
       (2, 3, 4)
     """
-    num_processes = num_parts_of(samples, plan) if plan else 1
-    is_ragged = lambda x: isinstance(x, RaggedIds)  # noqa: E731
-    nest = jax.tree.map(lambda x: _as_array(x, length), ids, is_leaf=is_ragged)
-    leaves, tree = jax.tree.flatten(nest)
-    if len({len(x) for x in leaves}) != 1:
+    num_processes, num_devices, expected_valence = 1, 1, None
+    if plan is not None:
+        num_processes = num_parts_of(samples, plan)
+        num_devices = plan.num_shards // num_processes
+        configs = {planned.name: planned.config for planned in plan.features}
+        if feature not in configs:
+            raise ValueError(
+                "unique_ids needs the name of the feature that looks the ids up, got "
+                f"{feature!r}; the plan has {list(configs)}."
+            )
+        expected_valence = configs[feature].expected_valence
+    leaves, tree = jax.tree.flatten(ids, is_leaf=_is_ragged)
+    arrays = [_padded(leaf, length) for leaf in leaves]
+    if len({len(x) for x in arrays}) != 1:
         raise ValueError(
             "unique_ids needs ids of one batch, got arrays of shapes "
-            f"{[x.shape for x in leaves]}."
+            f"{[x.shape for x in arrays]}."
         )
-    leaves = _as_one_dtype(leaves)
-    num_devices = plan.num_shards // num_processes if plan else 1
-    parts = list(_parts(leaves, num_devices))
-    unique, ranks = zip(*map(_rank, parts), strict=True)
-    expected_valence = _expected_valence(plan, feature) if plan else None
+    joined, padding = _joined(arrays)
+    batch_size, num_positions = joined.shape
+    per_device = -(-batch_size // num_devices)
+    index = np.empty(joined.shape, np.int32)
+    unique = []
+    for device in range(num_devices):
+        own_samples = slice(device * per_device, (device + 1) * per_device)
+        unique_of_device, index[own_samples] = _rank(joined[own_samples], padding)
+        unique.append(unique_of_device)
+    counts = list(map(len, unique))
+    # Unique ids are not a sum over samples. Their squares are estimated for ids that
+    # come one by one at random.
+    mean = sum(counts) / batch_size
     demand = RaggedDemand(
         feature_name=feature,
         expected_valence=expected_valence,
-        **_counts(unique, len(leaves[0])),
+        samples_per_shard=per_device,
+        num_ids=max(counts),
+        num_samples=batch_size,
+        valence_sum=float(sum(counts)),
+        valence_square_sum=batch_size * (mean**2 + mean),
     )
     (size,) = choose_sizes([demand], sizes, num_processes)
-    size = max(1, min(size, len(parts[0])))
-    padded = np.full((num_devices, size), padding_of(leaves[0].dtype))
-    for of_device, found in zip(padded, unique, strict=True):
-        of_device[: len(found)] = found
-    index = [np.where(x < 0, np.int32(size), x) for x in _joined(ranks, leaves)]
-    return UniqueIds(
-        ids=padded.reshape(-1), index=jax.tree.unflatten(tree, index), size=size
-    )
+    size = max(1, min(size, per_device * num_positions))
+    padded = np.full((num_devices, size), padding)
+    for device, count in enumerate(counts):
+        padded[device, :count] = unique[device]
+    index[index < 0] = size
+    ends = np.cumsum([x[0].size for x in arrays])
+    columns = np.split(index, ends[:-1], axis=1)
+    shaped = [x.reshape(array.shape) for x, array in zip(columns, arrays, strict=True)]
+    return UniqueIds(ids=padded.reshape(-1), index=tree.unflatten(shaped), size=size)
 
 
-def _as_array(ids: Any, length: int | None) -> np.ndarray:
+def _is_ragged(leaf: Any) -> bool:
+    return isinstance(leaf, RaggedIds)
+
+
+def _padded(ids: Any, length: int | None) -> np.ndarray:
     """Returns integers `[batch, ...]`. Ragged ids are cut or padded to `length`."""
     if not isinstance(ids, RaggedIds):
         array = np.asarray(ids)
@@ -199,47 +225,28 @@ def _as_array(ids: Any, length: int | None) -> np.ndarray:
     return padded
 
 
-def _as_one_dtype(arrays: list[np.ndarray]) -> list[np.ndarray]:
-    """Returns the ids as int32 if it holds all of them, else as uint64."""
-    masks = [x != padding_of(x.dtype) for x in arrays]
+def _joined(arrays: list[np.ndarray]) -> tuple[np.ndarray, np.generic]:
+    """Returns the ids of all arrays, `[batch, positions]`, and their padding.
+
+    Their type is int32 if it holds all of them, else uint64.
+    """
+    columns = [x.reshape(len(x), x[:1].size) for x in arrays]
+    masks = [x != padding_of(x.dtype) for x in columns]
     limits = np.iinfo(np.int32)
-    used = (x[mask] for x, mask in zip(arrays, masks, strict=True))
+    used = [x[mask] for x, mask in zip(columns, masks, strict=True)]
     fits = all(
-        not x.size or (x.min() >= limits.min and x.max() <= limits.max) for x in used
+        x.min(initial=0) >= limits.min and x.max(initial=0) <= limits.max for x in used
     )
     dtype = np.dtype(np.int32 if fits else np.uint64)
-    return [
-        np.where(mask, x.astype(dtype), padding_of(dtype))
-        for x, mask in zip(arrays, masks, strict=True)
-    ]
+    joined = np.concatenate([x.astype(dtype) for x in columns], axis=1)
+    padding = padding_of(dtype)
+    joined[~np.concatenate(masks, axis=1)] = padding
+    return joined, padding
 
 
-def _parts(arrays: list[np.ndarray], num_devices: int) -> Iterator[np.ndarray]:
-    """Yields the ids of each device's samples, one array after the other."""
-    per_device = -(-len(arrays[0]) // num_devices)
-    for device in range(num_devices):
-        samples = slice(device * per_device, (device + 1) * per_device)
-        yield np.concatenate([x[samples].reshape(-1) for x in arrays])
-
-
-def _joined(parts: Sequence[np.ndarray], arrays: list[np.ndarray]) -> list[np.ndarray]:
-    """Returns arrays of the given shapes from parts in the order of `_parts`."""
-    joined = [np.empty(x.shape, np.int32) for x in arrays]
-    per_device = -(-len(arrays[0]) // len(parts))
-    for device, part in enumerate(parts):
-        samples = slice(device * per_device, (device + 1) * per_device)
-        start = 0
-        for array in joined:
-            of_device = array[samples]
-            end = start + of_device.size
-            of_device[...] = part[start:end].reshape(of_device.shape)
-            start = end
-    return joined
-
-
-def _rank(ids: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+def _rank(ids: np.ndarray, padding: Any) -> tuple[np.ndarray, np.ndarray]:
     """Returns the different ids, rising, and the rank of each id; -1 for padding."""
-    is_id = ids != padding_of(ids.dtype)
+    is_id = ids != padding
     used = ids[is_id]
     ranks = np.full(ids.shape, -1, np.int32)
     lowest, highest = (used.min(), used.max()) if used.size else (0, 0)
@@ -247,44 +254,13 @@ def _rank(ids: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     if num_values > _MAX_RANGE_PER_ID * used.size:
         unique, ranks[is_id] = np.unique(used, return_inverse=True)
         return unique, ranks
+    # Marks each value of the range that occurs, which is faster than a sort.
     offsets = used - lowest
     is_used = np.zeros(num_values, bool)
     is_used[offsets] = True
     rank_of = np.cumsum(is_used, dtype=np.int32) - 1
     ranks[is_id] = rank_of[offsets]
     return np.flatnonzero(is_used).astype(ids.dtype) + lowest, ranks
-
-
-def _expected_valence(plan: AnyPlan, name: str) -> float | int | None:
-    """Returns the expected valence of a feature.
-
-    Raises:
-      ValueError: if the plan has no feature of this name.
-    """
-    for feature in plan.features:
-        if feature.name == name:
-            return feature.config.expected_valence
-    raise ValueError(
-        "unique_ids needs the name of the feature that looks the ids up, got "
-        f"{name!r}; the plan has {[feature.name for feature in plan.features]}."
-    )
-
-
-def _counts(unique: Sequence[np.ndarray], batch_size: int) -> dict[str, Any]:
-    """Returns the numbers of a `RaggedDemand`, on which the buffer's size depends.
-
-    Their spread is that of ids which come one by one at random, because the number of
-    unique ids is no sum over samples.
-    """
-    counts = [len(ids) for ids in unique]
-    mean = sum(counts) / batch_size
-    return {
-        "samples_per_shard": -(-batch_size // len(unique)),
-        "num_ids": max(counts),
-        "num_samples": batch_size,
-        "valence_sum": float(sum(counts)),
-        "valence_square_sum": batch_size * (mean**2 + mean),
-    }
 
 
 _MAX_SUMMED_POSITIONS: Final = 2**15
@@ -304,7 +280,7 @@ def expand(
       values: `[num_devices * size, ...]`, global, of any float type; one per unique id,
         such as the output of an MLP of its row.
       index: from `tpu_embedding.inputs.unique_ids`, or a nest of such arrays.
-      plan: plan of the lookup; None: all values are on one device.
+      plan: plan of the lookup. None means that all values are on one device.
 
     Returns:
       Values of each position, of the same type: `[batch, ...]` or `[batch, positions,
@@ -318,41 +294,36 @@ def expand(
       >>> expand(values, jnp.array([[1, 1, 0], [2, 0, 2]]), None)[:, :, 0].tolist()
       [[3.0, 3.0, 1.0], [0.0, 1.0, 0.0]]
     """
-    num_parts = 1 if plan is None else plan.num_shards
-    if values.shape[0] % num_parts:
+    num_devices = 1 if plan is None else plan.num_shards
+    if values.shape[0] % num_devices:
         raise ValueError(
             "expand needs one value per unique id, with as many ids on each of "
-            f"{num_parts} devices, got values of shape {values.shape}; transform all "
+            f"{num_devices} devices, got values of shape {values.shape}; transform all "
             "rows of the activation."
         )
-    # All axes of a value lie side by side.
     flat = values.reshape(values.shape[0], -1)
 
-    def expand_into(index: IdArray) -> Array:
-        positions = jnp.asarray(index)
-        if plan is None:
-            expanded = _expand(flat, positions)
-        else:
-            expanded = _expand_on_mesh(flat, positions, plan)
+    def expand_on_mesh(index: Array, plan: EmbeddingPlan) -> Array:
+        """Expands the values on the devices that hold them."""
+        batch_size, spec = index.shape[0], plan.batch_sharding.spec
+
+        def run(values: Array, index: Array) -> Array:
+            # Samples without ids fill up the batch, so that the devices divide it.
+            room = ((0, -batch_size % num_devices), *((0, 0),) * (index.ndim - 1))
+            no_id = values.shape[0] // num_devices
+            index = jnp.pad(index, room, constant_values=no_id)
+            on_mesh = on_shards(_expand, plan, in_specs=(spec, spec), out_specs=spec)
+            return on_mesh(values, index)[:batch_size]
+
+        out_spec = plan.sharding_of_samples(index.shape).spec
+        return in_auto_axes(run, plan, out_spec)(flat, index)
+
+    def expand_leaf(leaf: IdArray) -> Array:
+        index = jnp.asarray(leaf)
+        expanded = _expand(flat, index) if plan is None else expand_on_mesh(index, plan)
         return expanded.reshape(*index.shape, *values.shape[1:])
 
-    return jax.tree.map(expand_into, index)
-
-
-def _expand_on_mesh(values: Array, index: Array, plan: EmbeddingPlan) -> Array:
-    """Expands values on the devices that hold them."""
-    spec, num_parts = plan.batch_sharding.spec, plan.num_shards
-    batch_size, per_part = index.shape[0], values.shape[0] // num_parts
-
-    def run(values: Array, index: Array) -> Array:
-        # Samples without ids fill up the batch, so that the devices divide it.
-        room = ((0, -batch_size % num_parts), *((0, 0),) * (index.ndim - 1))
-        index = jnp.pad(index, room, constant_values=per_part)
-        on_mesh = on_shards(_expand, plan, in_specs=(spec, spec), out_specs=spec)
-        return on_mesh(values, index)[:batch_size]
-
-    out_spec = plan.sharding_of_samples(index.shape).spec
-    return in_auto_axes(run, plan, out_spec)(values, index)
+    return jax.tree.map(expand_leaf, index)
 
 
 @jax.named_scope("expand")

@@ -5,6 +5,7 @@ reaches rows by their ids through this file only, so another implementation of g
 and scatters would go here. Blocks of consecutive rows serve passes over a whole table.
 """
 
+import dataclasses
 import math
 from collections.abc import Callable, Sequence
 from typing import Any, Final, NamedTuple, TypeVar
@@ -81,14 +82,14 @@ def add_to_rows(
 
     All other rows keep their bits. XLA adds -0.0 to rows that share a line with a
     named row: the only float that changes nothing. (A device that flushes denormals
-    to zero flushes those of such neighbours.)
+    to zero flushes the denormals of such neighbours.)
 
     Args:
       packed: the rows of this shard.
       row_ids: rows to change, each at most once; ids beyond the last row are dropped.
       values: `[ids, *row_shape]`.
     """
-    assert packed.layout.narrow_dtype is None, "words are no numbers to add to"
+    assert packed.layout.narrow_dtype is None, "words are not numbers to add to"
     values = values.astype(packed.lines.dtype)
     return _add_to_stored(packed, row_ids, values)
 
@@ -125,7 +126,7 @@ def _add_to_stored(
         unique_indices=layout.rows_per_line == 1,
         wrap_negative_indices=False,
     )
-    return PackedRows(lines=lines, layout=layout)
+    return dataclasses.replace(packed, lines=lines)
 
 
 def replace_rows(
@@ -214,13 +215,13 @@ def _gather_stored(
     layout = packed.layout
     if layout.lines_per_row > 1:
         lines = gather_lines(packed.lines, _lines_of_rows(row_ids, layout))
-        return lines.reshape(-1, layout.row_lanes)
+        return lines.reshape(-1, layout.lanes_per_row)
     lines = gather_lines(packed.lines, layout.line_of(row_ids))
     if layout.is_flat:
         rows = lines[:, None]
     else:
         groups = lane_groups_of(row_ids, layout)
-        rows = select_lanes(lines, groups, layout.groups_per_line, layout.row_lanes)
+        rows = select_lanes(lines, groups, layout.groups_per_line, layout.lanes_per_row)
     if layout.rows_per_lane == 1:
         return rows
     return (rows >> shifts_of(row_ids, layout)[:, None]) & 0xFFFF
@@ -243,15 +244,15 @@ def _lines_of_rows(
     row_ids: Int[Array, " ids"], layout: RowLayout
 ) -> Int[Array, " lines"]:
     """Returns the lines of each row, `lines_per_row` one after the other."""
-    line_ids, num_lines = layout.line_of(row_ids), layout.lines_per_row
-    if num_lines == 1:
-        return line_ids
-    parts = jnp.arange(num_lines, dtype=jnp.int32)
-    return (line_ids[:, None] + parts[None]).reshape(-1)
+    first_lines = layout.line_of(row_ids)
+    if layout.lines_per_row == 1:
+        return first_lines
+    offsets = jnp.arange(layout.lines_per_row, dtype=jnp.int32)
+    return (first_lines[:, None] + offsets[None]).reshape(-1)
 
 
 def _in_vectors(lines: Float[Array, "ids lanes"]) -> Float[Array, "ids lanes"]:
-    """Bounds the bits of gathered rows by those of all int32, which changes none.
+    """Clamps the bits of gathered rows to the range of int32, which changes none.
 
     XLA:CPU (jax 0.12) unrolls the copy of a row of up to 64 floats to single elements.
     So many instructions per row leave few reads of memory in flight. A loop with enough
@@ -300,7 +301,7 @@ def _set_lines(packed: PackedRows, line_ids: Array, lines: Array) -> PackedRows:
     lines = packed.lines.at[line_ids].set(
         lines, mode="drop", wrap_negative_indices=False
     )
-    return PackedRows(lines=lines, layout=packed.layout)
+    return dataclasses.replace(packed, lines=lines)
 
 
 Carry = TypeVar("Carry")
@@ -310,7 +311,7 @@ _ROWS_PER_BLOCK: Final = 8192
 
 
 class Blocks(NamedTuple):
-    """The blocks that cover all rows: the first alone, the others for a loop.
+    """The blocks that cover all rows: one alone, and all others for a loop.
 
     Attributes:
       size: rows of a block of the loop.
@@ -349,8 +350,7 @@ def read_block(packed: PackedRows, start: Any, num_rows: int) -> Array:
     Returns:
       `[num_rows, *row_shape]`: narrow rows as float32, others in the array's dtype.
     """
-    layout = packed.layout.resized(num_rows)
-    return unpack_rows(_lines_from(packed, start, layout))
+    return unpack_rows(_block(packed, start, num_rows))
 
 
 def write_block(
@@ -363,14 +363,13 @@ def write_block(
       start: first row of the block.
       rows: the new rows, as they are stored; unused lanes may be missing.
     """
-    layout = packed.layout.resized(rows.shape[0])
-    rows = padded(rows.reshape(rows.shape[0], -1), layout.row_lanes)
+    layout = dataclasses.replace(packed.layout, num_rows=rows.shape[0])
+    rows = padded(rows.reshape(rows.shape[0], -1), layout.lanes_per_row)
     new = pack_stored(rows, layout)
-    first_line = layout.line_of(start)
     lines = jax.lax.dynamic_update_slice_in_dim(
-        packed.lines, new.lines, first_line, axis=0
+        packed.lines, new.lines, layout.line_of(start), axis=0
     )
-    return PackedRows(lines=lines, layout=packed.layout)
+    return dataclasses.replace(packed, lines=lines)
 
 
 def merge_block(
@@ -387,14 +386,14 @@ def merge_block(
       stored: rows of whole lines, as they are stored.
       is_new: False for rows that keep their values.
     """
-    layout = packed.layout.resized(stored.shape[0])
-    old = unpack_stored(_lines_from(packed, start, layout))
+    old = unpack_stored(_block(packed, start, stored.shape[0]))
     rows = jnp.where(is_new[:, None], stored, old)
     return write_block(packed, start, rows)
 
 
-def _lines_from(packed: PackedRows, start: Any, layout: RowLayout) -> PackedRows:
-    """Returns the rows of a layout from row `start` on, as they are in lines."""
+def _block(packed: PackedRows, start: Any, num_rows: int) -> PackedRows:
+    """Returns rows `start` to `start + num_rows`, in their lines."""
+    layout = dataclasses.replace(packed.layout, num_rows=num_rows)
     first_line, size = layout.line_of(start), layout.num_lines
     lines = jax.lax.dynamic_slice_in_dim(packed.lines, first_line, size)
-    return PackedRows(lines=lines, layout=layout)
+    return dataclasses.replace(packed, lines=lines, layout=layout)

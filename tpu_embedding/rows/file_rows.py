@@ -27,7 +27,7 @@ from tpu_embedding.rows.packed_rows import (
 )
 
 SCALE_AND_BIAS_BYTES: Final = 8
-"""Bytes behind the codes of an int8 row: its scale and its bias, both float32."""
+"""Bytes after the codes of an int8 row: its scale and its bias, both float32."""
 
 
 def file_row(packed: PackedRows) -> jax.ShapeDtypeStruct:
@@ -52,7 +52,7 @@ def file_row(packed: PackedRows) -> jax.ShapeDtypeStruct:
             return jax.ShapeDtypeStruct(layout.row_shape, jnp.bfloat16)
 
 
-def to_file_rows(lines: np.ndarray, layout: RowLayout) -> np.ndarray:
+def file_rows_of_lines(lines: np.ndarray, layout: RowLayout) -> np.ndarray:
     """Returns the rows of whole lines as files hold them.
 
     Args:
@@ -62,7 +62,7 @@ def to_file_rows(lines: np.ndarray, layout: RowLayout) -> np.ndarray:
     Returns:
       `[lines * rows_per_line, *shape]` of `file_row`; a view of the lines if possible.
     """
-    stored = rows_of_lines(lines.reshape(-1, layout.lanes), layout)
+    stored = rows_of_lines(lines.reshape(-1, layout.lanes_per_line), layout)
     match layout.narrow_dtype:
         case None:
             return load_rows(stored, layout).reshape(-1, *layout.row_shape)
@@ -71,12 +71,12 @@ def to_file_rows(lines: np.ndarray, layout: RowLayout) -> np.ndarray:
     return stored.astype(np.uint16).view(jnp.bfloat16)
 
 
-def of_file_rows(rows: np.ndarray, layout: RowLayout) -> np.ndarray:
-    """Puts rows of a file into whole lines; the inverse of `to_file_rows`.
+def lines_of_file_rows(rows: np.ndarray, layout: RowLayout) -> np.ndarray:
+    """Puts rows of a file into whole lines; the inverse of `file_rows_of_lines`.
 
     Args:
       rows: `[lines * rows_per_line, *shape]` of `file_row`.
-      layout: see `to_file_rows`.
+      layout: see `file_rows_of_lines`.
 
     Returns:
       `[lines]` or `[lines, lanes]`. Unused lanes are zero.
@@ -122,7 +122,7 @@ def values_of_file_rows(rows: np.ndarray, layout: RowLayout) -> np.ndarray:
 
     Args:
       rows: `[rows, *shape]` of `file_row`.
-      layout: see `to_file_rows`.
+      layout: see `file_rows_of_lines`.
 
     Returns:
       `[rows, *row_shape]`.
@@ -157,7 +157,7 @@ def _int8_bytes(words: np.ndarray, dim: int) -> np.ndarray:
 
 def _int8_words(rows: np.ndarray, layout: RowLayout) -> np.ndarray:
     """Returns the words of int8 rows; the inverse of `_int8_bytes`."""
-    num_words = layout.row_lanes - 2
+    num_words = layout.lanes_per_row - 2
     codes = np.zeros((len(rows), 4 * num_words), np.uint8)
     codes[:, : layout.dim] = rows[:, : layout.dim]
     codes = codes.reshape(len(rows), 4, num_words).transpose(0, 2, 1)

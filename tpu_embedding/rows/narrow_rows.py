@@ -14,7 +14,7 @@ registers. An int8 row is better off in lanes of its own, because of scale and b
 A new row replaces the old one exactly: the int32 difference of their bits is added,
 shifted to the row's bits. Such additions carry nothing into other rows.
 
-The functions take NumPy arrays, too, and then compute on the host.
+The functions also take NumPy arrays, and then compute on the host.
 """
 
 from types import ModuleType
@@ -59,14 +59,14 @@ def rows_per_lane(dtype: NarrowDtype) -> int:
 def encode_rows(rows: Any, dtype: NarrowDtype, bits: Any = None) -> Any:
     """Encodes float32 rows as they are stored, each in lanes of its own.
 
-    Finite numbers beyond the range of bfloat16 become its largest number. A zero and a
-    number that bfloat16 has, infinity and NaN included, stay what they are.
+    Finite numbers beyond the range of bfloat16 become its largest number. Zeros,
+    infinities, NaN and all other numbers of bfloat16 stay what they are.
 
     Args:
       rows: float32 `[rows, dim]`, NumPy or JAX.
       dtype: storage type.
       bits: uint32 `[rows, dim]`, random: bfloat16 then rounds up or down with the
-        probabilities that make the mean exact. None: to the nearest number.
+        probabilities that make the mean exact. The default rounds to nearest.
 
     Returns:
       int32 `[rows, lanes]`: the bit patterns of bfloat16, or the words of int8.
@@ -146,7 +146,7 @@ def _to_bfloat16(patterns: Any, bits: Any, xp: ModuleType) -> Any:
     """Rounds float32 bit patterns to bfloat16 bit patterns, in uint32.
 
     It keeps the upper half of the magnitude, after a carry into it from the lower half:
-    random, or that of rounding to nearest. Finite numbers stay finite.
+    random, or to round to nearest. Finite numbers stay finite.
     """
     magnitude = patterns & _MAGNITUDE
     if bits is None:

@@ -6,9 +6,22 @@ then copies the whole table before each gather or scatter. Packing prevents the 
 128 lanes. On CPU and GPU a line is one row. Rows of a single value are in a flat array
 on every device, because a TPU reads and adds to single elements of one.
 
-A line consists of *lane groups*: neighbouring lanes that hold a row, or two of 16 bits
-each per element. Code above this folder names logical rows. Only rules that treat each
-element on its own handle lines as they are. `access.py` reads and changes rows.
+A line consists of *lane groups*: neighbouring lanes that hold a row, or two rows of 16
+bits per element. With a `dim` of 32, a table of float32 has four rows per line:
+
+    lanes    0       32       64       96      127
+    line 0   | row 0  | row 1  | row 2  | row 3  |     groups_per_line = 4
+    line 1   | row 4  | row 5  | row 6  | row 7  |     rows_per_line = 4
+
+In bfloat16 it has eight. Each lane has an element of one row in its lower bits, and of
+another row in its upper bits:
+
+    line 0   | 0 and 4 | 1 and 5 | 2 and 6 | 3 and 7 |     rows_per_lane = 2
+
+The functions convert between three forms of rows: the values, `[rows, dim]`; the
+*stored* rows, `[rows, lanes_per_row]`, narrow ones as words; and the lines. Code above
+this folder names logical rows. Only rules that treat each element on its own handle
+lines as they are. `access.py` reads and changes rows.
 """
 
 import dataclasses
@@ -43,8 +56,8 @@ def round_up(value: int, multiple: int) -> int:
 def bank_lanes(dim: int) -> int:
     """Returns the lanes of a row in a table whose rows are dealt to banks.
 
-    The next of 8, 16, 32 and 64, or the next multiple of 128: rows of these widths lie
-    in lines of 128 lanes as they are in an array `[rows, lanes]` of a TPU.
+    The next of 8, 16, 32 and 64, or the next multiple of 128: lines of 128 lanes hold
+    rows of these widths as an array `[rows, lanes]` of a TPU does.
 
     Example:
       >>> [bank_lanes(dim) for dim in (1, 20, 64, 65, 200)]
@@ -93,10 +106,11 @@ class RowLayout:
     Attributes:
       num_rows: logical rows per shard.
       row_shape: shape of one row: `(dim,)`, or `()` for one value per row.
-      line_lanes: the width of a line is a multiple of it; None: a line is one row.
-      contents: tables that the rows belong to; None: not those of whole tables.
-      narrow_dtype: storage type of rows of which several elements share a 32-bit lane;
-        None: a lane holds one element, of the array's dtype.
+      tile_lanes: lanes of a tile of the hardware; lines are whole tiles. Without it, a
+        line is one row.
+      contents: tables that the rows belong to, if they are all rows of these.
+      narrow_dtype: storage type of rows whose elements share 32-bit lanes. Without it,
+        a lane holds one element, of the array's dtype.
       banks: ranges that the rows of the shard are dealt to, round-robin; see `dealt`.
         If there are several, a row takes 8, 16, 32 or 64 lanes, or a multiple of 128.
       bank_name: what the banks are, for messages.
@@ -104,7 +118,7 @@ class RowLayout:
 
     num_rows: int
     row_shape: tuple[int, ...]
-    line_lanes: int | None = None
+    tile_lanes: int | None = None
     contents: StackContents | None = None
     narrow_dtype: NarrowDtype | None = None
     banks: int = 1
@@ -116,7 +130,7 @@ class RowLayout:
         return self.row_shape[0] if self.row_shape else 1
 
     @property
-    def row_lanes(self) -> int:
+    def lanes_per_row(self) -> int:
         """Lanes that a row takes, alone or together with other rows."""
         if self.narrow_dtype is not None:
             return lanes_per_row(self.narrow_dtype, self.dim)
@@ -135,11 +149,6 @@ class RowLayout:
         return self.narrow_dtype or "float32"
 
     @property
-    def row_bytes(self) -> int:
-        """Bytes of a row of a table, without unused lanes."""
-        return LANE_BYTES * self.row_lanes // self.rows_per_lane
-
-    @property
     def stored_dtype(self) -> Any:
         """Dtype of the lanes of a table: float32, or int32 for words."""
         return jnp.float32 if self.narrow_dtype is None else jnp.int32
@@ -147,14 +156,14 @@ class RowLayout:
     @property
     def is_flat(self) -> bool:
         """True if rows take a single lane; a line is then one lane."""
-        return self.row_lanes == 1
+        return self.lanes_per_row == 1
 
     @property
     def groups_per_line(self) -> int:
         """Lane groups of a line: each holds a row, or rows that share their lanes."""
-        if self.line_lanes is None or self.is_flat:
+        if self.tile_lanes is None or self.is_flat:
             return 1
-        return max(1, self.line_lanes // self.row_lanes)
+        return max(1, self.tile_lanes // self.lanes_per_row)
 
     @property
     def rows_per_line(self) -> int:
@@ -165,19 +174,19 @@ class RowLayout:
     def lines_per_row(self) -> int:
         """Lines that a row takes, one after the other; 1 unless rows are dealt.
 
-        A TPU stores a line of several times 128 lanes in pieces between those of other
-        lines. Rows of banks are in one piece.
+        A TPU stores a line of several times 128 lanes in pieces, with pieces of other
+        lines between them. Rows of banks are in one piece.
         """
-        if self.banks == 1 or self.line_lanes is None:
+        if self.banks == 1 or self.tile_lanes is None:
             return 1
-        return max(1, self.row_lanes // self.line_lanes)
+        return max(1, self.lanes_per_row // self.tile_lanes)
 
     @property
-    def lanes(self) -> int:
+    def lanes_per_line(self) -> int:
         """Width of a line, in lanes."""
-        if self.line_lanes is None or self.is_flat:
-            return self.row_lanes
-        return round_up(self.row_lanes, self.line_lanes) // self.lines_per_row
+        if self.tile_lanes is None or self.is_flat:
+            return self.lanes_per_row
+        return round_up(self.lanes_per_row, self.tile_lanes) // self.lines_per_row
 
     @property
     def num_lines(self) -> int:
@@ -197,7 +206,7 @@ class RowLayout:
         """Shape of the lines, per shard: `(num_lines,)` if rows are flat."""
         if self.is_flat:
             return (self.num_lines,)
-        return self.num_lines, self.lanes
+        return self.num_lines, self.lanes_per_line
 
     @property
     def rows_per_bank(self) -> int:
@@ -205,7 +214,7 @@ class RowLayout:
         return self.num_rows // self.banks
 
     def dealt(self, rows: Any) -> Any:
-        """Returns where the rows of the shard lie, once they are dealt to banks.
+        """Returns the places of the shard's rows after they are dealt to banks.
 
         Row `r` belongs to bank `r % banks`. So hot neighbouring rows spread out.
 
@@ -230,24 +239,17 @@ class RowLayout:
         """
         return dataclasses.replace(self, row_shape=row.shape, narrow_dtype=None)
 
-    def resized(self, num_rows: int) -> "RowLayout":
-        """Returns the layout of another number of rows."""
-        return dataclasses.replace(self, num_rows=num_rows)
-
     @functools.cached_property
     def facts(self) -> tuple[str, ...]:
-        """All that decides where a row lies, as one text per fact.
+        """All that decides the place of a row, as one text per fact.
 
         Rows of two layouts are in the same lanes if all facts are equal.
         """
         contents = self.contents or StackContents((), 1)
+        dealt = f"rows dealt to {self.banks} {self.bank_name}"
         return (
             f"{contents.num_shards} shards of {self.num_rows} rows",
-            *(
-                [f"rows dealt to {self.banks} {self.bank_name}"]
-                if self.banks > 1
-                else []
-            ),
+            *([dealt] if self.banks > 1 else []),
             f"rows of {self.dtype_name} and shape {self.row_shape}",
             f"lines of shape {self.lines_shape}, {self.rows_per_line} rows in each",
             *(
@@ -262,8 +264,8 @@ class RowLayout:
         """Name of the array in pytree paths, and so in checkpoints.
 
         The name of a table's array spells shards, lines and lanes. It ends with a
-        digest of all that decides where a row lies. A checkpointer that matches arrays
-        by name therefore rejects an array whose rows lie elsewhere.
+        digest of all that decides the place of a row. A checkpointer that matches
+        arrays by name therefore rejects an array whose rows have other places.
         """
         if self.contents is None:
             return "lines"
@@ -276,7 +278,7 @@ class RowLayout:
 @jax.tree_util.register_pytree_with_keys_class
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PackedRows:
-    """Rows in lines: those of a table or a slot variable.
+    """The rows of a table or a slot variable, in lines.
 
     Attributes:
       lines: `layout.lines_shape` per shard; the shards' lines one after the other in
@@ -333,11 +335,11 @@ def full_rows(value: Any, layout: RowLayout, dtype: Any) -> PackedRows:
     if not layout.is_flat:
         lane = jax.lax.broadcasted_iota(jnp.int32, shape, 1)
         if layout.lines_per_row > 1:
-            lane = line % layout.lines_per_row * layout.lanes + lane
-        group = lane // layout.row_lanes
+            lane = line % layout.lines_per_row * layout.lanes_per_line + lane
+        group = lane // layout.lanes_per_row
         is_used = group < layout.groups_per_line
-        if layout.row_lanes > layout.dim:
-            is_used &= lane % layout.row_lanes < layout.dim
+        if layout.lanes_per_row > layout.dim:
+            is_used &= lane % layout.lanes_per_row < layout.dim
         row = jnp.where(is_used, row + group, layout.num_rows)
     lines = jnp.where(row < layout.num_rows, value, jnp.zeros((), dtype))
     return PackedRows(lines=lines, layout=layout)
@@ -358,10 +360,10 @@ def store_rows(rows: Any, layout: RowLayout) -> Any:
       layout: packing of a table or slot variable, with any number of rows.
 
     Returns:
-      `[rows, row_lanes]`.
+      `[rows, lanes_per_row]`.
     """
     if layout.narrow_dtype is None:
-        return padded(rows, layout.row_lanes)
+        return padded(rows, layout.lanes_per_row)
     return encode_rows(rows, layout.narrow_dtype)
 
 
@@ -369,7 +371,7 @@ def load_rows(stored: Any, layout: RowLayout) -> Any:
     """Returns stored rows as `[rows, dim]`, narrow ones as float32.
 
     Args:
-      stored: `[rows, row_lanes]`, NumPy or JAX.
+      stored: `[rows, lanes_per_row]`, NumPy or JAX.
       layout: see `store_rows`.
     """
     if layout.narrow_dtype is None:
@@ -378,7 +380,7 @@ def load_rows(stored: Any, layout: RowLayout) -> Any:
 
 
 def pack_stored(stored: Shaped[Array, "rows _"], layout: RowLayout) -> PackedRows:
-    """Packs rows as they are stored, `[num_rows, row_lanes]`, per shard."""
+    """Packs rows as they are stored, `[num_rows, lanes_per_row]`, per shard."""
     missing = layout.row_of(layout.num_lines) - layout.num_rows
     lines = lines_of_rows(jnp.pad(stored, ((0, missing), (0, 0))), layout)
     return PackedRows(lines=lines.reshape(layout.lines_shape), layout=layout)
@@ -387,7 +389,7 @@ def pack_stored(stored: Shaped[Array, "rows _"], layout: RowLayout) -> PackedRow
 def unpack_stored(packed: PackedRows) -> Shaped[Array, "rows _"]:
     """Returns rows as they are stored, per shard; the inverse of `pack_stored`."""
     layout = packed.layout
-    lines = packed.lines.reshape(layout.num_lines, layout.lanes)
+    lines = packed.lines.reshape(layout.num_lines, layout.lanes_per_line)
     return rows_of_lines(lines, layout)[: layout.num_rows]
 
 
@@ -395,21 +397,21 @@ def lines_of_rows(stored: Any, layout: RowLayout) -> Any:
     """Puts stored rows into whole lines. Unused lanes are zero.
 
     Args:
-      stored: `[lines * rows_per_line, row_lanes]`, NumPy or JAX.
+      stored: `[lines * rows_per_line, lanes_per_row]`, NumPy or JAX.
       layout: packing of these rows; it may have another number of rows.
 
     Returns:
-      `[lines, lanes]`.
+      `[lines, lanes_per_line]`.
     """
     if layout.lines_per_row > 1:
-        return stored.reshape(-1, layout.lanes)
-    used_lanes = layout.groups_per_line * layout.row_lanes
+        return stored.reshape(-1, layout.lanes_per_line)
+    used_lanes = layout.groups_per_line * layout.lanes_per_row
     if layout.narrow_dtype is None:
         lines = stored.reshape(-1, used_lanes)
     else:
-        parts = stored.reshape(-1, layout.rows_per_lane, used_lanes)
-        lines = join_rows(parts, layout.narrow_dtype)
-    return padded(lines, layout.lanes)
+        sharing_lanes = stored.reshape(-1, layout.rows_per_lane, used_lanes)
+        lines = join_rows(sharing_lanes, layout.narrow_dtype)
+    return padded(lines, layout.lanes_per_line)
 
 
 def padded(values: Any, lanes: int) -> Any:
@@ -424,11 +426,11 @@ def padded(values: Any, lanes: int) -> Any:
 def rows_of_lines(lines: Any, layout: RowLayout) -> Any:
     """Returns the stored rows of whole lines; the inverse of `lines_of_rows`."""
     if layout.lines_per_row > 1:
-        return lines.reshape(-1, layout.row_lanes)
-    lines = lines[:, : layout.groups_per_line * layout.row_lanes]
+        return lines.reshape(-1, layout.lanes_per_row)
+    lines = lines[:, : layout.groups_per_line * layout.lanes_per_row]
     if layout.narrow_dtype is not None:
         lines = split_rows(lines, layout.narrow_dtype)
-    return lines.reshape(-1, layout.row_lanes)
+    return lines.reshape(-1, layout.lanes_per_row)
 
 
 def lane_groups_of(
@@ -474,32 +476,26 @@ def lines_to_add(
 ) -> Array:
     """Returns lines, or single values, that hold each value in the lanes of its row.
 
-    A row of several lines has them one after the other.
+    A row of several lines has them one after the other. All other lanes that belong to
+    rows hold the number that changes nothing when it is added.
     """
     if layout.is_flat:
         return values.reshape(row_ids.shape)
     values = values.reshape(row_ids.shape[0], -1)
-    missing = layout.row_lanes - values.shape[1]
+    is_float = jnp.issubdtype(values.dtype, jnp.floating)
+    # Adding 0.0 would turn -0.0 into 0.0.
+    neutral = np.asarray(-0.0 if is_float else 0, values.dtype)
+    missing = layout.lanes_per_row - values.shape[1]
     if missing:
-        neutral = _neutral(values.dtype)
         values = jnp.pad(values, ((0, 0), (0, missing)), constant_values=neutral)
-    return _lines_with(values, lane_groups_of(row_ids, layout), layout)
-
-
-def _neutral(dtype: Any) -> Any:
-    """Returns the number that changes nothing when it is added."""
-    return np.asarray(-0.0 if jnp.issubdtype(dtype, jnp.floating) else 0, dtype)
-
-
-def _lines_with(values: Array, groups: Int[Array, " ids"], layout: RowLayout) -> Array:
-    """Returns lines with each row in its lane group, which add nothing to others."""
     if layout.lines_per_row > 1:
-        return values.reshape(-1, layout.lanes)
-    neutral = _neutral(values.dtype)
-    unused_lanes = layout.lanes - layout.groups_per_line * layout.row_lanes
+        return values.reshape(-1, layout.lanes_per_line)
+    groups = lane_groups_of(row_ids, layout)
+    used_lanes = layout.groups_per_line * layout.lanes_per_row
     copies = jnp.tile(values, (1, layout.groups_per_line))
-    lines = jnp.pad(copies, ((0, 0), (0, unused_lanes)))
+    lines = jnp.pad(copies, ((0, 0), (0, layout.lanes_per_line - used_lanes)))
     if layout.groups_per_line == 1:
         return lines
-    group_of_lane = jnp.arange(layout.lanes, dtype=jnp.int32) // layout.row_lanes
+    lanes = jnp.arange(layout.lanes_per_line, dtype=jnp.int32)
+    group_of_lane = lanes // layout.lanes_per_row
     return jnp.where(group_of_lane[None, :] == groups[:, None], lines, neutral)

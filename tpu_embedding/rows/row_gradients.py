@@ -12,7 +12,7 @@ through `jit`, and rejects arithmetic on it. Compiled programs stay the same.
 
 import dataclasses
 from collections.abc import Callable, Collection
-from typing import Any, Final, Protocol, TypeVar, runtime_checkable
+from typing import Any, Final
 
 import jax
 import jax.numpy as jnp
@@ -22,16 +22,16 @@ from jaxtyping import Array, Bool, Float, Int
 from tpu_embedding.types import PADDING_ROW_ID, RowRange, RowUpdates
 
 
-def _refuse(*args: Any) -> Any:
+def _reject(*args: Any) -> Any:
     raise TypeError("Row ids of a gradient are not a random key.")
 
 
 _ROW_IDS: Final = define_prng_impl(
     key_shape=(1,),
-    seed=_refuse,
-    split=_refuse,
-    random_bits=_refuse,
-    fold_in=_refuse,
+    seed=_reject,
+    split=_reject,
+    random_bits=_reject,
+    fold_in=_reject,
     name="row_ids",
     tag="row ids; see te.gradients.global_norm, te.gradients.add, te.gradients.scale",
 )
@@ -41,14 +41,14 @@ _ROW_IDS: Final = define_prng_impl(
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Sealed:
-    """A pytree whose row ids and weights no arithmetic can reach.
+    """A pytree whose row ids and weights arithmetic cannot reach.
 
     `jnp.zeros_like` of every leaf gives a tree without rows.
 
     Attributes:
       leaves: leaves of the tree, most of them in an opaque dtype.
       structure: structure of the tree.
-      dtypes: dtype of each sealed leaf; None for a leaf that is not sealed.
+      dtypes: dtype of each sealed leaf, and None for a leaf that is not sealed.
     """
 
     leaves: list[Any]
@@ -57,7 +57,13 @@ class Sealed:
 
     def open(self) -> Any:
         """Returns the tree with plain arrays."""
-        leaves = map(_open_leaf, self.leaves, self.dtypes)
+        leaves = []
+        for leaf, dtype in zip(self.leaves, self.dtypes, strict=True):
+            if dtype is not None:
+                words = jax.random.key_data(leaf)[..., 0]
+                leaf = jax.lax.bitcast_convert_type(words, jnp.dtype(dtype))
+                leaf = leaf ^ PADDING_ROW_ID if dtype == "int32" else leaf
+            leaves.append(leaf)
         return jax.tree.unflatten(self.structure, leaves)
 
 
@@ -75,27 +81,14 @@ def seal(tree: Any, linear_fields: Collection[str]) -> Sealed:
     for path, leaf in with_paths:
         is_linear = any(getattr(key, "name", None) in linear_fields for key in path)
         is_open = leaf.dtype == bool or (is_linear and leaf.dtype == jnp.float32)
-        leaves.append(leaf if is_open else _seal_leaf(leaf))
         dtypes.append(None if is_open else leaf.dtype.name)
+        if not is_open:
+            if leaf.dtype == jnp.int32:
+                leaf = leaf ^ PADDING_ROW_ID  # A word of zeros stands for padding.
+            words = jax.lax.bitcast_convert_type(leaf, jnp.uint32)
+            leaf = jax.random.wrap_key_data(words[..., None], impl=_ROW_IDS)
+        leaves.append(leaf)
     return Sealed(leaves, structure, tuple(dtypes))
-
-
-def _seal_leaf(leaf: Array) -> Array:
-    if leaf.dtype == jnp.int32:
-        leaf = leaf ^ PADDING_ROW_ID  # A word of zeros stands for padding.
-    words = jax.lax.bitcast_convert_type(leaf, jnp.uint32)
-    return jax.random.wrap_key_data(words[..., None], impl=_ROW_IDS)
-
-
-def _open_leaf(leaf: Array, dtype: str | None) -> Array:
-    if dtype is None:
-        return leaf
-    words = jax.random.key_data(leaf)[..., 0]
-    values = jax.lax.bitcast_convert_type(words, jnp.dtype(dtype))
-    return values ^ PADDING_ROW_ID if dtype == "int32" else values
-
-
-Carry = TypeVar("Carry")
 
 
 @jax.tree_util.register_dataclass
@@ -116,7 +109,7 @@ class RowGradients:
     occurrences: RowUpdates | None = None
 
     def as_row_updates(self) -> RowUpdates:
-        """Returns the gradients with zeros where no row is."""
+        """Returns the gradients with zeros in unused positions."""
         is_used = self.row_ids != PADDING_ROW_ID
         values = jnp.where(is_used[:, None], self.values, 0)
         return RowUpdates(row_ids=self.row_ids, values=values)
@@ -146,15 +139,9 @@ class RowGradients:
         )
 
 
-@runtime_checkable
-class FoldRounds(Protocol):
-    """Folds a function over the gradients of the rounds after the first."""
-
-    def __call__(
-        self, body: Callable[[Carry, RowGradients, RowRange], Carry], carry: Carry
-    ) -> Carry:
-        """Calls `carry = body(carry, gradients, rows)` for each of these rounds."""
-        ...
+FoldRounds = Callable[[Callable[[Any, RowGradients, RowRange], Any], Any], Any]
+"""Calls `carry = body(carry, gradients, rows)` for each round after the first, given
+`body` and `carry`."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -165,9 +152,9 @@ class GradientRounds:
     one. It exists while a step is traced; it is not a pytree.
 
     Attributes:
-      first: gradients of the first round; all of them where there is no skew.
-      first_rows: rows that the first round covers; None: all rows.
-      fold_later: folds over the other rounds; None: no batch of this shape has any.
+      first: gradients of the first round: of all rows, unless there is skew.
+      first_rows: rows that the first round covers. Defaults to all rows.
+      fold_later: folds over all later rounds, if a batch of this shape can have any.
     """
 
     first: RowGradients
@@ -194,8 +181,8 @@ class GradientRounds:
             return RowRange(first_row, jnp.where(condition, end_row, 0))
 
         def fold_later(
-            body: Callable[[Carry, RowGradients, RowRange], Carry], carry: Carry
-        ) -> Carry:
+            body: Callable[[Any, RowGradients, RowRange], Any], carry: Any
+        ) -> Any:
             assert later is not None
             return later(
                 lambda carry, gradients, rows: body(
@@ -211,11 +198,11 @@ class GradientRounds:
         )
 
 
-def gradient_of_no_row(dim: int) -> GradientRounds:
-    """Returns the gradient of a step that touched no row of a stack. Per shard.
+def empty_gradient(dim: int) -> GradientRounds:
+    """Returns the gradient of a step that touched no rows of a stack. Per shard.
 
     Args:
-      dim: columns of its tables.
+      dim: columns of the stack's tables.
     """
     row_ids = jnp.full((1,), PADDING_ROW_ID, jnp.int32)
     gradients = RowGradients(row_ids=row_ids, values=jnp.zeros((1, dim), jnp.float32))

@@ -23,7 +23,7 @@ from tpu_embedding.argument_checks import (
     raise_all,
 )
 from tpu_embedding.hardware import MAX_SPARSE_CORE_BYTES, HardwareInfo
-from tpu_embedding.lookup._flatten_to_owners import PoolingSpec
+from tpu_embedding.lookup._forward import PoolingSpec
 from tpu_embedding.optimizers.probe import rates_are_finite
 from tpu_embedding.optimizers.row_optimizer import RowOptimizer
 from tpu_embedding.plan.backend import (
@@ -34,9 +34,9 @@ from tpu_embedding.plan.backend import (
     UpdateRows,
 )
 from tpu_embedding.plan.capacity import LANES
+from tpu_embedding.plan.make_plan import NamedTable
 from tpu_embedding.plan.memory import format_bytes
 from tpu_embedding.plan.plan import StackPlan, TrainedStackPlan
-from tpu_embedding.plan.stacking import NamedTable
 from tpu_embedding.rows.packed_rows import (
     LANE_BYTES,
     PackedRows,
@@ -198,7 +198,7 @@ class SparseCoreBackend(Backend):
         return dataclasses.replace(
             layout,
             num_rows=rows_of_shard(layout.num_rows, self.cores),
-            line_lanes=LANES,
+            tile_lanes=LANES,
             banks=self.cores,
             bank_name="SparseCores",
         )

@@ -210,7 +210,7 @@ def _compute_rows(
         gradient, row, *others = scalars
         slots, hyperparameters = others[:num_slots], others[num_slots:]
         types = split.row_program.inputs[3 + num_slots :]
-        # An operation without any gets one.
+        # A rule without hyperparameters is passed an unused one, which zip drops.
         given = [
             x.astype(y.aval.dtype) for x, y in zip(hyperparameters, types, strict=False)
         ]

@@ -16,9 +16,13 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Shaped
 
-from tpu_embedding.lookup._flatten_to_owners import PoolingSpec, split_by_feature
-from tpu_embedding.lookup._forward import samples_of, scale_samples
-from tpu_embedding.lookup._sum_by_row import gain_of_each_id
+from tpu_embedding.lookup._backward import gain_of_each_id
+from tpu_embedding.lookup._forward import (
+    PoolingSpec,
+    samples_of,
+    scale_samples,
+    split_by_feature,
+)
 from tpu_embedding.plan.plan import StackPlan
 from tpu_embedding.rows.packed_rows import RowLayout, round_up
 from tpu_embedding.sparse_core.limits import Limits, OperationSizes, choose_limits
@@ -52,11 +56,11 @@ def ids_by_core(
     """Sorts ids by SparseCore, and checks the limits on all devices. Per shard.
 
     Args:
-      keys: keys of all features; see `_flatten_to_owners.py`.
+      keys: keys of all features; see `_forward.py`.
       poolings: the features of the stack.
       stack: plan of the stack.
       cores: SparseCores per device.
-      max_ids: the user's limit; None: as the batch needs.
+      max_ids: the user's limit. None takes as many as the batch needs.
     """
     layout, keys = stack.layout, _by_sample(keys, poolings)
     owner, row = jnp.divmod(keys, stack.rows_per_shard)
@@ -116,7 +120,7 @@ def by_core(
         dealt.append(cotangent.reshape(cores, -1, layout.dim))
     gradients = jnp.concatenate(dealt, axis=1)
     missing = sizes.num_samples // cores - gradients.shape[1]
-    unused = layout.row_lanes - layout.dim
+    unused = layout.lanes_per_row - layout.dim
     gradients = jnp.pad(gradients, ((0, 0), (0, missing), (0, unused)))
     return gradients.reshape(sizes.num_samples, -1)
 
@@ -140,7 +144,8 @@ def _limits_of(
 def _max_ids_of_core(pooling: PoolingSpec, cores: int) -> int:
     """Returns the ids of a feature that one SparseCore has room for.
 
-    Samples of different lengths may lie unevenly; a batch beyond the room does not fit.
+    Samples of different lengths may be spread unevenly. A batch that needs more room
+    does not fit.
     """
     if pooling.sample_ids is None:
         return -(-pooling.num_samples // cores) * pooling.valence

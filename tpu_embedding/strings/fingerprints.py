@@ -40,7 +40,7 @@ class ByteStrings:
 
     Attributes:
       buffer: uint8; at least 8 further bytes follow the last string.
-      starts: int64 `[num_strings]`, place of each string in the buffer.
+      starts: int64 `[num_strings]`, position of each string in the buffer.
       lengths: int64 `[num_strings]`.
     """
 
@@ -78,18 +78,43 @@ def encode(strings: Sequence[Any] | np.ndarray) -> ByteStrings:
       TypeError: if an element is neither str nor bytes.
     """
     if isinstance(strings, np.ndarray):
-        if strings.dtype.kind == "S":
-            return _from_fixed_width(strings)
-        if strings.dtype.kind == "U" and strings.dtype.itemsize:
+        width = strings.dtype.itemsize
+        codes = None
+        if strings.dtype.kind == "S" and width:
+            codes = np.ascontiguousarray(strings).view(np.uint8)
+        elif strings.dtype.kind == "U" and width:
             codes = np.ascontiguousarray(strings).view(np.uint32)
-            if codes.max(initial=0) < 128:
-                ascii_codes = codes.astype(np.uint8).reshape(len(strings), -1)
-                return _from_matrix(ascii_codes, np.strings.str_len(strings))
+            codes = codes.astype(np.uint8) if codes.max(initial=0) < 128 else None
+        if codes is not None:  # Strings of a fixed width, all in one byte per letter.
+            lengths = np.strings.str_len(strings).astype(np.int64)
+            buffer = np.concatenate([codes, np.zeros(_WORD, np.uint8)])
+            starts = np.arange(len(strings)) * (len(codes) // max(1, len(strings)))
+            return ByteStrings(buffer, starts, lengths)
         strings = strings.tolist()
-    joined, encoded = _join(list(strings))
+    strings = list(strings)
+    try:
+        text = "".join(strings)
+    except TypeError:  # There are bytes, or values that are not strings.
+        text = None
+    if text is not None and text.isascii():
+        joined, encoded = text.encode(), strings
+    else:
+        encoded = [_encode_one(string, i) for i, string in enumerate(strings)]
+        joined = b"".join(encoded)
     lengths = np.fromiter(map(len, encoded), np.int64, len(encoded))
     buffer = np.frombuffer(joined + bytes(_WORD), np.uint8)
     return ByteStrings(buffer, np.cumsum(lengths) - lengths, lengths)
+
+
+def _encode_one(string: Any, index: int) -> bytes:
+    if isinstance(string, str):
+        return string.encode()
+    if isinstance(string, bytes):
+        return string
+    raise TypeError(
+        f"Strings must be str or bytes, got {string!r} at {index}; replace missing "
+        "values by a string of your choice."
+    )
 
 
 def farmhash64(strings: ByteStrings) -> Words:
@@ -120,20 +145,21 @@ def _by_parts(strings: ByteStrings, function: Callable[[ByteStrings], Words]) ->
 
 def _farmhash64(strings: ByteStrings) -> Words:
     hashes = np.empty(strings.lengths.shape[0], np.uint64)
-    for at_most, above, of_class in (
-        (0, -1, lambda some: np.full(some.lengths.shape[0], _K2)),
-        (3, 0, _farm_1_to_3),
-        (7, 3, _farm_4_to_7),
-        (16, 7, _farm_8_to_16),
-        (32, 16, _farm_17_to_32),
-        (64, 32, _farm_33_to_64),
-        (None, 64, _farm_above_64),
-    ):
-        is_member = strings.lengths > above
-        if at_most is not None:
-            is_member &= strings.lengths <= at_most
+    # FarmHash has a function for each of these ranges of lengths.
+    functions = (
+        lambda empty: np.full(empty.lengths.shape[0], _K2),
+        _farm_1_to_3,
+        _farm_4_to_7,
+        _farm_8_to_16,
+        _farm_17_to_32,
+        _farm_33_to_64,
+        _farm_above_64,
+    )
+    ranges = np.searchsorted([0, 3, 7, 16, 32, 64], strings.lengths)
+    for i, function in enumerate(functions):
+        is_member = ranges == i
         if is_member.any():
-            hashes[is_member] = of_class(strings[is_member])
+            hashes[is_member] = function(strings[is_member])
     return hashes
 
 
@@ -160,44 +186,6 @@ def _siphash64(strings: ByteStrings, key: tuple[int, int]) -> Words:
     hashes = np.empty(num_strings, np.uint64)
     hashes[order] = state[0] ^ state[1] ^ state[2] ^ state[3]
     return hashes
-
-
-def _join(strings: list[Any]) -> tuple[bytes, list[Any]]:
-    """Returns all bytes, and a sequence that has the length of each string."""
-    try:
-        text = "".join(strings)
-    except TypeError:  # There are bytes, or values that are no strings.
-        text = None
-    if text is not None and text.isascii():
-        return text.encode(), strings
-    encoded = [_encode_one(string, i) for i, string in enumerate(strings)]
-    return b"".join(encoded), encoded
-
-
-def _encode_one(string: Any, index: int) -> bytes:
-    if isinstance(string, str):
-        return string.encode()
-    if isinstance(string, bytes):
-        return string
-    raise TypeError(
-        f"Strings must be str or bytes, got {string!r} at {index}; replace missing "
-        "values by a string of your choice."
-    )
-
-
-def _from_fixed_width(strings: np.ndarray) -> ByteStrings:
-    width = strings.dtype.itemsize
-    if not width or not len(strings):
-        lengths = np.zeros(len(strings), np.int64)
-        return ByteStrings(np.zeros(_WORD, np.uint8), lengths, lengths)
-    matrix = np.ascontiguousarray(strings).view(np.uint8).reshape(len(strings), width)
-    return _from_matrix(matrix, np.strings.str_len(strings))
-
-
-def _from_matrix(matrix: np.ndarray, lengths: np.ndarray) -> ByteStrings:
-    num_strings, width = matrix.shape
-    buffer = np.concatenate([matrix.reshape(-1), np.zeros(_WORD, np.uint8)])
-    return ByteStrings(buffer, np.arange(num_strings) * width, lengths.astype(np.int64))
 
 
 def _rotate(value: Words, bits: int) -> Words:
@@ -245,26 +233,29 @@ def _farm_8_to_16(strings: ByteStrings) -> Words:
 
 
 def _farm_17_to_32(strings: ByteStrings) -> Words:
-    multiplier, lengths = _multiplier(strings), strings.lengths
-    a, b = strings.words(0) * _K1, strings.words(8)
-    c = strings.words(lengths - 8) * multiplier
-    d = strings.words(lengths - 16) * _K2
-    u = _rotate(a + b, 43) + _rotate(c, 30) + d
-    return _mix(u, a + _rotate(b + _K2, 18) + c, multiplier)
+    _, hashes = _mix_of_ends(strings, _K1)
+    return hashes
 
 
 def _farm_33_to_64(strings: ByteStrings) -> Words:
     multiplier, lengths = _multiplier(strings), strings.lengths
-    a, b = strings.words(0) * _K2, strings.words(8)
-    c = strings.words(lengths - 8) * multiplier
-    d = strings.words(lengths - 16) * _K2
-    y = _rotate(a + b, 43) + _rotate(c, 30) + d
-    z = _mix(y, a + _rotate(b + _K2, 18) + c, multiplier)
+    y, z = _mix_of_ends(strings, _K2)
+    a = strings.words(0) * _K2
     e, f = strings.words(16) * multiplier, strings.words(24)
     g = (y + strings.words(lengths - 32)) * multiplier
     h = (z + strings.words(lengths - 24)) * multiplier
     u = _rotate(e + f, 43) + _rotate(g, 30) + h
     return _mix(u, e + _rotate(f + a, 18) + g, multiplier)
+
+
+def _mix_of_ends(strings: ByteStrings, factor: Any) -> tuple[Words, Words]:
+    """Returns the sum and the mix of the first and last 16 bytes of each string."""
+    multiplier, lengths = _multiplier(strings), strings.lengths
+    a, b = strings.words(0) * factor, strings.words(8)
+    c = strings.words(lengths - 8) * multiplier
+    d = strings.words(lengths - 16) * _K2
+    y = _rotate(a + b, 43) + _rotate(c, 30) + d
+    return y, _mix(y, a + _rotate(b + _K2, 18) + c, multiplier)
 
 
 def _weak_hash(strings: ByteStrings, offset: Any, a: Words, b: Words):

@@ -21,15 +21,14 @@ from typing import Any, Final, Literal, get_args
 
 import numpy as np
 
-from tpu_embedding.inputs.containers import HostIds, is_integer, read_ids
+from tpu_embedding.inputs.containers import HostIds, read_ids
 from tpu_embedding.paths import local_path
 from tpu_embedding.strings.fingerprints import (
-    ByteStrings,
     encode,
     farmhash64,
     siphash64,
 )
-from tpu_embedding.types import PADDING_ROW_ID, DenseIds
+from tpu_embedding.types import PADDING_ROW_ID, DenseIds, is_integer
 from tpu_embedding.types import ids_of as values_of
 from tpu_embedding.types import with_ids as with_values
 
@@ -144,16 +143,26 @@ def hash_ids(
             f"hash_ids: num_buckets must be an int from 1 to {MAX_IDS}, got "
             f"{num_buckets!r}; give the vocabulary_size of the table."
         )
-    key = _check_salt(salt)
+    key: Any = tuple(salt) if isinstance(salt, tuple | list) else (salt, salt)
+    is_key = len(key) == 2 and all(_is_int(n) and 0 <= n < 2**64 for n in key)
+    if salt is not None and not is_key:
+        raise ValueError(
+            "hash_ids: salt must be an int from 0 to 2**64 - 1, or a pair of such "
+            f"ints, got {salt!r}."
+        )
     read = read_ids(strings, "hash_ids", "Strings")
     values = values_of(read).reshape(-1)
     if is_integer(values.dtype):
         values = values.astype(np.bytes_)
     encoded = encode(_check_strings(values, "hash_ids"))
-    hashes = farmhash64(encoded) if key is None else siphash64(encoded, key)
+    if salt is None:
+        hashes = farmhash64(encoded)
+    else:
+        hashes = siphash64(encoded, (int(key[0]), int(key[1])))
     ids = (hashes % np.uint64(num_buckets)).astype(np.int32)
     if padding is not None:
-        ids[_is_padding(encoded, padding)] = PADDING_ROW_ID
+        marker = padding if isinstance(padding, bytes) else str(padding).encode()
+        ids[encoded.equal_to(marker)] = PADDING_ROW_ID
     return _in_container_of(strings, read, ids)
 
 
@@ -253,7 +262,14 @@ class Vocabulary:
         self.tokens = listed
         self._check_tokens()
         self._ids: dict[str, int] = dict(zip(listed, itertools.count(first_id)))
-        self._check_unique()
+        if len(self._ids) < len(listed):
+            first: dict[str, int] = {}
+            for i, token in enumerate(listed):
+                if first.setdefault(token, i) != i:
+                    raise ValueError(
+                        f"Vocabulary: tokens must be unique, got {token!r} as token "
+                        f"{first[token]} and as token {i}."
+                    )
         if mask_token is not None:
             self._ids[mask_token] = PADDING_ROW_ID
 
@@ -396,16 +412,17 @@ class Vocabulary:
             encode(flat)  # It raises an error that shows the value.
         has_bytes = any(issubclass(kind, bytes) for kind in kinds)
         known = self._ids_of_bytes if has_bytes else self._ids
-        ids = _look_up(flat, known)
-        places = np.flatnonzero(ids == _UNKNOWN)
-        rest = [flat[i] for i in places]
-        if self.strip_whitespace and rest:
-            rest = [_strip(string) for string in rest]
-            ids[places] = found = _look_up(rest, known)
-            rest = [rest[i] for i in np.flatnonzero(found == _UNKNOWN)]
-            places = places[found == _UNKNOWN]
-        if rest:
-            ids[places] = self._oov_ids(rest, unknown)
+        known_ids = map(known.get, flat, itertools.repeat(_UNKNOWN))
+        ids = np.fromiter(known_ids, np.int32, len(flat))
+        unknown_positions = np.flatnonzero(ids == _UNKNOWN)
+        if self.strip_whitespace:
+            for i in unknown_positions:
+                flat[i] = _strip(flat[i])
+                ids[i] = known.get(flat[i], _UNKNOWN)
+            unknown_positions = np.flatnonzero(ids == _UNKNOWN)
+        if unknown_positions.size:
+            rest = [flat[i] for i in unknown_positions]
+            ids[unknown_positions] = self._oov_ids(rest, unknown)
         return _in_container_of(strings, read, ids)
 
     @functools.cached_property
@@ -459,16 +476,6 @@ class Vocabulary:
                 f"{MAX_IDS}, got {len(self.tokens)} tokens."
             )
 
-    def _check_unique(self) -> None:
-        if len(self._ids) < len(self.tokens):
-            first: dict[str, int] = {}
-            for i, token in enumerate(self.tokens):
-                if first.setdefault(token, i) != i:
-                    raise ValueError(
-                        f"Vocabulary: tokens must be unique, got {token!r} as token "
-                        f"{first[token]} and as token {i}."
-                    )
-
     def __len__(self) -> int:
         return len(self.tokens)
 
@@ -480,16 +487,11 @@ class Vocabulary:
 
 
 def check_unknown(unknown: Any, owner: str) -> None:
-    """Raises a ValueError if a value is none of `Unknown`."""
+    """Raises a ValueError if a value is not one of `Unknown`."""
     if unknown not in get_args(Unknown):
         raise ValueError(
             f"{owner} must be one of {list(get_args(Unknown))}, got {unknown!r}."
         )
-
-
-def _look_up(strings: list[Any], known: Mapping[Any, int]) -> np.ndarray:
-    found = map(known.get, strings, itertools.repeat(_UNKNOWN))
-    return np.fromiter(found, np.int32, len(strings))
 
 
 def _strip(string: str | bytes) -> str | bytes:
@@ -504,18 +506,6 @@ def _is_int(value: Any) -> bool:
     return isinstance(value, int | np.integer) and not isinstance(value, bool)
 
 
-def _check_salt(salt: Any) -> tuple[int, int] | None:
-    if salt is None:
-        return None
-    pair = tuple(salt) if isinstance(salt, tuple | list) else (salt, salt)
-    if len(pair) != 2 or not all(_is_int(n) and 0 <= n < 2**64 for n in pair):
-        raise ValueError(
-            "hash_ids: salt must be an int from 0 to 2**64 - 1, or a pair of such "
-            f"ints, got {salt!r}."
-        )
-    return int(pair[0]), int(pair[1])
-
-
 def _check_strings(values: np.ndarray, owner: str) -> np.ndarray:
     if not values.size:
         return values.astype(object)  # NumPy takes empty lists for numbers.
@@ -524,12 +514,6 @@ def _check_strings(values: np.ndarray, owner: str) -> np.ndarray:
             f"Strings of {owner} must be strings, got dtype {values.dtype}."
         )
     return values
-
-
-def _is_padding(encoded: ByteStrings, padding: str | bytes | int) -> np.ndarray:
-    if isinstance(padding, int):
-        padding = str(padding)
-    return encoded.equal_to(padding.encode() if isinstance(padding, str) else padding)
 
 
 def _in_container_of(strings: Any, read: HostIds, ids: np.ndarray) -> Any:

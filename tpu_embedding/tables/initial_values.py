@@ -19,7 +19,7 @@ rounded to the nearest numbers of their type.
 import functools
 import hashlib
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -29,17 +29,23 @@ from jaxtyping import Array, Float, Int, UInt32
 
 from tpu_embedding.argument_checks import describe_value
 from tpu_embedding.initializers import RowFunction, key_words, threefry_key
-from tpu_embedding.plan.memory import rows_per_slab
 from tpu_embedding.plan.plan import EmbeddingPlan, StackPlan, TablePlan
 from tpu_embedding.plan.shard_map import constrain, in_auto_axes, on_shards
 from tpu_embedding.rows.access import merge_block
 from tpu_embedding.rows.packed_rows import (
+    LANE_BYTES,
     PackedRows,
+    RowLayout,
     gather_in_bounds,
     round_up,
     store_rows,
 )
 from tpu_embedding.xla import as_variables, computed_apart, read_before_write
+
+_MIN_SLAB_BYTES: Final = 2**16
+_MAX_SLAB_BYTES: Final = 2**22
+_SLABS_PER_TABLE: Final = 400
+"""A pass holds about eight slabs of temporaries, at most 2 % of a table."""
 
 
 @functools.partial(jax.jit, static_argnames="plan")
@@ -149,7 +155,7 @@ def _stack_facts(tables: Sequence[TablePlan], key: jax.Array) -> _Tables:
         keys=keys,
         parameters=parameters,
     )
-    # The parameters of a single table round as those of several tables do.
+    # The parameters of a single table round as the parameters of several tables do.
     return as_variables(jax.tree.map(jnp.asarray, facts))
 
 
@@ -192,13 +198,17 @@ def _fill_slabs(
       stack: the stack of the tables.
 
     Returns:
-      The rows, with those of the tables replaced.
+      The rows, with the tables' rows replaced.
     """
     layout = stack.layout
-    slab, rows_per_line = rows_per_slab(layout), layout.rows_per_line
+    slab, rows_per_line = _rows_per_slab(layout), layout.rows_per_line
     shard = jax.lax.axis_index(stack.shard_axes)
+    # The rows of a table on a shard are one range in each bank.
+    banks = layout.banks
+    bank = jnp.arange(offsets.size * banks, dtype=jnp.int32) % banks
     begins, ends = (
-        _first_rows(bounds, shard, stack) for bounds in (offsets, offsets + sizes)
+        stack.first_local_row(jnp.repeat(rows, banks), shard, bank)
+        for rows in (offsets, offsets + sizes)
     )
     # In whole lines.
     begins = begins // rows_per_line * rows_per_line
@@ -224,27 +234,24 @@ def _fill_slabs(
     return jax.lax.fori_loop(0, end_slabs[-1], fill_slab, rows)
 
 
-def _first_rows(
-    bounds: Int[Array, " tables"], shard: Any, stack: StackPlan
-) -> Int[Array, " parts"]:
-    """Returns the first rows of a shard at or behind some rows of its stack.
+def _rows_per_slab(layout: RowLayout) -> int:
+    """Returns the rows per block of a pass over all rows of a shard.
 
-    The rows of a table on a shard are one range in each bank.
+    A pass reads or writes some blocks at a time, and nothing larger. Rows take whole
+    lines there, as XLA:TPU may lay out an array of short rows.
 
     Args:
-      bounds: rows of the stack.
-      shard: number of the shard.
-      stack: plan of the stack.
+      layout: packing of the rows of one shard.
 
     Returns:
-      Rows of the shard, `banks` for each bound.
+      A number of rows that fill whole lines; at most all lines of the shard.
     """
-    banks = stack.layout.banks
-    num_parts = banks * stack.num_shards
-    bank = jnp.arange(bounds.size * banks, dtype=jnp.int32) % banks
-    residues = bank * stack.num_shards + shard
-    in_part = (jnp.repeat(bounds, banks) + (num_parts - 1 - residues)) // num_parts
-    return in_part + bank * stack.layout.rows_per_bank
+    row_bytes = LANE_BYTES * round_up(layout.dim, layout.tile_lanes or 1)
+    shard_bytes = LANE_BYTES * layout.num_lines * layout.lanes_per_line
+    slab_bytes = min(_MAX_SLAB_BYTES, shard_bytes // _SLABS_PER_TABLE)
+    num_rows = max(_MIN_SLAB_BYTES, slab_bytes) // row_bytes
+    num_rows = max(1, num_rows // layout.rows_per_line) * layout.rows_per_line
+    return min(num_rows, layout.row_of(layout.num_lines))
 
 
 def _logical_values(
@@ -310,7 +317,7 @@ def _deal_rows(
       stack: the stack of the table.
 
     Returns:
-      `rows`, with those of the table replaced.
+      `rows`, with the table's rows replaced.
     """
     num_shards = stack.num_shards
     owners = jnp.arange(num_shards, dtype=jnp.int32)

@@ -73,10 +73,31 @@ def rows_per_window(packed: PackedRows) -> int:
 def windows_of(
     packed: PackedRows, stack: StackPlan, ranges: RowRanges | None
 ) -> list[Window]:
-    """Returns the ranges that cover the rows; blocks of small tables share one."""
+    """Returns windows that cover the rows. Blocks of small tables share a window.
+
+    Args:
+      packed: rows of the stack, whose bytes decide the size of a window.
+      stack: the stack of the rows.
+      ranges: rows to cover, by table. Defaults to all rows.
+
+    Raises:
+      ValueError: if the ranges name tables or rows that the stack lacks.
+    """
+    sizes = {table.name: table.num_rows for table in stack.tables}
     if ranges is None:
-        ranges = {table.name: (0, table.num_rows) for table in stack.tables}
-    _check_ranges(ranges, stack)
+        ranges = {name: (0, num_rows) for name, num_rows in sizes.items()}
+    unknown = sorted(set(ranges) - set(sizes))
+    if unknown:
+        raise ValueError(
+            f"ranges must name tables of stack {stack.name!r}, {sorted(sizes)}, got "
+            f"{unknown}; pass the stack of these tables."
+        )
+    for name, (begin, end) in ranges.items():
+        if not 0 <= begin <= end <= sizes[name]:
+            raise ValueError(
+                f"ranges must hold rows between 0 and {sizes[name]} for table "
+                f"{name!r}, got {begin} to {end}."
+            )
     size = rows_per_window(packed)
     windows: list[Window] = []
     for table in stack.tables:
@@ -98,23 +119,6 @@ def windows_of(
     return windows
 
 
-def _check_ranges(ranges: RowRanges, stack: StackPlan) -> None:
-    """Rejects tables of other stacks, and rows that a table lacks."""
-    sizes = {table.name: table.num_rows for table in stack.tables}
-    unknown = sorted(set(ranges) - set(sizes))
-    if unknown:
-        raise ValueError(
-            f"ranges must name tables of stack {stack.name!r}, {sorted(sizes)}, got "
-            f"{unknown}; pass the stack of these tables."
-        )
-    for name, (begin, end) in ranges.items():
-        if not 0 <= begin <= end <= sizes[name]:
-            raise ValueError(
-                f"ranges must hold rows between 0 and {sizes[name]} for table "
-                f"{name!r}, got {begin} to {end}."
-            )
-
-
 _TILE_ELEMENTS: Final = 1024
 """Elements of a tile of a TPU. Parts of whole tiles are sent without a copy."""
 
@@ -123,7 +127,7 @@ _TILE_ELEMENTS: Final = 1024
 class LineExchange:
     """Facts of the exchange of lines between owners and the devices that serve ranges.
 
-    Stacks whose rows lie alike have equal facts, and share their programs.
+    Stacks of equally packed rows have equal facts, and share their programs.
 
     Attributes:
       sharding: devices of the rows.
@@ -156,13 +160,13 @@ class LineExchange:
 
     @property
     def received_sharding(self) -> NamedSharding:
-        """Sharding of the lines that devices receive: each those of its own range."""
+        """Sharding of the received lines: each device has the lines of one window."""
         axes = (*self.stack.replica_axes, *self.stack.shard_axes)
         return NamedSharding(self.plan.mesh, PartitionSpec(axes))
 
     @property
     def parts_shape(self) -> tuple[int, ...]:
-        """Shape of what all shards get to write to an array, a part per owner each."""
+        """Shape of the lines that are sent to be written: per shard, all its parts."""
         num_lines = self.num_shards * self.num_parts * self.part_lines
         return (num_lines, *self.layout.lines_shape[1:])
 
@@ -172,12 +176,13 @@ class LineExchange:
         layout = self.layout
         rows = -(-self.window_rows // self.num_parts) + layout.rows_per_line - 1
         num_lines = -(-rows // layout.rows_per_line) * layout.lines_per_row
-        tile_lines = max(8, _TILE_ELEMENTS // layout.lanes)
+        tile_lines = max(8, _TILE_ELEMENTS // layout.lanes_per_line)
         return min(round_up(num_lines, tile_lines), layout.num_lines)
 
     def first_row(self, part: Any, start: Any) -> Any:
-        """Returns the first local row of a part at or behind a row of the stack."""
-        return self._first_in_part(part, start) + self._first_of_bank(part)
+        """Returns the first local row of a part at or after a row of the stack."""
+        banks = self.layout.banks
+        return self.stack.first_local_row(start, part // banks, part % banks)
 
     def first_line(self, part: Any, start: Any) -> Any:
         """Returns the first line of a part of the range from `start` on."""
@@ -196,20 +201,11 @@ class LineExchange:
         begin = self.first_row(part, window.start)
         end = self.first_row(part, window.start + window.num_rows)
         base = self.layout.row_of(self.first_line(part, window.start))
-        in_part = self._first_in_part(part, window.start)
-        first = in_part * self.num_parts + self._residue(part) - window.start
-        return slice(begin - base, end - base), slice(first, None, self.num_parts)
-
-    def _residue(self, part: Any) -> Any:
-        """Returns the remainder that the part's rows of the stack leave."""
+        # The rows of the stack in a part leave one remainder.
         banks = self.layout.banks
-        return part % banks * self.num_shards + part // banks
-
-    def _first_in_part(self, part: Any, start: Any) -> Any:
-        return (start + (self.num_parts - 1 - self._residue(part))) // self.num_parts
-
-    def _first_of_bank(self, part: Any) -> Any:
-        return part % self.layout.banks * self.layout.rows_per_bank
+        remainder = part % banks * self.num_shards + part // banks
+        first = (remainder - window.start) % self.num_parts
+        return slice(begin - base, end - base), slice(first, None, self.num_parts)
 
 
 def line_exchange(
@@ -290,8 +286,8 @@ def write_lines(
 
     Args:
       lines: lines of all shards.
-      parts: new lines of the parts of the window of each shard. Those of a single
-        window are dealt already: each shard has its own.
+      parts: new lines of the parts of the window of each shard. The parts of a single
+        window are on their shards already.
       starts: first row of each window.
       sizes: number of rows of each window.
       exchange: static facts.
@@ -346,11 +342,11 @@ def _merged(old: Array, new: Array, begin: Any, end: Any, layout: RowLayout) -> 
     line = jax.lax.broadcasted_iota(jnp.int32, old.shape, 0)
     first_row = layout.row_of(line)
     lane = 0 if layout.is_flat else jax.lax.broadcasted_iota(jnp.int32, old.shape, 1)
-    group = lane // layout.row_lanes
+    group = lane // layout.lanes_per_row
     is_used = group < layout.groups_per_line
 
-    def is_new(part_of_lane: int) -> Any:
-        row = first_row + part_of_lane * layout.groups_per_line + group
+    def is_new(half: int) -> Any:
+        row = first_row + half * layout.groups_per_line + group
         return is_used & (row >= begin) & (row < end)
 
     if layout.rows_per_lane == 1:

@@ -7,14 +7,16 @@ in one all-to-all, and the host puts the rows into their order while it copies t
 write, the host deals the rows into lines, one all-to-all brings the lines to their
 owners, and these write them in place.
 
-No step holds a whole table. In a turn, a device needs at most `MAX_DEVICE_BYTES` beside
-its tables, and the host six blocks of 10 to 20 MB per device of its own.
+No step holds a whole table. Besides its tables, a device needs at most
+`MAX_DEVICE_BYTES` in a turn, and the host six blocks of 10 to 20 MB per device of its
+own.
 
 If the process has all devices and these are CPUs, their lines are in its memory. It
-then reads rows where they lie, and deals new rows to their owners, without an exchange.
+then reads rows in place, and deals new rows to their owners, without an exchange. On
+eight CPU devices that is ten times as fast, and takes 30 MB instead of 900.
 
 The programs get their ranges as arguments. One compilation serves all tables of a
-stack, and all stacks whose rows lie alike.
+stack, and all stacks of equal `LineExchange` facts.
 """
 
 import collections
@@ -31,7 +33,7 @@ import numpy as np
 
 from tpu_embedding.plan.check_rows import check_stack
 from tpu_embedding.plan.plan import EmbeddingPlan, StackPlan
-from tpu_embedding.rows.file_rows import of_file_rows, to_file_rows
+from tpu_embedding.rows.file_rows import file_rows_of_lines, lines_of_file_rows
 from tpu_embedding.rows.packed_rows import PackedRows
 from tpu_embedding.tables.line_exchange import (
     NO_WINDOW,
@@ -54,7 +56,7 @@ ReadTableRows = Callable[[str, int, int], np.ndarray]
 """Returns rows of a table: `(table, start, num_rows) -> [num_rows, *shape]`."""
 
 Receivers = Literal["one", "all"]
-"""Processes that get a block: the one whose device it is read by, or all of them."""
+"""Processes that get a block: the one whose device reads it, or all of them."""
 
 _Item = TypeVar("_Item")
 _Result = TypeVar("_Result")
@@ -90,7 +92,7 @@ def read_blocks(
       packed: global rows. They must stay as they are until the last turn.
       stack: the stack of the rows.
       plan: plan of the embedding layer.
-      ranges: rows to read, by table; None: all rows.
+      ranges: rows to read, by table. Defaults to all rows.
       receivers: `"one"` gives each block to one process only. `"all"` gives it to all
         of them; in a job of several processes it takes more turns.
 
@@ -113,10 +115,9 @@ def read_blocks(
     check_stack(packed, stack)
     exchange = line_exchange(packed, stack, plan)
     windows = windows_of(packed, stack, ranges)
-    if _lies_on_host(packed):
+    if _is_on_host(packed):
         return _read_on_host(packed, exchange, windows)
-    served = _windows_of_devices(exchange.received_sharding, receivers)
-    return _read_by_exchange(packed, exchange, windows, served)
+    return _read_by_exchange(packed, exchange, windows, receivers)
 
 
 def write_blocks(
@@ -137,7 +138,7 @@ def write_blocks(
       read: returns rows as `file_row` says. It is called in another thread, for the
         blocks of this process only. A block never crosses a multiple of
         `rows_per_block` rows.
-      ranges: rows to write, by table; None: all rows.
+      ranges: rows to write, by table. Defaults to all rows.
 
     Raises:
       ValueError: if the rows were made for another plan, or `ranges` names others; or
@@ -146,7 +147,7 @@ def write_blocks(
     check_stack(packed, stack)
     exchange = line_exchange(packed, stack, plan)
     windows = windows_of(packed, stack, ranges)
-    if _lies_on_host(packed):
+    if _is_on_host(packed):
         return _write_on_host(packed, exchange, windows, read)
     return _write_by_exchange(packed, exchange, windows, read)
 
@@ -155,25 +156,35 @@ def _read_by_exchange(
     packed: PackedRows,
     exchange: LineExchange,
     windows: Sequence[Window],
-    served: Sequence[int],
+    receivers: Receivers,
 ) -> Iterator[list[RowBlock]]:
-    """Yields the blocks of this process, turn by turn.
+    """Yields the blocks of this process, turn by turn."""
+    window_of_device = _windows_of_devices(exchange.received_sharding, receivers)
 
-    Args:
-      packed: global rows.
-      exchange: facts of the lines.
-      windows: ranges to read.
-      served: number of the window that each device reads in a turn.
-    """
-
-    def read(turn: Sequence[Window]) -> tuple[Sequence[Window], jax.Array]:
-        starts, _ = _bounds([turn[i] if i < len(turn) else NO_WINDOW for i in served])
+    def start(turn: Sequence[Window]) -> tuple[Sequence[Window], jax.Array]:
+        by_device = [turn[i] if i < len(turn) else NO_WINDOW for i in window_of_device]
+        starts, _ = _bounds(by_device)
         return turn, read_lines(packed.lines, starts, exchange=exchange)
 
-    turns = _batched(windows, max(served) + 1)
-    for turn, received in _one_ahead(map(read, turns)):
-        yield list(_blocks_of_turn(turn, received, served, exchange))
-        del received  # Else three turns are in memory while the next one is read.
+    turns = _batched(windows, max(window_of_device) + 1)
+    for turn, received in _one_ahead(map(start, turns)):
+        size = received.shape[0] // len(window_of_device)
+        lines_of_window = {
+            window_of_device[device]: lines
+            for device, lines in _shards_by_number(received, size).items()
+        }
+        yield [
+            block
+            for i, window in enumerate(turn)
+            if i in lines_of_window
+            for block in _blocks_of_window(
+                np.split(np.asarray(lines_of_window[i]), exchange.num_parts),
+                window,
+                exchange,
+            )
+        ]
+        # Else three turns are in memory while the next one is read.
+        del received, lines_of_window
 
 
 def _write_by_exchange(
@@ -184,37 +195,114 @@ def _write_by_exchange(
 ) -> PackedRows:
     """Replaces the rows of windows, one window per shard in a turn."""
     num_shards, shape = exchange.num_shards, exchange.parts_shape
-    sharding = exchange.sharding
-    number_of = functools.partial(_number_of_part, size=shape[0] // num_shards)
-    indices = sharding.addressable_devices_indices_map(shape)
-    own_shards = set(map(number_of, indices.values()))
 
-    def parts_of(turn: Sequence[Window]) -> dict[int, np.ndarray]:
-        parts = {}
+    def shard_of(index: Any) -> int:
+        return _number_of_part(index, shape[0] // num_shards)
+
+    indices = exchange.sharding.addressable_devices_indices_map(shape)
+    own_shards = set(map(shard_of, indices.values()))
+
+    def deal(turn: Sequence[Window]) -> dict[int, np.ndarray]:
+        lines = {}
         for shard in own_shards:
-            rows = _rows_of_pieces(turn[shard], exchange, read)
+            rows = _new_rows(turn[shard], exchange, read)
             memory = np.zeros(exchange.dealt_shape, exchange.row.dtype)
-            parts[shard] = _dealt(rows, turn[shard], exchange, memory)
-        return parts
+            lines[shard] = _dealt(rows, turn[shard], exchange, memory)
+        return lines
 
     turns = [
         [*turn, *[NO_WINDOW] * (num_shards - len(turn))]
         for turn in _batched(windows, num_shards)
     ]
     lines = packed.lines
-    for turn, parts in zip(turns, _read_ahead(parts_of, turns), strict=True):
+    for turn, dealt in zip(turns, _read_ahead(deal, turns), strict=True):
         sent = jax.make_array_from_callback(
-            shape, sharding, lambda index, parts=parts: parts[number_of(index)]
+            shape, exchange.sharding, lambda index, dealt=dealt: dealt[shard_of(index)]
         )
         lines = write_lines(lines, sent, *_bounds(turn), exchange=exchange)
         # At most one turn waits in the queue of a device.
         jax.block_until_ready(lines)
-        del sent, parts
+        del sent, dealt
     return dataclasses.replace(packed, lines=lines)
 
 
+def _is_on_host(packed: PackedRows) -> bool:
+    """Returns True if the memory of this process holds all lines."""
+    lines = packed.lines
+    platforms = {device.platform for device in lines.sharding.device_set}
+    return lines.is_fully_addressable and platforms == {"cpu"}
+
+
+def _read_on_host(
+    packed: PackedRows, exchange: LineExchange, windows: Sequence[Window]
+) -> Iterator[list[RowBlock]]:
+    """Yields the blocks of each window, from lines in the memory of this process."""
+    by_shard = _shards_by_number(packed.lines, exchange.layout.num_lines)
+    by_shard = {shard: np.asarray(lines) for shard, lines in by_shard.items()}
+    for window in windows:
+        parts = []
+        for part in range(exchange.num_parts):
+            line = exchange.first_line(part, window.start)
+            lines = by_shard[part // exchange.layout.banks]
+            parts.append(lines[line : line + exchange.part_lines])
+        if len(parts) == 1:
+            # The block would be a view of lines that the caller may donate later.
+            parts = [np.array(parts[0])]
+        yield list(_blocks_of_window(parts, window, exchange))
+
+
+def _write_on_host(
+    packed: PackedRows,
+    exchange: LineExchange,
+    windows: Sequence[Window],
+    read: ReadTableRows,
+) -> PackedRows:
+    """Replaces the rows of windows in the memory of this process."""
+    lines, sharding = packed.lines, packed.lines.sharding
+    # All windows share this memory: new memory costs as much as a copy. CPU devices
+    # take it without a copy, because it is aligned.
+    dtype = np.dtype(exchange.row.dtype)
+    num_bytes = math.prod(exchange.dealt_shape) * dtype.itemsize
+    buffer = np.empty(num_bytes + _ALIGNMENT, np.uint8)
+    begin = -buffer.ctypes.data % _ALIGNMENT
+    memory = buffer[begin : begin + num_bytes].view(dtype).reshape(exchange.dealt_shape)
+    read_rows = functools.partial(_new_rows, exchange=exchange, read=read)
+    for window, rows in zip(windows, _read_ahead(read_rows, windows), strict=True):
+        dealt = jax.device_put(_dealt(rows, window, exchange, memory), sharding)
+        lines = write_lines(lines, dealt, *_bounds([window]), exchange=exchange)
+        jax.block_until_ready(lines)
+    return dataclasses.replace(packed, lines=lines)
+
+
+def _windows_of_devices(
+    sharding: jax.sharding.Sharding, receivers: Receivers
+) -> list[int]:
+    """Returns the number of the window that each device reads in a turn."""
+    num_devices = len(sharding.device_set)
+    if receivers == "one":
+        return list(range(num_devices))
+    indices = sharding.devices_indices_map((num_devices,))
+    in_order = sorted(indices, key=lambda device: _number_of_part(indices[device], 1))
+    return windows_for_all([device.process_index for device in in_order])
+
+
+def windows_for_all(processes: Sequence[int]) -> list[int]:
+    """Returns the window of each device, so that each process gets all of a turn.
+
+    Args:
+      processes: process of each device.
+
+    Example:
+      >>> windows_for_all([0, 0, 1, 1])
+      [0, 1, 0, 1]
+    """
+    num_windows = min(collections.Counter(processes).values())
+    numbers = collections.defaultdict(itertools.count)
+    return [next(numbers[process]) % num_windows for process in processes]
+
+
 def _one_ahead(items: Iterator[_Item]) -> Iterator[_Item]:
-    """Yields each item once the next one is made, such as a transfer that goes on."""
+    """Yields each item after the next one is made, such as a transfer that goes on."""
     made = collections.deque(itertools.islice(items, 1))
     while made:
         made.extend(itertools.islice(items, 1))
@@ -224,7 +312,7 @@ def _one_ahead(items: Iterator[_Item]) -> Iterator[_Item]:
 def _read_ahead(
     function: Callable[[_Item], _Result], items: Sequence[_Item]
 ) -> Iterator[_Result]:
-    """Yields the result for each item, while a thread makes that for the next one."""
+    """Yields the result for each item, while a thread makes the next result."""
     with ThreadPoolExecutor(1) as reader:
         for future in _one_ahead(reader.submit(function, item) for item in items):
             yield future.result()
@@ -241,50 +329,8 @@ def _bounds(windows: Sequence[Window]) -> tuple[np.ndarray, np.ndarray]:
     return starts, np.asarray([window.num_rows for window in windows], np.int32)
 
 
-def _windows_of_devices(
-    sharding: jax.sharding.Sharding, receivers: Receivers
-) -> list[int]:
-    """Returns the number of the window that each device reads in a turn."""
-    num_devices = len(sharding.device_set)
-    if receivers == "one":
-        return list(range(num_devices))
-    indices = sharding.devices_indices_map((num_devices,))
-    in_order = sorted(indices, key=lambda device: _number_of_part(indices[device], 1))
-    return windows_for_all([device.process_index for device in in_order])
-
-
-def windows_for_all(processes: Sequence[int]) -> list[int]:
-    """Returns the window of each device, if each process shall get all of a turn.
-
-    Args:
-      processes: process of each device.
-
-    Example:
-      >>> windows_for_all([0, 0, 1, 1])
-      [0, 1, 0, 1]
-    """
-    num_windows = min(collections.Counter(processes).values())
-    numbers = collections.defaultdict(itertools.count)
-    return [next(numbers[process]) % num_windows for process in processes]
-
-
-def _blocks_of_turn(
-    turn: Sequence[Window],
-    received: jax.Array,
-    served: Sequence[int],
-    exchange: LineExchange,
-) -> Iterator[RowBlock]:
-    """Yields the blocks that this process's devices received, each once."""
-    by_device = _parts_by_index(received, received.shape[0] // len(served))
-    by_window = {served[i]: lines for i, lines in by_device.items()}
-    for i, window in enumerate(turn):
-        if i in by_window:
-            parts = np.split(np.asarray(by_window[i]), exchange.num_parts)
-            yield from _blocks_of_window(parts, window, exchange)
-
-
-def _parts_by_index(array: jax.Array, size: int) -> dict[int, jax.Array]:
-    """Returns parts of `size` lines by their number in an array; equal ones once."""
+def _shards_by_number(array: jax.Array, size: int) -> dict[int, jax.Array]:
+    """Returns this process's shards of `size` lines by number; equal ones once."""
     return {
         _number_of_part(shard.index, size): shard.data
         for shard in array.addressable_shards
@@ -300,34 +346,37 @@ def _blocks_of_window(
     parts: Sequence[np.ndarray], window: Window, exchange: LineExchange
 ) -> Iterator[RowBlock]:
     """Yields the blocks of a window, from the lines of its parts."""
-    rows = _rows_of_window(parts, window, exchange)
+    if len(parts) == 1:
+        in_part, _ = exchange.rows_of_part(0, window)
+        rows = file_rows_of_lines(parts[0], exchange.layout)[in_part]
+    else:
+        row = exchange.row
+        rows = np.empty((window.num_rows, *row.shape), row.dtype)
+        for part, lines in enumerate(parts):
+            in_part, in_window = exchange.rows_of_part(part, window)
+            rows[in_window] = file_rows_of_lines(lines, exchange.layout)[in_part]
     begin = 0
     for table, start, num_rows in window.pieces:
         yield RowBlock(table, start, rows[begin : begin + num_rows])
         begin += num_rows
 
 
-def _rows_of_window(
-    parts: Sequence[np.ndarray], window: Window, exchange: LineExchange
-) -> np.ndarray:
-    """Returns the rows of a window in their order, from the lines of its parts."""
-    if exchange.num_parts == 1:
-        of_part, _ = exchange.rows_of_part(0, window)
-        return to_file_rows(parts[0], exchange.layout)[of_part]
-    row = exchange.row
-    result = np.empty((window.num_rows, *row.shape), row.dtype)
-    for part, lines in enumerate(parts):
-        of_part, of_window = exchange.rows_of_part(part, window)
-        result[of_window] = to_file_rows(lines, exchange.layout)[of_part]
-    return result
-
-
-def _rows_of_pieces(
+def _new_rows(
     window: Window, exchange: LineExchange, read: ReadTableRows
 ) -> np.ndarray:
-    """Returns the new rows of a window."""
-    row = exchange.row
-    blocks = [_checked(read(*piece), piece, row) for piece in window.pieces]
+    """Returns the new rows of a window; rejects another shape or dtype."""
+    row, blocks = exchange.row, []
+    for table, start, num_rows in window.pieces:
+        rows: Any = read(table, start, num_rows)
+        expected = (num_rows, *row.shape)
+        shape, dtype = getattr(rows, "shape", None), getattr(rows, "dtype", None)
+        if (shape, dtype) != (expected, row.dtype):
+            raise ValueError(
+                f"read must return an array of shape {expected} and dtype {row.dtype} "
+                f"for rows {start} to {start + num_rows} of table {table!r}, got shape "
+                f"{shape} and dtype {dtype}."
+            )
+        blocks.append(rows)
     if len(blocks) == 1:
         return blocks[0]
     return np.concatenate([np.empty((0, *row.shape), row.dtype), *blocks])
@@ -344,74 +393,7 @@ def _dealt(
       exchange: facts of the lines.
       parts: gets the rows of each part, `[num_parts, part_rows, *shape]`.
     """
-    for i, part in enumerate(parts):
-        of_part, of_window = exchange.rows_of_part(i, window)
-        part[of_part] = rows[of_window]
-    return of_file_rows(parts.reshape(-1, *rows.shape[1:]), exchange.layout)
-
-
-def _checked(
-    rows: Any, piece: tuple[str, int, int], row: jax.ShapeDtypeStruct
-) -> np.ndarray:
-    """Returns the rows of a piece; rejects another shape or dtype."""
-    table, start, num_rows = piece
-    shape = (num_rows, *row.shape)
-    found = getattr(rows, "shape", None), getattr(rows, "dtype", None)
-    if found != (shape, row.dtype):
-        raise ValueError(
-            f"read must return an array of shape {shape} and dtype {row.dtype} for "
-            f"rows {start} to {start + num_rows} of table {table!r}, got shape "
-            f"{found[0]} and dtype {found[1]}."
-        )
-    return rows
-
-
-def _lies_on_host(packed: PackedRows) -> bool:
-    """Returns True if the memory of this process holds all lines."""
-    lines = packed.lines
-    devices = lines.sharding.device_set
-    return lines.is_fully_addressable and all(x.platform == "cpu" for x in devices)
-
-
-def _read_on_host(
-    packed: PackedRows, exchange: LineExchange, windows: Sequence[Window]
-) -> Iterator[list[RowBlock]]:
-    """Yields the blocks of each window, from lines in the memory of this process."""
-    size = exchange.layout.num_lines
-    by_shard = jax.tree.map(np.asarray, _parts_by_index(packed.lines, size))
-    # The rows of a single owner would be a view of its lines, which may be donated.
-    taken = np.array if exchange.num_parts == 1 else np.asarray
-    for window in windows:
-        parts = []
-        for part in range(exchange.num_parts):
-            line = exchange.first_line(part, window.start)
-            lines = by_shard[part // exchange.layout.banks]
-            parts.append(taken(lines[line : line + exchange.part_lines]))
-        yield list(_blocks_of_window(parts, window, exchange))
-
-
-def _write_on_host(
-    packed: PackedRows,
-    exchange: LineExchange,
-    windows: Sequence[Window],
-    read: ReadTableRows,
-) -> PackedRows:
-    """Replaces the rows of windows in the memory of this process."""
-    lines, sharding = packed.lines, packed.lines.sharding
-    # All windows share it: new memory costs as much as a copy.
-    memory = _aligned(exchange.dealt_shape, exchange.row.dtype)
-    read_rows = functools.partial(_rows_of_pieces, exchange=exchange, read=read)
-    for window, rows in zip(windows, _read_ahead(read_rows, windows), strict=True):
-        dealt = _dealt(rows, window, exchange, memory)
-        dealt = jax.device_put(dealt, sharding)
-        lines = write_lines(lines, dealt, *_bounds([window]), exchange=exchange)
-        jax.block_until_ready(lines)
-    return dataclasses.replace(packed, lines=lines)
-
-
-def _aligned(shape: tuple[int, ...], dtype: Any) -> np.ndarray:
-    """Returns an array without values that CPU devices take without a copy."""
-    size = math.prod(shape) * np.dtype(dtype).itemsize
-    memory = np.empty(size + _ALIGNMENT, np.uint8)
-    begin = -memory.ctypes.data % _ALIGNMENT
-    return memory[begin : begin + size].view(dtype).reshape(shape)
+    for part, rows_of_part in enumerate(parts):
+        in_part, in_window = exchange.rows_of_part(part, window)
+        rows_of_part[in_part] = rows[in_window]
+    return lines_of_file_rows(parts.reshape(-1, *rows.shape[1:]), exchange.layout)

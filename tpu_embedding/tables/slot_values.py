@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any, Literal, get_args
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from tpu_embedding.argument_checks import check_mapping
@@ -97,16 +98,16 @@ def with_slot_values(
       slots: stack name to optimizer state, from `init_slots`.
       values: table name to slot name to array, as `slot_values` returns them. Tables
         and slots may be missing; these keep their values. A count of steps belongs to
-        all tables of a stack, so tables that give one must give the same.
+        all tables of a stack, so all tables that give one must give the same.
       plan: plan of the embedding layer.
 
     Returns:
       The new state. Shapes, dtypes and shardings stay.
 
     Raises:
-      TypeError: if `values`, or those of a table, are no dict.
-      ValueError: if a table or slot is unknown, a value is no array of real numbers of
-        its shape, or the slots were made for another plan.
+      TypeError: if `values`, or the values of a table, are not a dict.
+      ValueError: if a table or slot is unknown, a value is not an array of real numbers
+        of its shape, or the slots were made for another plan.
 
     Example:
       >>> import jax
@@ -125,23 +126,37 @@ def with_slot_values(
     """
     line = "values={'movie': {'accumulators': array}}, by table and slot name"
     check_mapping("values", values, line)
-    for of_table in values.values():
-        check_mapping("values of each table", of_table, line)
-    stack_of = {
-        table.name: stack for stack in plan.trained_stacks for table in stack.tables
-    }
+    for values_by_slot in values.values():
+        check_mapping("values of each table", values_by_slot, line)
+    stacks = [stack for stack in plan.trained_stacks if stack.name in slots]
+    known_tables = sorted(table.name for stack in stacks for table in stack.tables)
     for table_name in values:
-        if table_name not in stack_of or stack_of[table_name].name not in slots:
+        if table_name not in known_tables:
             raise ValueError(
                 "values must name tables that have an optimizer and slots, "
-                f"{sorted(t for t, s in stack_of.items() if s.name in slots)}, got "
-                f"{table_name!r}."
+                f"{known_tables}, got {table_name!r}."
             )
     result = dict(slots)
-    for stack in plan.trained_stacks:
-        own = {t.name: values[t.name] for t in stack.tables if t.name in values}
-        if own:
-            result[stack.name] = _with_values(slots[stack.name], own, stack, plan)
+    for stack in stacks:
+        new = {t.name: values[t.name] for t in stack.tables if t.name in values}
+        if not new:
+            continue
+        state = slots[stack.name]
+        named = list(named_slots(state, stack))
+        known = sorted(slot.name for slot in named if slot.kind != "hyperparameter")
+        for table_name, values_by_slot in new.items():
+            for name in values_by_slot:
+                if name not in known:
+                    raise ValueError(
+                        f"values of table {table_name!r} must name parts of the state "
+                        f"of its optimizer, {known}, got {name!r}."
+                    )
+        leaves = []
+        for slot in named:
+            by_table = {t: v[slot.name] for t, v in new.items() if slot.name in v}
+            leaves.append(slot.replaced(by_table, stack, plan))
+        tree = jax.tree.structure(state, is_leaf=_is_rows)
+        result[stack.name] = tree.unflatten(leaves)
     return result
 
 
@@ -198,82 +213,66 @@ class NamedSlot:
         }
 
     def replaced(
-        self, values: dict[str, Any], stack: TrainedStackPlan, plan: EmbeddingPlan
+        self, values: Mapping[str, Any], stack: TrainedStackPlan, plan: EmbeddingPlan
     ) -> Any:
-        """Returns the leaf with the values of some tables replaced."""
+        """Returns the leaf with the values of some tables replaced.
+
+        Raises:
+          ValueError: if a value has another shape, is not real, or loses a fraction; or
+            if the tables differ in a value that they share.
+        """
         if not values:
             return self.leaf
         new = {
-            table.name: _checked(
-                values[table.name], self._spec(table), table.name, self.name
-            )
+            table.name: self._checked(values[table.name], table)
             for table in stack.tables
             if table.name in values
         }
         if self.kind == "rows":
             return replace_values({stack.name: self.leaf}, new, plan)[stack.name]
-        array = np.array(self.leaf)
-        if self.kind == "shared":
-            first, *others = new.values()
-            if any(not np.array_equal(first, other) for other in others):
-                raise ValueError(
-                    f"values of {self.name!r} must be equal for the tables "
-                    f"{sorted(new)}, because they share an optimizer state, got "
-                    f"{ {name: x.tolist() for name, x in new.items()} }."
-                )
-            array = first
-        else:
+        if self.kind == "tables":
+            array = np.array(self.leaf)
             for i, table in enumerate(stack.tables):
                 if table.name in new:
                     array[i] = new[table.name]
+        elif self.kind == "shared":
+            array, *others = new.values()
+            if any(not np.array_equal(array, other) for other in others):
+                raise ValueError(
+                    f"values of {self.name!r} must be equal for the tables "
+                    f"{sorted(new)}, because they share an optimizer state, got "
+                    f"{ {name: value.tolist() for name, value in new.items()} }."
+                )
+        else:
+            raise AssertionError(f"{self.name} is set by with_hyperparameters")
         return jax.device_put(array, self.leaf.sharding)
 
-    def _spec(self, table: TablePlan) -> jax.ShapeDtypeStruct:
-        """Returns shape and dtype of the value of a table."""
+    def _checked(self, value: Any, table: TablePlan) -> np.ndarray:
+        """Returns a new value of a table, in the dtype of the old one."""
         if self.kind == "rows":
             shape = (table.num_rows, *self.leaf.layout.row_shape)
-            return jax.ShapeDtypeStruct(shape, self.leaf.lines.dtype)
-        shape = self.leaf.shape[1:] if self.kind == "tables" else self.leaf.shape
-        return jax.ShapeDtypeStruct(shape, self.leaf.dtype)
-
-
-def _with_values(
-    state: Any,
-    values: dict[str, Mapping[str, Any]],
-    stack: TrainedStackPlan,
-    plan: EmbeddingPlan,
-) -> Any:
-    """Returns the state of one stack with the values of some tables replaced."""
-    named = list(named_slots(state, stack))
-    known = [slot.name for slot in named if slot.kind != "hyperparameter"]
-    for table_name, of_table in values.items():
-        for name in of_table:
-            if name not in known:
-                raise ValueError(
-                    f"values of table {table_name!r} must name parts of the state of "
-                    f"its optimizer, {sorted(known)}, got {name!r}."
-                )
-    leaves = [
-        slot.replaced(
-            {
-                table_name: of_table[slot.name]
-                for table_name, of_table in values.items()
-                if slot.name in of_table
-            },
-            stack,
-            plan,
-        )
-        for slot in named
-    ]
-    return jax.tree.structure(state, is_leaf=_is_rows).unflatten(leaves)
+            dtype = self.leaf.lines.dtype
+        else:
+            shape = self.leaf.shape[1:] if self.kind == "tables" else self.leaf.shape
+            dtype = self.leaf.dtype
+        owner = f"values of slot {self.name!r} of table {table.name!r}"
+        array = real_array(value, shape, owner)
+        new = array.astype(dtype)
+        if jnp.issubdtype(dtype, np.integer) and not np.array_equal(new, array):
+            raise ValueError(
+                f"{owner} must be integers of dtype {dtype}, got other values."
+            )
+        return new
 
 
 def named_slots(state: Any, stack: TrainedStackPlan) -> Iterator[NamedSlot]:
     """Yields the named leaves of the state of one stack, in their order."""
-    leaves = jax.tree.leaves(state, is_leaf=_is_rows)
+    with_paths = jax.tree_util.tree_leaves_with_path(state, is_leaf=_is_rows)
+    keystr = functools.partial(jax.tree_util.keystr, simple=True)
+    # A state may be one array, without a field.
+    paths = [[keystr((key,)) for key in path] or ["state"] for path, _ in with_paths]
     num_tables = len(stack.tables)
-    paths = _paths(state)
-    for name, path, leaf in zip(_names(paths), paths, leaves, strict=True):
+    for name, path, (_, leaf) in zip(_names(paths), paths, with_paths, strict=True):
         kind = "shared"
         if _HYPERPARAMETERS.intersection(path):
             kind = "hyperparameter"
@@ -284,58 +283,29 @@ def named_slots(state: Any, stack: TrainedStackPlan) -> Iterator[NamedSlot]:
         yield NamedSlot(name=name, kind=kind, leaf=leaf)
 
 
-def _paths(state: Any) -> list[list[str]]:
-    """Returns the fields, keys and positions around each leaf of a state."""
-    keystr = functools.partial(jax.tree_util.keystr, simple=True)
-    # A state may be one array, without a field.
-    return [
-        [keystr((key,)) for key in path] or ["state"]
-        for path, _ in jax.tree_util.tree_leaves_with_path(state, is_leaf=_is_rows)
-    ]
-
-
 def _names(paths: list[list[str]]) -> list[str]:
-    """Returns the shortest end of each path that no other one shares."""
-    lengths = [_shortest(parts) for parts in paths]
+    """Returns the shortest end of each path that is unique and says something.
+
+    Args:
+      paths: the fields, keys and positions around each leaf of a state.
+    """
+    lengths = []
+    for path in paths:
+        first = len(path) - (2 if path[-1] in _PARTS_OF_A_SUM else 1)
+        hyperparameters = [i for i, key in enumerate(path) if key in _HYPERPARAMETERS]
+        lengths.append(len(path) - min([first, *hyperparameters]))
     while True:
         names = [
-            "/".join(parts[-length:])
-            for parts, length in zip(paths, lengths, strict=True)
+            "/".join(path[-length:])
+            for path, length in zip(paths, lengths, strict=True)
         ]
         longer = [
-            length + (names.count(name) > 1 and length < len(parts))
-            for name, parts, length in zip(names, paths, lengths, strict=True)
+            length + (names.count(name) > 1 and length < len(path))
+            for name, path, length in zip(names, paths, lengths, strict=True)
         ]
         if longer == lengths:
             return names
         lengths = longer
-
-
-def _shortest(parts: list[str]) -> int:
-    """Returns how many parts a name needs to say anything."""
-    for i, part in enumerate(parts):
-        if part in _HYPERPARAMETERS:
-            return len(parts) - i
-    return 2 if parts[-1] in _PARTS_OF_A_SUM else 1
-
-
-def _checked(
-    value: Any, old: jax.ShapeDtypeStruct, table_name: str, name: str
-) -> np.ndarray:
-    """Returns a new value with the dtype of the old one.
-
-    Raises:
-      ValueError: if it is no array of real numbers of the shape, or loses a fraction.
-    """
-    owner = f"values of slot {name!r} of table {table_name!r}"
-    array = real_array(value, old.shape, owner)
-    new = array.astype(old.dtype)
-    is_int = jax.numpy.issubdtype(old.dtype, np.integer)
-    if is_int and not np.array_equal(new, array):
-        raise ValueError(
-            f"{owner} must be integers of dtype {old.dtype}, got other values."
-        )
-    return new
 
 
 def _is_rows(leaf: Any) -> bool:

@@ -3,8 +3,8 @@
 The layout of a stack changes with the devices, the stacking and the packing. The arrays
 per table do not: they hold the logical rows as the user declared them.
 
-Rows travel block by block, see `row_stream.py`. Beside the tables that the user gets or
-gives, the host holds a few blocks.
+Rows travel block by block, see `row_stream.py`. Besides the tables that the user gets
+or passes, the host holds a few blocks.
 """
 
 import dataclasses
@@ -29,7 +29,7 @@ class NotFinite:
     """Counts the numbers of new rows that are NaN or infinite, and warns of them."""
 
     def __init__(self):
-        self._found: dict[str, tuple[int, int]] = {}
+        self._counts: dict[str, tuple[int, int]] = {}
 
     def look_at(self, rows: np.ndarray, start: int, owner: str) -> None:
         """Counts numbers of rows `[rows, ...]`, whose first one is row `start`."""
@@ -38,18 +38,18 @@ class NotFinite:
         is_bad = ~np.isfinite(rows)
         if is_bad.any():
             row = start + int(np.argwhere(is_bad)[0, 0])
-            count, row = self._found.get(owner, (0, row))
-            self._found[owner] = count + int(is_bad.sum()), row
+            count, row = self._counts.get(owner, (0, row))
+            self._counts[owner] = count + int(is_bad.sum()), row
 
     def warn(self) -> None:
-        """Warns once of all that was found."""
-        if self._found:
-            found = "; ".join(
+        """Warns once of all rows that were counted."""
+        if self._counts:
+            counts = "; ".join(
                 f"{owner} hold {count}, the first in row {row}"
-                for owner, (count, row) in self._found.items()
+                for owner, (count, row) in self._counts.items()
             )
             warnings.warn(
-                f"Numbers that are NaN or infinite were written to tables: {found}. "
+                f"Numbers that are NaN or infinite were written to tables: {counts}. "
                 "Lookups of these rows return them. Replace them in the source, as by "
                 "np.nan_to_num.",
                 stacklevel=3,
@@ -79,7 +79,16 @@ def unstack_tables(
             continue
         packed = stacked[stack.name]
         check_stack(packed, stack)
-        values |= _unstack(packed, stack, plan)
+        layout = packed.layout
+        dtype = packed.lines.dtype if layout.narrow_dtype is None else np.float32
+        for table in stack.tables:
+            shape = (table.num_rows, *layout.row_shape)
+            values[table.name] = np.empty(shape, dtype)
+        packed = _on_planned_devices(packed, stack, plan)
+        for blocks in read_blocks(packed, stack, plan, receivers="all"):
+            for table_name, start, rows in blocks:
+                new = values_of_file_rows(rows, layout)
+                values[table_name][start : start + len(rows)] = new
     return values
 
 
@@ -90,7 +99,7 @@ def replace_values(
 
     Args:
       stacked: stack name to packed rows, as in `unstack_tables`.
-      values: table name to real numbers, `[vocabulary_size, *row_shape]`. Those of
+      values: table name to real numbers, `[vocabulary_size, *row_shape]`. Values of
         narrow tables are rounded to the nearest numbers of their type.
       plan: plan of the embedding layer.
 
@@ -120,7 +129,7 @@ def replace_values(
             raise ValueError(
                 f"stacked must contain stack {stack.name!r}, because values name its "
                 f"table {tables[0].name!r}; got stacks {sorted(stacked)}. Pass that "
-                "stack too, or leave the table out of values."
+                "stack also, or leave the table out of values."
             )
         packed = stacked[stack.name]
         checked = {
@@ -171,7 +180,7 @@ def real_array(values: Any, shape: tuple[int, ...], owner: str) -> np.ndarray:
       owner: owner of the values, for errors.
 
     Raises:
-      ValueError: if the shape differs, or the values are complex or no numbers.
+      ValueError: if the shape differs, or the values are complex or not numbers.
     """
     try:
         array = np.asarray(values)
@@ -189,6 +198,8 @@ def real_array(values: Any, shape: tuple[int, ...], owner: str) -> np.ndarray:
 def check_range(rows: np.ndarray, start: int, dtype: str, owner: str) -> None:
     """Rejects rows that a narrower type cannot hold.
 
+    NaN and infinite numbers pass, except in int8 rows: `NotFinite` warns of them.
+
     Args:
       rows: `[rows, ...]`, real numbers.
       start: number of the first row, for messages.
@@ -199,7 +210,8 @@ def check_range(rows: np.ndarray, start: int, dtype: str, owner: str) -> None:
       ValueError: if a number is beyond the range of the type.
     """
     if dtype == "int8":
-        # Each row is spread between its smallest and largest element.
+        # Each row is spread between its smallest and largest element, and its scale is
+        # the difference of these in float32. Any NaN or infinity makes it not finite.
         with np.errstate(invalid="ignore", over="ignore"):
             rows = rows.astype(np.float32, copy=False)
             ranges = rows.max(axis=1) - rows.min(axis=1)
@@ -213,34 +225,16 @@ def check_range(rows: np.ndarray, start: int, dtype: str, owner: str) -> None:
             )
         return
     largest = float(jnp.finfo(dtype).max)
-    # In their own type, the limit of a wider one may be infinite.
+    # Compared in at least float32: the limit of bfloat16 is infinite in float16.
     rows = rows.astype(np.promote_types(rows.dtype, np.float32), copy=False)
     is_bad = np.isfinite(rows) & (np.abs(rows) > largest)
     if is_bad.any():
         row, *column = map(int, np.argwhere(is_bad)[0])
-        of_column = f", column {column[0]}" if column else ""
+        place = f"row {start + row}" + (f", column {column[0]}" if column else "")
         raise ValueError(
-            f"{owner} must lie within {largest:g} of zero for dtype {dtype}, got "
-            f"{rows[row, *column]} in row {start + row}{of_column}."
+            f"{owner} must be within {largest:g} of zero for dtype {dtype}, got "
+            f"{rows[row, *column]} in {place}."
         )
-
-
-def _unstack(
-    packed: PackedRows, stack: StackPlan, plan: EmbeddingPlan
-) -> dict[str, np.ndarray]:
-    """Returns the rows of each table of a stack, by table name."""
-    layout = packed.layout
-    dtype = packed.lines.dtype if layout.narrow_dtype is None else np.float32
-    values = {
-        table.name: np.empty((table.num_rows, *layout.row_shape), dtype)
-        for table in stack.tables
-    }
-    packed = _where_planned(packed, stack, plan)
-    for blocks in read_blocks(packed, stack, plan, receivers="all"):
-        for table, start, rows in blocks:
-            new = values_of_file_rows(rows, layout)
-            values[table][start : start + len(rows)] = new
-    return values
 
 
 def _with_values(
@@ -250,7 +244,7 @@ def _with_values(
     plan: EmbeddingPlan,
 ) -> PackedRows:
     """Returns packed rows with the values of some tables replaced."""
-    packed = _where_planned(packed, stack, plan)
+    packed = _on_planned_devices(packed, stack, plan)
     copy = dataclasses.replace(packed, lines=jnp.copy(packed.lines))  # to be donated
 
     def read(table: str, start: int, num_rows: int) -> np.ndarray:
@@ -260,10 +254,10 @@ def _with_values(
     return write_blocks(copy, stack, plan, read, ranges)
 
 
-def _where_planned(
+def _on_planned_devices(
     packed: PackedRows, stack: StackPlan, plan: EmbeddingPlan
 ) -> PackedRows:
-    """Moves rows that are no result of this plan's programs to their devices."""
+    """Moves rows that other programs made to the devices of the plan."""
     lines, sharding = packed.lines, plan.rows_sharding(stack)
     if lines.sharding.is_equivalent_to(sharding, lines.ndim):
         return packed

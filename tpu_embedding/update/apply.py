@@ -13,7 +13,7 @@ is not finite, the step moves no row.
 import dataclasses
 import functools
 from collections.abc import Callable, Mapping
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -29,14 +29,13 @@ from tpu_embedding.optimizers.table_rows import AllReduce, TableRows
 from tpu_embedding.plan.plan import TrainedStackPlan
 from tpu_embedding.rows.packed_rows import PackedRows
 from tpu_embedding.rows.row_gradients import GradientRounds, RowGradients
-from tpu_embedding.types import PADDING_ROW_ID, RowUpdates
+from tpu_embedding.types import PADDING_ROW_ID, RowRange, RowUpdates
 from tpu_embedding.update.every_row import (
     init_kept_gradient,
     update_every_row,
     update_kept_gradient,
 )
 from tpu_embedding.update.lazy_update import (
-    RuleStep,
     abstract_rule_state,
     init_rule,
     slots_of,
@@ -90,7 +89,7 @@ def _state_around(rule_state: Any, stack: TrainedStackPlan) -> Any:
 
 
 def state_without_rows(state: Any, stack: TrainedStackPlan) -> Any:
-    """Returns the state of a stack after a step that touched none of its rows.
+    """Returns the state of a stack after a step that did not touch its rows.
 
     Values that belong to no row advance, as they do in any other step. So they count
     the same steps for all tables, whichever of them share a stack. Slot variables take
@@ -104,7 +103,7 @@ def state_without_rows(state: Any, stack: TrainedStackPlan) -> Any:
     step = start_step(stack.optimizer, state, stack.dim)
     new_values = step.new_values
     if stack.optimizer.takes_totals:
-        # Totals over no row are zero, and the values of the rule follow them.
+        # Totals over no rows are zero, and the values of the rule follow them.
         no_row = jnp.zeros(_PADDING_ROWS, bool)
         known = TableRows(
             table_sizes=jnp.float32([table.num_rows for table in stack.tables]),
@@ -120,6 +119,13 @@ def state_without_rows(state: Any, stack: TrainedStackPlan) -> Any:
         ]
         _, _, new_values = step.run(zeros, zeros, slots, known)
     return writer.closed(with_values(state, new_values))
+
+
+class TableAndSlots(NamedTuple):
+    """The arrays that the rounds of a gradient change, one after the other."""
+
+    table: PackedRows
+    slots: list[PackedRows]
 
 
 def update_touched(
@@ -149,24 +155,43 @@ def update_touched(
         totals, table, slots = read_before_write((totals, table, slots))
 
     def update_round(
-        carry: tuple[PackedRows, list[PackedRows]], gradients: RowGradients
-    ) -> tuple[PackedRows, list[PackedRows], list[Any]]:
-        table, slots = carry
-        table = writer.before_rule(table, gradients.row_ids)
+        arrays: TableAndSlots, gradients: RowGradients
+    ) -> tuple[TableAndSlots, list[Any]]:
+        table = writer.before_rule(arrays.table, gradients.row_ids)
         reduce = all_reduce if totals is None else known_totals(totals)
         known = _known_rows(gradients, reduce, writer) if takes_totals else None
         updates, slots, new_values = step.update_rows(
-            gradients.as_row_updates(), table, slots, known
+            gradients.as_row_updates(), table, arrays.slots, known
         )
-        return writer.add(table, gradients.row_ids, updates), slots, new_values
+        table = writer.add(table, gradients.row_ids, updates)
+        return TableAndSlots(table, slots), new_values
 
-    table, slots, new_values = update_round((table, slots), gradient.first)
+    def update_later_round(
+        arrays: TableAndSlots, gradients: RowGradients, rows: RowRange
+    ) -> TableAndSlots:
+        del rows
+        # All rounds compute the same new values, from the old state.
+        arrays, _ = update_round(arrays, gradients)
+        return arrays
+
+    arrays, new_values = update_round(TableAndSlots(table, slots), gradient.first)
     if gradient.fold_later is not None:
-        table, slots = gradient.fold_later(
-            lambda carry, gradients, _: update_round(carry, gradients)[:2],
-            (table, slots),
-        )
-    return table, step.new_state(slots, new_values)
+        arrays = gradient.fold_later(update_later_round, arrays)
+    return arrays.table, step.new_state(arrays.slots, new_values)
+
+
+class _Passes(NamedTuple):
+    """The arrays after some passes over the occurrences of each row.
+
+    Attributes:
+      num_done: number of these passes.
+      table: rows of the table.
+      slots: slot variables.
+    """
+
+    num_done: Int[Array, ""]
+    table: PackedRows
+    slots: list[PackedRows]
 
 
 def update_in_sequence(
@@ -182,14 +207,33 @@ def update_in_sequence(
     gradient = step.only_if_finite(gradient)
 
     def update_round(
-        carry: tuple[PackedRows, list[PackedRows]], gradients: RowGradients, _: Any
-    ) -> tuple[PackedRows, list[PackedRows]]:
-        table, slots = carry
+        arrays: TableAndSlots, gradients: RowGradients, _: RowRange | None
+    ) -> TableAndSlots:
         updates = gradients.as_row_updates()
-        return _update_occurrences(table, slots, updates, step, writer)
+        earlier = _num_earlier_occurrences(updates.row_ids)
+        is_used = updates.row_ids != PADDING_ROW_ID
+        num_passes = jnp.max(jnp.where(is_used, earlier + 1, 0))
 
-    table, slots = gradient.fold(update_round, (table, slots_of(state)))
-    return table, step.new_state(slots, step.new_values)
+        def run_pass(passes: _Passes) -> _Passes:
+            # The first pass updates the first occurrence of each row, and so on.
+            number = passes.num_done
+            row_ids = jnp.where(earlier == number, updates.row_ids, PADDING_ROW_ID)
+            table = writer.before_rule(passes.table, row_ids)
+            row_updates, slots, _ = step.update_rows(
+                RowUpdates(row_ids=row_ids, values=updates.values), table, passes.slots
+            )
+            table = writer.add(table, row_ids, row_updates, occurrence=number)
+            return _Passes(number + 1, table, slots)
+
+        passes = jax.lax.while_loop(
+            lambda passes: passes.num_done < num_passes,
+            run_pass,
+            _Passes(jnp.int32(0), arrays.table, arrays.slots),
+        )
+        return TableAndSlots(passes.table, passes.slots)
+
+    arrays = gradient.fold(update_round, TableAndSlots(table, slots_of(state)))
+    return arrays.table, step.new_state(arrays.slots, step.new_values)
 
 
 DRIVERS: Final[Mapping[type, UpdateStack]] = {
@@ -217,34 +261,7 @@ def _known_rows(
     return dataclasses.replace(known, occurrence_squares=occurrence_total)
 
 
-def _update_occurrences(
-    table: PackedRows,
-    slots: list[PackedRows],
-    gradient: RowUpdates,
-    step: RuleStep,
-    writer: TableWriter,
-) -> tuple[PackedRows, list[PackedRows]]:
-    """Runs a rule on the first occurrence of each row, then on the second, etc."""
-    occurrences = _occurrences(gradient.row_ids)
-    is_used = gradient.row_ids != PADDING_ROW_ID
-    num_passes = jnp.max(jnp.where(is_used, occurrences + 1, 0))
-
-    def run_pass(carry):
-        done, table, slots = carry
-        row_ids = jnp.where(occurrences == done, gradient.row_ids, PADDING_ROW_ID)
-        table = writer.before_rule(table, row_ids)
-        updates, slots, _ = step.update_rows(
-            RowUpdates(row_ids=row_ids, values=gradient.values), table, slots
-        )
-        return done + 1, writer.add(table, row_ids, updates, occurrence=done), slots
-
-    _, table, slots = jax.lax.while_loop(
-        lambda carry: carry[0] < num_passes, run_pass, (jnp.int32(0), table, slots)
-    )
-    return table, slots
-
-
-def _occurrences(row_ids: Int[Array, " n"]) -> Int[Array, " n"]:
+def _num_earlier_occurrences(row_ids: Int[Array, " n"]) -> Int[Array, " n"]:
     """Counts the equal ids before each position."""
     positions = jnp.arange(row_ids.shape[0], dtype=jnp.int32)
     sorted_ids, order = jax.lax.sort((row_ids, positions), num_keys=1, is_stable=True)

@@ -27,7 +27,12 @@ from tpu_embedding.rows.access import (
 from tpu_embedding.rows.packed_rows import PackedRows, RowLayout, full_rows
 from tpu_embedding.rows.row_gradients import GradientRounds, RowGradients
 from tpu_embedding.types import PADDING_ROW_ID, RowRange, RowUpdates
-from tpu_embedding.update.lazy_update import RuleStep, slots_of, start_step
+from tpu_embedding.update.lazy_update import (
+    RuleStep,
+    is_slot,
+    slots_of,
+    start_step,
+)
 from tpu_embedding.update.table_writer import TableWriter
 from tpu_embedding.update.totals import across_shards, find_totals, known_totals
 from tpu_embedding.xla import read_before_write, run_if
@@ -50,6 +55,20 @@ class KeptGradientState(NamedTuple):
     touches: PackedRows
     step: Array
     inner: Any
+
+
+class _SweptArrays(NamedTuple):
+    """The arrays that a run over all rows changes.
+
+    Attributes:
+      table: rows of the table.
+      slots: slot variables.
+      kept: `gradient` and `touches` of a `KeptGradientState`, if the rule has one.
+    """
+
+    table: Any
+    slots: list[Any]
+    kept: tuple[Any, ...] = ()
 
 
 def init_kept_gradient(rule_state: Any, layout: RowLayout) -> KeptGradientState:
@@ -84,7 +103,23 @@ def update_kept_gradient(
     """
     stack = writer.stack
     step = start_step(stack.optimizer, state.inner, stack.dim)
-    kept = gradient.fold(_collect, [state.gradient, state.touches])
+
+    def collect(
+        kept: tuple[PackedRows, PackedRows], gradients: RowGradients, _: Any
+    ) -> tuple[PackedRows, PackedRows]:
+        collected, touches = kept
+        updates = gradients.as_row_updates()
+        ones = jnp.ones(updates.row_ids.shape, jnp.int32)
+        return (
+            add_to_rows(collected, updates.row_ids, updates.values),
+            add_to_rows(touches, updates.row_ids, ones),
+        )
+
+    def average(_start: Any, _size: int, kept: Any) -> tuple[Array, Array]:
+        collected, touches = kept
+        return collected / num_steps, touches
+
+    kept = gradient.fold(collect, (state.gradient, state.touches))
     num_steps = stack.optimizer.gradient_steps
     rows = None
     if step.is_finite is not None:
@@ -93,15 +128,15 @@ def update_kept_gradient(
     sweep = _Sweep(
         step=step,
         writer=writer,
-        gradient_of=lambda _start, _size, kept: (kept[0] / num_steps, kept[1]),
+        gradient_of=average,
         rows=rows,
     )
 
-    def run(carry: tuple[PackedRows, Any, list[PackedRows]]) -> Any:
+    def run(carry: tuple[PackedRows, Any, Any]) -> tuple[PackedRows, Any, Any]:
         table, inner, kept = carry
-        packed, new_values = _sweep_table([table, *slots_of(inner), *kept], sweep)
-        table, *slots = packed[:-2]
-        return table, step.new_state(slots, new_values), packed[-2:]
+        arrays = _SweptArrays(table, slots_of(inner), kept)
+        arrays, new_values = _sweep_table(arrays, sweep)
+        return arrays.table, step.new_state(arrays.slots, new_values), arrays.kept
 
     count, carry = state.step + 1, (table, state.inner, kept)
     carry = run(carry) if num_steps == 1 else run_if(count >= num_steps, run, carry)
@@ -110,46 +145,34 @@ def update_kept_gradient(
     return table, KeptGradientState(collected, touches, count, inner)
 
 
-def _collect(
-    kept: list[PackedRows], gradients: RowGradients, rows: RowRange | None
-) -> list[PackedRows]:
-    """Adds the gradient of a round to the kept one, and counts the touches."""
-    del rows
-    gradient, touches = kept
-    updates = gradients.as_row_updates()
-    ones = jnp.ones(updates.row_ids.shape, jnp.int32)
-    return [
-        add_to_rows(gradient, updates.row_ids, updates.values),
-        add_to_rows(touches, updates.row_ids, ones),
-    ]
-
-
 def update_every_row(
     table: PackedRows, state: Any, gradient: GradientRounds, writer: TableWriter
 ) -> tuple[PackedRows, Any]:
-    """Runs a rule that keeps no gradient on every row: those that a round covers.
+    """Runs a rule that keeps no gradient on every row, round by round.
 
-    Per shard; in place where donated.
+    A round of the gradient covers a range of rows, so each row moves once. Per shard;
+    in place where donated.
     """
     stack = writer.stack
     step = start_step(stack.optimizer, state, stack.dim)
 
     def update_round(
-        packed: list[PackedRows], gradients: RowGradients, rows: RowRange | None
-    ) -> list[PackedRows]:
+        arrays: _SweptArrays, gradients: RowGradients, rows: RowRange | None
+    ) -> _SweptArrays:
         in_order = _sorted_gradients(gradients.as_row_updates())
-        packed, in_order = read_before_write((packed, in_order))
+        arrays, in_order = read_before_write((arrays, in_order))
         sweep = _Sweep(
             step=step,
             writer=writer,
-            gradient_of=lambda start, size, _: in_order.of_block(start, size),
+            gradient_of=lambda start, size, _: in_order.in_block(start, size),
             rows=rows,
         )
-        return _sweep_table(packed, sweep)[0]
+        arrays, _ = _sweep_table(arrays, sweep)
+        return arrays
 
     gradient = step.only_if_finite(gradient)
-    table, *slots = gradient.fold(update_round, [table, *slots_of(state)])
-    return table, step.new_state(slots, step.new_values)
+    arrays = gradient.fold(update_round, _SweptArrays(table, slots_of(state)))
+    return arrays.table, step.new_state(arrays.slots, step.new_values)
 
 
 class _SortedGradients(NamedTuple):
@@ -163,19 +186,20 @@ class _SortedGradients(NamedTuple):
     row_ids: Array
     values: Array
 
-    def of_block(self, start: Any, size: int) -> tuple[Array, Array]:
-        """Returns the dense gradient of a block of rows, and which it touches."""
+    def in_block(self, start: Any, size: int) -> tuple[Array, Array]:
+        """Returns the dense gradient of a block of rows, and 1 for touched rows."""
         chunk = min(_CHUNK, self.row_ids.shape[0] // 2)
         end_row = start + size
         ends = jnp.asarray([start, end_row], jnp.int32)
         first, end = jnp.searchsorted(self.row_ids, ends).astype(jnp.int32)
 
-        def add(carry):
+        def add_chunk(carry: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
             position, gradient, touches = carry
             ids, values = (
-                jax.lax.dynamic_slice_in_dim(x, position, chunk)
-                for x in (self.row_ids, self.values)
+                jax.lax.dynamic_slice_in_dim(array, position, chunk)
+                for array in (self.row_ids, self.values)
             )
+            # Ids of later blocks, and padding, become targets out of range.
             at = jnp.where(ids < end_row, ids - start, size)
             return (
                 position + chunk,
@@ -183,9 +207,14 @@ class _SortedGradients(NamedTuple):
                 touches.at[at].set(1, mode="drop", wrap_negative_indices=False),
             )
 
-        nothing = jnp.zeros((size, self.values.shape[1]), jnp.float32)
-        carry = (first, nothing, jnp.zeros(size, jnp.int32))
-        return jax.lax.while_loop(lambda carry: carry[0] < end, add, carry)[1:]
+        def is_before_end(carry: tuple[Array, Array, Array]) -> Array:
+            position, _, _ = carry
+            return position < end
+
+        zeros = jnp.zeros((size, self.values.shape[1]), jnp.float32)
+        carry = (first, zeros, jnp.zeros(size, jnp.int32))
+        _, gradient, touches = jax.lax.while_loop(is_before_end, add_chunk, carry)
+        return gradient, touches
 
 
 def _sorted_gradients(gradients: RowUpdates) -> _SortedGradients:
@@ -207,91 +236,92 @@ class _Sweep:
       step: the step of the rule.
       writer: writes the rows of the table.
       gradient_of: returns the gradient of a block `[size, dim]` and the touches of its
-        rows `[size]`, given its start and size, and its rows of the kept gradient.
+        rows `[size]`, given its start and size, and its kept gradient, if any.
       rows: rows that move; all of them if it is None.
     """
 
     step: RuleStep
     writer: TableWriter
-    gradient_of: Callable[[Any, int, list[Array]], tuple[Array, Array]]
+    gradient_of: Callable[[Any, int, Any], tuple[Array, Array]]
     rows: RowRange | None
 
 
-def _sweep_table(
-    packed: list[PackedRows], sweep: _Sweep
-) -> tuple[list[PackedRows], list[Any]]:
+def _sweep_table(arrays: _SweptArrays, sweep: _Sweep) -> tuple[_SweptArrays, list[Any]]:
     """Runs the rule block by block: the first block alone, all later ones in a loop.
 
-    Args:
-      packed: the table, its slot variables, and the kept gradient and touches, if any.
-      sweep: what to run.
-
     Returns:
-      The same, with all rows new; and the new values of the rule.
+      The arrays, with all rows new; and the new values of the rule.
     """
-    blocks = blocks_of([array.layout for array in packed])
+    all_rows = jax.tree.leaves(arrays, is_leaf=is_slot)
+    blocks = blocks_of([rows.layout for rows in all_rows])
     totals: list[Array] = []
     if sweep.step.probed.takes_totals:
         totals = find_totals(
-            lambda block, all_reduce: _run_on_block(packed, block, all_reduce, sweep),
+            lambda block, all_reduce: _run_on_block(arrays, block, all_reduce, sweep),
             blocks.first,
             lambda add_block, total: blocks.loop(
                 lambda start, total: add_block(total, (start, blocks.size)), total
             ),
             across_shards(sweep.writer.stack),
         )
-    packed, totals = read_before_write((packed, totals))
-
-    def run(
-        packed: list[PackedRows], block: tuple[Any, int]
-    ) -> tuple[list[PackedRows], list[Any]]:
-        return _run_on_block(packed, block, known_totals(totals), sweep)
-
-    packed, new_values = run(packed, blocks.first)
-    packed = blocks.loop(
-        lambda start, packed: run(packed, (start, blocks.size))[0], packed
+    arrays, totals = read_before_write((arrays, totals))
+    arrays, new_values = _run_on_block(
+        arrays, blocks.first, known_totals(totals), sweep
     )
-    return packed, new_values
+
+    def run_later_block(start: Any, arrays: _SweptArrays) -> _SweptArrays:
+        block = start, blocks.size
+        arrays, _ = _run_on_block(arrays, block, known_totals(totals), sweep)
+        return arrays
+
+    return blocks.loop(run_later_block, arrays), new_values
 
 
 def _run_on_block(
-    packed: list[PackedRows],
+    arrays: _SweptArrays,
     block: tuple[Any, int],
     all_reduce: AllReduce,
     sweep: _Sweep,
-) -> tuple[list[PackedRows], list[Any]]:
-    """Runs the rule on rows `start` to `start + size`, and clears a kept gradient.
+) -> tuple[_SweptArrays, list[Any]]:
+    """Runs the rule on the rows of a block, and clears its kept gradient.
+
+    Args:
+      arrays: all rows.
+      block: its first row, and its number of rows.
+      all_reduce: answers the rule's requests for totals.
+      sweep: what to run.
 
     Returns:
       The arrays, with the new rows of this block; and the new values of the rule.
     """
     start, size = block
-    writer, num_slots = sweep.writer, len(sweep.step.probed.slots)
-    rows, *others = (read_block(array, start, size) for array in packed)
-    slots, kept = others[:num_slots], others[num_slots:]
-    if writer.stack.optimizer.sets_rows:
-        rows = jnp.zeros_like(rows)
-    gradient, touches = sweep.gradient_of(start, size, kept)
+    writer = sweep.writer
+    old = jax.tree.map(
+        lambda rows: read_block(rows, start, size), arrays, is_leaf=is_slot
+    )
+    rows = jnp.zeros_like(old.table) if writer.stack.optimizer.sets_rows else old.table
+    gradient, touches = sweep.gradient_of(start, size, old.kept)
     row_ids = start + jnp.arange(size, dtype=jnp.int32)
     known = writer.known_rows(row_ids, touches > 0, all_reduce)
     is_moved = known.is_used
     if sweep.rows is not None:
         is_moved &= (row_ids >= sweep.rows.first_row) & (row_ids < sweep.rows.end_row)
-    updates, new_slots, new_values = sweep.step.run(gradient, rows, slots, known)
+    updates, new_slots, new_values = sweep.step.run(gradient, rows, old.slots, known)
+
+    def if_moved(new: Array, old: Array) -> Array:
+        return jnp.where(is_moved.reshape(-1, *[1] * (new.ndim - 1)), new, old)
+
     updates = jnp.where(is_moved[:, None], updates, 0)
-    new_rows = writer.stored_rows(row_ids, rows, updates)
-    moved = [
-        _where(is_moved, new, old) for new, old in zip(new_slots, slots, strict=True)
-    ]
-    cleared = [jnp.zeros_like(x) for x in kept]
-    new, new_values = read_before_write(([new_rows, *moved, *cleared], new_values))
-    written = [
-        write_block(array, start, block)
-        for array, block in zip(packed, new, strict=True)
-    ]
+    new = _SweptArrays(
+        table=writer.stored_rows(row_ids, rows, updates),
+        slots=list(map(if_moved, new_slots, old.slots)),
+        kept=jax.tree.map(jnp.zeros_like, old.kept),
+    )
+    new, new_values = read_before_write((new, new_values))
+    written = jax.tree.map(
+        lambda rows, new_rows: write_block(rows, start, new_rows),
+        arrays,
+        new,
+        is_leaf=is_slot,
+    )
     return written, new_values
-
-
-def _where(condition: Array, new: Array, old: Array) -> Array:
-    """Returns the new values of rows where a condition holds, and else the old ones."""
-    return jnp.where(condition.reshape(-1, *[1] * (new.ndim - 1)), new, old)

@@ -19,7 +19,6 @@ from jaxtyping import Array, Bool, Int
 
 from tpu_embedding.optimizers.probe import (
     ProbedRule,
-    ProbedSlot,
     probe_rule,
     rates_are_finite,
     split_rule,
@@ -116,12 +115,16 @@ def init_rule(
     with table_rows_context(known):
         leaves, tree = jax.tree.flatten(optimizer.init(unpack_rows(table)))
     slots = probe_rule(optimizer, table.layout.dim).leaves
-    return tree.unflatten(
-        [
-            leaf if slot is None else _new_slot(leaf, slot, table)
-            for leaf, slot in zip(leaves, slots, strict=True)
-        ]
-    )
+    new_leaves = []
+    for leaf, slot in zip(leaves, slots, strict=True):
+        if slot is not None:
+            layout = table.layout.slot_layout(slot.row)
+            if slot.initial_value is None:
+                leaf = pack_rows(leaf, layout)
+            else:
+                leaf = full_rows(slot.initial_value, layout, slot.row.dtype)
+        new_leaves.append(leaf)
+    return tree.unflatten(new_leaves)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
@@ -168,7 +171,12 @@ class RuleStep:
         """
         if self.is_finite is not None:
             pairs = zip(new_values, values_of(self.state), strict=True)
-            new_values = [_finite(new, old, self.is_finite) for new, old in pairs]
+            new_values = [
+                jnp.where(self.is_finite | jnp.isfinite(new), new, old)
+                if jnp.issubdtype(new.dtype, jnp.floating)
+                else new
+                for new, old in pairs
+            ]
         return with_values(with_slots(self.state, slots), new_values)
 
     def update_rows(
@@ -267,12 +275,6 @@ def start_step(
     )
 
 
-def _finite(new: Array, old: Array, is_finite: Bool[Array, ""]) -> Array:
-    if not jnp.issubdtype(new.dtype, jnp.floating):
-        return new
-    return jnp.where(is_finite | jnp.isfinite(new), new, old)
-
-
 def is_slot(leaf: Any) -> bool:
     """Returns True if a part of a lifted optimizer's state is a slot variable."""
     return isinstance(leaf, PackedRows)
@@ -280,7 +282,8 @@ def is_slot(leaf: Any) -> bool:
 
 def slots_of(state: Any) -> list[PackedRows]:
     """Returns the slot variables of a lifted optimizer's state."""
-    return [x for x in jax.tree.leaves(state, is_leaf=is_slot) if is_slot(x)]
+    leaves = jax.tree.leaves(state, is_leaf=is_slot)
+    return [leaf for leaf in leaves if is_slot(leaf)]
 
 
 def with_slots(state: Any, slots: Sequence[Any]) -> Any:
@@ -293,12 +296,12 @@ def map_slots(function: Callable[..., Any], state: Any, *others: Any) -> Any:
     """Returns the state with `function(slot, *others)` as its slot variables.
 
     Args:
-      function: takes a slot variable, and the part of each other state in its place.
+      function: takes a slot variable, and the subtree at its place in each other state.
       state: state of a lifted optimizer.
       *others: states of the same structure, whose slots may be of any type.
     """
     return jax.tree.map(
-        lambda x, *parts: function(x, *parts) if is_slot(x) else x,
+        lambda leaf, *subtrees: function(leaf, *subtrees) if is_slot(leaf) else leaf,
         state,
         *others,
         is_leaf=is_slot,
@@ -341,14 +344,16 @@ def abstract_rule_state(optimizer: RowOptimizer, layout: RowLayout) -> Any:
 def values_of(state: Any) -> list[Any]:
     """Returns what belongs to no row in a lifted optimizer's state, such as counts."""
     leaves = jax.tree.leaves(state, is_leaf=is_slot)
-    return [x for x in leaves if not is_slot(x)]
+    return [leaf for leaf in leaves if not is_slot(leaf)]
 
 
 def with_values(state: Any, values: list[Any]) -> Any:
     """Returns the state with such values replaced; slot variables stay."""
     remaining = iter(values)
     return jax.tree.map(
-        lambda x: x if is_slot(x) else next(remaining), state, is_leaf=is_slot
+        lambda leaf: leaf if is_slot(leaf) else next(remaining),
+        state,
+        is_leaf=is_slot,
     )
 
 
@@ -363,11 +368,3 @@ def move_rows(
     if is_moved_by_adding:
         return add_to_rows(slot, row_ids, row_differences(old, new))
     return replace_rows(slot, row_ids, old, new)
-
-
-def _new_slot(leaf: Any, slot: ProbedSlot, table: PackedRows) -> PackedRows:
-    """Packs the rows of a slot variable, or fills it if all elements are one value."""
-    layout = table.layout.slot_layout(slot.row)
-    if slot.initial_value is None:
-        return pack_rows(leaf, layout)
-    return full_rows(slot.initial_value, layout, slot.row.dtype)

@@ -12,7 +12,6 @@ bits in the next step, and stay there for good.
 """
 
 import dataclasses
-import functools
 import hashlib
 from typing import Any, NamedTuple
 
@@ -20,7 +19,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Shaped, UInt32
 
 from tpu_embedding.optimizers.table_rows import AllReduce, TableRows
-from tpu_embedding.plan.plan import StackPlan, TablePlan, TrainedStackPlan
+from tpu_embedding.plan.plan import StackPlan, TrainedStackPlan
 from tpu_embedding.rows.access import (
     add_to_rows,
     gather_rows,
@@ -29,10 +28,7 @@ from tpu_embedding.rows.access import (
 )
 from tpu_embedding.rows.narrow_rows import encode_rows, mix_bits, random_bits
 from tpu_embedding.rows.packed_rows import PackedRows, load_rows
-from tpu_embedding.update.totals import (
-    rows_of_stack,
-    tables_of_rows,
-)
+from tpu_embedding.update.totals import rows_of_stack, tables_of_rows
 from tpu_embedding.xla import value_of_range
 
 
@@ -55,9 +51,9 @@ class TableWriter:
     Attributes:
       stack: plan of the stack.
       step: step count of the `RoundedState` of a narrow table, whose rows are rounded
-        stochastically; None: the table is float32.
-      table_sizes: float32 `[tables]`, the rows of each table that count; None: all rows
-        count.
+        stochastically. A float32 table has none.
+      table_sizes: float32 `[tables]`, the rows of each table that count, if not all of
+        them do.
     """
 
     stack: TrainedStackPlan
@@ -78,13 +74,14 @@ class TableWriter:
     ) -> TableRows:
         """Returns the facts that the rule may ask about rows; see `tables_of_rows`."""
         known = tables_of_rows(row_ids, is_touched, all_reduce, self.stack)
-        return dataclasses.replace(
-            known,
-            table_sizes=known.table_sizes
-            if self.table_sizes is None
-            else self.table_sizes,
-            stored=functools.partial(self.values_after, row_ids),
-        )
+        if self.table_sizes is not None:
+            known = dataclasses.replace(known, table_sizes=self.table_sizes)
+
+        def values_after_adding(old: Array, updates: Array) -> Array:
+            stored = self.stored_rows(row_ids, old, updates)
+            return load_rows(stored, self.stack.layout)
+
+        return dataclasses.replace(known, stored=values_after_adding)
 
     def before_rule(self, table: PackedRows, row_ids: Int[Array, " ids"]) -> PackedRows:
         """Sets rows to zero, in place, if the rule sets them without reading them.
@@ -140,16 +137,6 @@ class TableWriter:
         bits = bits_of_rows(row_ids, self.step, occurrence, self.stack)
         return encode_rows(new, dtype, bits)
 
-    def values_after(
-        self,
-        row_ids: Int[Array, " ids"],
-        old: Float[Array, "ids dim"],
-        updates: Float[Array, "ids dim"],
-    ) -> Float[Array, "ids dim"]:
-        """Returns the values that rows of the table have after `add`."""
-        stored = self.stored_rows(row_ids, old, updates)
-        return load_rows(stored, self.stack.layout)
-
 
 def open_state(
     state: Any,
@@ -178,25 +165,19 @@ def bits_of_rows(
     occurrence: Int[Array, ""] | int,
     stack: StackPlan,
 ) -> UInt32[Array, "ids dim"]:
-    """Returns the random bits of each element of some rows in a step."""
-    rows, keys = _logical_rows(row_ids, stack)
+    """Returns the random bits of each element of some rows in a step.
+
+    They depend on the step, the table's name, and the row within the table.
+    """
+    _, stack_rows = rows_of_stack(row_ids, stack)
+    stack_rows = stack.vocabulary.stacks.rows_on_one_shard(stack_rows, stack)
+    stack_rows = stack_rows.astype(jnp.uint32)
+    offsets, table_keys = [], []
+    for table in stack.tables:
+        digest = hashlib.sha256(table.name.encode()).digest()
+        offsets.append(table.row_offset)
+        table_keys.append(int.from_bytes(digest[:4], "little"))
+    rows = stack_rows - value_of_range(stack_rows, offsets, offsets)
+    keys = value_of_range(stack_rows, offsets, table_keys)
     number = mix_bits(step.astype(jnp.uint32)) + jnp.uint32(occurrence)
     return random_bits(mix_bits(rows ^ mix_bits(keys ^ mix_bits(number))), stack.dim)
-
-
-def _logical_rows(
-    row_ids: Int[Array, " ids"], stack: StackPlan
-) -> tuple[UInt32[Array, " ids"], UInt32[Array, " ids"]]:
-    """Returns the row within its table, and the table's key, for rows of a shard."""
-    _, of_stack = rows_of_stack(row_ids, stack)
-    of_stack = stack.vocabulary.stacks.rows_on_one_shard(of_stack, stack)
-    offsets = [table.row_offset for table in stack.tables]
-    keys = [_key_of(table) for table in stack.tables]
-    of_stack = of_stack.astype(jnp.uint32)
-    row_ids = of_stack - value_of_range(of_stack, offsets, offsets)
-    return row_ids, value_of_range(of_stack, offsets, keys)
-
-
-def _key_of(table: TablePlan) -> int:
-    digest = hashlib.sha256(table.name.encode()).digest()
-    return int.from_bytes(digest[:4], "little")

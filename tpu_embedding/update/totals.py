@@ -33,9 +33,9 @@ FoldParts = Callable[[Callable[..., Any], Any], Any]
 
 
 class _Request(NamedTuple):
-    """What a rule asks a total of: values of one part, already reduced within it."""
+    """What a rule asks a total of: values that are already reduced within one part."""
 
-    of_part: Array
+    values: Array
     reduction: Reduction
 
 
@@ -74,8 +74,8 @@ def find_totals(
         def add(
             total: Array, part: Any, *_: Any, number=number, reduction=reduction
         ) -> Array:
-            of_part = _requests(run, part, known)[number].of_part
-            return _ACROSS_PARTS[reduction](total, of_part)
+            values = _requests(run, part, known)[number].values
+            return _ACROSS_PARTS[reduction](total, values)
 
         known.append(all_reduce(fold_rest(add, first), reduction))
     return known
@@ -91,10 +91,10 @@ def _requests(run: RunPart, part: Any, known: list[Array]) -> list[_Request]:
     """Runs the rule with the known totals, and returns its requests for totals."""
     requests: list[_Request] = []
 
-    def all_reduce(of_part: Array, reduction: Reduction) -> Array:
+    def all_reduce(values: Array, reduction: Reduction) -> Array:
         number = len(requests)
-        requests.append(_Request(of_part, reduction))
-        return known[number] if number < len(known) else of_part
+        requests.append(_Request(values, reduction))
+        return known[number] if number < len(known) else values
 
     run(part, all_reduce)
     return requests
@@ -114,17 +114,17 @@ def tables_of_rows(
       all_reduce: reduces the totals of these rows over all parts.
       stack: the stack's plan.
     """
-    is_used, of_stack = rows_of_stack(row_ids, stack)
+    is_used, stack_rows = rows_of_stack(row_ids, stack)
     offsets = np.asarray([table.row_offset for table in stack.tables], np.int32)
     tables = None
     if len(offsets) > 1:
-        tables = jnp.searchsorted(offsets, of_stack, side="right", method="compare_all")
-        tables = tables.astype(jnp.int32) - 1
+        ends = jnp.searchsorted(offsets, stack_rows, side="right", method="compare_all")
+        tables = ends.astype(jnp.int32) - 1
     sizes = [table.num_rows for table in stack.tables]
     return TableRows(
         table_sizes=jnp.asarray(sizes, jnp.float32),
         tables=tables,
-        is_used=is_used & (of_stack < stack.num_rows),
+        is_used=is_used & (stack_rows < stack.num_rows),
         is_touched=is_touched,
         all_reduce=all_reduce,
     )

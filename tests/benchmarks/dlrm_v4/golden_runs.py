@@ -26,8 +26,8 @@ def golden(name):
         return {key: arrays[key] for key in arrays}
 
 
-def part(arrays, prefix):
-    """Returns the arrays whose names start with the prefix, without it."""
+def under(arrays, prefix):
+    """Returns the arrays whose names start with a prefix, by the rest of the name."""
     return {
         name.removeprefix(prefix): array
         for name, array in arrays.items()

@@ -13,7 +13,7 @@ from tests.compiled.test_train_step import TOPOLOGIES, WITH_SPARSE_CORE
 from tests.compiled.test_unique_ids import check, shapes_in_memory
 from tpu_embedding.tools import compile_report
 from tpu_embedding.tools.train import apply_overrides, load_config
-from tpu_embedding.tools.train.steps import abstract_step, make_run_plan
+from tpu_embedding.tools.train.run_steps import abstract_step, make_run_plan
 
 SAMPLES, MICRO_BATCH = 64, 32  # of a device
 # Of the longest history. A gradient of an expansion adds up 32,768 places at a time,

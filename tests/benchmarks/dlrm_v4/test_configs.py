@@ -3,14 +3,10 @@
 import ast
 import importlib
 
-import jax
 import pytest
 
 from tests.benchmarks.dlrm_v4 import FOLDER, FULL, SMALL
-from tests.conftest import mesh_of
-from tests.tools.train.runs import losses_of, start_command
-from tpu_embedding.tools.train import apply_overrides, load_config
-from tpu_embedding.tools.train.steps import abstract_step, make_run_plan
+from tests.tools.train.runs import check_traced, losses_of, start_command
 
 PUBLIC = ("tpu_embedding", "tpu_embedding.tools.train")
 
@@ -32,14 +28,7 @@ def test_only_public_names_are_imported(path):
 @pytest.mark.full
 @pytest.mark.parametrize("config", [FULL, SMALL], ids=["full", "small"])
 def test_the_step_can_be_traced(config):
-    settings = ["batch_size=8", "model.hstu.num_layers=1"]
-    config = apply_overrides(load_config(config), settings)
-    data = config.data.outline(batch_size=8, seed=0)
-    plan = make_run_plan(config, data, mesh_of(2))
-    step, state, batch = abstract_step(config, data, plan)
-    new_state, metrics = step.eval_shape(state, batch)
-    assert jax.tree.structure(new_state) == jax.tree.structure(state)
-    assert metrics["loss"].shape == ()
+    check_traced(config, "model.hstu.num_layers=1")
 
 
 @pytest.mark.full

@@ -9,29 +9,24 @@ from histories import CROSSES, EventDataset, HistorySettings, YambdaSource, xxh6
 from yambda import ALBUM_FILE, ARTIST_FILE, EVENT_COLUMNS, EventLog, read_yambda
 
 from tests.benchmarks.dlrm_v4 import FULL
-from tests.conftest import GOLDEN
+from tests.benchmarks.dlrm_v4.golden_runs import golden
 from tests.tools.data.damage import cut
 from tpu_embedding.tools.train import DataError, load_config
 
 TABLE_SIZES = load_config(FULL).data.table_sizes
-
-
-@functools.cache
-def golden():
-    with np.load(GOLDEN / "dlrm_v4" / "data_pipeline.npz") as arrays:
-        return {name: arrays[name] for name in arrays}
+PIPELINE = golden("data_pipeline")
 
 
 def golden_columns():
-    return {name: golden()[f"log.{name}"] for name in EVENT_COLUMNS}
+    return {name: PIPELINE[f"log.{name}"] for name in EVENT_COLUMNS}
 
 
 @functools.cache
 def golden_log():
     return EventLog.of_columns(
         golden_columns(),
-        item_artists=golden()["map.item_to_artist"],
-        item_albums=golden()["map.item_to_album"],
+        item_artists=PIPELINE["map.item_to_artist"],
+        item_albums=PIPELINE["map.item_to_album"],
         name="golden",
     )
 
@@ -45,7 +40,7 @@ def data_of(history, batch_size=6, whole_window="first"):
 
 def golden_history(variant):
     names = ("history_length", "min_history", "scan_window")
-    return HistorySettings(**{n: int(golden()[f"{variant}/{n}"]) for n in names})
+    return HistorySettings(**{n: int(PIPELINE[f"{variant}/{n}"]) for n in names})
 
 
 @pytest.mark.parametrize("variant", ["benchmark", "short_scan"])
@@ -53,7 +48,7 @@ def test_samples_are_those_of_the_reference(variant):
     samples = data_of(golden_history(variant))
 
     def expected(name):
-        return golden()[f"{variant}/{name}"]
+        return PIPELINE[f"{variant}/{name}"]
 
     np.testing.assert_array_equal(samples.anchors, expected("anchor_positions"))
     batch = samples.read(samples.anchors)
@@ -102,9 +97,9 @@ def test_samples_without_a_history():
 @pytest.mark.parametrize("variant", ["benchmark", "short_scan"])
 def test_windows_are_those_of_the_reference(variant):
     data = data_of(golden_history(variant))
-    anchors = golden()[f"{variant}/anchor_positions"]
-    anchors = anchors[golden()[f"{variant}/window_anchors"]]
-    *sizes, num_held_out = golden()[f"{variant}/window_sizes"].tolist()
+    anchors = PIPELINE[f"{variant}/anchor_positions"]
+    anchors = anchors[PIPELINE[f"{variant}/window_anchors"]]
+    *sizes, num_held_out = PIPELINE[f"{variant}/window_sizes"].tolist()
     np.testing.assert_array_equal(data.evaluation_anchors, anchors[-num_held_out:])
     starts = np.cumsum([0, *sizes])
     steps = [
@@ -128,8 +123,8 @@ def test_windows_are_those_of_the_reference(variant):
 
 def test_hashes_are_those_of_the_library():
     for number in ("2", "3"):
-        keys = golden()[f"hash.keys{number}"].T
-        expected = golden()[f"hash.xxh64_seed0_keys{number}"]
+        keys = PIPELINE[f"hash.keys{number}"].T
+        expected = PIPELINE[f"hash.xxh64_seed0_keys{number}"]
         np.testing.assert_array_equal(xxh64(list(keys)), expected)
 
 
@@ -145,7 +140,7 @@ def write_files(directory, **changes):
     path = directory / "multi_event.parquet"
     pq.write_table(table, path, row_group_size=64)
     for name, column in ((ARTIST_FILE, "artist"), (ALBUM_FILE, "album")):
-        items, values = golden()[f"map.{column}_item"], golden()[f"map.{column}_id"]
+        items, values = PIPELINE[f"map.{column}_item"], PIPELINE[f"map.{column}_id"]
         table = pa.table({f"{column}_id": values, "item_id": items})
         pq.write_table(table, directory / name, row_group_size=20)
     return path

@@ -19,9 +19,9 @@ from tests.benchmarks.dlrm_v4.golden_runs import (
     golden,
     golden_name,
     pad,
-    part,
     places,
     run,
+    under,
     unpad,
     with_weights,
 )
@@ -47,8 +47,8 @@ HISTORIES = WHOLE["input.lengths"]
 
 
 def check_run(case, outputs, gradients):
-    check(outputs, part(case, "output."), OUTPUT_TOLERANCE)
-    check(gradients, part(case, "grad."), GRADIENT_TOLERANCE)
+    check(outputs, under(case, "output."), OUTPUT_TOLERANCE)
+    check(gradients, under(case, "grad."), GRADIENT_TOLERANCE)
 
 
 def unique_rows(inputs, name):
@@ -71,7 +71,7 @@ def sample_losses(logits, labels):
 
 def golden_model(**changes):
     model = HSTU(dataclasses.replace(SIZES, **changes), rngs=nnx.Rngs(0))
-    return with_weights(model, part(WHOLE, "weight."), golden_name)
+    return with_weights(model, under(WHOLE, "weight."), golden_name)
 
 
 def golden_inputs(arrays, width=None):

@@ -15,8 +15,8 @@ from tests.benchmarks.dlrm_v4.golden_runs import (
     error,
     golden,
     pad,
-    part,
     run,
+    under,
     unpad,
     with_weights,
 )
@@ -39,7 +39,7 @@ def golden_layer(block_size=512):
         dtype="float32",
     )
     layer = STULayer(sizes, rngs=nnx.Rngs(0))
-    return with_weights(layer, part(FILE, "weight."))
+    return with_weights(layer, under(FILE, "weight."))
 
 
 def golden_lengths(case):
@@ -55,7 +55,7 @@ def golden_lengths(case):
     ("name", "block_size"), [("no_targets", 512), ("many_targets", 7)]
 )
 def test_the_layer_is_the_reference(name, block_size):
-    case = part(FILE, f"{name}/")
+    case = under(FILE, f"{name}/")
     lengths = golden_lengths(case)
 
     def layer_outputs(layer, inputs):
@@ -63,15 +63,18 @@ def test_the_layer_is_the_reference(name, block_size):
 
     inputs = {"x": case.get("input.x", FILE["input.x"])}
     outputs, gradients = run(
-        layer_outputs, golden_layer(block_size), inputs, part(case, "cotangent.")
+        layer_outputs,
+        golden_layer(block_size),
+        inputs,
+        under(case, "cotangent."),
     )
-    check(outputs, part(case, "output."), OUTPUT_TOLERANCE)
-    check(gradients, part(case, "grad."), GRADIENT_TOLERANCE)
+    check(outputs, under(case, "output."), OUTPUT_TOLERANCE)
+    check(gradients, under(case, "grad."), GRADIENT_TOLERANCE)
 
 
 @pytest.mark.full
 def test_the_candidate_alone_is_the_row_of_the_whole_layer():
-    case = part(FILE, "larger_n/")
+    case = under(FILE, "larger_n/")
     lengths = golden_lengths(case)
 
     def whole(layer, inputs):

@@ -15,7 +15,7 @@ from tests.benchmarks.dlrm_v4.golden_runs import (
     error,
     golden,
     golden_name,
-    part,
+    under,
 )
 from tests.conftest import mesh_of
 from tpu_embedding import optimizers
@@ -25,7 +25,7 @@ from tpu_embedding.tools.train import (
     RunConfig,
     warm_up,
 )
-from tpu_embedding.tools.train.steps import (
+from tpu_embedding.tools.train.run_steps import (
     init_train_state,
     make_run_plan,
     make_train_step,
@@ -34,7 +34,7 @@ from tpu_embedding.tools.train.steps import (
 from tpu_embedding.types import RaggedIds
 
 RUN = golden("training")
-STEPS = [part(RUN, f"step{i}/") for i in range(RUN["steps"])]
+STEPS = [under(RUN, f"step{i}/") for i in range(RUN["steps"])]
 BATCH_SIZE = len(STEPS[0]["input.label"])
 # As stated for the golden files.
 TOLERANCE = 1e-4
@@ -72,12 +72,12 @@ class GoldenData:
     batch_size = BATCH_SIZE
     history_length = 16
     table_sizes = {
-        name: len(array) for name, array in tables(part(RUN, "initial.table.")).items()
+        name: len(array) for name, array in tables(under(RUN, "initial.table.")).items()
     }
 
     def train_batch(self, step):
-        inputs = part(STEPS[step], "input.")
-        ids = part(inputs, "ids.")
+        inputs = under(STEPS[step], "input.")
+        ids = under(inputs, "ids.")
         row_splits = np.concatenate([[0], np.cumsum(inputs["lengths"])])
 
         def padded(values):
@@ -154,7 +154,7 @@ def test_training_steps_are_those_of_the_reference():
         initial = RUN[f"initial.weight.{name}"]
         assert variable.shape == initial.shape
         variable.set_value(jax.device_put(initial, plan.replicated))
-    model.embedding.set_embedding_tables(tables(part(RUN, "initial.table.")))
+    model.embedding.set_embedding_tables(tables(under(RUN, "initial.table.")))
     state = nnx.state((model, optimizer))
     step = make_train_step(graph, state, config, plan)
     for i, wanted in enumerate(STEPS):
@@ -163,14 +163,14 @@ def test_training_steps_are_those_of_the_reference():
         assert error(metrics["loss"], wanted["loss"]) <= TOLERANCE
         model, optimizer = nnx.merge(graph, state)
         weights = {n: v.get_value() for n, v in dense_params(model).items()}
-        check(weights, part(wanted, "weight."), TOLERANCE)
+        check(weights, under(wanted, "weight."), TOLERANCE)
         rows = model.embedding.embedding_tables()
-        check(rows, tables(part(wanted, "table.")), TOLERANCE)
+        check(rows, tables(under(wanted, "table.")), TOLERANCE)
         slots = {
             name: values["accumulators"]
             for name, values in optimizer.slot_values().items()
         }
-        check(slots, tables(part(wanted, "slot.")), TOLERANCE)
+        check(slots, tables(under(wanted, "slot.")), TOLERANCE)
 
 
 def test_another_number_of_contextual_features_is_refused():

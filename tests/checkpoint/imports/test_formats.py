@@ -10,7 +10,7 @@ import safetensors.numpy
 
 import tpu_embedding as te
 from tests.checkpoint.imports.fixtures.values import values
-from tpu_embedding.checkpoint.imports import open_stacked_tables, open_tables
+from tpu_embedding.checkpoint.imports.opening import open_stacked_tables, open_tables
 from tpu_embedding.checkpoint.records import CheckpointError
 
 FILES = pathlib.Path(__file__).parent / "fixtures"
@@ -56,7 +56,7 @@ UNREADABLE = {
     "nothing": (lambda path: None, "There is no file or directory"),
     "unknown": (lambda path: path.write_text("x"), "The format of .* is unknown"),
     "directory": (lambda path: path.mkdir(), "The format of .* is unknown"),
-    ".npz": (lambda path: path.write_bytes(b"PK"), "Open files of NumPy by np.load"),
+    ".npz": (lambda path: path.write_bytes(b"PK"), "Open files of NumPy with np.load"),
     ".safetensors": (lambda path: path.write_bytes(b"\1" * 9), "as a safetensors file"),
     ".pt": (lambda path: path.touch(), "safetensors.torch.save_file"),
 }

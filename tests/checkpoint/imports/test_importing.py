@@ -9,7 +9,8 @@ from flax import nnx
 import tpu_embedding as te
 from tests.checkpoint.imports.fixtures.values import values
 from tests.conftest import mesh_of
-from tpu_embedding.checkpoint.imports import import_tables, open_tables
+from tpu_embedding.checkpoint.imports.importing import import_tables
+from tpu_embedding.checkpoint.imports.opening import open_tables
 from tpu_embedding.checkpoint.imports.source import RowArray, SourceTable, TableSource
 from tpu_embedding.checkpoint.records import CheckpointError
 from tpu_embedding.rows.file_rows import decode_int8
@@ -111,7 +112,7 @@ SLOT = {"slots": {"accumulators": "accumulators"}}
 REFUSED = {
     "dim": ({"a": np.zeros((20, 5))}, {}, "20 rows of dim 5, the model 20 of dim 4"),
     "rows": ({"b": np.zeros((9, 4))}, {}, "has 9 rows of dim 4, the model 7 of"),
-    "axes": ({"a": np.zeros(20)}, {}, "is no table"),
+    "axes": ({"a": np.zeros(20)}, {}, r"is not \[rows, dim\]"),
     "integers": ({"a": np.zeros((20, 4), int)}, {}, "must be floating"),
     "names": ({"x": np.zeros((20, 4))}, {}, "no table of the model.*rename="),
     "tables": (WHOLE, {"tables": ["c"]}, "tables names 'c'"),

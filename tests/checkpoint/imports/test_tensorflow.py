@@ -11,11 +11,8 @@ import pytest
 import tpu_embedding as te
 from tests.checkpoint.imports.fixtures.values import values
 from tests.checkpoint.imports.test_importing import SHAPES, make_layer
-from tpu_embedding.checkpoint.imports import (
-    import_tables,
-    open_stacked_tables,
-    open_tables,
-)
+from tpu_embedding.checkpoint.imports.importing import import_tables
+from tpu_embedding.checkpoint.imports.opening import open_stacked_tables, open_tables
 from tpu_embedding.checkpoint.records import CheckpointError
 
 tf = pytest.importorskip("tensorflow", reason="the extra `tf` is not installed")

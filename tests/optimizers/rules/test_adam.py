@@ -6,5 +6,7 @@ from tpu_embedding import optimizers as opt
 
 
 def test_refuses_to_move_every_row_once_per_occurrence():
-    with pytest.raises(ValueError, match="use_gradient_accumulation must be True"):
+    with pytest.raises(
+        ValueError, match="every row and to duplicates .* lazy_adam=False"
+    ):
         opt.adam(0.1, lazy_adam=False, use_gradient_accumulation=False)

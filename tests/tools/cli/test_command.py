@@ -3,7 +3,7 @@
 import pytest
 
 import tpu_embedding
-from tests.tools.train.runs import SMALL
+from tests.tools.train.runs import SMALL, set_options
 from tpu_embedding.tools import cli
 
 
@@ -47,7 +47,7 @@ def test_version(capsys):
         (["train", "synthetic", "--device", "8"], "--devices"),
         (["train", "synthetic", "--set", "num_step=5"], "--num-steps"),
         (["train", "synthetic", "--set", "num_steps=many"], "num-steps"),
-        (["train", "synthetic", "--set", "num_steps=0"], "must be at least 1"),
+        (["train", "synthetic", "--set", "num_steps=0"], "an int of at least 1, got 0"),
         (["train", "syntetic"], "There is no config 'syntetic'"),
         (["train", "synthetic", "--devices", "9"], "JAX has 8 CPU devices"),
         (["train", "synthetic", "--devices", "1", "--data-dir", "."], "reads no file"),
@@ -74,8 +74,8 @@ def test_errors_of_the_user(arguments, message, capsys, monkeypatch, tmp_path):
 
 @pytest.mark.full
 def test_train_and_evaluate(tmp_path, capsys):
-    settings = [word for setting in SMALL for word in ("--set", setting)]
-    run = ["synthetic", "--devices", "2", *settings, "--output-dir", tmp_path]
+    options = ["--devices", "2", "--output-dir", tmp_path]
+    run = ["synthetic", *options, *set_options(SMALL)]
     assert status_of("train", *run, "--stop-at", "2") == 75
     assert "--resume continues" in capsys.readouterr().out
     assert status_of("train", *run) == 2

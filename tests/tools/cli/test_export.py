@@ -12,17 +12,12 @@ import tyro
 
 import tpu_embedding as te
 from tests.own_config import write_config
+from tests.tools.train.runs import set_options
 from tpu_embedding.checkpoint.records import CheckpointError
 from tpu_embedding.tools import cli
 from tpu_embedding.tools.cli.arguments import emulated_mesh
 from tpu_embedding.tools.cli.export import Export
-from tpu_embedding.tools.train import (
-    ConfigError,
-    DataError,
-    apply_overrides,
-    load_config,
-    train,
-)
+from tpu_embedding.tools.train import DataError, apply_overrides, load_config, train
 
 SETTINGS = (
     *("batch_size=50", "model.dim=4", "model.hidden_sizes=8", "num_steps=2"),
@@ -46,8 +41,7 @@ def export(*arguments):
 
 @pytest.mark.full
 def test_formats(run_dir, tmp_path, capsys):
-    options = ["--config", "synthetic", "--devices", 2]
-    options += [word for setting in SETTINGS for word in ("--set", setting)]
+    options = ["--config", "synthetic", "--devices", 2, *set_options(SETTINGS)]
     assert export(run_dir, tmp_path / "served", *options) == 0
     assert f"exported step 2 to {tmp_path / 'served'}" in capsys.readouterr().out
     served = te.export.load(tmp_path / "served")
@@ -120,7 +114,6 @@ def test_a_csv_file_is_trained_exported_and_served_strings(tmp_path, capsys):
 @pytest.mark.parametrize(
     ("forged", "status"),
     [
-        ({"config": "{tmp}/run/evil.py"}, "cannot name code"),
         ({"config": "{tmp}/run/evil.py", "sha256": "{sha256}"}, "cannot name code"),
         ({"config": "synthetic", "settings": ["{completion}"]}, "CheckpointError"),
         ({"config": "{tmp}/bait.csv", "data_dir": None}, "record of seed"),
@@ -144,11 +137,6 @@ def test_a_downloaded_run_executes_and_opens_nothing(tmp_path, forged, status, c
     assert cli.main(arguments) == 2
     assert status in capsys.readouterr().err
     assert {path.name for path in tmp_path.iterdir()} == {"run"}
-
-
-def test_a_run_without_a_record_of_its_config(run_dir, tmp_path):
-    with pytest.raises(ConfigError, match="a script started.*--config"):
-        export(run_dir, tmp_path / "new")
 
 
 def test_outputs_and_directories_are_checked_first(tmp_path):

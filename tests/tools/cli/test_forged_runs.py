@@ -9,11 +9,12 @@ import shutil
 import numpy as np
 import pytest
 
-from tpu_embedding.tools import cli
+from tests.tools.cli.test_command import status_of
+from tests.tools.train.runs import set_options
 
 MIB = 2**20
 SETTINGS = ["num_steps=2", "batch_size=32", "model.dim=4", "data.label=click"]
-OPTIONS = ["--devices", "1", *(w for x in SETTINGS for w in ("--set", x))]
+OPTIONS = ["--devices", "1", *set_options(SETTINGS)]
 
 
 @pytest.fixture(scope="module")
@@ -35,10 +36,7 @@ def run_command(name, data, run, output=None):
         "export": ["export", run, output, "--format", "safetensors", "--devices", "1"],
     }
     options["export with data"] = [*options["export"], "--data-dir", data]
-    try:
-        return cli.main([str(x) for x in options[name]])
-    except SystemExit as end:
-        return end.code
+    return status_of(*options[name])
 
 
 def edit_json(path, change):

@@ -9,9 +9,11 @@ import pytest
 
 import tpu_embedding as te
 from tests.conftest import mesh_of
+from tests.tools.train.runs import set_options
 from tpu_embedding.hardware import hardware_by_name
 from tpu_embedding.tools import cli, compile_report
-from tpu_embedding.tools.compile_report.memory import refused_memory, temporary_bytes
+from tpu_embedding.tools.compile_report.hlo import temporary_bytes
+from tpu_embedding.tools.compile_report.step_report import refused_memory
 
 
 @pytest.fixture(scope="module")
@@ -97,8 +99,8 @@ def test_a_step_that_does_not_fit(capsys):
     """Tables of 31 GB on one device of 16 GiB."""
     settings = ["data.num_users=60000000", "data.num_items=100", "batch_size=64"]
     settings += ["model.dim=128", "model.hidden_sizes=16", "model.output_dim=8"]
-    options = [option for setting in settings for option in ("--set", setting)]
-    assert cli.main(["compile", "two_tower", "--topology", "v5e:1x1", *options]) == 1
+    options = ["--topology", "v5e:1x1", *set_options(settings)]
+    assert cli.main(["compile", "two_tower", *options]) == 1
     out = capsys.readouterr().out
     assert "DOES NOT FIT\n" in out
     assert "RESOURCE_EXHAUSTED" in out

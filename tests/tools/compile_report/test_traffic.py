@@ -5,7 +5,7 @@ import pytest
 
 import tpu_embedding as te
 from tests.conftest import mesh_of
-from tpu_embedding.tools.compile_report.memory import (
+from tpu_embedding.tools.compile_report.traffic import (
     format_traffic,
     model_traffic,
     traffic_of_batch,

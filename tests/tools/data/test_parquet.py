@@ -115,20 +115,7 @@ def test_outline_has_the_shapes_of_the_data(directory):
     assert jax.tree.structure(one) == jax.tree.structure(other)
 
 
-def test_lists_of_a_fixed_size_are_a_matrix(tmp_path):
-    ids = np.arange(80, dtype=np.int32).reshape(40, 2)
-    lists = pa.FixedSizeListArray.from_arrays(ids.ravel(), 2)
-    path = tmp_path / "a.parquet"
-    table = pa.table({"row": np.arange(40), "watched": lists})
-    pq.write_table(table, path, row_group_size=16)
-    feature = dataclasses.replace(SOURCE.features[1], vocabulary_size=80)
-    data = open_source(path, features=(feature,), dense=(), weight=None)
-    batch = data.train_batch(0)
-    found = batch.features["watched"]
-    np.testing.assert_array_equal(found, ids[batch.labels.astype(int)])
-
-
-def test_a_null_list_of_a_fixed_size_is_a_row_of_padding(tmp_path):
+def test_lists_of_a_fixed_size_are_a_matrix_with_padding_for_nulls(tmp_path):
     lists = [None if row % 20 == 3 else [row, row + 1] for row in range(60)]
     array = pa.array(lists, pa.list_(pa.int16(), 2))
     path = tmp_path / "a.parquet"
@@ -203,19 +190,6 @@ def test_a_column_of_two_types(tmp_path, types):
     )
     with pytest.raises(DataError, match="column 'uid': .*one type in all files"):
         samples_of_steps(data, 4)
-
-
-@pytest.mark.parametrize("mode", ["modulo", "keep"])
-def test_ids_outside_the_table(tmp_path, mode):
-    rows = rows_of(0, 8)
-    rows[3]["uid"], rows[4]["uid"] = 1007, -1
-    path = write(tmp_path / "a.parquet", rows)
-    feature = dataclasses.replace(SOURCE.features[0], out_of_range=mode)
-    data = open_source(path, 4, features=(feature,), num_evaluation_samples=4)
-    (held_out,) = data.evaluation_batches()
-    ids = [*data.train_batch(0).features["user"], held_out.features["user"][0]]
-    assert sorted(ids)[-1] == (999 if mode == "modulo" else 1007)
-    assert (-1 in ids) == (mode == "keep")
 
 
 BAD_VALUES = {

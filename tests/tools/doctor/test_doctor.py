@@ -116,7 +116,7 @@ def test_a_process_that_holds_the_tpu(tmp_path):
         (tmp_path / str(number) / "fd" / "3").symlink_to(file)
     (tmp_path / "99").mkdir()  # A process that has ended meanwhile.
     (finding,) = check_holders(CHIPS, tmp_path)
-    assert finding.way_out == "kill 42"
+    assert finding.fix == "kill 42"
     assert check_holders([], tmp_path) == []
 
 

@@ -9,7 +9,7 @@ import pytest
 from tests.conftest import mesh_of
 from tests.tools.train.runs import small_config
 from tpu_embedding.tools.data.batch import DataError
-from tpu_embedding.tools.train.steps import (
+from tpu_embedding.tools.train.run_steps import (
     READ_AHEAD,
     check_values,
     make_run_plan,
@@ -88,6 +88,9 @@ def test_arrays_become_float32_and_int32():
 
 def test_a_process_reads_its_samples_only(monkeypatch):
     class WithParts(Recorded):
+        batch_size = CONFIG.batch_size
+        evaluation_batches = DATA.evaluation_batches
+
         def train_part(self, step, samples):
             self.steps.append((step, samples))
             raise DataError("read")

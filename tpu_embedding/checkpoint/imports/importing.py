@@ -1,33 +1,36 @@
 """Imports the tables of a source into a model, block by block.
 
-Everything is checked before the model changes: names, shapes, types and checksums.
+The tables of the source are matched with the model's by name. Everything is checked
+before the model changes: names, shapes, types and checksums, with a list of all
+mismatches. The report tells what the import changed, and what it left as it was.
 """
 
 import dataclasses
-import functools
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from typing import Any, Final, Literal
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from tpu_embedding.checkpoint.dynamic_tables import rows_of_sources
-from tpu_embedding.checkpoint.imports.match import (
-    ImportedSlots,
-    ImportReport,
-    MatchedTable,
-    TargetTable,
-    match_tables,
-)
 from tpu_embedding.checkpoint.imports.opening import open_tables
-from tpu_embedding.checkpoint.imports.source import RowArray, TableSource, array_of
+from tpu_embedding.checkpoint.imports.source import (
+    RowArray,
+    SourceTable,
+    TableSource,
+    array_of,
+)
 from tpu_embedding.checkpoint.records import CheckpointError
+from tpu_embedding.checkpoint.saved_leaves import slots_of, write_table_rows
 from tpu_embedding.checkpoint.split_state import LayerState, SplitState
+from tpu_embedding.config import TableConfig
 from tpu_embedding.dynamic.directory import directory_name, dynamic_tables
-from tpu_embedding.dynamic.ids_on_host import place_ids, with_placed_ids
-from tpu_embedding.functional.following_slots import (
-    check_no_followers,
-    with_following_slots,
+from tpu_embedding.dynamic.ids_64 import Ids64
+from tpu_embedding.dynamic.ids_on_host import PlacedIds, place_ids, with_placed_ids
+from tpu_embedding.functional.derived_state import (
+    check_has_slots,
+    restarted_slots,
 )
 from tpu_embedding.nn.optimizer import Optimizer
 from tpu_embedding.nn.training import embedding_layers
@@ -35,9 +38,111 @@ from tpu_embedding.optimizers.probe import probe_rule
 from tpu_embedding.plan.plan import EmbeddingPlan, StackPlan, TrainedStackPlan
 from tpu_embedding.rows.file_rows import decode_int8, file_row, file_rows_of_values
 from tpu_embedding.rows.packed_rows import PackedRows
-from tpu_embedding.tables.row_stream import write_blocks
+from tpu_embedding.strings import fingerprint_ids
 from tpu_embedding.tables.slot_values import slot_rows, with_slot_rows
 from tpu_embedding.tables.table_values import NotFinite
+from tpu_embedding.types import NO_ID_64
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ImportReport:
+    """The outcome of an import; `print` shows it.
+
+    Attributes:
+      origin: format and path of the source.
+      tables: imported table to its name in the source.
+      slots: imported table to its imported slots: own name to name in the source.
+      dropped: slots of the source that were not imported, `"table/slot"`: the rule of
+        the optimizer has other ones, or no optimizer was given.
+      kept: tables of the model that keep all their values, because the source lacks
+        them or they were not asked for.
+      unused: tables of the source that were not imported.
+    """
+
+    origin: str
+    tables: Mapping[str, str]
+    slots: Mapping[str, Mapping[str, str]]
+    dropped: tuple[str, ...]
+    kept: tuple[str, ...]
+    unused: tuple[str, ...]
+
+    def __str__(self) -> str:
+        lines = [f"Imported {len(self.tables)} tables from {self.origin}:"]
+        for table, name in self.tables.items():
+            slots = [f"{own} of {other}" for own, other in self.slots[table].items()]
+            lines.append(f"  {table} of {name}: {', '.join(['values', *slots])}")
+        for heading, names in (
+            ("Dropped slot variables:", self.dropped),
+            ("Tables of the model that keep their values:", self.kept),
+            ("Tables of the source that were not used:", self.unused),
+        ):
+            if names:
+                lines += [heading, *(f"  {name}" for name in names)]
+        return "\n".join(lines)
+
+
+ImportedSlots = Literal["same_rule"] | Mapping[str, str]
+"""Slots to import: the ones of an equal rule, or own name to source's name."""
+
+_SAME_SLOTS: Final[Mapping[tuple[str, ...], tuple[tuple[str, ...], ...]]] = {
+    ("accumulators",): (("accumulator",), ("momentum1",), ("0",)),
+    ("accumulators", "linears"): (("accumulator", "linear"), ("0", "1")),
+    ("accumulators", "momenta"): (("accumulator", "momentum"), ("0", "1")),
+    ("momenta", "velocities"): (
+        ("momentum", "velocity"),
+        ("momentum1", "momentum2"),
+        ("m", "v"),
+        ("0", "1"),
+    ),
+}
+"""Slot variables of a rule here, to their names in other libraries. Slot variables that
+were saved as a plain tuple have numbers."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TargetTable:
+    """A table of the model that may be imported.
+
+    Attributes:
+      name: name of the table; with several layers, `"path of the layer/table"`.
+      config: gives its rows and columns.
+      slots: row shape of each slot variable by name; none without its optimizer.
+    """
+
+    name: str
+    config: TableConfig
+    slots: Mapping[str, jax.ShapeDtypeStruct]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class MatchedTable:
+    """A table to import.
+
+    Attributes:
+      source_name: name of the table in the source.
+      source: the table of the source.
+      slot_names: slot variables to import: name in this package to name in the source.
+      ids: uint64, ids of the rows of a dynamic table; None for a static one.
+      placed: places of these ids in the model, once they are known.
+    """
+
+    source_name: str
+    source: SourceTable
+    slot_names: Mapping[str, str]
+    ids: np.ndarray | None
+    placed: PlacedIds | None = None
+
+    @property
+    def slots(self) -> dict[str, RowArray]:
+        """Slot variables to import, by their names in this package."""
+        return {own: self.source.slots[k] for own, k in self.slot_names.items()}
+
+    @property
+    def dropped(self) -> list[str]:
+        """Slot variables of the source that are not imported, `"table/slot"`."""
+        used = self.slot_names.values()
+        slots = [slot for slot in self.source.slots if slot not in used]
+        return [f"{self.source_name}/{slot}" for slot in slots]
 
 
 def import_tables(
@@ -50,23 +155,24 @@ def import_tables(
     slots: ImportedSlots = "same_rule",
     ids: Mapping[str, Any] | None = None,
 ) -> ImportReport:
-    """Replaces tables and slot variables of a model by those of a foreign source.
+    """Replaces tables and slot variables of a model with the ones of a foreign source.
 
     Dense parameters and step counts stay as they are. The present tables are written
-    in place; block by block, a table never is in host memory as a whole. State that an
-    optimizer made from table values, such as moving averages, follows the new values.
+    in place, block by block: a table is never in host memory as a whole. State that an
+    optimizer derived from the values of these tables, such as moving averages, restarts
+    from the new values.
 
     Args:
       source: a `TableSource`, or what `open_tables` opens.
       model: an `nnx.Module` that owns `TPUEmbedding` layers; it changes in place.
-      optimizer: the model's, to import slot variables, and to let state follow the
-        new values; it changes in place.
-      tables: names of the model's tables to import; None: all that the source has. In
-        a model of several layers, names are `"path of the layer/table"`.
+      optimizer: the model's, to import slot variables, and to restart derived state
+        from the new values; it changes in place.
+      tables: names of the model's tables to import. Defaults to all that the source
+        has. In a model of several layers, names are `"path of the layer/table"`.
       rename: name of a table of the model to its name in the source, where they differ.
-      slots: `"same_rule"` imports the slot variables of tables if the source has those
-        of the optimizer's rule, under the names of any library, and no others.
-        A mapping of slot names here to those of the source imports these; `{}` imports
+      slots: `"same_rule"` imports the slot variables of tables if the source has the
+        ones of the optimizer's rule, under the names of any library, and no more.
+        A mapping of slot names here to names in the source imports these; `{}` imports
         none.
       ids: name of a dynamic table of the model to the ids of the source's rows:
         integers of 64 bits or strings, `[rows]`. A source that has ids itself needs
@@ -79,8 +185,8 @@ def import_tables(
       CheckpointError: if names, shapes or types do not fit, with every mismatch; or if
         the source is damaged. The model has not changed then. Numbers beyond the range
         of a table's type become infinite, with a warning.
-      ValueError: if the optimizer is missing, and one has made state from the values of
-        these tables.
+      ValueError: if the optimizer is missing, and one has derived state from the values
+        of these tables.
 
     Example:
       >>> import numpy as np
@@ -101,15 +207,16 @@ def import_tables(
             f"{sorted(layers)} of the model and {sorted(optimizer.slots.get_value())} "
             "of the optimizer."
         )
-    parts = SplitState((model,) if optimizer is None else (model, optimizer))
+    state = SplitState((model,) if optimizer is None else (model, optimizer))
     options = {"tables": tables, "rename": rename or {}, "slots": slots}
-    matched, report = _match(source, parts.layers, **options, ids=ids or {})
+    imports, report = _match(source, state.layers, **options, ids=ids or {})
     if optimizer is None:
         line = "import_tables(source, model, optimizer)"
-        for layer in parts.layers:
-            names = layer.followed_tables & set(_of_layer(matched, layer))
-            check_no_followers(names, line)
-    parts.rebuilt([_written(layer, matched) for layer in parts.layers], {})
+        for layer, tables_of_layer in zip(state.layers, imports, strict=True):
+            names = layer.tables_with_derived_state & set(tables_of_layer)
+            check_has_slots(names, line)
+    pairs = zip(state.layers, imports, strict=True)
+    state.rebuilt([_import_into_layer(*pair) for pair in pairs], {})
     return report
 
 
@@ -124,7 +231,7 @@ def import_into_stacks(
     slots: ImportedSlots = "same_rule",
     ids: Mapping[str, Any] | None = None,
 ) -> tuple[dict[str, PackedRows], dict[str, Any], ImportReport]:
-    """Replaces tables and slot variables of stacks by those of a foreign source.
+    """Replaces tables and slot variables of stacks with a foreign source's.
 
     Args:
       source: see `import_tables`.
@@ -157,15 +264,15 @@ def import_into_stacks(
     """
     layer = LayerState(path="", plan=plan, tables=stacks, slots=states)
     options = {"tables": tables, "rename": rename or {}, "slots": slots}
-    matched, report = _match(source, [layer], **options, ids=ids or {})
-    new = _written(layer, matched)
+    (imports,), report = _match(source, [layer], **options, ids=ids or {})
+    new = _import_into_layer(layer, imports)
     return dict(new.tables), dict(new.slots or {}), report
 
 
 def _match(
     source: Any, layers: Sequence[LayerState], **options: Any
-) -> tuple[dict[str, MatchedTable], ImportReport]:
-    """Returns what to write into each table, and the report.
+) -> tuple[list[dict[str, MatchedTable]], ImportReport]:
+    """Returns what to write into each layer, by the names in its plan, and the report.
 
     Args:
       source: see `import_tables`.
@@ -176,155 +283,113 @@ def _match(
       CheckpointError: if anything is wrong with them.
     """
     source = source if isinstance(source, TableSource) else open_tables(source)
-    targets = [table for layer in layers for table in _targets(layer)]
+    targets = []
+    for layer in layers:
+        for stack in layer.plan.stacks:
+            slots = {k: file_row(rows) for k, rows in _slot_rows(layer, stack).items()}
+            targets += [
+                TargetTable(name=layer.name_of(x.name), config=x.config, slots=slots)
+                for x in stack.tables
+            ]
     matched = match_tables(source, targets, **options)
     for table in matched.values():
-        for array in (table.values, *table.slots.values()):
+        for array in (table.source.values, *table.slots.values()):
             array.check()
-    imports = {k: x for layer in layers for k, x in _placed(layer, matched).items()}
-    names = {name: table.source for name, table in matched.items()}
+    imports = [_place_ids(layer, matched) for layer in layers]
+    source_names = {name: table.source_name for name, table in matched.items()}
     report = ImportReport(
         origin=source.origin,
-        tables=names,
+        tables=source_names,
         slots={name: table.slot_names for name, table in matched.items()},
         dropped=tuple(slot for table in matched.values() for slot in table.dropped),
-        kept=tuple(sorted({target.name for target in targets} - set(names))),
-        unused=tuple(sorted(set(source.tables) - set(names.values()))),
+        kept=tuple(sorted({target.name for target in targets} - set(matched))),
+        unused=tuple(sorted(set(source.tables) - set(source_names.values()))),
     )
     return imports, report
 
 
-def _of_layer(
-    imports: Mapping[str, MatchedTable], layer: LayerState
-) -> dict[str, MatchedTable]:
-    """Returns the tables of a layer, by their names in its plan."""
-    return {k: imports[full] for k, full in layer.names.items() if full in imports}
+def _slot_rows(layer: LayerState, stack: StackPlan) -> dict[str, PackedRows]:
+    """Returns the slot variables of a stack by name; none without its optimizer."""
+    slots = slots_of(layer, stack)
+    return {slot.name: slot.leaf for slot in slots if slot.kind == "rows"}
 
 
-def _slots_of(layer: LayerState, stack: StackPlan) -> dict[str, PackedRows]:
-    """Returns the slot variables of a stack; none without its optimizer."""
-    states = layer.slots or {}
-    if not isinstance(stack, TrainedStackPlan) or stack.name not in states:
-        return {}
-    return slot_rows(states[stack.name], stack)
-
-
-def _targets(layer: LayerState) -> Iterator[TargetTable]:
-    """Yields the tables of a layer, by their names in the model."""
-    for stack in layer.plan.stacks:
-        slots = {k: file_row(packed) for k, packed in _slots_of(layer, stack).items()}
-        for table in stack.tables:
-            name = layer.name_of(table.name)
-            yield TargetTable(name=name, config=table.config, slots=slots)
-
-
-def _placed(
+def _place_ids(
     layer: LayerState, matched: Mapping[str, MatchedTable]
 ) -> dict[str, MatchedTable]:
-    """Returns the matched tables of a layer, with rows in their order here."""
+    """Returns the tables to write into a layer, with places for the ids of rows."""
     imports = {}
     for stack in layer.plan.stacks:
-        members = {x.table.name: x for x in dynamic_tables(stack)}
+        members = {member.table.name: member for member in dynamic_tables(stack)}
         for table in stack.tables:
             name = layer.name_of(table.name)
             if (match := matched.get(name)) is None:
                 continue
-            if match.ids is None:
-                imports[name] = match
-                continue
-            placed = place_ids(match.ids, members[table.name])
-            if placed.num_left_out:
-                raise CheckpointError(
-                    f"{placed.num_left_out} ids of table {name!r} find no place, "
-                    "because the 64 places of their buckets are full. Give "
-                    "te.Dynamic a larger capacity, 1.35 times the ids or more."
-                )
-            gathered = {
-                own: _gathered(array, placed.sources)
-                for own, array in match.slots.items()
-            }
-            imports[name] = dataclasses.replace(
-                match,
-                values=_gathered(match.values, placed.sources),
-                slots=_new_slots(layer, stack, len(placed.sources)) | gathered,
-                placed=placed,
-            )
+            if match.ids is not None:
+                placed = place_ids(match.ids, members[table.name])
+                if placed.num_left_out:
+                    raise CheckpointError(
+                        f"{placed.num_left_out} ids of table {name!r} find no place, "
+                        "because the 64 places of their buckets are full. Give "
+                        "te.Dynamic a larger capacity, 1.35 times the ids or more."
+                    )
+                match = dataclasses.replace(match, placed=placed)
+            imports[table.name] = match
     return imports
 
 
-def _new_slots(
-    layer: LayerState, stack: StackPlan, num_rows: int
-) -> dict[str, RowArray]:
-    """Returns slot variables of a dynamic table as new, where they are known."""
-    found = _slots_of(layer, stack)
-    if not isinstance(stack, TrainedStackPlan) or not found:
-        return {}
-    slots = probe_rule(stack.optimizer, stack.dim).slots
-    if len(slots) != len(found):
-        return {}
-    return {
-        name: array_of(
-            np.broadcast_to(
-                np.float32(slot.initial_value), (num_rows, *file_row(packed).shape)
-            )
-        )
-        for (name, packed), slot in zip(found.items(), slots, strict=True)
-        if slot.initial_value is not None
-    }
-
-
-def _written(layer: LayerState, matched: Mapping[str, MatchedTable]) -> LayerState:
+def _import_into_layer(
+    layer: LayerState, imports: Mapping[str, MatchedTable]
+) -> LayerState:
     """Returns a layer with the imported tables; donates the old ones."""
-    imports, plan = _of_layer(matched, layer), layer.plan
+    plan, tables = layer.plan, dict(layer.tables)
+    placed = {k: x.placed for k, x in imports.items() if x.placed is not None}
     not_finite = NotFinite()
-    stacks = dict(layer.tables)
     for stack in plan.stacks:
-        rows = _rows_of(stack, None, imports)
-        if rows:
-            packed = stacks[stack.name]
-            stacks[stack.name] = _write(packed, rows, stack, plan, not_finite)
-        placed = {k: ids for k in rows if (ids := imports[k].placed) is not None}
-        if placed:
-            name = directory_name(stack.name)
-            stacks[name] = with_placed_ids(stacks[name], placed, stack, plan)
-    num_rows = {name: table.values.shape[0] for name, table in imports.items()}
-    states = with_following_slots(layer.slots or {}, stacks, num_rows, plan)
+        matches = {x.name: imports[x.name] for x in stack.tables if x.name in imports}
+        rows = {name: match.source.values for name, match in matches.items()}
+        packed = tables[stack.name]
+        tables[stack.name] = _write(packed, rows, stack, plan, placed, not_finite)
+        if own_placed := {name: placed[name] for name in matches if name in placed}:
+            directory = directory_name(stack.name)
+            new = with_placed_ids(tables[directory], own_placed, stack, plan)
+            tables[directory] = new
+    states = restarted_slots(layer.slots or {}, tables, imports, plan)
     for stack in plan.trained_stacks:
-        if stack.name in states:
-            # Slot variables of the source replace those that follow the tables.
-            new = slot_rows(states[stack.name], stack)
-            for slot, packed in new.items():
-                if rows := _rows_of(stack, slot, imports):
-                    new[slot] = _write(packed, rows, stack, plan, not_finite)
-            states[stack.name] = with_slot_rows(states[stack.name], new, stack)
+        if stack.name not in states:
+            continue
+        matches = {x.name: imports[x.name] for x in stack.tables if x.name in imports}
+        # Slot variables of the source replace those that restarted.
+        new_slots = slot_rows(states[stack.name], stack)
+        initial_values = {}
+        if matches.keys() & placed.keys():
+            initial_values = _initial_slot_values(stack, new_slots)
+        for slot, packed in new_slots.items():
+            rows, fresh_rows = {}, {}
+            for name, match in matches.items():
+                if slot in match.slots:
+                    rows[name] = match.slots[slot]
+                elif name in placed and initial_values.get(slot) is not None:
+                    # The rows have new ids, so other slot variables start again.
+                    shape = (len(placed[name].sources), *file_row(packed).shape)
+                    value = np.float32(initial_values[slot])
+                    fresh_rows[name] = array_of(np.broadcast_to(value, shape))
+            packed = _write(packed, fresh_rows, stack, plan, {}, not_finite)
+            packed = _write(packed, rows, stack, plan, placed, not_finite)
+            new_slots[slot] = packed
+        states[stack.name] = with_slot_rows(states[stack.name], new_slots, stack)
     not_finite.warn()
-    return dataclasses.replace(layer, tables=stacks, slots=states)
+    return dataclasses.replace(layer, tables=tables, slots=states)
 
 
-def _rows_of(
-    stack: StackPlan, slot: str | None, imports: Mapping[str, MatchedTable]
-) -> dict[str, RowArray]:
-    """Returns the rows to import into a stack, or into one of its slot variables."""
-    names = [table.name for table in stack.tables if table.name in imports]
-    if slot is None:
-        return {name: imports[name].values for name in names}
-    slots = {name: imports[name].slots for name in names}
-    return {name: found[slot] for name, found in slots.items() if slot in found}
-
-
-def _gathered(array: RowArray, sources: np.ndarray) -> RowArray:
-    """Returns rows in another order; the whole array is on the host once one is read.
-
-    Args:
-      array: rows of the source.
-      sources: row of the source for each row of the result; -1: zeros.
-    """
-    whole = functools.cache(lambda: array.read(0, array.shape[0]))
-
-    def read(start: int, num_rows: int) -> np.ndarray:
-        return rows_of_sources(whole(), sources[start : start + num_rows])
-
-    return RowArray((len(sources), *array.shape[1:]), array.dtype, read)
+def _initial_slot_values(
+    stack: TrainedStackPlan, slots: Iterable[str]
+) -> dict[str, float | None]:
+    """Returns the number that each slot variable starts from, where there is one."""
+    names, probed = list(slots), probe_rule(stack.optimizer, stack.dim).slots
+    if len(names) != len(probed):
+        return {}
+    return {k: slot.initial_value for k, slot in zip(names, probed, strict=True)}
 
 
 def _write(
@@ -332,6 +397,7 @@ def _write(
     rows: Mapping[str, RowArray],
     stack: StackPlan,
     plan: EmbeddingPlan,
+    placed: Mapping[str, PlacedIds],
     not_finite: NotFinite,
 ) -> PackedRows:
     """Returns packed rows with the rows of some tables replaced, in place."""
@@ -349,9 +415,197 @@ def _write(
             if is_int8:
                 block = np.asarray(block, np.float32)
             stored = file_rows_of_values(block, packed)
-        seen = block if is_int8 else stored
-        not_finite.look_at(seen, start, f"rows of table {table!r}")
+        # Bytes of int8 rows are always finite, so their numbers are looked at before
+        # they are rounded. Other types are looked at after, as they can overflow.
+        numbers = block if is_int8 else stored
+        not_finite.look_at(numbers, start, f"rows of table {table!r}")
         return stored
 
-    ranges = {table: (0, array.shape[0]) for table, array in rows.items()}
-    return write_blocks(packed, stack, plan, read, ranges)
+    num_rows = {table: array.shape[0] for table, array in rows.items()}
+    return write_table_rows(packed, stack, plan, read, num_rows, placed)
+
+
+def match_tables(
+    source: TableSource,
+    targets: Sequence[TargetTable],
+    *,
+    tables: Collection[str] | None,
+    rename: Mapping[str, str],
+    slots: ImportedSlots,
+    ids: Mapping[str, Any],
+) -> dict[str, MatchedTable]:
+    """Returns the tables to import by the model's name.
+
+    Args:
+      source: the tables that there are.
+      targets: tables of the model.
+      tables: see `import_tables`, also for the other arguments.
+      rename: name of a table of the model to its name in the source.
+      slots: slot variables to import.
+      ids: name of a dynamic table of the model to the ids of its rows.
+
+    Raises:
+      CheckpointError: with all mismatches, and a fix for each.
+    """
+    own = [target.name for target in targets]
+    names = _names(source, own, tables, rename, ids)
+    matched: dict[str, MatchedTable] = {}
+    problems: list[str] = []
+    for target in targets:
+        if (other := names.get(target.name)) is None:
+            continue
+        table = source.tables[other]
+        try:
+            slot_names = _slot_names(target, table, slots)
+            _check_rows(target, table.values)
+            ids_of_rows = _ids(target, table, ids.get(target.name))
+        except CheckpointError as error:
+            problems.append(f"table {target.name!r} of {other!r}: {error}")
+            continue
+        matched[target.name] = MatchedTable(
+            source_name=other, source=table, slot_names=slot_names, ids=ids_of_rows
+        )
+    if problems:
+        raise CheckpointError(
+            f"These tables of {source.origin} do not fit the model:\n  "
+            + "\n  ".join(problems)
+        )
+    return matched
+
+
+def _names(
+    source: TableSource,
+    own: Sequence[str],
+    tables: Collection[str] | None,
+    rename: Mapping[str, str],
+    ids: Collection[str],
+) -> dict[str, str]:
+    """Returns the source's name of each table to import, by the model's name."""
+    wanted = own if tables is None else tables
+    given = {"tables": wanted, "rename": rename, "ids": ids}
+    problems = [
+        f"{argument} names {name!r}; the model has the tables {sorted(own)}."
+        for argument, named in given.items()
+        for name in named
+        if name not in own
+    ]
+    names = {name: rename.get(name, name) for name in own if name in wanted}
+    if tables is None:
+        names = {
+            name: other
+            for name, other in names.items()
+            if name in rename or other in source.tables
+        }
+    problems += [
+        f"table {name!r}: the source has no table {other!r}. Give its name there by "
+        f"rename={{{name!r}: ...}}, or leave the table out of tables."
+        for name, other in names.items()
+        if other not in source.tables
+    ]
+    if not problems and not names:
+        problems = [
+            f"no table of the model, {sorted(own)}, has a name of the source; give "
+            "their names there by rename={own name: name in the source}."
+        ]
+    if problems:
+        raise CheckpointError(
+            f"The names of tables do not fit {source.origin}, which has the tables "
+            f"{sorted(source.tables)}:\n  " + "\n  ".join(problems)
+        )
+    return names
+
+
+def _check_rows(target: TargetTable, values: RowArray) -> None:
+    """Raises a CheckpointError for values that do not fit a table."""
+    if len(values.shape) != 2:
+        raise CheckpointError(f"shape {values.shape} is not [rows, dim].")
+    num_rows, dim = values.shape
+    if values.holds_int8_rows(target.config.dim):
+        dim = target.config.dim
+    elif not values.is_floating:
+        raise CheckpointError(
+            f"dtype {values.dtype} must be floating; convert it first."
+        )
+    ids_are_rows = target.config.vocabulary.ids_are_rows
+    size = target.config.max_rows if ids_are_rows else num_rows
+    if (num_rows, dim) != (size, target.config.dim):
+        raise CheckpointError(
+            f"the source has {num_rows} rows of dim {dim}, the model {size} of dim "
+            f"{target.config.dim}; set TableConfig.vocabulary_size and dim, leave the "
+            "table out of tables, or import an array of the wanted rows."
+        )
+
+
+def _ids(target: TargetTable, table: SourceTable, given: Any) -> np.ndarray | None:
+    """Returns the ids of the rows of a dynamic table, as uint64.
+
+    Raises:
+      CheckpointError: if they do not fit.
+    """
+    given = table.ids if given is None else given
+    if (given is None) != target.config.vocabulary.ids_are_rows:
+        raise CheckpointError(
+            "ids of rows and a te.Dynamic vocabulary need each other; give "
+            f"ids={{{target.name!r}: array}}, or set TableConfig.vocabulary_size to "
+            "te.Dynamic(capacity=...)."
+        )
+    if given is None:
+        return None
+    array = given.to_numpy() if isinstance(given, Ids64) else np.asarray(given)
+    if array.dtype.kind in "USO":
+        array = fingerprint_ids(array)
+    if array.dtype != np.uint64 and np.issubdtype(array.dtype, np.integer):
+        # Negative ids keep their bits.
+        array = array.astype(np.int64).view(np.uint64)
+    if array.shape != table.values.shape[:1] or array.dtype != np.uint64:
+        raise CheckpointError(
+            "ids must have one integer or string for each of the "
+            f"{table.values.shape[0]} rows of the source, got shape {array.shape} and "
+            f"dtype {array.dtype}."
+        )
+    if (array == NO_ID_64).any() or len(np.unique(array)) < len(array):
+        raise CheckpointError(
+            "ids must be distinct and not 2**64 - 1 (-1 if signed), which means 'no "
+            "id'; keep one row of each id."
+        )
+    return array
+
+
+def _slot_names(
+    target: TargetTable, table: SourceTable, slots: ImportedSlots
+) -> dict[str, str]:
+    """Returns the slots to import: name in the model to name in the source.
+
+    Raises:
+      CheckpointError: if a slot that the caller named is missing, or does not fit.
+    """
+    if slots == "same_rule":
+        own = tuple(sorted(target.slots))
+        for theirs in (own, *_SAME_SLOTS.get(own, ())):
+            names = dict(zip(own, theirs, strict=True))
+            fits = (_slot_fits(target, table, k, x) for k, x in names.items())
+            if set(theirs) == set(table.slots) and all(fits):
+                return names
+        return {}
+    names = dict(slots)
+    for own, theirs in names.items():
+        if not _slot_fits(target, table, own, theirs):
+            shapes = [f"{k} {list(slot.shape)}" for k, slot in target.slots.items()]
+            known = f"{', '.join(shapes)} per row" if shapes else "no slot variables"
+            raise CheckpointError(
+                f"slots={{{own!r}: {theirs!r}}} must name a slot of the table, which "
+                f"has {known}, and one of the source of this shape, which has "
+                f"{ ({k: str(x) for k, x in table.slots.items()}) }."
+            )
+    return names
+
+
+def _slot_fits(target: TargetTable, table: SourceTable, own: str, theirs: str) -> bool:
+    """Returns True if a slot of a source can become a slot of a table."""
+    slot, array = target.slots.get(own), table.slots.get(theirs)
+    if slot is None or array is None:
+        return False
+    fits = np.can_cast(array.dtype, slot.dtype)
+    if jnp.issubdtype(slot.dtype, jnp.floating):
+        fits = array.is_floating
+    return fits and array.shape == (table.values.shape[0], *slot.shape)

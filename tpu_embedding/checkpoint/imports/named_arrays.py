@@ -29,24 +29,22 @@ import numpy as np
 import safetensors
 
 from tpu_embedding.checkpoint.imports.source import (
+    MAX_EXPANSION,
     RowArray,
     SourceTable,
     TableSource,
     array_of,
     by_shortest_names,
+    max_bytes_of_files,
 )
 from tpu_embedding.checkpoint.records import CheckpointError
 
-_MAX_EXPANSION: Final = 10
-_SMALL_BYTES: Final = 200 * 2**20
-"""An archive may need this much memory, whatever its size."""
-
 
 def tables_by_name(arrays: Mapping[str, RowArray], origin: str) -> TableSource:
-    """Returns a source of arrays whose names are those of tables.
+    """Returns a source of arrays that have the names of tables.
 
-    An array `"movie/accumulators"` beside a table `"movie"` is its slot variable
-    `accumulators`, if it has as many rows.
+    If there is a table `"movie"`, an array `"movie/accumulators"` of as many rows is
+    its slot variable `accumulators`.
 
     Args:
       arrays: by name.
@@ -66,13 +64,8 @@ def tables_by_name(arrays: Mapping[str, RowArray], origin: str) -> TableSource:
         if table in slots and arrays[table].shape[:1] == arrays[name].shape[:1]:
             slots.pop(name)
             slots[table][slot] = arrays[name]
-    return TableSource(
-        origin=origin,
-        tables={
-            name: SourceTable(values=arrays[name], slots=found)
-            for name, found in slots.items()
-        },
-    )
+    tables = {k: SourceTable(values=arrays[k], slots=x) for k, x in slots.items()}
+    return TableSource(origin=origin, tables=tables)
 
 
 def arrays_of_mapping(source: Mapping[str, Any]) -> dict[str, RowArray]:
@@ -88,9 +81,9 @@ def arrays_of_mapping(source: Mapping[str, Any]) -> dict[str, RowArray]:
     path, members = archive.filename or "the .npz archive", archive.infolist()
     num_bytes = sum(member.file_size for member in members)
     packed_bytes = sum(member.compress_size for member in members)
-    if num_bytes > _MAX_EXPANSION * packed_bytes + _SMALL_BYTES:
+    if num_bytes > max_bytes_of_files(packed_bytes):
         raise CheckpointError(
-            f"The arrays of {path} must need at most {_MAX_EXPANSION} times the bytes "
+            f"The arrays of {path} must need at most {MAX_EXPANSION} times the bytes "
             f"of the file, got {num_bytes} for {packed_bytes}; write them with "
             "np.savez, which doesn't compress."
         )
@@ -121,41 +114,43 @@ def arrays_of_path(path: pathlib.Path) -> dict[str, RowArray]:
     files = sorted(file for file in inside if file.suffix == ".safetensors")
     arrays: dict[str, RowArray] = {}
     for file in files:
-        found = map_tensors(file)
-        if both := sorted(found.keys() & arrays.keys()):
+        tensors = map_tensors(file)
+        if both := sorted(tensors.keys() & arrays.keys()):
             raise CheckpointError(
                 f"{path} has several arrays of the names {both}; open one of its files "
                 "instead."
             )
-        arrays |= {key: array_of(array) for key, array in found.items()}
+        arrays |= {key: array_of(tensor) for key, tensor in tensors.items()}
     if not arrays:
         raise CheckpointError(
             f"The format of {path} is unknown. It must be a .safetensors file, a "
             "directory of them, or a checkpoint of TensorFlow or orbax. Open files of "
-            "NumPy by np.load, and pass their arrays. Convert files of torch.save by "
-            "safetensors.torch.save_file, and those of Keras by np.savez."
+            "NumPy with np.load, and pass their arrays. Convert files of torch.save "
+            "with safetensors.torch.save_file, and files of Keras with np.savez."
         )
     return arrays
 
 
-_TYPES: Final[dict[str, Any]] = {
-    "F64": np.float64,
-    "F32": np.float32,
-    "F16": np.float16,
-    "BF16": jnp.bfloat16,
-    "F8_E4M3": jnp.float8_e4m3fn,
-    "F8_E5M2": jnp.float8_e5m2,
-    "I64": np.int64,
-    "I32": np.int32,
-    "I16": np.int16,
-    "I8": np.int8,
-    "U64": np.uint64,
-    "U32": np.uint32,
-    "U16": np.uint16,
-    "U8": np.uint8,
-    "BOOL": np.bool_,
+DTYPES: Final = {
+    name: np.dtype(dtype)
+    for name, dtype in {
+        "F64": np.float64,
+        "F32": np.float32,
+        "F16": np.float16,
+        "BF16": jnp.bfloat16,
+        "F8_E4M3": jnp.float8_e4m3fn,
+        "F8_E5M2": jnp.float8_e5m2,
+        "I64": np.int64,
+        "I32": np.int32,
+        "I16": np.int16,
+        "I8": np.int8,
+        "U64": np.uint64,
+        "U32": np.uint32,
+        "U16": np.uint16,
+        "U8": np.uint8,
+        "BOOL": np.bool_,
+    }.items()
 }
-DTYPES: Final = {name: np.dtype(dtype) for name, dtype in _TYPES.items()}
 """Name of a type in the header of a file to the type."""
 
 LENGTH_BYTES: Final = 8
@@ -196,20 +191,20 @@ def read_header(
             safetensors.safe_open(path, framework="np")
             header = json.loads(file.read(length))
         header.pop("__metadata__", None)
-        start = LENGTH_BYTES + length
-        return {name: _stored_tensor(entry, start) for name, entry in header.items()}
+        tensors = {}
+        for name, entry in header.items():
+            if entry["dtype"] not in DTYPES:
+                dtypes = sorted(DTYPES)
+                raise ValueError(f"dtype {entry['dtype']} is not one of {dtypes}")
+            start, end = (LENGTH_BYTES + length + x for x in entry["data_offsets"])
+            shape, dtype = tuple(entry["shape"]), DTYPES[entry["dtype"]]
+            tensors[name] = StoredTensor(shape, dtype, start, end)
+        return tensors
     except Exception as error:  # The library, JSON and NumPy have errors of their own.
         raise error_type(
             f"{path} cannot be read as a safetensors file: {str(error)[:300]}; write "
             "or copy it again."
         ) from None
-
-
-def _stored_tensor(entry: Any, start: int) -> StoredTensor:
-    if entry["dtype"] not in DTYPES:
-        raise ValueError(f"dtype {entry['dtype']} is none of {sorted(DTYPES)}")
-    first, last = (start + offset for offset in entry["data_offsets"])
-    return StoredTensor(tuple(entry["shape"]), DTYPES[entry["dtype"]], first, last)
 
 
 def map_tensors(
@@ -254,25 +249,26 @@ def tables_of_state_dict(arrays: Mapping[str, RowArray], origin: str) -> TableSo
     """
     matches = {k: match[1] for k in arrays if (match := _WEIGHT.fullmatch(k))}
     names = list(matches.values())
-    tables = {
-        key if names.count(name) > 1 else name: SourceTable(
-            values=arrays[key], slots=_slots(arrays, key, name)
-        )
-        for key, name in matches.items()
-    }
+    tables = {}
+    for key, name in matches.items():
+        slots = _slots_of_state_dict(arrays, key, name)
+        table = SourceTable(values=arrays[key], slots=slots)
+        tables[key if names.count(name) > 1 else name] = table
     return TableSource(origin=origin, tables=tables)
 
 
-def _slots(arrays: Mapping[str, RowArray], key: str, name: str) -> dict[str, RowArray]:
+def _slots_of_state_dict(
+    arrays: Mapping[str, RowArray], key: str, name: str
+) -> dict[str, RowArray]:
     """Returns the slot variables of a table, `[rows]` instead of `[rows, 1]`."""
     collection = key.removesuffix(".weight")
-    found: dict[str, list[str]] = {}
+    keys_by_slot: dict[str, list[str]] = {}
     for other in arrays:
         match = _SLOT.fullmatch(other)
         if match and (match[1] == name or match[1].endswith(f".{name}")):
-            found.setdefault(f"momentum{match[2]}", []).append(other)
+            keys_by_slot.setdefault(f"momentum{match[2]}", []).append(other)
     slots = {}
-    for slot, keys in found.items():
+    for slot, keys in keys_by_slot.items():
         # Two collections may have a table of this name.
         own = [other for other in keys if collection in other] or keys
         if len(own) == 1:
@@ -283,11 +279,10 @@ def _slots(arrays: Mapping[str, RowArray], key: str, name: str) -> dict[str, Row
 
 
 _FIRST_KEYS: Final = re.compile(r"(.+)_emb_keys\.rank_0\.world_size_(\d+)")
-_SLOTS: Final = ("emb_opt_values", "opt_values")
 
 
 def tables_of_dump(directory: pathlib.Path) -> TableSource | None:
-    """Opens the tables of a dump; None if there is none.
+    """Opens the tables of a dump. Returns None if the directory holds none.
 
     Tables of one name in two collections get the paths of their files.
 
@@ -302,8 +297,8 @@ def tables_of_dump(directory: pathlib.Path) -> TableSource | None:
     for file in sorted(directory.rglob("*_emb_keys.rank_0.*")):
         if match := _FIRST_KEYS.fullmatch(file.name):
             path = file.with_name(match[1])
-            parts = path.relative_to(directory).parts
-            tables[parts] = _table(path, int(match[2]))
+            table = _table_of_dump(path, int(match[2]))
+            tables[path.relative_to(directory).parts] = table
     if not tables:
         return None
     return TableSource(
@@ -311,59 +306,54 @@ def tables_of_dump(directory: pathlib.Path) -> TableSource | None:
     )
 
 
-def _table(path: pathlib.Path, num_ranks: int) -> SourceTable:
-    keys = _read(path, "emb_keys", num_ranks, np.int64)
-    values = _rows(path, "emb_values", num_ranks, len(keys))
-    for item in _SLOTS:
-        if path.with_name(f"{path.name}_{item}.rank_0.world_size_{num_ranks}").exists():
-            rows = _rows(path, item, num_ranks, len(keys))
-            return SourceTable(
-                values=array_of(values), slots=_slots_of_file(rows, path), ids=keys
+def _table_of_dump(path: pathlib.Path, num_ranks: int) -> SourceTable:
+    """Returns a table, whose files have names that begin with a path.
+
+    Raises:
+      CheckpointError: if a file does not have equally many numbers for each key, or the
+        file that names the optimizer is not JSON.
+    """
+
+    def read(item: str, dtype: Any) -> np.ndarray:
+        # Not lists: the number of ranks comes from a file's name, and may be any.
+        names = (f"_{item}.rank_{i}.world_size_{num_ranks}" for i in range(num_ranks))
+        files = (path.with_name(path.name + name) for name in names)
+        return np.concatenate([np.fromfile(file, dtype) for file in files])
+
+    keys = read("emb_keys", np.int64)
+
+    def read_rows(item: str) -> np.ndarray:
+        numbers = read(item, np.float32)
+        if numbers.size % max(1, len(keys)):
+            raise CheckpointError(
+                f"{path}_{item} must have equally many numbers for each of {len(keys)} "
+                f"keys, got {numbers.size} numbers; copy all files of the dump again."
             )
-    return SourceTable(values=array_of(values), ids=keys)
+        return numbers.reshape(len(keys), numbers.size // max(1, len(keys)))
 
-
-def _read(path: pathlib.Path, item: str, num_ranks: int, dtype: Any) -> np.ndarray:
-    """Returns the numbers in the files of all ranks."""
-    # Not lists: the number comes from a file's name, and may be any.
-    names = (f"_{item}.rank_{i}.world_size_{num_ranks}" for i in range(num_ranks))
-    files = (path.with_name(path.name + name) for name in names)
-    return np.concatenate([np.fromfile(file, dtype) for file in files])
-
-
-def _rows(path: pathlib.Path, item: str, num_ranks: int, num_keys: int) -> np.ndarray:
-    """Returns float32 rows, one for each key.
-
-    Raises:
-      CheckpointError: if the numbers are not equally many for each key.
-    """
-    numbers = _read(path, item, num_ranks, np.float32)
-    if numbers.size % max(1, num_keys):
-        raise CheckpointError(
-            f"{path}_{item} must have equally many numbers for each of {num_keys} "
-            f"keys, got {numbers.size} numbers; copy all files of the dump again."
-        )
-    return numbers.reshape(num_keys, numbers.size // max(1, num_keys))
-
-
-def _slots_of_file(rows: np.ndarray, path: pathlib.Path) -> dict[str, RowArray]:
-    """Returns the slot variables of the optimizer that a file names.
-
-    Raises:
-      CheckpointError: if that file is no JSON.
-    """
-    file = path.with_name(f"{path.name}_opt_args.json")
-    try:
-        rule = json.loads(file.read_text())["opt_type"]
-    except (ValueError, LookupError, TypeError) as error:
-        raise CheckpointError(f"{file} cannot be read: {error!r}.") from None
-    match rule:
-        case "adam":
-            first, second = np.split(rows, 2, axis=1)
-            return {"m": array_of(first), "v": array_of(second)}
-        case "exact_adagrad":
-            return {"accumulator": array_of(rows)}
-        case "exact_row_wise_adagrad":
-            # Older versions also write the columns that fill up a line.
-            return {"accumulator": array_of(rows[:, 0])}
-    return {"opt_values": array_of(rows)}
+    values, slots = read_rows("emb_values"), {}
+    items = [
+        item
+        for item in ("emb_opt_values", "opt_values")
+        if path.with_name(f"{path.name}_{item}.rank_0.world_size_{num_ranks}").exists()
+    ]
+    if items:
+        rows = read_rows(items[0])
+        file = path.with_name(f"{path.name}_opt_args.json")
+        try:
+            rule = json.loads(file.read_text())["opt_type"]
+        except (ValueError, LookupError, TypeError) as error:
+            raise CheckpointError(f"{file} cannot be read: {error!r}.") from None
+        match rule:
+            case "adam":
+                first, second = np.split(rows, 2, axis=1)
+                slots = {"m": first, "v": second}
+            case "exact_adagrad":
+                slots = {"accumulator": rows}
+            case "exact_row_wise_adagrad":
+                # Older versions also write the columns that fill up a line.
+                slots = {"accumulator": rows[:, 0]}
+            case _:
+                slots = {"opt_values": rows}
+    slots = {name: array_of(slot) for name, slot in slots.items()}
+    return SourceTable(values=array_of(values), slots=slots, ids=keys)

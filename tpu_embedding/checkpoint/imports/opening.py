@@ -1,8 +1,22 @@
-"""Opens a source of tables, and finds its format."""
+"""Opens a source of tables, and finds its format.
 
+TensorFlow, jax-tpu-embedding and keras-rs stack tables alike. A stack has one shard per
+SparseCore, and its shards follow each other. They hold row `i` of a table
+
+    in shard    (i + rotation) % num_shards
+    at row      row_offset + i // num_shards
+
+So rows `i`, `i + num_shards`, ... of a table are neighbours in the stack. A range of
+rows takes one read per shard.
+"""
+
+import functools
 import pathlib
-from collections.abc import Mapping
-from typing import Any
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any, Final
+
+import numpy as np
 
 from tpu_embedding.checkpoint.imports import tensorflow
 from tpu_embedding.checkpoint.imports.named_arrays import (
@@ -14,9 +28,18 @@ from tpu_embedding.checkpoint.imports.named_arrays import (
     tables_of_state_dict,
 )
 from tpu_embedding.checkpoint.imports.orbax import arrays_of_checkpoint
-from tpu_embedding.checkpoint.imports.source import RowArray, TableSource
+from tpu_embedding.checkpoint.imports.source import RowArray, SourceTable, TableSource
 from tpu_embedding.checkpoint.records import CheckpointError
+from tpu_embedding.config import TableConfig
 from tpu_embedding.paths import local_path
+
+_ROW_ALIGNMENT: Final = 8
+"""Rows that a table takes in each shard are a multiple of this number."""
+
+_ARRAY_OF_STACK: Final = (
+    re.compile(r"(?:.*/)?var:(?P<stack>.+?):table(?::slot:(?P<slot>.+))?"),  # keras-rs
+    re.compile(r"(?:.*/)?(?P<stack>[^/]+)/(?:table|slot/(?P<slot>[^/]+))"),
+)
 
 
 def open_tables(source: str | pathlib.Path | Mapping[str, Any]) -> TableSource:
@@ -29,8 +52,8 @@ def open_tables(source: str | pathlib.Path | Mapping[str, Any]) -> TableSource:
         * `.safetensors`, or a directory of such files: arrays by table name,
           `"table/slot"` for slot variables, or a state dict of TorchRec;
         * a directory that dynamicemb dumped: files of keys and values;
-        * a TensorFlow checkpoint: its prefix, a directory of checkpoints, or that of a
-          SavedModel. TensorFlow reads it, from the extra `tf`;
+        * a TensorFlow checkpoint: its prefix, a directory of checkpoints, or a
+          directory of a SavedModel. TensorFlow reads it, from the extra `tf`;
         * an orbax checkpoint: directory of a CheckpointManager, whose latest step is
           read, of a step, or of an item. Tables have the paths of their arrays.
 
@@ -71,3 +94,141 @@ def _named_tables(arrays: Mapping[str, RowArray], origin: str) -> TableSource:
     if is_state_dict(arrays):
         return tables_of_state_dict(arrays, f"TorchRec state dict {origin}")
     return tables_by_name(arrays, origin)
+
+
+def open_stacked_tables(
+    path: str | pathlib.Path,
+    tables: Sequence[TableConfig],
+    *,
+    stacks: Mapping[str, Sequence[str]],
+    num_sparse_cores: int,
+    rotation: int,
+) -> TableSource:
+    """Opens the stacked tables of a checkpoint that was trained on SparseCores.
+
+    The stacking is not read from the checkpoint, and no shape tells the rotation:
+    compare some rows with the trained model.
+
+    Args:
+      path: checkpoint that `open_tables` opens. keras-rs names stacks
+        `var:STACK:table`; jax-tpu-embedding has `STACK/table`; in TensorFlow, STACK is
+        a variable.
+      tables: configs of the tables; their names, rows and dims must be those that the
+        checkpoint was trained with.
+      stacks: stack name to the names of its tables, in the order of their rows.
+      num_sparse_cores: SparseCores of all devices that trained the checkpoint.
+      rotation: shards between row 0 of a table and row 0 of the one before it in the
+        stack: the number of SparseCores of one device, 2 or 4 by generation.
+
+    Returns:
+      The tables; see `open_tables`.
+
+    Raises:
+      CheckpointError: if the checkpoint is damaged, or its stacks do not fit.
+    """
+    known_stacks = _stacks_of(open_tables(path))
+    configs = {str(table.name): table for table in tables}
+    result: dict[str, SourceTable] = {}
+    for stack_name, names in stacks.items():
+        if stack_name not in known_stacks or not configs.keys() >= set(names):
+            raise CheckpointError(
+                f"Stack {stack_name!r} of {list(names)} must be one of "
+                f"{sorted(known_stacks)} of {path}, and tables must have its tables, "
+                f"got {sorted(configs)}."
+            )
+        stack, members = known_stacks[stack_name], [configs[name] for name in names]
+        owner = f"Stack {stack_name!r} of {path}"
+        _check_shape(stack, members, num_sparse_cores, owner)
+        row_offset = 0
+        for i, config in enumerate(members):
+            rows_of_table = functools.partial(
+                _rows_of_table,
+                config=config,
+                num_shards=num_sparse_cores,
+                row_offset=row_offset,
+                rotation=i * rotation,
+            )
+            result[str(config.name)] = SourceTable(
+                values=rows_of_table(stack.values),
+                slots={k: rows_of_table(slot) for k, slot in stack.slots.items()},
+            )
+            row_offset += rows_in_shard(config.max_rows, num_sparse_cores)
+    return TableSource(origin=f"stacked checkpoint {path}", tables=result)
+
+
+def _check_shape(
+    stack: SourceTable, tables: Sequence[TableConfig], num_shards: int, owner: str
+) -> None:
+    """Raises a CheckpointError if a stack is not as large as its tables."""
+    rows = num_shards * sum(rows_in_shard(x.max_rows, num_shards) for x in tables)
+    stack_rows, stack_dim = stack.values.shape
+    widest = max(table.dim for table in tables)
+    if stack_rows != rows or stack_dim < widest:
+        raise CheckpointError(
+            f"{owner} has {stack_rows} rows of {stack_dim}, but its tables "
+            f"{[table.name for table in tables]} take {rows} of {widest} on "
+            f"{num_shards} SparseCores. Check num_sparse_cores, and the vocabulary "
+            "sizes of the tables."
+        )
+
+
+def _stacks_of(source: TableSource) -> dict[str, SourceTable]:
+    """Returns the stacks of a checkpoint by name, with their slot variables."""
+    tables = {name: table.values for name, table in source.tables.items()}
+    slots = {name: dict(table.slots) for name, table in source.tables.items()}
+    for name, table in source.tables.items():
+        matches = (pattern.fullmatch(name) for pattern in _ARRAY_OF_STACK)
+        if match := next((x for x in matches if x), None):
+            stack, slot = match["stack"], match["slot"]
+            if slot is None:
+                tables[stack] = table.values
+            else:
+                slots.setdefault(stack, {})[slot] = table.values
+    return {
+        name: SourceTable(values=array, slots=slots.get(name, {}))
+        for name, array in tables.items()
+    }
+
+
+def rows_in_shard(vocabulary_size: int, num_shards: int) -> int:
+    """Returns the rows that a table takes in each shard, padding included.
+
+    Example:
+      >>> rows_in_shard(100, 8)
+      16
+    """
+    group = _ROW_ALIGNMENT * num_shards
+    return -(-vocabulary_size // group) * _ROW_ALIGNMENT
+
+
+def _rows_of_table(
+    stack: RowArray,
+    config: TableConfig,
+    num_shards: int,
+    row_offset: int,
+    rotation: int,
+) -> RowArray:
+    """Returns the rows of a table, or of its slot variable, in their order.
+
+    Args:
+      stack: rows of the stack.
+      config: config of the table.
+      num_shards: SparseCores of all devices.
+      row_offset: first row of the table in each shard.
+      rotation: shard that has row 0.
+    """
+    row_shape = (config.dim,) if len(stack.shape) > 1 else ()
+
+    def read(start: int, num_rows: int) -> np.ndarray:
+        rows = np.empty((num_rows, *row_shape), stack.dtype)
+        for first in range(min(num_shards, num_rows)):
+            row = start + first
+            shard = (row + rotation) % num_shards
+            position = shard * (stack.shape[0] // num_shards) + row_offset
+            rows_of_shard = rows[first::num_shards]
+            stored = stack.read(position + row // num_shards, len(rows_of_shard))
+            rows_of_shard[...] = stored[:, : config.dim] if row_shape else stored
+        return rows
+
+    shape = (config.max_rows, *row_shape)
+    return RowArray(shape, stack.dtype, read, stack.check)

@@ -12,7 +12,7 @@ from typing import Any, Final
 import numpy as np
 import tensorstore as ts
 
-from tpu_embedding.checkpoint.imports.source import RowArray
+from tpu_embedding.checkpoint.imports.source import RowArray, max_bytes_of_files
 from tpu_embedding.checkpoint.records import CheckpointError
 
 LeafPath = tuple[str, ...]
@@ -21,12 +21,8 @@ LeafPath = tuple[str, ...]
 _METADATA: Final = "_METADATA"
 _ROWS_PER_CHECK: Final = 2**16
 
-_MAX_EXPANSION: Final = 10
-_SMALL_BYTES: Final = 200 * 2**20
-"""A chunk may take ten times the bytes of all files, and 200 MiB, in memory."""
-
 _CONTEXT: Final = {"cache_pool": {"total_bytes_limit": 2**29}}
-"""Keeps decoded chunks, of which a range of rows may need a part only."""
+"""Keeps decoded chunks, as a range of rows may need a part of each only."""
 
 
 def arrays_of_checkpoint(path: pathlib.Path) -> dict[LeafPath, RowArray]:
@@ -68,7 +64,7 @@ def _arrays_of_item(item: pathlib.Path) -> dict[LeafPath, RowArray]:
     driver = "zarr3" if metadata.get("use_zarr3") else "zarr"
     num_bytes = sum(x.stat().st_size for x in item.rglob("*") if x.is_file())
     arrays = {
-        path: _open(item, path, driver, _MAX_EXPANSION * num_bytes + _SMALL_BYTES)
+        path: _open(item, path, driver, max_bytes_of_files(num_bytes))
         for path, kind in leaves.items()
         if kind in ("jax.Array", "np.ndarray")
     }
@@ -96,7 +92,7 @@ def _open(
             text = str(error).partition(" [")[0].partition("\n")[0]
             raise CheckpointError(
                 f"The array {name!r} of {item} cannot be read: {text} Copy the "
-                "checkpoint again, or take another one."
+                "checkpoint again, or use an earlier one."
             ) from None
 
     store = result_of(ts.open(spec, open=True))

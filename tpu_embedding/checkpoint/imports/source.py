@@ -2,12 +2,23 @@
 
 import dataclasses
 from collections.abc import Callable, Mapping
-from typing import Any, Self
+from typing import Any, Final, Self
 
 import jax.numpy as jnp
 import numpy as np
 
 from tpu_embedding.rows.file_rows import SCALE_AND_BIAS_BYTES
+
+MAX_EXPANSION: Final = 10
+_SMALL_BYTES: Final = 200 * 2**20
+
+
+def max_bytes_of_files(num_bytes: int) -> int:
+    """Returns the memory that arrays may need, given the bytes of their files.
+
+    Small files of compressed zeros would need far more.
+    """
+    return MAX_EXPANSION * num_bytes + _SMALL_BYTES
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,8 +85,8 @@ class SourceTable:
     Attributes:
       values: `[rows, dim]`.
       slots: slot variables by the names that the source gives them.
-      ids: integers `[rows]`, ids of the rows for a dynamic table; None: the rows are
-        numbered.
+      ids: integers `[rows]`, ids of the rows for a dynamic table, or None if the rows
+        are numbered.
     """
 
     values: RowArray
@@ -109,7 +120,7 @@ class TableSource:
 def by_shortest_names(
     tables: Mapping[tuple[str, ...], SourceTable],
 ) -> dict[str, SourceTable]:
-    """Returns tables by the shortest end of their paths that no other has.
+    """Returns tables by the shortest ends of their paths that differ.
 
     Example:
       >>> table = SourceTable(values=array_of(np.zeros((5, 2))))

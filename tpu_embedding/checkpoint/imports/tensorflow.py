@@ -2,8 +2,8 @@
 
 Keys of a checkpoint are paths of Python objects: `model/emb/_tpu_embedding/movie`. A
 table is the variable of its name, and so is a stack of tables on newer
-TPUs. Slot variables of TensorFlow are siblings, such as `movie/accumulators`;
-those of Keras optimizers, which TFRS uses, hang below the variable.
+TPUs. Slot variables of TensorFlow are siblings, such as `movie/accumulators`.
+Slot variables of Keras optimizers, which TFRS uses, hang below the variable.
 `tf.train.load_checkpoint` reads all of them.
 """
 
@@ -52,7 +52,7 @@ def find_prefix(path: pathlib.Path) -> pathlib.Path | None:
     if state.is_file():
         latest = re.search(r'^model_checkpoint_path: "(.*)"', state.read_text(), re.M)
         if latest:
-            # An absolute path is that of the machine that wrote the checkpoint.
+            # An absolute path is valid on the machine that wrote the checkpoint.
             return path / pathlib.PurePath(latest.group(1)).name
     return None
 
@@ -60,9 +60,9 @@ def find_prefix(path: pathlib.Path) -> pathlib.Path | None:
 def tables_of_checkpoint(prefix: pathlib.Path) -> TableSource:
     """Opens a checkpoint.
 
-    All variables of two axes are tables, those of dense layers, too. They have the
-    names of their variables; where two have one name, the names of the objects before
-    it are put in front, with `/` between.
+    All variables of two axes are tables, even in dense layers. They have the names of
+    their variables. Where two have one name, the names of the objects before it are put
+    in front, with `/` between.
 
     Args:
       prefix: path of its index, without `.index`.
@@ -151,7 +151,7 @@ def _path_of(key: str) -> _Path:
 
 
 def _slots_of(path: _Path, variables: _Variables) -> Mapping[str, RowArray]:
-    """Returns the slot variables of a variable; those beside it are `name/slot`."""
+    """Returns the slot variables of a variable; siblings are `name/slot`."""
     *parent, name = path
     return variables[path].slots or {
         other[-1].removeprefix(f"{name}/"): variable.values

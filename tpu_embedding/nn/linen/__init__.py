@@ -4,10 +4,8 @@ The names imported here are public, as `te.linen`.
 
 * `layer`: the layer `TPUEmbedding`. `variables`: tables in a dict of variables.
 * `training`: `value_and_grad` and `TrainState`.
-* `serialization`: lets Flax write tables and slot variables to bytes.
 """
 
-from tpu_embedding.nn.linen import serialization as _serialization
 from tpu_embedding.nn.linen.layer import TPUEmbedding as TPUEmbedding
 from tpu_embedding.nn.linen.training import TrainState as TrainState
 from tpu_embedding.nn.linen.training import value_and_grad as value_and_grad
@@ -16,5 +14,3 @@ from tpu_embedding.nn.linen.variables import embedding_tables as embedding_table
 from tpu_embedding.nn.linen.variables import (
     with_embedding_tables as with_embedding_tables,
 )
-
-del _serialization  # Importing it registers the types.

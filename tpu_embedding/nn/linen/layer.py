@@ -19,7 +19,7 @@ from tpu_embedding.nn.linen.variables import TABLES, LayerTables
 from tpu_embedding.nn.recording import (
     Recorder,
     answer_call,
-    guard_activations,
+    guard_activation,
     without_derivative,
 )
 from tpu_embedding.plan.plan import PLAN, EmbeddingPlan
@@ -118,9 +118,9 @@ class TPUEmbedding(nn.Module):
           features: nest like the plan's `feature_config`, whose dicts may lack keys.
             See `tpu_embedding.functional.lookup`. Ragged features come from
             `tpu_embedding.inputs.prepare_features`.
-          weights: None, or the same nest with an array, or None, per dense feature.
+          weights: the same nest with an array, or None, per dense feature.
           serving_config: nest of `FeatureConfig` that replaces `feature_config` in this
-            call; its tables must be those of the plan.
+            call, with the plan's tables.
 
         Returns:
           Activations, the nest of the features; float32 `[batch, dim]`, or the
@@ -128,7 +128,7 @@ class TPUEmbedding(nn.Module):
 
         Raises:
           TypeError, ValueError: if a feature's dtype or shape does not fit its config,
-            or the variables lack the tables or have those of another plan.
+            or the variables lack the tables or hold another plan's tables.
         """
         tables = self._tables()
         plan = self.plan
@@ -143,11 +143,14 @@ class TPUEmbedding(nn.Module):
         if isinstance(tables, RecordingTables):
             activations, stats = tables.look_up(features, plan)
         else:
-            stacks = without_derivative(tables.stacks, NO_DERIVATIVE)
+            stacks = without_derivative(NO_DERIVATIVE, tables.stacks)
             result = functional.lookup(stacks, features, plan)
             activations, stats = result.activations, result.stats
             if guard is not None:
-                activations = guard_activations(activations, guard, USE_VALUE_AND_GRAD)
+                activations = jax.tree.map(
+                    lambda x: guard_activation(USE_VALUE_AND_GRAD, x, guard),
+                    activations,
+                )
         self.sow("intermediates", "lookup_stats", stats)
         return activations
 

@@ -12,7 +12,6 @@ import jax.numpy as jnp
 import optax
 from flax import struct
 
-from tpu_embedding import functional
 from tpu_embedding.gradients import Gradients
 from tpu_embedding.nn.linen.layer import RecordingTables
 from tpu_embedding.nn.linen.variables import (
@@ -25,13 +24,13 @@ from tpu_embedding.nn.linen.variables import (
 )
 from tpu_embedding.nn.model_tables import (
     apply_model_gradients,
-    check_dense_optimizer,
     check_gradients,
     finalize_model_values,
     init_model_slots,
-    layer_of_new_ids,
+    insert_model_ids,
 )
 from tpu_embedding.nn.recording import (
+    LayerCalls,
     Recorder,
     differentiate,
     loss_and_aux,
@@ -79,13 +78,16 @@ def value_and_grad(
         def run(params, tables, taps):
             recorder = Recorder(plans, taps)
 
-            def record(path, of_layer):
-                return RecordingTables(tables=of_layer, path=path, recorder=recorder)
+            def recording(path, tables):
+                return RecordingTables(tables=tables, path=path, recorder=recorder)
 
             changed = {**variables, "params": params, TABLES: tables}
-            result = loss_fn(map_tables(record, changed), *args, **kwargs)
+            result = loss_fn(map_tables(recording, changed), *args, **kwargs)
             loss, aux = loss_and_aux(result, has_aux)
-            calls = {path: (tuple(own), ()) for path, own in recorder.calls.items()}
+            calls = {
+                path: LayerCalls(outer=tuple(records), inner=())
+                for path, records in recorder.calls.items()
+            }
             return loss, (aux, calls)
 
         params = variables.get("params", {})
@@ -147,7 +149,7 @@ class TrainState(struct.PyTreeNode):
         Args:
           apply_fn: usually `model.apply`.
           variables: from `model.init`.
-          tx: optimizer of the dense parameters. Tables have those of their plan.
+          tx: optimizer of the dense parameters. The plan has the tables' optimizers.
           **fields: of a subclass.
 
         Raises:
@@ -157,13 +159,10 @@ class TrainState(struct.PyTreeNode):
         check_rule("te.linen.TrainState", tx, "tx", DENSE_EXAMPLE)
         layers = layer_tables(variables)
         plan = next(iter(layers.values())).plan  # all layers have one mesh
-        # The optimizer's state then lies as the parameters do.
+        # The optimizer's state is then on the mesh, as the parameters are.
         on_mesh = replicate_on_mesh({**variables}, plan)
-        slots = init_model_slots(layers)  # tables are on the mesh from the start
-        params = on_mesh.get("params", {})
-        opt_state = tx.init(params)
-        with_slots = [(tables.plan, slots[path]) for path, tables in layers.items()]
-        check_dense_optimizer(opt_state, with_slots)
+        opt_state = tx.init(on_mesh.get("params", {}))
+        slots = init_model_slots(layers, opt_state)
         state = cls(
             step=jnp.zeros((), jnp.int32),
             apply_fn=apply_fn,
@@ -183,12 +182,12 @@ class TrainState(struct.PyTreeNode):
 
         Args:
           grads: from `tpu_embedding.linen.value_and_grad`. Step counts of a layer
-            without a gradient advance, too.
-          updates: None, or new values of collections such as `batch_stats`, as
+            without a gradient also advance.
+          updates: new values of collections such as `batch_stats`, as
             `model.apply(..., mutable=["batch_stats"])` returns them.
 
         Raises:
-          TypeError: if the gradients lack those of the tables.
+          TypeError: if the gradients leave the tables out.
           ValueError: if they belong to other layers or another plan, or the updates
             name a collection that the state does not have.
         """
@@ -233,10 +232,10 @@ class TrainState(struct.PyTreeNode):
 
         Args:
           features: batch of the layer, from `prepare_features`.
-          layer: path of the layer; None: the only one with dynamic tables.
-          now: clock of the step, an integer from 1 to 2**32 - 1. None: the number of
-            the step. See `tpu_embedding.functional.insert_ids`.
-          with_stats: True returns counts, too.
+          layer: path of the layer. Defaults to the only one with dynamic tables.
+          now: clock of the step, an integer from 1 to 2**32 - 1. Defaults to the number
+            of the step. See `tpu_embedding.functional.insert_ids`.
+          with_stats: True also returns counts.
 
         Returns:
           The state, and the batch with row numbers, which the layer takes inside a
@@ -245,15 +244,8 @@ class TrainState(struct.PyTreeNode):
         Raises:
           ValueError: if the variables have no such layer, or several.
         """
-        layers = layer_tables(self.variables)
-        plans = {path: tables.plan for path, tables in layers.items()}
-        owner = "TrainState.insert_ids, for te.Dynamic vocabularies"
-        path = layer_of_new_ids(plans, layer, owner)
-        of_layer = layers[path]
-        result = functional.insert_ids(
-            of_layer.stacks, self.slots[path], features, of_layer.plan, now
-        )
-
+        layers, owner = layer_tables(self.variables), "TrainState.insert_ids"
+        path, result = insert_model_ids(layers, self.slots, features, layer, now, owner)
         state = self.replace(
             variables=with_stacks(self.variables, {path: result.tables}),
             slots=self.slots | {path: result.slots},
@@ -286,14 +278,14 @@ class TrainState(struct.PyTreeNode):
     ) -> "TrainState":
         """Returns the state with the values of some tables replaced.
 
-        State that an optimizer made from the old values follows: moving averages, and
-        Adafactor's scale of a table. All other slot variables stay.
+        The moving averages of all their rows, and Adafactor's scale of a table, restart
+        from the new values. All other slot variables stay.
 
         Args:
           values: layer path to table name to array `[vocabulary_size, dim]`.
 
         Raises:
-          TypeError: if `values`, or those of a layer, are no dict.
+          TypeError: if `values`, or a layer's values, are not a dict.
           ValueError: if a layer or table is unknown, or an array has the wrong shape.
         """
         variables, slots = with_embedding_tables(self.variables, values, self.slots)
@@ -306,6 +298,6 @@ class TrainState(struct.PyTreeNode):
           **values: see `tpu_embedding.optimizers.with_hyperparameters`.
 
         Raises:
-          ValueError: if no table's optimizer has one of that name.
+          ValueError: if tables' optimizers lack such a hyper-parameter.
         """
         return self.replace(slots=with_hyperparameters(self.slots, **values))

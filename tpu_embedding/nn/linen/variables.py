@@ -1,4 +1,4 @@
-"""The variables of a Linen model: its tables by layer, read and replaced."""
+"""The variables of a Linen model: its tables by layer, read, replaced and saved."""
 
 import dataclasses
 from collections.abc import Callable, Iterable, Mapping
@@ -6,11 +6,12 @@ from typing import Any, Final, overload
 
 import jax
 import numpy as np
+from flax import serialization
 
 from tpu_embedding.argument_checks import check_mapping
-from tpu_embedding.functional.following_slots import (
-    check_no_followers,
-    tables_with_followers,
+from tpu_embedding.functional.derived_state import (
+    check_has_slots,
+    tables_with_derived_state,
     with_table_values,
 )
 from tpu_embedding.nn.model_tables import LayerTables as LayerTables
@@ -21,7 +22,7 @@ TABLES: Final = "embedding_tables"
 """The collection of all tables; each layer has one `LayerTables` in it."""
 
 
-_WAY_OUT: Final = (
+_SET_WITH_SLOTS: Final = (
     "state = state.with_embedding_tables(values)\n"
     "Before TrainState.create there is none: write\n"
     "  variables, _ = te.linen.with_embedding_tables(variables, values, {})"
@@ -66,41 +67,41 @@ def with_embedding_tables(
 ) -> Any:
     """Returns the variables with the values of some tables replaced.
 
-    With `slots`, the optimizer state that was made from the old values follows, as in
-    `tpu_embedding.functional.with_table_values`.
+    With `slots`, the state that an optimizer derived from the old values restarts from
+    the new values, as in `tpu_embedding.functional.with_table_values`.
 
     Args:
       variables: from `model.init`, or `state.variables`.
       values: layer path to table name to array `[vocabulary_size, dim]`.
       slots: layer path to stack name to optimizer state, as `state.slots`; an empty
-        dict if there is no `TrainState` yet. It may be left out if no optimizer of
-        these tables makes state from their values, as `adafactor` does.
+        dict before there is a `TrainState`. It may be left out unless an optimizer of
+        these tables derives state from their values, as `adafactor` does.
 
     Returns:
       New variables; with `slots`, `(variables, slots)`.
 
     Raises:
-      TypeError: if `values`, or those of a layer, are no dict.
+      TypeError: if `values`, or a layer's values, are not a dict.
       ValueError: if a layer or table is unknown, or an array has the wrong shape; or if
-        `slots` is missing. Of a `TrainState`, call its `with_embedding_tables`.
+        `slots` is missing. For a `TrainState`, call its `with_embedding_tables`.
     """
     line = "values={'embedding': {'movie': array}}, by layer path and table name"
     check_mapping("values", values, line)
-    for of_layer in values.values():
-        check_mapping("values of each layer", of_layer, line)
+    for layer_values in values.values():
+        check_mapping("values of each layer", layer_values, line)
     layers = layer_tables(variables)
     check_names("Values", values, "layers", layers)
     new_stacks, new_slots = {}, {}
-    for path, of_layer in values.items():
+    for path, layer_values in values.items():
         stacks, plan = layers[path].stacks, layers[path].plan
         if slots is None:
-            check_no_followers(tables_with_followers(plan) & set(of_layer), _WAY_OUT)
-        of_slots = (slots or {}).get(path, {})
-        new_stacks[path], of_layer_slots = with_table_values(
-            stacks, of_layer, plan, of_slots
+            derived = tables_with_derived_state(plan)
+            check_has_slots(derived & set(layer_values), _SET_WITH_SLOTS)
+        new_stacks[path], layer_slots = with_table_values(
+            stacks, layer_values, plan, (slots or {}).get(path, {})
         )
-        if of_layer_slots:
-            new_slots[path] = of_layer_slots
+        if layer_slots:
+            new_slots[path] = layer_slots
     replaced = with_stacks(variables, new_stacks)
     return replaced if slots is None else (replaced, {**slots, **new_slots})
 
@@ -114,17 +115,17 @@ def layer_tables(variables: Mapping[str, Any]) -> dict[str, LayerTables]:
     Raises:
       ValueError: if there are none.
     """
-    found: dict[str, LayerTables] = {}
+    layers: dict[str, LayerTables] = {}
     if isinstance(variables, Mapping):
-        map_tables(found.setdefault, variables)
-    if not found:
+        map_tables(layers.setdefault, variables)
+    if not layers:
         collections = sorted(variables) if isinstance(variables, Mapping) else ()
         raise ValueError(
             f"variables must have the tables of a te.linen.TPUEmbedding in the "
             f"collection {TABLES!r}, got {type(variables).__name__} with collections "
             f"{collections}. Pass all variables that model.init returned."
         )
-    return found
+    return layers
 
 
 def map_tables(
@@ -171,3 +172,18 @@ def check_names(
             f"{owner} must name {kind} of the model, {sorted(known)}, got unknown "
             f"{kind} {unknown}."
         )
+
+
+def _state_of_tables(tables: LayerTables) -> dict[str, Any]:
+    return {"stacks": serialization.to_state_dict(tables.stacks)}
+
+
+def _tables_of_state(tables: LayerTables, state: dict[str, Any]) -> LayerTables:
+    stacks = serialization.from_state_dict(tables.stacks, state["stacks"])
+    return dataclasses.replace(tables, stacks=stacks)
+
+
+# Lets Flax save and restore tables; `functional/flax_states.py` does so for a stack.
+serialization.register_serialization_state(
+    LayerTables, _state_of_tables, _tables_of_state
+)

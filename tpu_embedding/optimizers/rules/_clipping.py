@@ -23,13 +23,13 @@ ClipnormOf = Literal["sum", "occurrences"]
 
 @dataclasses.dataclass(frozen=True)
 class Clipping:
-    """Bounds of gradients, of which at most one is given; see `adafactor`.
+    """Bounds of gradients, at most one of them; see `adafactor`.
 
     Attributes:
-      loss_scale_factor: the loss was multiplied by it; None: by 1.
-      clipvalue: largest absolute value of an element; None: no bound.
-      clipnorm: largest norm of an array, or of a table's gradient.
-      global_clipnorm: largest norm of the gradients of the whole model.
+      loss_scale_factor: the loss was multiplied by it. Defaults to 1.
+      clipvalue: largest absolute value of an element. No bound if `None`.
+      clipnorm: largest norm of an array, or of a table's gradient. No bound if `None`.
+      global_clipnorm: largest norm of the whole model's gradients. No bound if `None`.
       clipnorm_of: "occurrences" takes the norm of the gradients of all occurrences.
     """
 
@@ -44,7 +44,7 @@ class Clipping:
 
         Args:
           gradient: `[rows, dim]` of some tables; or a dense array of any rank.
-          tables: the tables of the rows; None for a dense array, which is whole.
+          tables: the tables of the rows. `None` for a dense array, which is whole.
         """
         scale = 1.0 if self.loss_scale_factor is None else self.loss_scale_factor
         gradient = gradient / scale
@@ -73,10 +73,10 @@ class Clipping:
 def with_norm_of_arrays(
     rule: optax.GradientTransformation, gradient_steps: int
 ) -> optax.GradientTransformation:
-    """Tells a rule the norm of all its dense arrays, if no model knows that of more.
+    """Tells a rule the norm of all its dense arrays, unless a model knows its norm.
 
-    The model's norm is that of one step's gradients. So a rule that is given the mean
-    of several steps takes the norm of its own arrays.
+    A model's norm covers one step's gradients. So a rule that is given the mean of
+    several steps takes the norm of its own arrays.
     """
 
     def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:

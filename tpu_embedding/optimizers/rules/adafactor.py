@@ -9,8 +9,7 @@ One state serves tables and dense arrays of any rank. Keras factors the last two
 an array of rank 2 or more, and keeps the second moments of other arrays as they are.
 Tables have rank 2. Their totals are over all rows, and a step may skip rows.
 
-Moving averages of rows lag behind until their row moves. A row that stays still for `k`
-steps changes its average `a` in closed form,
+A row that stays still for `k` steps changes its moving average `a` in closed form,
 `a = momentum**k * a + (1 - momentum**k) * row`. So averages are updated in the steps
 that move their row, and caught up when they are read.
 
@@ -27,7 +26,7 @@ import optax
 from tpu_embedding.optimizers.array_rules import for_each_array
 from tpu_embedding.optimizers.checks import PASSED, finite, positive_bound
 from tpu_embedding.optimizers.learning_rates import learning_rate_at
-from tpu_embedding.optimizers.options import takes_own_options
+from tpu_embedding.optimizers.options import public_optimizer
 from tpu_embedding.optimizers.row_optimizer import (
     DeclaredRule,
     Driver,
@@ -139,8 +138,8 @@ class AdafactorState(NamedTuple):
     row_clocks: Any = None
     column_accumulators: Any = None
     velocities: Any = None
-    # All rows of a dense array are at hand in each step, so nothing is tracked. The
-    # sums stand there, empty, so that all states have one structure.
+    # All rows of a dense array are at hand in each step, so nothing is tracked. Its
+    # state has empty sums, so that all states have one structure.
     squares: CompensatedSum = NO_SUM
     clock: CompensatedSum | None = None
     averages: Any = None
@@ -251,161 +250,6 @@ class ScaledGradient(NamedTuple):
     state: AdafactorState
 
 
-@dataclasses.dataclass(frozen=True)
-class Moments:
-    """How the second moments of `adafactor` move; see its arguments."""
-
-    beta_2_decay: Any
-    epsilon_1: Any
-    mode: AdafactorMode
-
-    def init(self, array: Any) -> AdafactorState:
-        """Returns the state of the rows of one stack, or of a dense array."""
-        shape, is_exact = array.shape, self.mode == "exact"
-        state = AdafactorState(
-            count=jnp.zeros((), jnp.int32), clock=NO_SUM if is_exact else None
-        )
-        if len(shape) < 2:
-            return state._replace(velocities=jnp.zeros(shape, jnp.float32))
-        if len(shape) > 2:
-            return state._replace(
-                row_accumulators=jnp.zeros(shape[:-1], jnp.float32),
-                column_accumulators=jnp.zeros((*shape[:-2], shape[-1]), jnp.float32),
-            )
-        tables = table_rows(array)
-        start = self.epsilon_1 if is_exact else 0.0
-        return state._replace(
-            row_accumulators=jnp.full(shape[0], start, jnp.float32),
-            row_clocks=jnp.zeros(shape[0], jnp.float32),
-            column_accumulators=jnp.zeros(
-                (tables.table_sizes.shape[0], shape[1]), jnp.float32
-            ),
-            squares=sum_of_squares(array, tables),
-            clock=compensated_sum(jnp.zeros(())) if is_exact else None,
-        )
-
-    def scale_array(
-        self, gradient: jax.Array, state: AdafactorState, array: Any
-    ) -> ScaledGradient:
-        """Scales the gradient of a dense array of any rank but 2.
-
-        Args:
-          gradient: the clipped gradient.
-          state: state before the step.
-          array: values after weight decay.
-        """
-        b = self._decay_at(state.count + 1)
-        squares = jnp.square(gradient) + self.epsilon_1
-        if state.velocities is not None:
-            velocities = b * state.velocities + (1 - b) * squares
-            scaled = gradient * _inverse_root(velocities)
-            state = state._replace(velocities=velocities)
-        else:
-            rows = b * state.row_accumulators + (1 - b) * jnp.mean(squares, axis=-1)
-            columns = b * state.column_accumulators
-            columns += (1 - b) * jnp.mean(squares, axis=-2)
-            means = jnp.mean(rows, axis=-1, keepdims=True)
-            profile = columns / jnp.where(means > 0, means, 1)
-            # Two roots: the product of both could underflow.
-            scaled = gradient * _inverse_root(rows)[..., None]
-            scaled *= _inverse_root(profile)[..., None, :]
-            state = state._replace(row_accumulators=rows, column_accumulators=columns)
-        return ScaledGradient(scaled, _rms(scaled), _rms(array), state)
-
-    def scale_rows(
-        self,
-        gradient: jax.Array,
-        state: AdafactorState,
-        rows: tuple[jax.Array, jax.Array],
-        tables: TableRows,
-    ) -> ScaledGradient:
-        """Scales the gradients of the rows at hand.
-
-        Args:
-          gradient: the clipped gradient, `[rows, dim]`.
-          state: state before the step.
-          rows: the rows before and after weight decay.
-          tables: the tables of the rows.
-        """
-        before, decayed = rows
-        # Outside of the layer all rows are at hand, and may have been set since.
-        squares = state.squares if is_in_layer() else sum_of_squares(before, tables)
-        state = self._move_rows(gradient, state._replace(squares=squares), tables)
-        change = jnp.sum(jnp.square(decayed) - jnp.square(before), axis=1)
-        columns, change, num_rows = self._move_columns(gradient, state, tables, change)
-        means = jnp.mean(columns, axis=1, keepdims=True)
-        # A table that was never touched has no column moments yet.
-        profile = columns / jnp.where(means > 0, means, 1)
-        scaled = gradient * _inverse_root(state.row_accumulators)[:, None]
-        scaled *= tables.per_row(_inverse_root(profile))
-        scaled = jnp.where(self.rows_to_update(tables)[:, None], scaled, 0)
-        dim = gradient.shape[1]
-        total = tables.total(jnp.sum(jnp.square(scaled), axis=1))
-        rms = jnp.sqrt(total / (num_rows * dim))
-        num_values = jnp.maximum(tables.table_sizes, 1) * dim
-        scale = jnp.sqrt(jnp.maximum(squares.value + change, 0) / num_values)
-        state = state._replace(column_accumulators=columns)
-        return ScaledGradient(scaled, rms, scale, state)
-
-    def rows_to_update(self, tables: TableRows) -> Any:
-        """Returns the mask of the rows to update: in mode "lazy" the touched ones."""
-        return tables.is_touched if self.mode == "lazy" else tables.is_used
-
-    def _decay_at(self, t: jax.Array) -> jax.Array:
-        """Returns the decay of the accumulators in update `t`, counted from 1."""
-        return 1 - jnp.power(t.astype(jnp.float32), self.beta_2_decay)
-
-    def _move_rows(
-        self, gradient: Any, state: AdafactorState, tables: TableRows
-    ) -> AdafactorState:
-        """Returns the state with the new `r`, and the new clocks."""
-        mean = jnp.mean(jnp.square(gradient), axis=1) + self.epsilon_1
-        old = state.row_accumulators
-        if state.clock is None:  # Mode "lazy".
-            clocks = state.row_clocks + 1
-            b = self._decay_at(clocks)
-            moves = tables.is_touched
-            return state._replace(
-                row_accumulators=jnp.where(moves, b * old + (1 - b) * mean, old),
-                row_clocks=jnp.where(moves, clocks, state.row_clocks),
-            )
-        # Applies the updates that the row missed. With gradient 0, each of them is
-        # r = b * r + (1 - b) * epsilon_1.
-        missed = jnp.exp(state.clock.value - state.row_clocks)
-        old = missed * old + (1 - missed) * self.epsilon_1
-        b = self._decay_at(state.count + 1)
-        # The first step has b = 0, whose logarithm is infinite. It may be skipped: rows
-        # that it does not touch stay at epsilon_1, their initial value.
-        clock = state.clock.plus(jnp.where(b > 0, jnp.log(jnp.maximum(b, 1e-30)), 0.0))
-        return state._replace(
-            row_accumulators=b * old + (1 - b) * mean,
-            row_clocks=jnp.broadcast_to(clock.value, old.shape),
-            clock=clock,
-        )
-
-    def _move_columns(
-        self, gradient: Any, state: AdafactorState, tables: TableRows, change: Any
-    ) -> tuple[Any, Any, Any]:
-        """Returns the new `c`, the total of `change`, and the rows that means are over.
-
-        All of them are of each table. They take one all-reduce.
-        """
-        dim = gradient.shape[1]
-        moves = self.rows_to_update(tables)
-        columns = jnp.where(moves[:, None], jnp.square(gradient), 0)
-        count = moves.astype(jnp.float32)
-        parts = [columns, count[:, None], change[:, None]]
-        totals = tables.total(jnp.concatenate(parts, axis=1))
-        sums, counts, change = totals[:, :dim], totals[:, dim], totals[:, dim + 1]
-        num_rows = tables.table_sizes if self.mode == "exact" else counts
-        is_any = num_rows > 0
-        num_rows = jnp.maximum(num_rows, 1)
-        b = self._decay_at(state.count + 1)
-        old = state.column_accumulators
-        new = b * old + (1 - b) * (sums / num_rows[:, None] + self.epsilon_1)
-        return jnp.where(is_any[:, None], new, old), change, num_rows
-
-
 def sum_of_squares(rows: Any, tables: TableRows) -> CompensatedSum:
     """Returns the sum of the squares of the elements of each table."""
     rows = rows.astype(jnp.float32)  # Dense parameters may be narrow.
@@ -443,7 +287,7 @@ def _rms(values: jax.Array) -> jax.Array:
     return jnp.sqrt(jnp.mean(jnp.square(values)))
 
 
-@takes_own_options(
+@public_optimizer(
     weight_decay=finite,
     clipvalue=positive_bound,
     name=lambda _: PASSED,  # It has no effect.
@@ -554,12 +398,12 @@ def adafactor(
       use_ema: True keeps moving averages of the rows.
       ema_momentum: decay of these averages, in [0, 1].
       ema_overwrite_frequency: number of updates after which the averages replace the
-        rows; None: never. It excludes `gradient_accumulation_steps`.
+        rows. Defaults to never. It excludes `gradient_accumulation_steps`.
       loss_scale_factor: factor by which the loss was multiplied, positive; gradients
         are divided by it.
       gradient_accumulation_steps: number of steps, at least 2, whose mean gradient
-        makes one update; None: each step updates. As in Keras, averages advance in
-        each of these steps.
+        makes one update. By default, each step updates. As in Keras, averages
+        advance in each of these steps.
       name: without effect; an argument of Keras.
       mode: `"lazy"` or `"exact"`, see above.
       ema_start: `"first_update"` starts the averages at the rows after the first
@@ -583,13 +427,15 @@ def adafactor(
     steps = gradient_accumulation_steps or 1
     rule = _Adafactor(
         learning_rate=learning_rate,
+        beta_2_decay=beta_2_decay,
+        epsilon_1=epsilon_1,
         epsilon_2=epsilon_2,
         clip_threshold=clip_threshold,
         weight_decay=weight_decay,
+        mode=mode,
         clip=Clipping(
             loss_scale_factor, clipvalue, clipnorm, global_clipnorm, clipnorm_of
         ),
-        moments=Moments(beta_2_decay, epsilon_1, mode),
         averages=(
             Averages(ema_momentum, ema_overwrite_frequency, ema_start, steps)
             if use_ema
@@ -602,9 +448,10 @@ def adafactor(
     transformation = for_each_array(rule.init, rule.update)
     if global_clipnorm is not None:
         transformation = with_norm_of_arrays(transformation, steps)
-    driver: Driver = Touched(occurrence_norm=of_occurrences)
     if rule.moves_every_row:
-        driver = EveryRow(gradient_steps=steps)
+        driver: Driver = EveryRow(gradient_steps=steps)
+    else:
+        driver = Touched(occurrence_norm=of_occurrences)
     row_optimizer = RowOptimizer(
         transformation=transformation,
         driver=driver,
@@ -638,51 +485,75 @@ def _collecting(
 class _Adafactor:
     """The rule of the rows of tables, and of a dense array of any rank.
 
+    Other fields are the arguments of `adafactor` with their names.
+
     Attributes:
-      learning_rate: scalar, or schedule of the step.
-      epsilon_2: see `adafactor`; so are the next two.
-      clip_threshold: largest root mean square of `u`.
-      weight_decay: fraction of the rows, times the learning rate, lost in a step.
       clip: unscales and clips a gradient.
-      moments: scales a gradient by its second moments.
-      averages: keeps moving averages of the rows; None: it does not.
+      averages: keeps moving averages of the rows, unless it is `None`.
       gradient_steps: steps whose gradients one update averages.
     """
 
     learning_rate: optax.ScalarOrSchedule
+    beta_2_decay: Any
+    epsilon_1: Any
     epsilon_2: Any
     clip_threshold: Any
     weight_decay: Any
+    mode: AdafactorMode
     clip: Clipping
-    moments: Moments
     averages: Averages | None
     gradient_steps: int
 
     @property
     def moves_every_row(self) -> bool:
         """True if rows that the step does not look up change in the same step."""
-        decays_all = self.moments.mode == "exact" and self.weight_decay is not None
+        decays_all = self.mode == "exact" and self.weight_decay is not None
         overwrites = self.averages and self.averages.overwrite_frequency is not None
         return self.gradient_steps > 1 or decays_all or bool(overwrites)
 
     def init(self, array: Any) -> AdafactorState:
         """Returns the state of the rows of one stack, or of a dense array."""
-        state = self.moments.init(array)
+        shape, is_exact = array.shape, self.mode == "exact"
+        state = AdafactorState(
+            count=jnp.zeros((), jnp.int32), clock=NO_SUM if is_exact else None
+        )
+        if len(shape) < 2:
+            state = state._replace(velocities=jnp.zeros(shape, jnp.float32))
+        elif len(shape) > 2:
+            state = state._replace(
+                row_accumulators=jnp.zeros(shape[:-1], jnp.float32),
+                column_accumulators=jnp.zeros((*shape[:-2], shape[-1]), jnp.float32),
+            )
+        else:
+            tables = table_rows(array)
+            num_tables = tables.table_sizes.shape[0]
+            start = self.epsilon_1 if is_exact else 0.0
+            state = state._replace(
+                row_accumulators=jnp.full(shape[0], start, jnp.float32),
+                row_clocks=jnp.zeros(shape[0], jnp.float32),
+                column_accumulators=jnp.zeros((num_tables, shape[1]), jnp.float32),
+                squares=sum_of_squares(array, tables),
+                clock=compensated_sum(jnp.zeros(())) if is_exact else None,
+            )
         return state if self.averages is None else self.averages.init(state, array)
 
     def update(self, gradient: Any, state: Any, array: Any) -> tuple[Any, Any]:
         """Returns the updates of the rows or the array, and the new state."""
         tables = table_rows(gradient) if gradient.ndim == 2 else None
-        # Keras' schedules count steps, of which an update may take several.
+        # Keras' schedules count steps. An update may take several.
         step = state.count * self.gradient_steps + self.gradient_steps - 1
         rate = learning_rate_at(self.learning_rate, step)
         gradient = self.clip(jnp.asarray(gradient, jnp.float32), tables)
-        old = jnp.asarray(array, jnp.float32)
-        decayed = self._decayed(rate, old, tables)
+        old = decayed = jnp.asarray(array, jnp.float32)
+        if self.weight_decay is not None:
+            lost = self.weight_decay * rate * old
+            if tables is not None:
+                lost = jnp.where(self._rows_to_update(tables)[:, None], lost, 0)
+            decayed = old - lost
         if tables is None:
-            scaled = self.moments.scale_array(gradient, state, decayed)
+            scaled = self._scale_array(gradient, state, decayed)
         else:
-            scaled = self.moments.scale_rows(gradient, state, (old, decayed), tables)
+            scaled = self._scale_rows(gradient, state, old, decayed, tables)
         t = (state.count + 1).astype(jnp.float32)
         alpha = jnp.maximum(self.epsilon_2, scaled.scale)
         alpha *= jnp.minimum(rate, jax.lax.rsqrt(t))
@@ -701,14 +572,128 @@ class _Adafactor:
             state = state._replace(squares=total)
         return updates, state._replace(count=state.count + 1)
 
-    def _decayed(self, rate: Any, old: Any, tables: TableRows | None) -> Any:
-        """Returns the values after weight decay."""
-        if self.weight_decay is None:
-            return old
-        lost = self.weight_decay * rate * old
-        if tables is not None:
-            lost = jnp.where(self.moments.rows_to_update(tables)[:, None], lost, 0)
-        return old - lost
+    def _scale_array(
+        self, gradient: jax.Array, state: AdafactorState, array: Any
+    ) -> ScaledGradient:
+        """Scales the gradient of a dense array of any rank but 2.
+
+        Args:
+          gradient: the clipped gradient.
+          state: state before the step.
+          array: values after weight decay.
+        """
+        b = self._decay_at(state.count + 1)
+        squares = jnp.square(gradient) + self.epsilon_1
+        if state.velocities is not None:
+            velocities = b * state.velocities + (1 - b) * squares
+            scaled = gradient * _inverse_root(velocities)
+            state = state._replace(velocities=velocities)
+        else:
+            rows = b * state.row_accumulators + (1 - b) * jnp.mean(squares, axis=-1)
+            columns = b * state.column_accumulators
+            columns += (1 - b) * jnp.mean(squares, axis=-2)
+            means = jnp.mean(rows, axis=-1, keepdims=True)
+            profile = columns / jnp.where(means > 0, means, 1)
+            # Two roots: the product of both could underflow.
+            scaled = gradient * _inverse_root(rows)[..., None]
+            scaled *= _inverse_root(profile)[..., None, :]
+            state = state._replace(row_accumulators=rows, column_accumulators=columns)
+        return ScaledGradient(scaled, _rms(scaled), _rms(array), state)
+
+    def _scale_rows(
+        self,
+        gradient: jax.Array,
+        state: AdafactorState,
+        old: jax.Array,
+        decayed: jax.Array,
+        tables: TableRows,
+    ) -> ScaledGradient:
+        """Scales the gradients of the rows at hand.
+
+        Args:
+          gradient: the clipped gradient, `[rows, dim]`.
+          state: state before the step.
+          old: the rows before weight decay.
+          decayed: the rows after it.
+          tables: the tables of the rows.
+        """
+        # Outside of the layer all rows are at hand, and may have been set since.
+        squares = state.squares if is_in_layer() else sum_of_squares(old, tables)
+        moves, dim = self._rows_to_update(tables), gradient.shape[1]
+        state = self._move_rows(gradient, state._replace(squares=squares), tables)
+
+        # The sums of a table over its rows take one all-reduce: of the columns' squared
+        # gradients, of rows that move, and of the change of squares by weight decay.
+        change = jnp.sum(jnp.square(decayed) - jnp.square(old), axis=1)
+        totals = tables.total(
+            jnp.concatenate(
+                [
+                    jnp.where(moves[:, None], jnp.square(gradient), 0),
+                    moves.astype(jnp.float32)[:, None],
+                    change[:, None],
+                ],
+                axis=1,
+            )
+        )
+        sums, counts, change = totals[:, :dim], totals[:, dim], totals[:, dim + 1]
+        num_rows = tables.table_sizes if self.mode == "exact" else counts
+        has_rows = num_rows > 0
+        num_rows = jnp.maximum(num_rows, 1)
+        b = self._decay_at(state.count + 1)
+        columns = b * state.column_accumulators
+        columns += (1 - b) * (sums / num_rows[:, None] + self.epsilon_1)
+        columns = jnp.where(has_rows[:, None], columns, state.column_accumulators)
+
+        means = jnp.mean(columns, axis=1, keepdims=True)
+        # A table that was never touched has no column moments yet.
+        profile = columns / jnp.where(means > 0, means, 1)
+        scaled = gradient * _inverse_root(state.row_accumulators)[:, None]
+        scaled *= tables.per_row(_inverse_root(profile))
+        scaled = jnp.where(moves[:, None], scaled, 0)
+        total = tables.total(jnp.sum(jnp.square(scaled), axis=1))
+        num_values = jnp.maximum(tables.table_sizes, 1) * dim
+        return ScaledGradient(
+            values=scaled,
+            rms=jnp.sqrt(total / (num_rows * dim)),
+            scale=jnp.sqrt(jnp.maximum(squares.value + change, 0) / num_values),
+            state=state._replace(column_accumulators=columns),
+        )
+
+    def _rows_to_update(self, tables: TableRows) -> Any:
+        """Returns the mask of the rows to update: in mode "lazy" the touched ones."""
+        return tables.is_touched if self.mode == "lazy" else tables.is_used
+
+    def _decay_at(self, t: jax.Array) -> jax.Array:
+        """Returns the decay of the accumulators in update `t`, counted from 1."""
+        return 1 - jnp.power(t.astype(jnp.float32), self.beta_2_decay)
+
+    def _move_rows(
+        self, gradient: Any, state: AdafactorState, tables: TableRows
+    ) -> AdafactorState:
+        """Returns the state with the new `r`, and the new clocks."""
+        mean = jnp.mean(jnp.square(gradient), axis=1) + self.epsilon_1
+        old = state.row_accumulators
+        if state.clock is None:  # Mode "lazy".
+            clocks = state.row_clocks + 1
+            b = self._decay_at(clocks)
+            moves = tables.is_touched
+            return state._replace(
+                row_accumulators=jnp.where(moves, b * old + (1 - b) * mean, old),
+                row_clocks=jnp.where(moves, clocks, state.row_clocks),
+            )
+        # Applies the updates that the row missed. With gradient 0, each of them is
+        # r = b * r + (1 - b) * epsilon_1.
+        missed = jnp.exp(state.clock.value - state.row_clocks)
+        old = missed * old + (1 - missed) * self.epsilon_1
+        b = self._decay_at(state.count + 1)
+        # The first step has b = 0, whose logarithm is infinite. It may be skipped: rows
+        # that it does not touch stay at epsilon_1, their initial value.
+        clock = state.clock.plus(jnp.where(b > 0, jnp.log(jnp.maximum(b, 1e-30)), 0.0))
+        return state._replace(
+            row_accumulators=b * old + (1 - b) * mean,
+            row_clocks=jnp.broadcast_to(clock.value, old.shape),
+            clock=clock,
+        )
 
 
 def _check_together(rule: _Adafactor) -> None:
@@ -719,7 +704,7 @@ def _check_together(rule: _Adafactor) -> None:
     if len(given) > 1:
         raise ValueError(
             "adafactor: at most one of clipnorm, clipvalue and global_clipnorm may be "
-            f"given, got {given}. Set the others to None."
+            f"given, got {given}. Keep one of them."
         )
     is_of_occurrences = clip.clipnorm is not None and clip.clipnorm_of == "occurrences"
     if is_of_occurrences and rule.moves_every_row:
@@ -736,6 +721,6 @@ def _check_together(rule: _Adafactor) -> None:
             "adafactor: ema_overwrite_frequency must be None with "
             "gradient_accumulation_steps, got "
             f"{rule.averages.overwrite_frequency} and {steps}. Keras would overwrite "
-            "the rows in steps without an update, too. Leave one out, and call "
+            "the rows in steps without an update as well. Leave one out, and call "
             "finalize_variable_values at the end."
         )

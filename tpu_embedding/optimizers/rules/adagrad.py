@@ -29,8 +29,7 @@ from tpu_embedding.optimizers.checks import (
 from tpu_embedding.optimizers.learning_rates import learning_rate_at
 from tpu_embedding.optimizers.options import (
     CommonOptions,
-    takes_common_options,
-    takes_own_options,
+    public_optimizer,
 )
 from tpu_embedding.optimizers.rules._clipping import proximal_step
 from tpu_embedding.optimizers.table_rows import table_rows
@@ -50,7 +49,7 @@ class AdagradState(NamedTuple):
     accumulators: jax.Array
 
 
-@takes_common_options(epsilon=non_negative)
+@public_optimizer(epsilon=non_negative)
 def adagrad(
     learning_rate: optax.ScalarOrSchedule = 0.001,
     initial_accumulator_value: float = 0.1,
@@ -105,7 +104,7 @@ def adagrad(
     )
 
 
-@takes_common_options(epsilon=non_negative, initial_accumulator_value=non_negative)
+@public_optimizer(epsilon=non_negative, initial_accumulator_value=non_negative)
 def rowwise_adagrad(
     learning_rate: optax.ScalarOrSchedule = 0.001,
     initial_accumulator_value: float = 0.1,
@@ -137,7 +136,7 @@ def rowwise_adagrad(
     Args:
       learning_rate: scalar, or schedule of the step counted from 0.
       initial_accumulator_value: start of `a`, positive; 0 is allowed with an epsilon.
-      epsilon: non-negative; outside the root, unlike that of `adagrad`.
+      epsilon: non-negative; outside the root, unlike `adagrad`'s.
       weight_decay: non-negative.
       weight_decay_mode: `"l2"` adds the decay to the gradient; `"decoupled"` takes it
         from the row.
@@ -183,7 +182,7 @@ class AdagradMomentumState(NamedTuple):
     momenta: jax.Array
 
 
-@takes_common_options()
+@public_optimizer()
 def adagrad_momentum(
     learning_rate: optax.ScalarOrSchedule = 0.001,
     momentum: float = 0.0,
@@ -255,14 +254,19 @@ def adagrad_momentum(
     )
 
 
-class BoundedAdagradState(NamedTuple):
-    """State of `bounded_adagrad`: slot variable `[rows, dim]`, and count of updates."""
+class CountedAdagradState(NamedTuple):
+    """State of the rules that need the step of a learning rate.
+
+    Attributes:
+      count: updates so far.
+      accumulators: sums of squared gradients, `[rows, dim]`.
+    """
 
     count: jax.Array
     accumulators: jax.Array
 
 
-@takes_common_options()
+@public_optimizer()
 def bounded_adagrad(
     learning_rate: optax.ScalarOrSchedule = 0.001,
     initial_accumulator_value: float = 0.1,
@@ -312,7 +316,7 @@ def bounded_adagrad(
     """
 
     def init(params):
-        return BoundedAdagradState(
+        return CountedAdagradState(
             count=jnp.zeros((), jnp.int32),
             accumulators=jnp.full_like(params, initial_accumulator_value),
         )
@@ -326,7 +330,7 @@ def bounded_adagrad(
         rate = learning_rate_at(learning_rate, state.count)
         bound = _or_infinite(max_var_update)
         steps = jnp.clip(rate * updates * jax.lax.rsqrt(used), -bound, bound)
-        return -steps, BoundedAdagradState(state.count + 1, accumulators)
+        return -steps, CountedAdagradState(state.count + 1, accumulators)
 
     return for_each_array(init, update)
 
@@ -337,14 +341,7 @@ def _or_infinite(bound: Any) -> jax.Array:
     return jnp.where(bound > 0, bound, jnp.inf)
 
 
-class ProximalAdagradState(NamedTuple):
-    """State of `proximal_adagrad`: slot variable `[rows, dim]`, count of updates."""
-
-    count: jax.Array
-    accumulators: jax.Array
-
-
-@takes_common_options()
+@public_optimizer()
 def proximal_adagrad(
     learning_rate: optax.ScalarOrSchedule = 0.001,
     *,
@@ -387,7 +384,7 @@ def proximal_adagrad(
     """
 
     def init(params):
-        return ProximalAdagradState(
+        return CountedAdagradState(
             count=jnp.zeros((), jnp.int32),
             accumulators=jnp.full_like(params, initial_accumulator_value),
         )
@@ -397,19 +394,12 @@ def proximal_adagrad(
         rate = learning_rate_at(learning_rate, state.count)
         eta = rate * jax.lax.rsqrt(accumulators)
         rows = proximal_step(params - eta * updates, eta, l1, l2)
-        return rows - params, ProximalAdagradState(state.count + 1, accumulators)
+        return rows - params, CountedAdagradState(state.count + 1, accumulators)
 
     return for_each_array(init, update)
 
 
-class ClippyAdagradState(NamedTuple):
-    """State of `clippy_adagrad`: slot variable `[rows, dim]`, and count of updates."""
-
-    count: jax.Array
-    accumulators: jax.Array
-
-
-@takes_common_options(initial_accumulator_value=non_negative)
+@public_optimizer(initial_accumulator_value=non_negative)
 def clippy_adagrad(
     learning_rate: optax.ScalarOrSchedule = 0.001,
     initial_accumulator_value: float = 0.1,
@@ -478,7 +468,7 @@ def clippy_adagrad(
         )
 
     def init(params: Any) -> Any:
-        return ClippyAdagradState(
+        return CountedAdagradState(
             count=jnp.zeros((), jnp.int32),
             accumulators=jnp.full_like(params, initial_accumulator_value),
         )
@@ -503,7 +493,7 @@ def clippy_adagrad(
         if not use_standard_accumulator_update:
             added = scale * updates if clip_accumulator_update else updates
             accumulators = accumulators + jnp.square(added)
-        return -scale * step, ClippyAdagradState(state.count + 1, accumulators)
+        return -scale * step, CountedAdagradState(state.count + 1, accumulators)
 
     return for_each_array(init, update)
 
@@ -522,7 +512,7 @@ class FrequencyAwareAdagradState(NamedTuple):
     counters: jax.Array
 
 
-@takes_common_options()
+@public_optimizer()
 def frequency_aware_adagrad(
     learning_rate: optax.ScalarOrSchedule = 0.01,
     initial_accumulator_value: float = 0.1,
@@ -613,7 +603,7 @@ class FrequencyEstimatorState(NamedTuple):
     last_hit_step: jax.Array
 
 
-@takes_own_options()
+@public_optimizer()
 def frequency_estimator(
     tau: float,
     max_delta: float,

@@ -18,7 +18,7 @@ import optax
 from tpu_embedding.optimizers.array_rules import for_each_array
 from tpu_embedding.optimizers.checks import non_negative, positive
 from tpu_embedding.optimizers.learning_rates import learning_rate_at
-from tpu_embedding.optimizers.options import CommonOptions, takes_common_options
+from tpu_embedding.optimizers.options import CommonOptions, public_optimizer
 from tpu_embedding.optimizers.row_optimizer import every_row
 from tpu_embedding.optimizers.rules._clipping import (
     ftrl_rows,
@@ -28,12 +28,13 @@ from tpu_embedding.optimizers.rules._clipping import (
 
 
 class AdamState(NamedTuple):
-    """State of `adam`.
+    """State of `adam`, and of the rules of `rowwise` that keep both moments.
 
     Attributes:
       count: updates so far.
       momenta: moving averages of the gradients, `[rows, dim]`.
-      velocities: moving averages of their squares, `[rows, dim]`.
+      velocities: moving averages of their squares, `[rows, dim]`; `[rows]` for the
+        rules with one velocity per row.
     """
 
     count: jax.Array
@@ -41,7 +42,7 @@ class AdamState(NamedTuple):
     velocities: jax.Array
 
 
-@takes_common_options()
+@public_optimizer()
 def adam(
     learning_rate: optax.ScalarOrSchedule = 0.001,
     beta_1: float = 0.9,
@@ -99,12 +100,6 @@ def adam(
       >>> [round(x, 4) for x in updates[0].tolist()]
       [-0.3162, -0.3162]
     """
-    if not lazy_adam and not options.get("use_gradient_accumulation", True):
-        raise ValueError(
-            "adam: lazy_adam=False moves every row once by its summed gradient, so "
-            "use_gradient_accumulation must be True, got False. Leave it out, or set "
-            "lazy_adam=True."
-        )
     if sum_inside_sqrt and positive(epsilon**2).problem:
         raise ValueError(
             "adam: epsilon must be at least 1.1e-19 with sum_inside_sqrt=True, which "
@@ -147,7 +142,7 @@ class ProximalYogiState(NamedTuple):
     m: jax.Array
 
 
-@takes_common_options(initial_accumulator_value=non_negative)
+@public_optimizer(initial_accumulator_value=non_negative)
 def proximal_yogi(
     learning_rate: optax.ScalarOrSchedule = 0.01,
     beta_1: float = 0.9,
@@ -172,9 +167,9 @@ def proximal_yogi(
     `m` are `[rows, dim]`. `v` starts at `initial_accumulator_value`, `m` at 0.
 
     Source: Zaheer et al. (2018), as `ProximalYogiParameters` of TensorFlow's
-    `optimization_parameters.proto`. The defaults are those of
+    `optimization_parameters.proto`. The defaults come from
     `tensorflow/python/tpu/tpu_embedding.py`. TensorFlow publishes the parameters but
-    not the formula; the proximal step is assumed to be that of `proximal_adagrad`.
+    not the formula; the proximal step is assumed to be `proximal_adagrad`'s.
 
     There is no bias correction, unlike in `optax.yogi`. TensorFlow's users multiply the
     learning rate by `sqrt(1 - beta_2**t) / (1 - beta_1**t)`, with `t` the step from 1.
@@ -227,7 +222,7 @@ class OnlineYogiState(NamedTuple):
     linears: jax.Array
 
 
-@takes_common_options()
+@public_optimizer()
 def online_yogi(
     learning_rate: optax.ScalarOrSchedule = 0.01,
     l1: float = 0.0,
@@ -318,7 +313,7 @@ class RMSPropState(NamedTuple):
     mg: jax.Array | None
 
 
-@takes_common_options()
+@public_optimizer()
 def rmsprop(
     learning_rate: optax.ScalarOrSchedule = 0.001,
     *,
@@ -339,7 +334,7 @@ def rmsprop(
         w -= mom
 
     The slot variables `ms`, `mom` and `mg` are `[rows, dim]`. `ms` starts at
-    `initial_ms`, the others at 0. `mg` is a slot variable only if centered.
+    `initial_ms`, `mom` and `mg` at 0. `mg` is a slot variable only if centered.
 
     Source: Tieleman and Hinton (2012), as `RmsPropParameters` and
     `CenteredRmsPropParameters` of TensorFlow's `optimization_parameters.proto`, and its
@@ -396,7 +391,7 @@ class AdadeltaState(NamedTuple):
     updates: jax.Array
 
 
-@takes_common_options()
+@public_optimizer()
 def adadelta(
     learning_rate: optax.ScalarOrSchedule = 0.001,
     rho: float = 0.95,

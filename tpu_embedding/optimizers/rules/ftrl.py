@@ -17,7 +17,7 @@ from tpu_embedding.optimizers.checks import (
     positive,
 )
 from tpu_embedding.optimizers.learning_rates import learning_rate_at
-from tpu_embedding.optimizers.options import CommonOptions, takes_common_options
+from tpu_embedding.optimizers.options import CommonOptions, public_optimizer
 from tpu_embedding.optimizers.rules._clipping import ftrl_rows, split_zero_rate
 
 
@@ -29,7 +29,7 @@ class FTRLState(NamedTuple):
     linears: jax.Array
 
 
-@takes_common_options(initial_accumulator_value=non_negative)
+@public_optimizer(initial_accumulator_value=non_negative)
 def ftrl(
     learning_rate: optax.ScalarOrSchedule = 0.001,
     *,

@@ -5,7 +5,6 @@ Hutter, "Decoupled Weight Decay Regularization", ICLR 2019.
 """
 
 import dataclasses
-import functools
 from typing import Any, Final, Literal, NamedTuple, Unpack
 
 import jax
@@ -15,7 +14,7 @@ from jax.core import Tracer
 
 from tpu_embedding.optimizers.array_rules import for_each_array
 from tpu_embedding.optimizers.learning_rates import learning_rate_at
-from tpu_embedding.optimizers.options import CommonOptions, takes_common_options
+from tpu_embedding.optimizers.options import CommonOptions, public_optimizer
 
 SkippedSteps = Literal["ignore", "catch_up"]
 
@@ -33,9 +32,9 @@ class LazyAdamState(NamedTuple):
       count: updates so far.
       mu: moving averages of the gradients, `[rows, dim]`.
       nu: moving averages of their squares, `[rows, dim]`.
-      last_counts: the `count` after the latest update of each row, int32 `[rows]`; 0
-        for none. Such a row has skipped nothing: its moments are 0, or come from a
-        checkpoint of a rule that ignores skipped steps.
+      last_counts: the `count` after the latest update of each row, int32 `[rows]`. A
+        row at 0 has skipped nothing: its moments are 0, or come from a checkpoint of a
+        rule that ignores skipped steps.
     """
 
     count: jax.Array
@@ -44,7 +43,7 @@ class LazyAdamState(NamedTuple):
     last_counts: jax.Array
 
 
-@takes_common_options()
+@public_optimizer()
 def lazy_adam(
     learning_rate: optax.ScalarOrSchedule = 0.001,
     beta_1: float = 0.9,
@@ -71,12 +70,12 @@ def lazy_adam(
 
     * `"ignore"`: the row and its moments stay as they are. This is the usual lazy Adam.
     * `"catch_up"`: the next step that looks the row up takes the skipped steps first,
-      and then its own. After it, the row and its moments are those of dense Adam that
-      was given the same gradients. An int32 slot variable per row holds the latest
+      and then its own. After it, the row and its moments equal dense Adam's with the
+      same gradients. An int32 slot variable per row holds the latest
       step.
 
     With `"catch_up"`, a lookup between the two steps reads the row before the skipped
-    moves. So does the lookup of the step that takes them, whose gradient is that of the
+    moves. So does the lookup of the step that takes them, whose gradient belongs to the
     row as it was read. The moves shrink by `beta_1 / sqrt(beta_2)` in each step, 0.9005
     by default. Up to 198 of them are taken in a loop over the touched rows; later ones
     add less than float32 shows. The loop goes on for all rows until the one that waited
@@ -161,17 +160,19 @@ class _CatchUpAdam:
         """Takes the steps that each row skipped, and then its own."""
         del params
         updates = updates.astype(state.mu.dtype)
-        count = state.count + 1
-        # In sequence, a row is updated several times in one step.
+        # In sequence, a row is updated several times in one step, and skips none.
         num_skipped = jnp.maximum(state.count - state.last_counts, 0)
         num_skipped = jnp.where(state.last_counts == 0, 0, num_skipped)
         num_skipped = num_skipped.astype(jnp.float32)
         skipped = self.skipped_moves(state, num_skipped)
-        decays = [
-            jnp.power(x, num_skipped + 1)[:, None] for x in (self.beta_1, self.beta_2)
-        ]
-        mu = decays[0] * state.mu + (1 - self.beta_1) * updates
-        nu = decays[1] * state.nu + (1 - self.beta_2) * jnp.square(updates)
+
+        mu_decay, nu_decay = (
+            jnp.power(beta, num_skipped + 1)[:, None]
+            for beta in (self.beta_1, self.beta_2)
+        )
+        mu = mu_decay * state.mu + (1 - self.beta_1) * updates
+        nu = nu_decay * state.nu + (1 - self.beta_2) * jnp.square(updates)
+        count = state.count + 1
         counts = jnp.broadcast_to(count, state.last_counts.shape)
         sizes, corrections = self.step_sizes(counts)
         own = sizes[:, None] * mu / (jnp.sqrt(nu / corrections[:, None]) + self.epsilon)
@@ -184,53 +185,39 @@ class _CatchUpAdam:
 
             step_size(t + k) * beta_1**k * mu
             / (sqrt(beta_2**k * nu / correction(t + k)) + epsilon)
-        """
-        num_moves = self.num_moves(state, num_skipped)
-        most = jnp.max(num_moves, initial=0)
-        roots = jnp.sqrt(state.nu)
-        turn = functools.partial(self.take_turn, state.last_counts, roots, num_moves)
-        start = jnp.zeros((), jnp.float32), jnp.zeros_like(roots)
-        _, total = jax.lax.while_loop(lambda carry: carry[0] < most, turn, start)
-        # Without a gradient so far, the total may be infinite.
-        return jnp.where(state.mu == 0, 0, total * state.mu)
 
-    def num_moves(self, state: LazyAdamState, num_skipped: jax.Array) -> jax.Array:
-        """Returns the skipped moves that add something to each row, float32 `[rows]`.
-
-        Moves shrink about as `shrink**k`; those after `enough` are negligible.
+        Args:
+          state: the state before these steps.
+          num_skipped: number of these steps, float32 `[rows]`.
         """
+        # Moves shrink about as `shrink**k`; those after `enough` are negligible.
         shrink = self.beta_1 / jnp.sqrt(jnp.asarray(self.beta_2, jnp.float32))
         enough = jnp.log(_NEGLIGIBLE * (1 - shrink)) / jnp.log(shrink)
         enough = jnp.where(shrink < 1, jnp.ceil(enough), jnp.inf)
         # A row without momentum does not move, such as padding and new rows.
         is_moving = jnp.any(state.mu != 0, axis=1)
-        return jnp.where(is_moving, jnp.minimum(num_skipped, enough), 0)
+        num_moves = jnp.where(is_moving, jnp.minimum(num_skipped, enough), 0)
+        nu_roots = jnp.sqrt(state.nu)
 
-    def take_turn(
-        self,
-        last_counts: jax.Array,
-        roots: jax.Array,
-        num_moves: jax.Array,
-        carry: tuple[Any, Any],
-    ) -> tuple[Any, Any]:
-        """Adds the next `_STEPS_PER_TURN` moves, in units of `mu`, to the total.
+        def add_moves(turn: jax.Array, total: jax.Array) -> jax.Array:
+            """Adds the moves of a turn, in units of `mu`, to their total."""
+            for i in range(_STEPS_PER_TURN):
+                step = _STEPS_PER_TURN * turn + i + 1
+                k = step.astype(jnp.float32)
+                t = jnp.maximum(state.last_counts + step, 1)
+                sizes, corrections = self.step_sizes(t)
+                is_taken = (k <= num_moves) & jnp.isfinite(sizes)
+                sizes = jnp.where(is_taken, sizes * self.beta_1**k, 0)
+                scales = jnp.sqrt(self.beta_2**k / corrections)
+                total += sizes[:, None] / (nu_roots * scales[:, None] + self.epsilon)
+            return total
 
-        Args:
-          last_counts: see `LazyAdamState`.
-          roots: square roots of `nu`.
-          num_moves: moves of each row to add.
-          carry: the moves added so far, and their total.
-        """
-        k, total = carry
-        for _ in range(_STEPS_PER_TURN):
-            k += 1
-            t = last_counts + k.astype(jnp.int32)
-            sizes, corrections = self.step_sizes(jnp.maximum(t, 1))
-            is_taken = (k <= num_moves) & jnp.isfinite(sizes)
-            sizes = jnp.where(is_taken, sizes * self.beta_1**k, 0)
-            scales = jnp.sqrt(self.beta_2**k / corrections)
-            total += sizes[:, None] / (roots * scales[:, None] + self.epsilon)
-        return k, total
+        num_turns = jnp.ceil(jnp.max(num_moves, initial=0) / _STEPS_PER_TURN)
+        total = jax.lax.fori_loop(
+            0, num_turns.astype(jnp.int32), add_moves, jnp.zeros_like(nu_roots)
+        )
+        # Without a gradient so far, the total may be infinite.
+        return jnp.where(state.mu == 0, 0, total * state.mu)
 
     def step_sizes(self, t: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Returns the rate over the correction of `mu`, and the correction of `nu`.
@@ -243,7 +230,7 @@ class _CatchUpAdam:
         return rates / (1 - self.beta_1**t), 1 - self.beta_2**t
 
 
-@takes_common_options()
+@public_optimizer()
 def adamw(
     learning_rate: optax.ScalarOrSchedule = 0.001,
     beta_1: float = 0.9,
@@ -259,9 +246,9 @@ def adamw(
 
         w -= learning_rate * weight_decay * w_before
 
-    `w_before` is the row before the step. The slot variables are those of `lazy_adam`.
-    Rows and moments decay only in steps that look the row up; for all rows in each
-    step write `every_row(optax.adamw(...))`.
+    `w_before` is the row before the step. `lazy_adam` has the same slot
+    variables. Rows and moments decay only in steps that look the row up; for all rows
+    in each step write `every_row(optax.adamw(...))`.
 
     Source: Loshchilov and Hutter (2019), as `optax.adamw`.
 

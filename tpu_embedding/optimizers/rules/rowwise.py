@@ -14,12 +14,13 @@ import optax
 
 from tpu_embedding.optimizers.array_rules import for_each_array
 from tpu_embedding.optimizers.checks import fraction_below_one, may_be_positive
-from tpu_embedding.optimizers.options import CommonOptions, takes_common_options
+from tpu_embedding.optimizers.options import CommonOptions, public_optimizer
+from tpu_embedding.optimizers.rules.adam import AdamState
 
 VelocityOf = Literal["element", "row"]
 
 
-@takes_common_options()
+@public_optimizer()
 def partial_rowwise_adam(
     learning_rate: optax.ScalarOrSchedule = 0.01,
     beta_1: float = 0.9,
@@ -62,12 +63,11 @@ def partial_rowwise_adam(
       >>> state[0].momenta.shape, state[0].velocities.shape
       ((3, 2), (3,))
     """
-    betas = beta_1, beta_2
-    steps = _moment_steps(betas, epsilon, weight_decay, "row")
+    steps = _moment_steps((beta_1, beta_2), epsilon, weight_decay, "row")
     return optax.chain(*steps, optax.scale_by_learning_rate(learning_rate))
 
 
-@takes_common_options()
+@public_optimizer()
 def lamb(
     learning_rate: optax.ScalarOrSchedule = 0.01,
     beta_1: float = 0.9,
@@ -120,7 +120,7 @@ def lamb(
     return optax.chain(*steps, scale_by_row_trust_ratio(), rate)
 
 
-@takes_common_options()
+@public_optimizer()
 def partial_rowwise_lamb(
     learning_rate: optax.ScalarOrSchedule = 0.01,
     beta_1: float = 0.9,
@@ -161,8 +161,7 @@ def partial_rowwise_lamb(
       >>> partial_rowwise_lamb(0.1).init(jnp.ones((3, 2)))[0].velocities.shape
       (3,)
     """
-    betas = beta_1, beta_2
-    steps = _moment_steps(betas, epsilon, weight_decay, "row")
+    steps = _moment_steps((beta_1, beta_2), epsilon, weight_decay, "row")
     rate = optax.scale_by_learning_rate(learning_rate)
     return optax.chain(*steps, scale_by_row_trust_ratio(), rate)
 
@@ -177,7 +176,7 @@ class RowwiseRMSPropState(NamedTuple):
     ms: jax.Array
 
 
-@takes_common_options(rho=fraction_below_one)
+@public_optimizer(rho=fraction_below_one)
 def rowwise_rmsprop(
     learning_rate: optax.ScalarOrSchedule = 0.001,
     rho: float = 0.9,
@@ -225,20 +224,6 @@ def rowwise_rmsprop(
     )
 
 
-class CorrectedMomentsState(NamedTuple):
-    """Moments of `partial_rowwise_adam`, `lamb` and `partial_rowwise_lamb`.
-
-    Attributes:
-      count: updates so far.
-      momenta: moving averages of the gradients, `[rows, dim]`.
-      velocities: moving averages of their squares, `[rows, dim]` or `[rows]`.
-    """
-
-    count: jax.Array
-    momenta: jax.Array
-    velocities: jax.Array
-
-
 def scale_by_row_trust_ratio() -> optax.GradientTransformation:
     """Scales each row's step `u` to the length of the row: `u * norm(w) / norm(u)`.
 
@@ -273,7 +258,7 @@ def _moment_steps(
 
     def init(params):
         shape = params.shape if velocity_of == "element" else params.shape[:1]
-        return CorrectedMomentsState(
+        return AdamState(
             count=jnp.zeros((), jnp.int32),
             momenta=jnp.zeros_like(params),
             velocities=jnp.zeros(shape, params.dtype),
@@ -292,7 +277,7 @@ def _moment_steps(
         if velocity_of == "row":
             scales = scales[:, None]
         steps = momenta / (1 - beta_1**t) * scales
-        return steps, CorrectedMomentsState(count, momenta, velocities)
+        return steps, AdamState(count, momenta, velocities)
 
     # A weight decay of 0 does not read rows. Both transformations have an empty state,
     # so the state stays valid if a later step passes a traced weight decay.

@@ -12,11 +12,11 @@ import jax.numpy as jnp
 import optax
 
 from tpu_embedding.optimizers.checks import equal_calls_are_one, fraction
-from tpu_embedding.optimizers.options import CommonOptions, takes_common_options
+from tpu_embedding.optimizers.options import CommonOptions, public_optimizer
 from tpu_embedding.optimizers.row_optimizer import declare
 
 
-@takes_common_options()
+@public_optimizer()
 def sgd(
     learning_rate: optax.ScalarOrSchedule = 0.01,
     **options: Unpack[CommonOptions],
@@ -46,7 +46,7 @@ def sgd(
     return optax.scale_by_learning_rate(learning_rate)
 
 
-@takes_common_options()
+@public_optimizer()
 def momentum(
     learning_rate: optax.ScalarOrSchedule = 0.001,
     momentum: float = 0.9,
@@ -93,7 +93,7 @@ def momentum(
     )
 
 
-@takes_common_options(beta_1=fraction, beta_2=fraction)
+@public_optimizer(beta_1=fraction, beta_2=fraction)
 def lion(
     learning_rate: optax.ScalarOrSchedule = 0.001,
     beta_1: float = 0.9,

@@ -72,7 +72,7 @@ def user_defined(
         per slot. The function must give every row the same values; `shape` is that
         of one shard's slot.
       hyperparameters: scalars, or schedules of the step counted from 0.
-      slot_dims: 2 for `[rows, dim]` or 1 for `[rows]`, per slot; None: all are 2.
+      slot_dims: 2 for `[rows, dim]` or 1 for `[rows]`, per slot. Defaults to 2 for all.
 
     Raises:
       TypeError: if an argument has another type.
@@ -105,18 +105,28 @@ def user_defined(
         )
     names, initializers = tuple(slot_names), tuple(slot_initializers)
     dims = (2,) * len(names) if slot_dims is None else tuple(slot_dims)
-    _check_slots(names, initializers, dims)
+    is_one_each = len(set(names)) == len(names) == len(initializers) == len(dims)
+    if not is_one_each or not {1, 2}.issuperset(dims):
+        raise ValueError(
+            "user_defined: slot_names must be distinct, each with one of "
+            "slot_initializers, and one of slot_dims: 1 (one scalar per row) or 2 (one "
+            f"per element); got {names}, {initializers} and {dims}."
+        )
+    checks = {
+        f"slot_initializers[{i}]": finite(value)
+        for i, value in enumerate(initializers)
+        if not callable(value)
+    }
+    check_hyperparameters("user_defined", **checks)
 
     def init(params):
-        return UserDefinedState(
-            count=jnp.zeros((), jnp.int32),
-            slots={
-                name: _initial_slot(initializer, params.shape[:dim], params.dtype)
-                for name, initializer, dim in zip(
-                    names, initializers, dims, strict=True
-                )
-            },
-        )
+        slots = {}
+        for name, value, dim in zip(names, initializers, dims, strict=True):
+            shape = params.shape[:dim]
+            if callable(value):
+                value = value(shape, params.dtype)
+            slots[name] = jnp.broadcast_to(jnp.asarray(value, params.dtype), shape)
+        return UserDefinedState(count=jnp.zeros((), jnp.int32), slots=slots)
 
     def update(updates: Any, state: Any, params: Any):
         old = {"the row": params, **{x: state.slots[x] for x in names}}
@@ -127,55 +137,19 @@ def user_defined(
             learning_rate_at(rate, state.count),
             tuple(learning_rate_at(x, state.count) for x in rates),
         )
-        rows, *slots = _checked_results(results, old)
+        results = list(results) if isinstance(results, tuple | list) else [results]
+        shapes = [x.shape[1:] for x in results]
+        expected = {name: x.shape[1:] for name, x in old.items()}
+        if shapes != list(expected.values()):
+            raise ValueError(
+                "user_defined: custom_computation must return arrays of these shapes, "
+                f"{expected}, got {shapes}."
+            )
+        rows, *slots = (
+            after.astype(before.dtype)
+            for before, after in zip(old.values(), results, strict=True)
+        )
         new_slots = dict(zip(names, slots, strict=True))
         return rows - params, UserDefinedState(state.count + 1, new_slots)
 
     return for_each_array(init, update)
-
-
-def _check_slots(
-    names: tuple[Any, ...], initializers: tuple[Any, ...], dims: tuple[Any, ...]
-) -> None:
-    """Raises an error if the slots' arguments do not fit each other."""
-    is_one_each = len(set(names)) == len(names) == len(initializers) == len(dims)
-    if not is_one_each or not {1, 2}.issuperset(dims):
-        raise ValueError(
-            "user_defined: slot_names must be distinct, each with one of "
-            "slot_initializers, and one of slot_dims: 1 (one scalar per row) or 2 (one "
-            f"per element); got {names}, {initializers} and {dims}."
-        )
-    numbers = {
-        f"slot_initializers[{i}]": finite(value)
-        for i, value in enumerate(initializers)
-        if not callable(value)
-    }
-    check_hyperparameters("user_defined", **numbers)
-
-
-def _initial_slot(
-    initializer: SlotInitializer, shape: tuple[int, ...], dtype: Any
-) -> jax.Array:
-    """Returns the initial slot variable, of a given shape and dtype."""
-    values = initializer(shape, dtype) if callable(initializer) else initializer
-    return jnp.broadcast_to(jnp.asarray(values, dtype), shape)
-
-
-def _checked_results(results: Any, old: dict[str, jax.Array]) -> list[jax.Array]:
-    """Returns the new row and slots as a list, cast to the dtypes of the old ones.
-
-    Raises:
-      ValueError: if their number or a shape differs from that of the old ones.
-    """
-    given = list(results) if isinstance(results, tuple | list) else [results]
-    shapes = [x.shape[1:] for x in given]
-    expected = {name: x.shape[1:] for name, x in old.items()}
-    if shapes != list(expected.values()):
-        raise ValueError(
-            "user_defined: custom_computation must return arrays of these shapes, "
-            f"{expected}, got {shapes}."
-        )
-    return [
-        after.astype(before.dtype)
-        for before, after in zip(old.values(), given, strict=True)
-    ]

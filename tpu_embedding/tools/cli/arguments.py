@@ -2,7 +2,6 @@
 
 import contextlib
 import dataclasses
-import shlex
 from typing import Annotated
 
 import jax
@@ -10,7 +9,7 @@ import tyro
 from jax.sharding import Mesh
 
 from tpu_embedding.plan.mesh_options import device_mesh
-from tpu_embedding.tools.train.origin import RunOrigin, is_csv
+from tpu_embedding.tools.train.origin import RunOrigin
 
 
 class UsageError(ValueError):
@@ -32,29 +31,6 @@ class ConfigCommand:
     def origin(self) -> RunOrigin:
         """Returns what the run is started with."""
         return RunOrigin(config=self.config, settings=self.set)
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class RunCommand(ConfigCommand):
-    """Options of a command that opens the data, and makes a model on some devices."""
-
-    data_dir: str | None = None
-    """File or directory of the data."""
-
-    label: str | None = None
-    """Column of the labels of a CSV file: short for --set data.label=NAME."""
-
-    devices: int | None = None
-    """Emulates so many CPU devices, over all processes, instead of the machine's."""
-
-    def origin(self) -> RunOrigin:
-        """Returns what the run is started with."""
-        settings, data_dir = self.set, self.data_dir
-        if self.label is not None:
-            settings = (f"data.label={shlex.quote(self.label)}", *settings)
-        if data_dir is None and is_csv(self.config):
-            data_dir = self.config
-        return RunOrigin(config=self.config, settings=settings, data_dir=data_dir)
 
 
 def emulated_mesh(count: int, num_processes: int = 1) -> Mesh:

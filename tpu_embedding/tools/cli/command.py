@@ -16,7 +16,7 @@ import tyro
 
 import tpu_embedding
 from tpu_embedding.checkpoint.records import CheckpointError
-from tpu_embedding.export.example import ExportError
+from tpu_embedding.export.program_inputs import ExportError
 from tpu_embedding.extras import MissingExtraError
 from tpu_embedding.tools.cli.arguments import UsageError
 from tpu_embedding.tools.cli.compile import Compile
@@ -25,8 +25,8 @@ from tpu_embedding.tools.cli.export import Export
 from tpu_embedding.tools.cli.inspect import Inspect
 from tpu_embedding.tools.cli.train import Evaluate, Train
 from tpu_embedding.tools.data.batch import DataError
-from tpu_embedding.tools.train.config import ConfigError
 from tpu_embedding.tools.train.reporting import TrainingDivergedError
+from tpu_embedding.tools.train.run_config import ConfigError
 from tpu_embedding.tools.train.run_directory import RunDirectoryError
 
 FAILED: Final = 1

@@ -6,16 +6,10 @@ import sys
 import jax
 
 from tpu_embedding.tools.cli.arguments import ConfigCommand, UsageError
-from tpu_embedding.tools.compile_report.memory import (
-    format_traffic,
-    traffic_of_batch,
-)
-from tpu_embedding.tools.compile_report.step_report import (
-    compile_report,
-    format_report,
-)
+from tpu_embedding.tools.compile_report.step_report import compile_report, format_report
 from tpu_embedding.tools.compile_report.topology import topology_mesh
-from tpu_embedding.tools.train.steps import abstract_step, make_run_plan
+from tpu_embedding.tools.compile_report.traffic import format_traffic, traffic_of_batch
+from tpu_embedding.tools.train.run_steps import abstract_step, make_run_plan
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -31,7 +31,7 @@ class Doctor:
         is_sound = True
         for finding in examine(self.expect, self.seconds):
             print(f"{finding.status:8} {finding.check}: {finding.text}", flush=True)
-            if finding.way_out:
-                print(f"{'':8} -> {finding.way_out}", flush=True)
+            if finding.fix:
+                print(f"{'':8} -> {finding.fix}", flush=True)
             is_sound &= finding.status != "FAILED"
         return 0 if is_sound else 1

@@ -12,19 +12,14 @@ from tpu_embedding.checkpoint.saving import restore
 from tpu_embedding.export.documents import check_new_directory
 from tpu_embedding.export.saved_model import save_tensorflow
 from tpu_embedding.export.stablehlo import check_serving_extra, save, save_tables
-from tpu_embedding.export.tensor_files import RowFormat
+from tpu_embedding.export.table_files import RowFormat
 from tpu_embedding.paths import local_path
 from tpu_embedding.strings.string_ids import VOCABULARIES_DIR
 from tpu_embedding.tools.cli.arguments import emulated_mesh
+from tpu_embedding.tools.train import run_directory, run_steps
 from tpu_embedding.tools.train.origin import config_of_run
 from tpu_embedding.tools.train.run import open_data
-from tpu_embedding.tools.train.run_directory import (
-    CHECKPOINTS_DIR,
-    check_files,
-    check_vocabularies,
-    newest_checkpoint,
-)
-from tpu_embedding.tools.train.steps import abstract_model_state, make_run_plan
+from tpu_embedding.tools.train.run_directory import CHECKPOINTS_DIR
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -80,8 +75,8 @@ class Export:
         check_new_directory(output)
         if self.format != "safetensors":
             check_serving_extra()
-        check_files(run_dir)
-        checkpoint = newest_checkpoint(run_dir / CHECKPOINTS_DIR)
+        run_directory.check_files(run_dir)
+        checkpoint = run_directory.newest_checkpoint(run_dir / CHECKPOINTS_DIR)
         if checkpoint is None:
             raise CheckpointError(
                 f"There is no complete checkpoint in {run_dir / CHECKPOINTS_DIR} to "
@@ -92,9 +87,9 @@ class Export:
         )
         mesh = None if self.devices is None else emulated_mesh(self.devices)
         data = open_data(config, self.data_dir)
-        check_vocabularies(data, run_dir)
-        plan = make_run_plan(config, data, mesh)
-        graph, state = abstract_model_state(config, data, plan)
+        run_directory.check_vocabularies(data, run_dir)
+        plan = run_steps.make_run_plan(config, data, mesh)
+        graph, state = run_steps.abstract_model_state(config, data, plan)
         state = restore(checkpoint, state, plan=plan)
         (model,) = nnx.merge(graph, state)
         vocabularies = getattr(data, "vocabularies", None)

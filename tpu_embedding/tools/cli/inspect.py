@@ -53,11 +53,8 @@ class Inspect:
                 f"{', '.join(tables)}."
             )
         vocabularies = vocabularies_of(run_dir) if run_dir is not None else {}
-        if name in vocabularies:
-            id_ = _id_of_string(vocabularies[name], name, text)
-        else:
-            id_ = _id_of_text(name, text)
-        row = _row_of_id(directory, name, tables[name], id_)
+        id_ = _parse_id(text, name, vocabularies.get(name))
+        row = _find_row(directory, name, tables[name], id_)
         print(f"{name} {text}: row {row}")
         for slot, array in tables[name].arrays.items():
             if array.has_rows:
@@ -95,26 +92,24 @@ def _format_tables(tables: Mapping[str, TableRecord]) -> str:
     return format_table(rows, num_left_aligned=2)
 
 
-def _id_of_string(vocabulary: Vocabulary, name: str, string: str) -> int:
-    """Returns the id of a string, which must have one of its own."""
-    if string not in vocabulary.tokens:
+def _parse_id(text: str, name: str, vocabulary: Vocabulary | None) -> int:
+    """Returns the id of a string of a table's vocabulary, or else of an integer."""
+    if vocabulary is None:
+        if not re.fullmatch("-?[0-9]{1,20}", text):
+            raise UsageError(
+                "--row: the id must be an integer, because the run has no vocabulary "
+                f"for table {name!r}, got {text!r}."
+            )
+        return int(text)
+    if text not in vocabulary.tokens:
         raise UsageError(
-            f"--row: {string!r} must be one of the {len(vocabulary)} strings of table "
+            f"--row: {text!r} must be one of the {len(vocabulary)} strings of table "
             f"{name!r}, such as {vocabulary.tokens[0]!r}; unknown strings share a row."
         )
-    return int(vocabulary.ids([string])[0])
+    return int(vocabulary.ids([text])[0])
 
 
-def _id_of_text(name: str, text: str) -> int:
-    if not re.fullmatch("-?[0-9]{1,20}", text):
-        raise UsageError(
-            "--row: the id must be an integer, because the run has no vocabulary for "
-            f"table {name!r}, got {text!r}."
-        )
-    return int(text)
-
-
-def _row_of_id(directory: pathlib.Path, name: str, table: TableRecord, id_: int) -> int:
+def _find_row(directory: pathlib.Path, name: str, table: TableRecord, id_: int) -> int:
     """Returns the row of an id in the files; in a static table, it is the id."""
     if table.dynamic is None:
         if not 0 <= id_ < table.vocabulary_size:

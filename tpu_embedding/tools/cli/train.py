@@ -10,10 +10,11 @@ from jax.sharding import Mesh
 from tpu_embedding import distributed
 from tpu_embedding.host_memory import keep_freed_memory
 from tpu_embedding.tools.cli.arguments import (
-    RunCommand,
+    ConfigCommand,
     emulate_devices,
     emulated_mesh,
 )
+from tpu_embedding.tools.train.origin import RunOrigin, is_csv
 from tpu_embedding.tools.train.run import evaluate, train
 from tpu_embedding.tools.train.run_directory import PLOT_FILE
 
@@ -25,8 +26,17 @@ same command again, with `--resume`."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class _Run(RunCommand):
+class _Run(ConfigCommand):
     """Options of a command that runs a config on some devices."""
+
+    data_dir: str | None = None
+    """File or directory of the data."""
+
+    label: str | None = None
+    """Column of the labels of a CSV file: short for --set data.label=NAME."""
+
+    devices: int | None = None
+    """Emulates so many CPU devices, over all processes, instead of the machine's."""
 
     output_dir: pathlib.Path | None = None
     """Directory of the run; runs/NAME by default."""
@@ -40,6 +50,15 @@ class _Run(RunCommand):
 
     process_id: int | None = None
     """Number of this process, from 0."""
+
+    def origin(self) -> RunOrigin:
+        """Returns what the run is started with."""
+        settings, data_dir = self.set, self.data_dir
+        if self.label is not None:
+            settings = (f"data.label={shlex.quote(self.label)}", *settings)
+        if data_dir is None and is_csv(self.config):
+            data_dir = self.config
+        return RunOrigin(config=self.config, settings=settings, data_dir=data_dir)
 
     def start_devices(self) -> Mesh | None:
         """Starts JAX's processes and devices; returns the mesh of emulated ones."""

@@ -1,7 +1,7 @@
 """Ahead-of-time compilation and inspection of TPU programs, without a TPU.
 
-* `step_report`: compiles a step, and prints the report.
-* `memory`: memory of a program on one device, and a model of its traffic.
+* `step_report`: compiles a step, and prints the report with its memory.
+* `traffic`: a model of the bytes that a step moves.
 * `hlo`: parses a program, and tells how it treats its tables.
 * `topology`: meshes of TPUs that are not there.
 """
@@ -12,10 +12,10 @@ from tpu_embedding.tools.compile_report.hlo import (
 from tpu_embedding.tools.compile_report.hlo import (
     inspect_program as inspect_program,
 )
-from tpu_embedding.tools.compile_report.memory import Memory as Memory
 from tpu_embedding.tools.compile_report.step_report import (
     CompileReport as CompileReport,
 )
+from tpu_embedding.tools.compile_report.step_report import Memory as Memory
 from tpu_embedding.tools.compile_report.step_report import (
     compile_report as compile_report,
 )

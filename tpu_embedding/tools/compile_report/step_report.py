@@ -1,7 +1,7 @@
 """The compile report: does a step fit, and how does it treat its tables, without a TPU.
 
 `compile_report` compiles a step ahead of time. The report has the compiler's memory
-figures from `memory.py` and the counts of `table_accesses.py`.
+figures and the counts of `hlo.py`.
 """
 
 import dataclasses
@@ -10,18 +10,43 @@ from typing import Any
 
 import jax
 
+from tpu_embedding.hardware import HardwareInfo
 from tpu_embedding.plan.memory import format_bytes
 from tpu_embedding.plan.plan import EmbeddingPlan
 from tpu_embedding.tools.compile_report.hlo import (
     TableAccesses,
     inspect_program,
-)
-from tpu_embedding.tools.compile_report.memory import (
-    Memory,
-    memory_of,
-    refused_memory,
+    temporary_bytes,
 )
 from tpu_embedding.tools.compile_report.topology import num_slices_of
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Memory:
+    """Memory that a program needs on one device, in bytes.
+
+    Attributes:
+      arguments: all inputs, with tile padding: tables, slot variables, dense state and
+        the batch. 0 if the compiler rejected the program.
+      aliased: inputs whose memory the results reuse.
+      outputs: results that do not reuse the memory of an input.
+      temporaries: see `hlo.temporary_bytes`.
+      code: code of the program.
+      required: total memory; None if the compiler rejected the program, whose error
+        has the figure.
+      capacity: the device's memory; None if unknown.
+      fits: True if the compiler accepted the program, and `required` is at most the
+        capacity.
+    """
+
+    arguments: int = 0
+    aliased: int = 0
+    outputs: int = 0
+    temporaries: int = 0
+    code: int = 0
+    required: int | None
+    capacity: int | None
+    fits: bool
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -127,6 +152,42 @@ def compile_report(
     )
 
 
+def memory_of(compiled: jax.stages.Compiled, hardware: HardwareInfo) -> Memory:
+    """Returns the memory that a compiled program needs, and its fit."""
+    sizes = compiled.memory_analysis()
+    assert sizes is not None
+    outputs = sizes.output_size_in_bytes - sizes.alias_size_in_bytes
+    temporaries = temporary_bytes(sizes)
+    code = sizes.generated_code_size_in_bytes
+    required = sizes.argument_size_in_bytes + outputs + temporaries + code
+    capacity = hardware.device_memory_bytes
+    return Memory(
+        arguments=sizes.argument_size_in_bytes,
+        aliased=sizes.alias_size_in_bytes,
+        outputs=outputs,
+        temporaries=temporaries,
+        code=code,
+        required=required,
+        capacity=capacity,
+        fits=capacity is None or required <= capacity,
+    )
+
+
+def refused_memory(refusal: str, hardware: HardwareInfo) -> Memory | None:
+    """Returns the memory of a program that the compiler rejected for its size.
+
+    Args:
+      refusal: first line of the compiler's error.
+      hardware: hardware of the devices.
+
+    Returns:
+      Memory that does not fit; None if the error is about something else.
+    """
+    if "RESOURCE_EXHAUSTED" not in refusal or "HBM" not in refusal.upper():
+        return None
+    return Memory(required=None, capacity=hardware.device_memory_bytes, fits=False)
+
+
 def format_report(report: CompileReport) -> str:
     """Returns a report as text: the plan, the memory, and what happens to the tables.
 
@@ -135,49 +196,38 @@ def format_report(report: CompileReport) -> str:
       synthetic on v5e:2x4: 8 devices
       ...
     """
+    memory, plan, accesses = report.memory, report.plan, report.accesses
+    if memory.required is None:
+        verdict = "DOES NOT FIT"
+    else:
+        needs = f"needs {format_bytes(memory.required)} per device"
+        verdict = f"{needs}; the memory of the device is not known"
+        if memory.capacity is not None:
+            fits = "FITS" if memory.fits else "DOES NOT FIT"
+            verdict = f"{fits}: {needs} of {format_bytes(memory.capacity)}"
     lines = [
         report.title,
         f"traced in {report.trace_seconds:.1f} s, compiled in "
         f"{report.compile_seconds:.1f} s",
         "",
-        str(report.plan),
+        str(plan),
         "",
-        _verdict(report.memory),
+        verdict,
     ]
     if report.refusal:
         lines.append(report.refusal)
-    if report.accesses is not None:
-        lines += [*_memory_lines(report), "", *_access_lines(report.accesses)]
-    return "\n".join(lines)
-
-
-def _verdict(memory: Memory) -> str:
-    if memory.required is None:
-        return "DOES NOT FIT"
-    needs = f"needs {format_bytes(memory.required)} per device"
-    if memory.capacity is None:
-        return f"{needs}; the memory of the device is not known"
-    verdict = "FITS" if memory.fits else "DOES NOT FIT"
-    return f"{verdict}: {needs} of {format_bytes(memory.capacity)}"
-
-
-def _memory_lines(report: CompileReport) -> list[str]:
-    memory, plan = report.memory, report.plan
+    if accesses is None:
+        return "\n".join(lines)
     tables, slots = plan.table_bytes_per_device, plan.slot_bytes_per_device
-    others = memory.arguments - tables - slots
     sizes = {
         "tables": tables,
         "slot variables": slots,
-        "other arguments": others,
+        "other arguments": memory.arguments - tables - slots,
         "results in new memory": memory.outputs,
         "temporaries": memory.temporaries,
         "program code": memory.code,
         "updated in place": memory.aliased,
     }
-    return [f"  {name:22} {format_bytes(size):>10}" for name, size in sizes.items()]
-
-
-def _access_lines(accesses: TableAccesses) -> list[str]:
     counts = {
         "gathers on SparseCore": accesses.sparse_core_gathers,
         "scatters on SparseCore": accesses.sparse_core_scatters,
@@ -188,5 +238,7 @@ def _access_lines(accesses: TableAccesses) -> list[str]:
         "table-sized passes": len(accesses.table_sized_passes),
         "table-sized all-gathers": len(accesses.table_sized_all_gathers),
     }
-    lines = [f"  {name:28} {count:>4}" for name, count in counts.items()]
-    return lines + [f"    {copy[:120]}" for copy in accesses.table_sized_copies]
+    lines += [f"  {name:22} {format_bytes(size):>10}" for name, size in sizes.items()]
+    lines += ["", *(f"  {name:28} {count:>4}" for name, count in counts.items())]
+    lines += [f"    {copy[:120]}" for copy in accesses.table_sized_copies]
+    return "\n".join(lines)

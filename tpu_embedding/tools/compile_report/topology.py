@@ -44,8 +44,8 @@ _HOST: Final = {
 def topology_mesh(topology: str, *, num_slices: int = 1) -> Mesh:
     """Returns a mesh of the devices of one TPU slice or of several equal slices.
 
-    The grid must be one that slices of the generation have. libtpu builds others, too,
-    but for some it aborts the process.
+    The grid must be one that slices of the generation have. libtpu also builds
+    other grids, but for some it aborts the process.
 
     Args:
       topology: generation and chip grid of a slice, as in
@@ -159,10 +159,10 @@ def abstract_arrays(tree: Tree, plan: EmbeddingPlan) -> Tree:
     def place(path: Any, leaf: Any) -> Any:
         if not _are_rows(leaf):
             return _struct(leaf, plan.replicated)
-        names = (getattr(part, "key", None) for part in reversed(path))
+        names = (getattr(key, "key", None) for key in reversed(path))
         stack = by_name[next(name for name in names if name in by_name)]
         sharding = plan.rows_sharding(stack)
-        return jax.tree.map(lambda x: _struct(x, sharding), leaf)
+        return jax.tree.map(lambda array: _struct(array, sharding), leaf)
 
     return jax.tree.map_with_path(place, tree, is_leaf=_are_rows)
 
@@ -200,8 +200,8 @@ class SliceShapes:
     Attributes:
       fixed: grids of slices without a rule, smallest first. Their sides have this
         order.
-      cube_side: larger slices consist of cubes with this many chips per side. None:
-        there are no larger slices.
+      cube_side: larger slices consist of cubes with this many chips per side. None
+        means that there are no larger slices.
       max_chips: chips of the largest slice.
     """
 

@@ -20,5 +20,5 @@ Synthetic samples, whose best possible loss is known:
 * `synthetic_clicks`: a small log with every kind of id column, the default of a run,
   and samples in the shape of Criteo's logs.
 * `synthetic_stream`: users and items that come and go, with 64-bit ids.
-* `interactions`: users and the items that they choose, for retrieval.
+* `synthetic_interactions`: users and the items that they choose, for retrieval.
 """

@@ -4,7 +4,7 @@ import abc
 import dataclasses
 import pathlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import jax
 import numpy as np
@@ -58,14 +58,9 @@ class Dataset(Protocol):
     a run checks when it resumes, and an export carries; and `description`, a text that
     is printed when a run starts.
 
-    In a job of several processes, each process feeds its own devices. It calls an
-    optional further method, if the data set has it:
-
-        def train_part(self, step: int, samples: range) -> Batch
-
-    The method returns the samples `[samples.start, samples.stop)` of the batch of
-    `step`, without reading the others. Without the method, each process reads the whole
-    batch.
+    In a job of several processes, each process feeds its own devices. It reads the
+    samples of these devices alone if the data set has a further method `train_part`, as
+    `BlockDataset` has, and otherwise the whole batch.
 
     Attributes:
       batch_size: samples per batch, over all devices, as `open` got it.
@@ -82,6 +77,20 @@ class Dataset(Protocol):
         ...
 
 
+@runtime_checkable
+class PartialDataset(Dataset, Protocol):
+    """A `Dataset` whose training batches can be read in part."""
+
+    def train_part(self, step: int, samples: range) -> Batch:
+        """Returns some samples of the batch of `step`, without reading the rest.
+
+        Args:
+          step: number of the step, from 0.
+          samples: positions in the batch, consecutive.
+        """
+        ...
+
+
 class DataError(ValueError):
     """Raised for missing or damaged data; the message names file and line.
 
@@ -89,37 +98,41 @@ class DataError(ValueError):
     """
 
 
-def rows_of_batches(parts: Sequence[tuple[Batch, np.ndarray]]) -> Batch:
-    """Returns some samples of several batches, in the order of the parts.
+def join_samples(batches: Sequence[Batch], samples: Sequence[np.ndarray]) -> Batch:
+    """Returns some samples of several batches as one batch, in their order.
 
     Args:
-      parts: batch, and the numbers of its samples. All batches have the same inputs.
+      batches: batches with the same inputs.
+      samples: numbers of the samples to take from each batch.
 
     Example:
       >>> batch = Batch(features={}, labels=np.array([0, 1, 2]), weights=np.ones(3))
-      >>> rows_of_batches([(batch, np.array([2, 0])), (batch, np.array([1]))]).labels
+      >>> join_samples([batch, batch], [np.array([2, 0]), np.array([1])]).labels
       array([2, 0, 1])
     """
-    batches, rows_of_each = zip(*parts, strict=True)
+
+    def join(*arrays: Any) -> Any:
+        if isinstance(arrays[0], RaggedIds):
+            return _join_ragged(arrays, samples)
+        pairs = zip(arrays, samples, strict=True)
+        return np.concatenate([array[numbers] for array, numbers in pairs])
+
     return jax.tree.map(
-        lambda *arrays: _join(arrays, rows_of_each),
-        *batches,
-        is_leaf=lambda leaf: isinstance(leaf, RaggedIds),
+        join, *batches, is_leaf=lambda leaf: isinstance(leaf, RaggedIds)
     )
 
 
-def _join(arrays: Sequence[Any], rows_of_each: Sequence[np.ndarray]) -> Any:
-    """Returns some rows of each array, one after the other."""
-    parts = zip(arrays, rows_of_each, strict=True)
-    if not isinstance(arrays[0], RaggedIds):
-        return np.concatenate([array[rows] for array, rows in parts])
+def _join_ragged(
+    inputs: Sequence[RaggedIds], samples: Sequence[np.ndarray]
+) -> RaggedIds:
     values, lengths = [], []
-    for ids, rows in parts:
+    for ids, numbers in zip(inputs, samples, strict=True):
         splits = np.asarray(ids.row_splits)
-        sizes = splits[rows + 1] - splits[rows]
-        # Places of the values: those of each row follow its first one.
+        starts, sizes = splits[numbers], splits[numbers + 1] - splits[numbers]
         ends = np.cumsum(sizes)
-        places = np.arange(ends[-1]) + np.repeat(splits[rows] - ends + sizes, sizes)
+        # Value `i` of the result is `i - (ends - sizes)` values after its sample's
+        # start.
+        places = np.arange(ends[-1]) + np.repeat(starts - (ends - sizes), sizes)
         values.append(np.asarray(ids.values)[places])
         lengths.append(sizes)
     return RaggedIds(

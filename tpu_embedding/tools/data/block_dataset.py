@@ -147,16 +147,16 @@ class BlockOrder:
     epochs. So a run resumes at any position, on any number of processes, without a
     saved state of the readers.
 
-    With several streams, an epoch is cut into `num_streams` parts of equal length. A
-    batch takes `stride` consecutive samples of each part in turn. The parts mix distant
+    With several streams, an epoch is cut into `num_streams` pieces of equal length. A
+    batch takes `stride` consecutive samples of each piece in turn, which mixes distant
     blocks in one batch. The samples that are left over come last.
 
     Args:
       bounds: int64 `[blocks + 1]`, rising: the first sample of each block, and the
         number of samples.
       seed: seed of the order.
-      num_streams: parts of an epoch that a batch mixes.
-      stride: consecutive samples of a stream; 1 or more.
+      num_streams: pieces of an epoch that a batch mixes.
+      stride: consecutive samples of a piece; 1 or more.
 
     Example:
       >>> order = BlockOrder(np.array([0, 3, 6, 7]), seed=0)
@@ -172,61 +172,31 @@ class BlockOrder:
         self._seed = seed
         self._num_streams = num_streams
         self._stride = stride
-        self._order_of = functools.lru_cache(maxsize=1)(self._draw)
+        self._shuffled = functools.lru_cache(maxsize=1)(self._shuffle)
 
     def samples(self, positions: np.ndarray) -> np.ndarray:
         """Returns the int64 numbers of the samples at rising positions."""
         epochs, offsets = np.divmod(positions, self.num_samples)
-        parts = [
-            self._of_epoch(epoch, offsets[epochs == epoch])
-            for epoch in np.unique(epochs).tolist()
-        ]
-        return np.concatenate(parts)
+        # In each turn, every stream gives `stride` samples.
+        turns, turn_offsets = np.divmod(offsets, self._num_streams * self._stride)
+        streams, stream_offsets = np.divmod(turn_offsets, self._stride)
+        num_turns = self.num_samples // (self._num_streams * self._stride)
+        dealt = (streams * num_turns + turns) * self._stride + stream_offsets
+        offsets = np.where(turns < num_turns, dealt, offsets)
 
-    def _of_epoch(self, epoch: int, offsets: np.ndarray) -> np.ndarray:
-        blocks, ends = self._order_of(epoch)
-        offsets = self._deal(offsets)
-        places = np.searchsorted(ends, offsets, side="right")
-        starts = np.where(places > 0, ends[places - 1], 0)
-        return self._bounds[blocks[places]] + offsets - starts
+        samples = np.empty(len(positions), np.int64)
+        for epoch in np.unique(epochs).tolist():
+            blocks, ends = self._shuffled(epoch)
+            is_in_epoch = epochs == epoch
+            epoch_offsets = offsets[is_in_epoch]
+            places = np.searchsorted(ends, epoch_offsets, side="right")
+            starts = np.where(places > 0, ends[places - 1], 0)
+            first_samples = self._bounds[blocks[places]]
+            samples[is_in_epoch] = first_samples + epoch_offsets - starts
+        return samples
 
-    def _deal(self, offsets: np.ndarray) -> np.ndarray:
-        """Returns the offset in the order of blocks for each offset in the epoch."""
-        turn_size = self._num_streams * self._stride
-        num_turns = self.num_samples // turn_size
-        turns, within = np.divmod(offsets, turn_size)
-        streams, within = np.divmod(within, self._stride)
-        dealt = (streams * num_turns + turns) * self._stride + within
-        return np.where(turns < num_turns, dealt, offsets)
-
-    def _draw(self, epoch: int) -> tuple[np.ndarray, np.ndarray]:
+    def _shuffle(self, epoch: int) -> tuple[np.ndarray, np.ndarray]:
         """Returns the block order of an epoch, and the end offset of each block."""
         generator = random_generator(seed=self._seed, stream=TRAIN_STREAM, step=epoch)
         blocks = generator.permutation(len(self._bounds) - 1)
         return blocks, np.cumsum(np.diff(self._bounds)[blocks])
-
-
-def by_part(
-    samples: np.ndarray, starts: np.ndarray
-) -> Iterator[tuple[int, np.ndarray]]:
-    """Splits samples into runs that are in one part, such as a file or a row group.
-
-    Args:
-      samples: numbers of samples, in any order.
-      starts: first sample of each part, rising from 0.
-
-    Yields:
-      The number of the part, and the numbers within the part.
-
-    Example:
-      >>> for part, rows in by_part(np.array([4, 5, 0]), np.array([0, 5])):
-      ...     print(part, rows.tolist())
-      0 [4]
-      1 [0]
-      0 [0]
-    """
-    parts = np.searchsorted(starts, samples, side="right") - 1
-    breaks = np.flatnonzero(np.diff(parts)) + 1
-    for run in np.split(np.arange(len(samples)), breaks):
-        part = int(parts[run[0]])
-        yield part, samples[run] - starts[part]

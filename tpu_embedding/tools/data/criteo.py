@@ -92,7 +92,7 @@ class CriteoSource:
         return columns.open(path, batch_size=batch_size, seed=seed)
 
     def outline(self, *, batch_size: int, seed: int) -> SyntheticCriteo:
-        """Returns synthetic rows, which have the shapes of those of a log."""
+        """Returns synthetic rows, which have the shapes of a log's rows."""
         limit = self.max_valence or max(self.valences)
         return SyntheticCriteo(
             batch_size=batch_size,

@@ -65,8 +65,13 @@ def convert(text: str | pathlib.Path, parquet_file: str | pathlib.Path) -> int:
     with parquet.ParquetWriter(unfinished, schema, write_page_checksum=True) as writer:
         for block in _blocks(local_path(text)):
             place = f"{text}, lines {num_rows + 1} to {num_rows + len(block)}"
-            arrays = [_label(block[LABEL], place)]
-            arrays += [_dense(block[name]) for name in DENSE_NAMES]
+            labels = block[LABEL].fill_null(-1).to_numpy(zero_copy_only=False)
+            if (wrong := labels[~np.isin(labels, (0, 1))]).size:
+                raise DataError(f"{place}: a label must be 0 or 1, got {wrong[0]}.")
+            arrays = [labels.astype(np.int8)]
+            for name in DENSE_NAMES:
+                counts = block[name].fill_null(0).to_numpy(zero_copy_only=False)
+                arrays.append(np.log1p(np.maximum(counts, 0)).astype(np.float32))
             arrays += [_category(block[name], name, place) for name in CATEGORY_NAMES]
             table = pa.Table.from_arrays(arrays, schema=schema)
             writer.write_table(table, ROW_GROUP_ROWS)
@@ -94,19 +99,6 @@ def _blocks(path: pathlib.Path) -> Iterator[Any]:
             yield from reader
     except (pa.ArrowException, OSError) as error:
         raise DataError(f"{path}: {error}") from error
-
-
-def _label(column: Any, place: str) -> np.ndarray:
-    labels = column.fill_null(-1).to_numpy(zero_copy_only=False)
-    if not np.isin(labels, (0, 1)).all():
-        wrong = labels[~np.isin(labels, (0, 1))][0]
-        raise DataError(f"{place}: a label must be 0 or 1, got {wrong}.")
-    return labels.astype(np.int8)
-
-
-def _dense(column: Any) -> np.ndarray:
-    counts = column.fill_null(0).to_numpy(zero_copy_only=False)
-    return np.log1p(np.maximum(counts, 0)).astype(np.float32)
 
 
 def _category(column: Any, name: str, place: str) -> np.ndarray:

@@ -3,6 +3,7 @@
 Cells are read in blocks, and columns keep few bytes per cell.
 """
 
+import collections
 import contextlib
 import csv
 import dataclasses
@@ -14,7 +15,6 @@ import pathlib
 import re
 import zlib
 from collections.abc import Collection, Iterator, Sequence
-from itertools import chain
 from typing import IO, Any, Final, Literal
 
 import numpy as np
@@ -26,8 +26,8 @@ from tpu_embedding.tools.data.batch import (
     Batch,
     DataError,
     check_counts,
+    join_samples,
     required_files,
-    rows_of_batches,
 )
 from tpu_embedding.tools.data.block_dataset import BlockDataset
 from tpu_embedding.tools.data.teacher import splitmix64
@@ -81,9 +81,9 @@ def read_blocks(
 
     Args:
       path: path of the file.
-      delimiter: character between the fields of a row; None: comma, tab or semicolon,
-        the one that the first line has most.
-      names: names of the columns; none: the first line has them.
+      delimiter: character between the fields of a row. By default, it is the one of
+        comma, tab and semicolon that the first line has most.
+      names: names of the columns. If there are none, the first line has them.
 
     Raises:
       DataError: if the file is empty or damaged, names a column twice, or has a row of
@@ -98,7 +98,7 @@ def read_blocks(
         rows = _rows(path, file, delimiter)
         if not names:
             _, first = next(rows, (0, []))
-            names = [x.strip() or f"column {i}" for i, x in enumerate(first, 1)]
+            names = [name.strip() or f"column {i}" for i, name in enumerate(first, 1)]
         if not names:
             raise DataError(f"{path} must have rows, got an empty file.")
         if len(set(names)) < len(names):
@@ -161,24 +161,6 @@ _WORDS: Final = {"true": 1.0, "false": 0.0} | dict.fromkeys(_MISSING, math.nan)
 _MAX_NUMBER: Final = float(np.finfo(np.float32).max)
 
 
-def are_numbers(cells: Sequence[str]) -> bool:
-    """Returns True if all cells are numbers or missing, and some have a decimal point.
-
-    Example:
-      >>> are_numbers(["3.5", "4", "1e-05", "NA"])
-      True
-      >>> [are_numbers([cell]) for cell in ("4", "1e3", "1_0.5", "true", "inf")]
-      [False, False, False, False, False]
-    """
-    present = [cell for cell in cells if cell.lower() not in _MISSING]
-    return all(map(_NUMBER.fullmatch, present)) and any("." in x for x in present)
-
-
-def are_lists(cells: Sequence[str], separator: str) -> bool:
-    """Returns True if a cell has the separator, and is not a word such as `"n/a"`."""
-    return any(separator in x for x in cells if x.lower() not in _MISSING)
-
-
 def read_numbers(block: CsvBlock, name: str) -> np.ndarray:
     """Returns a column of numbers, float64 `[rows]`, NaN where one is missing.
 
@@ -203,7 +185,8 @@ def read_labels(
     Args:
       block: rows of the file.
       name: the column.
-      positive_from: smallest number that becomes 1; None: the column has 0 and 1.
+      positive_from: smallest number that becomes 1. By default, the column has the
+        labels 0 and 1 already.
 
     Raises:
       DataError: if a cell is not a label.
@@ -243,7 +226,8 @@ class Strings:
         """Begins a column.
 
         Args:
-          separator: text between the elements of a list; None: one string per cell.
+          separator: text between the elements of a list. By default, each cell is one
+            string.
         """
         self._separator = separator
         self._lengths: list[np.ndarray] = []
@@ -256,7 +240,9 @@ class Strings:
         if self._separator is not None:
             lists = [cell.split(self._separator) if cell else [] for cell in cells]
             self._lengths.append(np.fromiter(map(len, lists), np.int32, len(lists)))
-            cells = [part.strip() for part in chain.from_iterable(lists)]
+            cells = [
+                element.strip() for element in itertools.chain.from_iterable(lists)
+            ]
         distinct: dict[str, int] = {}
         numbers = [distinct.setdefault(cell, len(distinct)) for cell in cells]
         self._numbers.append(np.array(numbers, np.min_scalar_type(len(distinct))))
@@ -282,7 +268,7 @@ class Strings:
             lengths = np.concatenate(self._lengths)
             row_splits = np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)])
             is_trained = np.repeat(is_trained, lengths)
-        numbers, hashes, first_places = self._number()
+        numbers, hashes, first_places = self._number_strings()
         counts = np.bincount(numbers[is_trained], minlength=len(hashes))
         is_empty = hashes == hash("")
         num_strings = len(hashes) - int(is_empty.sum())
@@ -305,23 +291,24 @@ class Strings:
             return num_strings, vocabulary, values
         return num_strings, vocabulary, RaggedIds(values=values, row_splits=row_splits)
 
-    def _number(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    def _number_strings(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Numbers the strings of all blocks in the order of their hashes.
 
         Returns:
           int32 number of each string; and by number its hash, and a place that orders
           the numbers by first occurrence.
         """
-        ends = np.cumsum([len(hashes) for hashes in self._hashes])
+        block_ends = np.cumsum([len(hashes) for hashes in self._hashes])
         hashes = np.concatenate(self._hashes)
         order = np.argsort(hashes, kind="stable")
         hashes = hashes[order]
         is_first = np.ones(len(hashes), bool)
         np.not_equal(hashes[1:], hashes[:-1], out=is_first[1:])
-        of_blocks = np.empty(len(hashes), np.int32)
-        of_blocks[order] = np.cumsum(is_first, dtype=np.int32) - np.int32(1)
-        parts = zip(np.split(of_blocks, ends[:-1]), self._numbers, strict=True)
-        numbers = np.concatenate([of_block[part] for of_block, part in parts])
+        # The number of each string that is distinct within its block.
+        new_numbers = np.empty(len(hashes), np.int32)
+        new_numbers[order] = np.cumsum(is_first, dtype=np.int32) - np.int32(1)
+        blocks = zip(np.split(new_numbers, block_ends[:-1]), self._numbers, strict=True)
+        numbers = np.concatenate([renumbered[old] for renumbered, old in blocks])
         self._hashes.clear()
         self._numbers.clear()
         return numbers, hashes[is_first], order[is_first]
@@ -331,11 +318,13 @@ class Strings:
         order = np.argsort(hashes)
         rising, texts = hashes[order], np.empty(len(hashes), object)
         for compressed in self._texts:
-            of_block = zlib.decompress(compressed).decode().split("\n")
-            found = _hashes(of_block)
-            places = np.minimum(np.searchsorted(rising, found), len(rising) - 1)
-            is_new = (rising[places] == found) & np.equal(texts[order[places]], None)
-            texts[order[places[is_new]]] = np.array(of_block, object)[is_new]
+            block = zlib.decompress(compressed).decode().split("\n")
+            block_hashes = _hashes(block)
+            places = np.searchsorted(rising, block_hashes)
+            places = np.minimum(places, len(rising) - 1)
+            is_wanted = rising[places] == block_hashes
+            is_wanted &= np.equal(texts[order[places]], None)  # Not in earlier blocks.
+            texts[order[places[is_wanted]]] = np.array(block, object)[is_wanted]
         return texts.tolist()
 
 
@@ -351,9 +340,6 @@ def _number(cell: str) -> float:
 
 
 Kind = Literal["label", "category", "number", "list", "ignored"]
-
-FIRST_ROWS: Final = BLOCK_ROWS
-"""Rows from which the kinds of the columns are recognised."""
 
 _RULES: Final = {
     "held_out": Rule(lambda x: 0 < x < 1, "between 0 and 1"),
@@ -382,28 +368,28 @@ class CsvClicks(BlockDataset):
     """
 
     def __init__(
-        self, columns: "_Columns", source: "CsvSource", *, batch_size: int, seed: int
+        self, path: pathlib.Path, source: "CsvSource", *, batch_size: int, seed: int
     ):
-        """Encodes the columns.
+        """Reads the file, and encodes its columns.
 
         Args:
-          columns: the columns of the file.
-          source: the choice of the held-out rows.
+          path: path of the file.
+          source: kinds of the columns, and choice of the held-out rows.
           batch_size: samples per batch.
           seed: seed of the order, and of the held-out rows.
         """
-        labels, numbers = columns.labels, columns.numbers
-        is_held_out = source.is_held_out(len(labels), seed)
+        kinds, numbers, strings = _read_columns(path, source)
+        is_held_out = source.is_held_out(len(numbers[source.label]), seed)
         features: dict[str, FeatureIds] = {}
         self.vocabularies: dict[str, Vocabulary] = {}
         shown = [("column", "kind", "distinct values", "table rows")]
-        for name, kind in columns.kinds.items():
+        for name, kind in kinds.items():
             distinct, size = "-", "-"
-            if kind in ("label", "number"):
-                values = labels if kind == "label" else numbers[name]
+            if name in numbers:
+                values = numbers[name]
                 distinct = f"{len(np.unique(values[~np.isnan(values)])):,}"
-            elif kind in ("category", "list"):
-                num_strings, vocabulary, ids = columns.strings.pop(name).encode(
+            elif name in strings:
+                num_strings, vocabulary, ids = strings.pop(name).encode(
                     ~is_held_out, source.min_count
                 )
                 distinct, size = f"{num_strings:,}", "none: no value repeats"
@@ -413,9 +399,10 @@ class CsvClicks(BlockDataset):
             shown.append((name, kind, distinct, size))
         if not features:
             raise DataError(
-                f"{columns.path} must have a category that occurs {source.min_count} "
+                f"{path} must have a category that occurs {source.min_count} "
                 "times; lower data.min_count, or name its column by data.categories."
             )
+        labels = numbers.pop(source.label)
         self.vocabulary_sizes = {
             name: v.vocabulary_size for name, v in self.vocabularies.items()
         }
@@ -423,7 +410,7 @@ class CsvClicks(BlockDataset):
             name: _scale(values[~is_held_out]) for name, values in numbers.items()
         }
         self.description = (
-            f"{columns.path.name}: {len(labels):,} rows, {is_held_out.sum():,} of them "
+            f"{path.name}: {len(labels):,} rows, {is_held_out.sum():,} of them "
             f"held out; {labels.mean():.1%} of the labels are 1\n"
             f"{format_table(shown, num_left_aligned=2)}\n"
             "change a kind by --set data.categories=COLUMN, data.numbers, data.lists "
@@ -455,14 +442,14 @@ class CsvSource:
     Attributes:
       label: name of the column of labels, 0 or 1.
       positive_from: smallest number in the label's column that counts as 1, for
-        ratings; smaller ones count as 0. None: the column holds 0 and 1.
+        ratings; smaller ones count as 0. By default, the column holds 0 and 1.
       categories: columns of categories, one string or integer per row.
       numbers: columns of numbers.
       lists: columns of several categories per row.
       ignored: columns that the model does not see.
       separator: text between the elements of a list.
-      delimiter: character between the fields of a row; None: comma, tab or semicolon,
-        the one that the first line has most.
+      delimiter: character between the fields of a row. By default, it is the one of
+        comma, tab and semicolon that the first line has most.
       column_names: names of the columns, if the first line is a row already.
       min_count: occurrences in the training rows that a string needs for a table row
         of its own.
@@ -509,8 +496,8 @@ class CsvSource:
           DataError: if the file is missing, empty or damaged, a column is missing, or a
             cell breaks the rule of its column; the message names the line.
         """
-        columns = _Columns.read(required_files(data_dir, "a CSV file"), self)
-        return CsvClicks(columns, self, batch_size=batch_size, seed=seed)
+        path = required_files(data_dir, "a CSV file")
+        return CsvClicks(path, self, batch_size=batch_size, seed=seed)
 
     def outline(self, *, batch_size: int, seed: int) -> CsvClicks:
         """Raises a DataError: only the file tells the sizes of the tables."""
@@ -524,7 +511,7 @@ class CsvSource:
 
         Args:
           name: name of the column.
-          cells: its cells.
+          cells: first cells of the column.
 
         Example:
           >>> source = CsvSource(label="click", numbers=("age",))
@@ -536,10 +523,12 @@ class CsvSource:
         for kind, names in self._names_of_kinds().items():
             if name in names:
                 return kind
-        first = cells[:FIRST_ROWS]
-        if are_lists(first, self.separator):
+        present = [cell for cell in cells if cell.lower() not in _MISSING]
+        if any(self.separator in cell for cell in present):
             return "list"
-        return "number" if are_numbers(first) else "category"
+        has_numbers = all(map(_NUMBER.fullmatch, present))
+        has_points = any("." in cell for cell in present)
+        return "number" if has_numbers and has_points else "category"
 
     def _names_of_kinds(self) -> dict[Kind, tuple[str, ...]]:
         return {
@@ -580,55 +569,42 @@ class CsvSource:
         return is_held_out
 
 
-@dataclasses.dataclass(frozen=True)
-class _Columns:
-    """The columns of a file.
+def _read_columns(
+    path: pathlib.Path, source: CsvSource
+) -> tuple[dict[str, Kind], dict[str, np.ndarray], dict[str, Strings]]:
+    """Returns the kind of each column, numbers and labels, and strings, by column.
 
-    Attributes:
-      path: path of the file.
-      kinds: kind of each column.
-      labels: float32 `[rows]`.
-      numbers: float64 `[rows]` by column of numbers.
-      strings: the columns of categories and of lists.
+    Numbers are float64 `[rows]`, and labels float32 `[rows]`.
     """
-
-    path: pathlib.Path
-    kinds: dict[str, Kind]
-    labels: np.ndarray
-    numbers: dict[str, np.ndarray]
-    strings: dict[str, Strings]
-
-    @classmethod
-    def read(cls, path: pathlib.Path, source: CsvSource) -> "_Columns":
-        kinds: dict[str, Kind] = {}
-        strings: dict[str, Strings] = {}
-        parts: dict[str, list[np.ndarray]] = {}
-        for block in read_blocks(path, source.delimiter, source.column_names):
-            if not kinds:
-                source.check_columns(path, list(block.cells))
-                kinds = {k: source.kind_of(k, x) for k, x in block.cells.items()}
-                for name, kind in kinds.items():
-                    separator = source.separator if kind == "list" else None
-                    if kind in ("category", "list"):
-                        strings[name] = Strings(separator)
-                    elif kind in ("label", "number"):
-                        parts[name] = []
-            for name, column in strings.items():
-                column.add(block.cells[name])
-            for name, arrays in parts.items():
-                if name == source.label:
-                    arrays.append(read_labels(block, name, source.positive_from))
-                else:
-                    arrays.append(read_numbers(block, name))
-        # Each column's parts go before the next column is joined.
-        numbers = {name: np.concatenate(parts.pop(name)) for name in list(parts)}
-        labels = numbers.pop(source.label)
-        if len(np.unique(labels)) < 2:
-            raise DataError(
-                f"{path}, column {source.label!r}: the labels of {len(labels)} rows "
-                "must hold both 0 and 1; give rows of both kinds."
-            )
-        return cls(path, kinds, labels, numbers, strings)
+    kinds: dict[str, Kind] = {}
+    strings: dict[str, Strings] = {}
+    blocks: dict[str, list[np.ndarray]] = collections.defaultdict(list)
+    for block in read_blocks(path, source.delimiter, source.column_names):
+        if not kinds:
+            source.check_columns(path, list(block.cells))
+            kinds = {name: source.kind_of(name, x) for name, x in block.cells.items()}
+            for name, kind in kinds.items():
+                if kind in ("category", "list"):
+                    strings[name] = Strings(
+                        source.separator if kind == "list" else None
+                    )
+        for name, kind in kinds.items():
+            if name in strings:
+                strings[name].add(block.cells[name])
+            elif kind == "label":
+                labels = read_labels(block, name, source.positive_from)
+                blocks[name].append(labels)
+            elif kind == "number":
+                blocks[name].append(read_numbers(block, name))
+    # A column's blocks are freed before the next column is joined.
+    numbers = {name: np.concatenate(blocks.pop(name)) for name in list(blocks)}
+    labels = numbers[source.label]
+    if len(np.unique(labels)) < 2:
+        raise DataError(
+            f"{path}, column {source.label!r}: the labels of {len(labels)} rows must "
+            "hold both 0 and 1; give rows of both kinds."
+        )
+    return kinds, numbers, strings
 
 
 class _Rows:
@@ -639,7 +615,7 @@ class _Rows:
         self.block_bounds = np.arange(len(rows) + 1)
 
     def read(self, samples: np.ndarray) -> Batch:
-        return rows_of_batches([(self._columns, self._rows[samples])])
+        return join_samples([self._columns], [self._rows[samples]])
 
 
 def signed_log(values: Any, xp: Any = np) -> Any:

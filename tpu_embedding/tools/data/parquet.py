@@ -20,10 +20,10 @@ from tpu_embedding.tools.data.batch import (
     Batch,
     DataError,
     check_counts,
+    join_samples,
     required_files,
-    rows_of_batches,
 )
-from tpu_embedding.tools.data.block_dataset import BlockDataset, SampleReader, by_part
+from tpu_embedding.tools.data.block_dataset import BlockDataset, SampleReader
 from tpu_embedding.types import PADDING_ROW_ID, FeatureIds, RaggedIds
 
 
@@ -34,10 +34,10 @@ class ParquetFeature:
     Attributes:
       name: name of the feature.
       vocabulary_size: rows of its table.
-      column: name of the column; None is the feature's name.
-      expected_valence: None for a column of integers, one id per row. For a column of
-        lists of integers, the mean number of ids per row. The compile report sizes its
-        buffers by it; the training takes lists of any length.
+      column: name of the column. Defaults to the feature's name.
+      expected_valence: mean number of ids per row in a column of lists of integers. The
+        compile report sizes its buffers by it; the training takes lists of any length.
+        Leave it out for a column of integers, one id per row.
       out_of_range: `"error"` raises an error for ids outside `[0, vocabulary_size)`,
         with file and row. `"modulo"` takes ids modulo the size. `"keep"` leaves them to
         `FeatureConfig.out_of_range_ids`, as int64, or uint64 if the column is.
@@ -52,29 +52,10 @@ class ParquetFeature:
     def __post_init__(self):
         check_counts(self)
 
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class ParquetColumns:
-    """Columns that are read; all others are skipped.
-
-    Attributes:
-      features: columns of ids.
-      label: name of the column of labels.
-      dense: names of the columns of dense inputs.
-      weight: name of the column of sample weights; None: all weigh 1.
-    """
-
-    features: tuple[ParquetFeature, ...]
-    label: str
-    dense: tuple[str, ...] = ()
-    weight: str | None = None
-
     @property
-    def names(self) -> list[str]:
-        """Names of all columns, each once."""
-        ids = [feature.column or feature.name for feature in self.features]
-        weight = [] if self.weight is None else [self.weight]
-        return list(dict.fromkeys([*ids, *self.dense, self.label, *weight]))
+    def column_name(self) -> str:
+        """Name of the column in the files."""
+        return self.column or self.name
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -100,7 +81,7 @@ class RowGroup:
           DataError: if the row group is damaged.
         """
         parquet = load_pyarrow("pyarrow.parquet")
-        with _damage_of(f"{self.path}, row group {self.number},"):
+        with _data_errors(f"{self.path}, row group {self.number},"):
             with parquet.ParquetFile(
                 self.path, page_checksum_verification=True
             ) as file:
@@ -134,23 +115,22 @@ class ParquetRows:
       block_bounds: first row of each row group, and the number of rows.
     """
 
-    def __init__(
-        self, paths: Sequence[pathlib.Path], columns: ParquetColumns, *, num_kept: int
-    ):
+    def __init__(self, paths: Sequence[pathlib.Path], source: "ParquetSource"):
         """Reads the footers of the files.
 
         Args:
           paths: paths of the files, at least one.
-          columns: columns to read.
-          num_kept: decoded row groups that are kept.
+          source: columns to read.
         """
-        self._columns, self._paths = columns, paths
-        self._groups = [g for path in paths for g in row_groups(path, columns.names)]
+        self._source, self._paths = source, paths
+        names = source.column_names
+        self._groups = [group for path in paths for group in row_groups(path, names)]
         if not self._groups:
             raise DataError(f"{paths[0]} must hold a row, got none.")
         self.block_bounds = np.cumsum([0, *(group.num_rows for group in self._groups)])
-        self._decoded = functools.lru_cache(num_kept)(self._decode)
-        self._forms: dict[str, tuple[Any, ...]] = {}
+        # A batch mixes `num_streams` row groups, and one of them may end within it.
+        self._decoded = functools.lru_cache(source.num_streams + 1)(self._decode)
+        self._array_types: dict[str, tuple[Any, ...]] = {}
 
     def read(self, samples: np.ndarray) -> Batch:
         """Returns the given rows.
@@ -159,40 +139,42 @@ class ParquetRows:
           DataError: if a row group is damaged, or has a wrong value; the message names
             file, row and column.
         """
-        return rows_of_batches(
-            [
-                (self._decoded(number), rows)
-                for number, rows in by_part(samples, self.block_bounds[:-1])
-            ]
-        )
+        groups = np.searchsorted(self.block_bounds, samples, side="right") - 1
+        rows = samples - self.block_bounds[groups]
+        # Consecutive samples of one row group are taken together.
+        breaks = np.flatnonzero(np.diff(groups)) + 1
+        run_groups = groups[np.append(0, breaks)].tolist()
+        batches = [self._decoded(number) for number in run_groups]
+        return join_samples(batches, np.split(rows, breaks))
 
     def _decode(self, number: int) -> Batch:
         """Returns all rows of a row group."""
-        columns, group = self._columns, self._groups[number]
-        arrays = group.read(columns.names)
+        source, group = self._source, self._groups[number]
+        arrays = group.read(source.column_names)
 
         def numbers(column: str) -> np.ndarray:
             return group.numbers(arrays[column], column).astype(np.float32)
 
-        dense = [numbers(name) for name in columns.dense]
-        features = {f.name: _read_ids(arrays, f, group) for f in columns.features}
-        for feature in columns.features:
+        dense = [numbers(name) for name in source.dense]
+        features = {}
+        for feature in source.features:
+            column = feature.column_name
+            ids = _read_ids(arrays[column], feature, group)
             # Batches join row groups, and NumPy joins int64 and uint64 as floats.
-            ids, column = features[feature.name], feature.column or feature.name
             is_ragged = isinstance(ids, RaggedIds)
-            form = (ids.values.dtype,) if is_ragged else (ids.dtype, ids.shape[1:])
-            if self._forms.setdefault(column, form) != form:
+            kind = (ids.values.dtype,) if is_ragged else (ids.dtype, ids.shape[1:])
+            if self._array_types.setdefault(column, kind) != kind:
                 text = "a column must have one type in all files, got also"
                 raise group.error(column, 0, f"{text} {arrays[column].type}")
+            features[feature.name] = ids
+        labels, weights = numbers(source.label), np.ones(group.num_rows, np.float32)
+        if source.weight is not None:
+            weights = numbers(source.weight)
         return Batch(
             features=features,
             dense=np.stack(dense, axis=1) if dense else None,
-            labels=numbers(columns.label),
-            weights=(
-                np.ones(group.num_rows, np.float32)
-                if columns.weight is None
-                else numbers(columns.weight)
-            ),
+            labels=labels,
+            weights=weights,
         )
 
     def __str__(self) -> str:
@@ -210,7 +192,7 @@ def row_groups(path: pathlib.Path, columns: Sequence[str]) -> list[RowGroup]:
       DataError: if the file is missing or damaged, or lacks a column; or if pyarrow is
         not installed.
     """
-    with _damage_of(str(path)):
+    with _data_errors(str(path)):
         footer = load_pyarrow("pyarrow.parquet").read_metadata(path)
         names = footer.schema.to_arrow_schema().names
     for column in columns:
@@ -236,8 +218,8 @@ def load_pyarrow(module: str) -> Any:
 
 
 @contextlib.contextmanager
-def _damage_of(owner: str) -> Iterator[None]:
-    """Raises errors of pyarrow as a `DataError`."""
+def _data_errors(owner: str) -> Iterator[None]:
+    """Raises errors of pyarrow as a `DataError` that names the owner of the data."""
     pyarrow = load_pyarrow("pyarrow")
     try:
         yield
@@ -250,7 +232,7 @@ def _damage_of(owner: str) -> Iterator[None]:
 
 
 def _read_ids(
-    arrays: dict[str, Any], feature: ParquetFeature, group: RowGroup
+    array: Any, feature: ParquetFeature, group: RowGroup
 ) -> np.ndarray | RaggedIds:
     """Returns the ids of all rows of a row group.
 
@@ -258,11 +240,10 @@ def _read_ids(
     `[rows, size]`, where a null is a row of `PADDING_ROW_ID`, and one of other lists
     `RaggedIds`, where a null is an empty list.
     """
-    column = feature.column or feature.name
-    array = arrays[column]
     if hasattr(array.type, "value_type") != (feature.expected_valence is not None):
         rule = "integers without expected_valence, and lists of integers with it"
-        raise group.error(column, 0, f"it must hold {rule}, got {array.type}")
+        text = f"it must hold {rule}, got {array.type}"
+        raise group.error(feature.column_name, 0, text)
     if feature.expected_valence is None:
         return _check_ids(array, np.arange(len(array) + 1), feature, group)
     compute = load_pyarrow("pyarrow.compute")
@@ -281,8 +262,8 @@ def _read_ids(
 def _check_ids(
     values: Any, row_splits: np.ndarray, feature: ParquetFeature, group: RowGroup
 ) -> np.ndarray:
-    """Returns ids as int32, or as int64 or uint64 if those out of range are kept."""
-    column, size = feature.column or feature.name, feature.vocabulary_size
+    """Returns ids as int32, or as int64 or uint64 if ids out of range are kept."""
+    column, size = feature.column_name, feature.vocabulary_size
 
     def error(is_wrong: np.ndarray, text: str) -> DataError:
         row = np.searchsorted(row_splits, np.argmax(is_wrong), side="right") - 1
@@ -321,32 +302,42 @@ class ParquetClicks(BlockDataset):
     `[batch, num_dense]`, or None without columns. A null list is an empty one, or one
     of `PADDING_ROW_ID` if its size is fixed; any other null raises a DataError.
 
-    A batch takes consecutive rows of `num_streams` row groups. As many are decoded at a
-    time, so memory is that of `num_streams + 1` row groups, whatever the files' size.
+    A batch takes consecutive rows of `num_streams` row groups. At most
+    `num_streams + 1` decoded row groups are in memory, whatever the files' size.
 
     Attributes:
       vocabulary_sizes: number of rows by feature name.
       num_dense: dense inputs per sample.
     """
 
-    vocabulary_sizes: dict[str, int]
-    num_dense: int
+    def __init__(self, source: "ParquetSource", reader: SampleReader, **options: Any):
+        super().__init__(reader, **options)
+        self.vocabulary_sizes = {f.name: f.vocabulary_size for f in source.features}
+        self.num_dense = len(source.dense)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class ParquetSource(ParquetColumns):
-    """Source of `ParquetClicks`, which reads the columns of `ParquetColumns`.
+class ParquetSource:
+    """Source of `ParquetClicks`, which skips all columns that are not named here.
 
     Attributes:
+      features: columns of ids.
+      label: name of the column of labels.
+      dense: names of the columns of dense inputs.
+      weight: name of the column of sample weights. By default, all samples weigh 1.
       num_evaluation_samples: number of held-out rows: the last ones of the evaluation
-        files, or of the training files without `evaluation_files`. None: all rows of
-        the evaluation files.
+        files, or of the training files without `evaluation_files`. Defaults to all rows
+        of the evaluation files.
       files: pattern of the training files within the data directory, in the order of
         their names.
       evaluation_files: pattern of the files of held-out rows, or None.
       num_streams: row groups that a batch mixes. One more than these are in memory.
     """
 
+    features: tuple[ParquetFeature, ...]
+    label: str
+    dense: tuple[str, ...] = ()
+    weight: str | None = None
     num_evaluation_samples: int | None = None
     files: str = "*.parquet"
     evaluation_files: str | None = None
@@ -354,6 +345,13 @@ class ParquetSource(ParquetColumns):
 
     def __post_init__(self):
         check_counts(self)
+
+    @property
+    def column_names(self) -> list[str]:
+        """Names of all columns that are read, each once."""
+        ids = [feature.column_name for feature in self.features]
+        weight = [] if self.weight is None else [self.weight]
+        return list(dict.fromkeys([*ids, *self.dense, self.label, *weight]))
 
     def open(
         self, data_dir: pathlib.Path | None, *, batch_size: int, seed: int
@@ -379,29 +377,24 @@ class ParquetSource(ParquetColumns):
                 f"{directory} must hold a training file: evaluation_files="
                 f"{self.evaluation_files!r} takes every file of files={self.files!r}."
             )
-        return self._data_set(
-            self._rows(paths),
+        return ParquetClicks(
+            self,
+            ParquetRows(paths, self),
             batch_size=batch_size,
             num_evaluation_samples=self.num_evaluation_samples,
-            evaluation_reader=self._rows(held_out) if held_out else None,
+            evaluation_reader=ParquetRows(held_out, self) if held_out else None,
             seed=seed,
             num_streams=self.num_streams,
         )
 
     def outline(self, *, batch_size: int, seed: int) -> ParquetClicks:
         """Returns a data set of the declared columns: ids of 0, in expected lengths."""
-        return self._data_set(
-            _Zeros(self), batch_size=batch_size, num_evaluation_samples=batch_size
+        return ParquetClicks(
+            self,
+            _Zeros(self),
+            batch_size=batch_size,
+            num_evaluation_samples=batch_size,
         )
-
-    def _data_set(self, reader: SampleReader, **options: Any) -> ParquetClicks:
-        data = ParquetClicks(reader, **options)
-        data.vocabulary_sizes = {f.name: f.vocabulary_size for f in self.features}
-        data.num_dense = len(self.dense)
-        return data
-
-    def _rows(self, paths: list[pathlib.Path]) -> ParquetRows:
-        return ParquetRows(paths, self, num_kept=self.num_streams + 1)
 
 
 class _Zeros:

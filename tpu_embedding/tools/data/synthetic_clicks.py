@@ -120,7 +120,7 @@ class SyntheticClicks(TeacherDataset):
         )
 
     def _draw_inputs(
-        self, generator: np.random.Generator, num_samples: int, step: int | None = None
+        self, generator: np.random.Generator, num_samples: int, step: int
     ) -> Inputs:
         del step
         features, logits = {}, np.zeros(num_samples)
@@ -217,7 +217,7 @@ class SyntheticCriteo(TeacherDataset):
         self._dense_weights = generator.normal(0.0, EFFECT_SCALE, NUM_DENSE)
 
     def _draw_inputs(
-        self, generator: np.random.Generator, num_samples: int, step: int | None = None
+        self, generator: np.random.Generator, num_samples: int, step: int
     ) -> Inputs:
         del step
         features, logits = {}, np.zeros(num_samples)

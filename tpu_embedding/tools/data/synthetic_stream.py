@@ -110,54 +110,60 @@ class SyntheticStream(TeacherDataset):
             num_evaluation_samples=source.num_evaluation_samples,
         )
         self._source = source
-        living_ids = {"user": source.num_users, "item": source.num_items}
-        self._ids = {
-            name: ZipfIds(vocabulary_size=number, exponent=source.zipf_exponent)
-            for name, number in living_ids.items()
+        self.evaluation_step = source.evaluation_step
+        self._popularity = {
+            "user": ZipfIds(
+                vocabulary_size=source.num_users, exponent=source.zipf_exponent
+            ),
+            "item": ZipfIds(
+                vocabulary_size=source.num_items, exponent=source.zipf_exponent
+            ),
         }
         self.vocabulary_sizes = {
-            name: source.table_size(number) for name, number in living_ids.items()
+            name: source.table_size(places.vocabulary_size)
+            for name, places in self._popularity.items()
         }
 
     def _draw_inputs(
-        self, generator: np.random.Generator, num_samples: int, step: int | None = None
+        self, generator: np.random.Generator, num_samples: int, step: int
     ) -> Inputs:
-        source = self._source
-        step = source.evaluation_step if step is None else step
-        features, logits, factors = {}, np.zeros(num_samples), []
+        life_steps = self._source.life_steps
+        numbers, ids = {}, {}
         for salt, name in enumerate(("item", "user")):
-            law = self._ids[name]
-            places = law.draw(generator, num_samples).astype(np.int64)
-            # The age of each place at step 0 spreads the births over the steps.
-            ages = (places * GOLDEN_RATIO % 1.0 * source.life_steps).astype(np.int64)
-            lives = (step + ages) // source.life_steps
-            numbers = places + lives * law.vocabulary_size
-            start = _hash(np.array([2 * self.seed + salt], np.uint64))
-            ids = _hash(start + numbers.astype(np.uint64))
-            features[name] = self._held_by_feature(name, numbers, ids)
-            logits += EFFECT_SCALE * _unit(ids, 1)
-            factors.append([_unit(ids, 2 + k) for k in range(INTERACTION_RANK)])
-        products = np.sum(np.multiply(*factors), axis=0)
-        logits += INTERACTION_SCALE / np.sqrt(INTERACTION_RANK) * products
-        return Inputs(features=features, logits=logits)
+            popularity = self._popularity[name]
+            places = popularity.draw(generator, num_samples).astype(np.int64)
+            # Ages at step 0, which spread the births over the steps.
+            ages = (places * GOLDEN_RATIO % 1.0 * life_steps).astype(np.int64)
+            num_predecessors = (step + ages) // life_steps
+            numbers[name] = places + num_predecessors * popularity.vocabulary_size
+            # `_hash` is a bijection, so different numbers have different ids.
+            first = _hash(np.array([2 * self.seed + salt], np.uint64))
+            ids[name] = _hash(first + numbers[name].astype(np.uint64))
 
-    def _held_by_feature(
-        self, name: str, numbers: np.ndarray, ids: np.ndarray
-    ) -> np.ndarray:
-        """Returns what a feature holds for ids of some numbers."""
-        size = self.vocabulary_sizes[name]
-        if isinstance(size, Dynamic):
-            return ids
-        if self._source.vocabulary == "unlimited":
-            return numbers.astype(np.int32)
-        # The ids are hashes already.
-        return (ids % np.uint64(size)).astype(np.int32)
+        users, items = ids["user"], ids["item"]
+        # Salt 1 is the effect of an id. The salts from 2 on are the elements of its
+        # vector.
+        products = np.zeros(num_samples)
+        for salt in range(2, 2 + INTERACTION_RANK):
+            products += _uniform(items, salt) * _uniform(users, salt)
+        logits = EFFECT_SCALE * _uniform(items, 1) + EFFECT_SCALE * _uniform(users, 1)
+        logits += INTERACTION_SCALE / np.sqrt(INTERACTION_RANK) * products
+
+        features = {}
+        for name, size in self.vocabulary_sizes.items():
+            if isinstance(size, Dynamic):
+                features[name] = ids[name]
+            elif self._source.vocabulary == "unlimited":
+                features[name] = numbers[name].astype(np.int32)
+            else:  # The ids are hashes already, so the remainders are random rows.
+                features[name] = (ids[name] % np.uint64(size)).astype(np.int32)
+        return Inputs(features=features, logits=logits)
 
 
 def _hash(words: np.ndarray) -> np.ndarray:
     return mix64(words * WORD)
 
 
-def _unit(ids: np.ndarray, salt: int) -> np.ndarray:
+def _uniform(ids: np.ndarray, salt: int) -> np.ndarray:
     """Returns a number of mean 0 and variance 1 per id, uniform over the ids."""
     return (_hash(ids ^ np.uint64(salt)) * 2.0**-64 - 0.5) * np.sqrt(12.0)

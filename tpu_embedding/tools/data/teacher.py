@@ -7,8 +7,7 @@ random numbers depends on one seed and a name.
 The teacher gives every sample a click probability and draws the label from it. No
 model has a lower expected log loss than the teacher. The gap to `teacher_log_loss()`
 therefore measures how well a model has learned, which a real log cannot offer.
-`synthetic_clicks.py`, `synthetic_criteo.py` and `synthetic_stream.py` define the
-samples.
+`synthetic_clicks.py` and `synthetic_stream.py` define the samples.
 """
 
 import abc
@@ -20,7 +19,7 @@ from typing import Final
 
 import numpy as np
 
-from tpu_embedding.tools.data.batch import Batch, padded_batches, rows_of_batches
+from tpu_embedding.tools.data.batch import Batch, join_samples, padded_batches
 
 TEACHER_STREAM: Final = 0
 TRAIN_STREAM: Final = 1
@@ -110,12 +109,12 @@ class ZipfIds:
         # The ranks at which the cumulative law reaches uniform numbers.
         mass = generator.random(shape) * self._mass(self.vocabulary_size + 1.0)
         if self.exponent == 1.0:
-            x = np.exp(mass)
+            ranks = np.exp(mass)
         else:
             power = 1.0 - self.exponent
-            x = np.exp(np.log1p(power * mass) / power)
+            ranks = np.exp(np.log1p(power * mass) / power)
         # Rounding may push the last rank to vocabulary_size + 1 or to infinity.
-        return np.minimum(x, self.vocabulary_size).astype(np.int64) - 1
+        return np.minimum(ranks, self.vocabulary_size).astype(np.int64) - 1
 
     def ids_of_ranks(self, ranks: np.ndarray) -> np.ndarray:
         """Returns the int32 ids of popularity ranks; rank 0 is the most popular."""
@@ -136,12 +135,12 @@ class ZipfIds:
         mass = self._mass(ranks + 2.0) - self._mass(ranks + 1.0)
         return mass / self._mass(self.vocabulary_size + 1.0)
 
-    def _mass(self, x: np.ndarray | float) -> np.ndarray:
-        """Returns the integral of `x**-exponent` from 1 to `x`."""
+    def _mass(self, end: np.ndarray | float) -> np.ndarray:
+        """Returns the integral of `x**-exponent` from 1 to `end`."""
         if self.exponent == 1.0:
-            return np.log(x)
+            return np.log(end)
         power = 1.0 - self.exponent
-        return np.expm1(power * np.log(x)) / power
+        return np.expm1(power * np.log(end)) / power
 
 
 CALIBRATION_SAMPLES: Final = 16_384
@@ -154,7 +153,7 @@ class Inputs:
 
     Attributes:
       features: int32 or uint64 ids by feature name.
-      dense: float32 `[samples, num_dense]`, or None.
+      dense: float32 `[samples, num_dense]`; None if the data set has no dense inputs.
       logits: float64 `[samples]`, the teacher's logits without the common bias.
     """
 
@@ -172,9 +171,12 @@ class TeacherDataset(abc.ABC):
       num_evaluation_samples: number of held-out samples. They have their own random
         stream and are the same for every batch size.
       click_rate: expected mean of the labels; the teacher's bias is fitted to it.
+      evaluation_step: training step whose distribution of ids the held-out samples
+        have. It matters only if the ids change during the training.
     """
 
     click_rate: float
+    evaluation_step: int = 0
 
     def __init__(self, *, batch_size: int, seed: int, num_evaluation_samples: int):
         self.batch_size = batch_size
@@ -183,14 +185,14 @@ class TeacherDataset(abc.ABC):
 
     @abc.abstractmethod
     def _draw_inputs(
-        self, generator: np.random.Generator, num_samples: int, step: int | None = None
+        self, generator: np.random.Generator, num_samples: int, step: int
     ) -> Inputs:
-        """Draws samples of a training step, or of the evaluation if it is None."""
+        """Draws samples with the ids in use at a training step."""
 
     def train_batch(self, step: int) -> Batch:
         """Returns the batch of training step `step`, counted from 0."""
         generator = random_generator(seed=self.seed, stream=TRAIN_STREAM, step=step)
-        batch, _ = self._draw(generator, self.batch_size, step)
+        batch, _ = self._draw_samples(generator, self.batch_size, step)
         return batch
 
     def evaluation_batches(self) -> Iterator[Batch]:
@@ -200,7 +202,7 @@ class TeacherDataset(abc.ABC):
         """
         held_out, _ = self._held_out
         yield from padded_batches(
-            lambda samples: rows_of_batches([(held_out, samples)]),
+            lambda samples: join_samples([held_out], [samples]),
             np.arange(self.num_evaluation_samples),
             self.batch_size,
         )
@@ -212,22 +214,26 @@ class TeacherDataset(abc.ABC):
         difference is sampling noise, which a model's loss on the same labels shares.
         """
         samples, probabilities = self._held_out
-        return float(np.mean(cross_entropy(samples.labels, probabilities)))
+        labels = samples.labels
+        p = np.clip(probabilities, 1e-12, 1.0 - 1e-12)
+        return float(-np.mean(labels * np.log(p) + (1.0 - labels) * np.log1p(-p)))
 
     @functools.cached_property
     def _bias(self) -> float:
         """Common logit with which the mean probability equals the click rate."""
         generator = random_generator(seed=self.seed, stream=TEACHER_STREAM, step=1)
-        logits = self._draw_inputs(generator, CALIBRATION_SAMPLES).logits
-        return bias_of_rate(logits, self.click_rate)
+        inputs = self._draw_inputs(generator, CALIBRATION_SAMPLES, self.evaluation_step)
+        return bias_of_rate(inputs.logits, self.click_rate)
 
     @functools.cached_property
     def _held_out(self) -> tuple[Batch, np.ndarray]:
         generator = random_generator(seed=self.seed, stream=EVALUATION_STREAM)
-        return self._draw(generator, self.num_evaluation_samples)
+        return self._draw_samples(
+            generator, self.num_evaluation_samples, self.evaluation_step
+        )
 
-    def _draw(
-        self, generator: np.random.Generator, num_samples: int, step: int | None = None
+    def _draw_samples(
+        self, generator: np.random.Generator, num_samples: int, step: int
     ) -> tuple[Batch, np.ndarray]:
         """Returns samples with drawn labels and their true click probabilities."""
         inputs = self._draw_inputs(generator, num_samples, step)
@@ -262,9 +268,3 @@ def bias_of_rate(logits: np.ndarray, rate: float) -> float:
 def sigmoid(logits: np.ndarray) -> np.ndarray:
     """Returns `1 / (1 + exp(-logits))`, without overflow."""
     return 0.5 * (1.0 + np.tanh(0.5 * logits))
-
-
-def cross_entropy(labels: np.ndarray, probabilities: np.ndarray) -> np.ndarray:
-    """Returns `-labels log p - (1 - labels) log(1 - p)`, in nats, in float64."""
-    p = np.clip(np.asarray(probabilities, np.float64), 1e-12, 1.0 - 1e-12)
-    return -(labels * np.log(p) + (1.0 - labels) * np.log1p(-p))

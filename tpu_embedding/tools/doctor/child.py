@@ -100,13 +100,13 @@ def _check_dim(dim: int, backend: BackendName) -> tuple[str | None, float]:
         begin = time.perf_counter()
         jax.block_until_ready(step(*arguments))
         seconds.append(time.perf_counter() - begin)
-    found = te.functional.unstack_tables(new, plan)["table"]
+    updated = te.functional.unstack_tables(new, plan)["table"]
     gradient = np.zeros((NUM_ROWS, dim))
     np.add.at(gradient, ids, cotangents[:, None].astype(np.float64))
     expected = old - RATE * gradient / np.sqrt(1.0 + gradient**2)
     pairs = {
         "a lookup": (np.asarray(activations), old[ids].sum(axis=1)),
-        "an update": (np.asarray(found), expected),
+        "an update": (np.asarray(updated), expected),
     }
     for name, (actual, wanted) in pairs.items():
         is_wrong = ~np.isclose(actual, wanted, rtol=1e-5, atol=1e-5).all(axis=1)

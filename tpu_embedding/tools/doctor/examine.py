@@ -1,5 +1,6 @@
 """Checks a machine: versions, environment variables, devices, and rows on them."""
 
+import contextlib
 import dataclasses
 import fnmatch
 import glob
@@ -27,14 +28,13 @@ from tpu_embedding.sparse_core.operations import unavailable_reason
 Status = Literal["ok", "warning", "FAILED"]
 
 _LIBRARIES: Final = (
-    *("tpu-embedding", "jax", "jaxlib", "libtpu", "flax", "optax"),
-    *("orbax-checkpoint", "numpy"),
+    "tpu-embedding jax jaxlib libtpu flax optax orbax-checkpoint numpy".split()
 )
 
 _SET_BY_JAX: Final = (
-    *("TPU_SKIP_MDS_QUERY", "LIBTPU_INIT_ARGS", "TPU_ML_PLATFORM"),
-    *("TPU_ML_PLATFORM_VERSION", "GRPC_VERBOSITY", "TPU_LIBRARY_PATH"),
-)
+    "TPU_SKIP_MDS_QUERY LIBTPU_INIT_ARGS TPU_ML_PLATFORM TPU_ML_PLATFORM_VERSION "
+    "GRPC_VERBOSITY TPU_LIBRARY_PATH"
+).split()
 """Variables that importing libtpu or JAX (`jax/_src/cloud_tpu_init.py`) changes."""
 
 _EFFECTS: Final[Mapping[str, tuple[Status, str]]] = {
@@ -72,13 +72,13 @@ class Finding:
       check: what was checked.
       status: its result. Only `"FAILED"` changes the exit status.
       text: what was found.
-      way_out: what to do about it, or "".
+      fix: what to do about it, or "".
     """
 
     check: str
     status: Status
     text: str
-    way_out: str = ""
+    fix: str = ""
 
 
 def user_environment() -> dict[str, str]:
@@ -94,26 +94,22 @@ def user_environment() -> dict[str, str]:
 
 def check_versions() -> list[Finding]:
     """Lists the versions, and checks that libtpu is the one that jax asks for."""
-    found = {name: _version(name) for name in _LIBRARIES}
-    listed = (f"{name} {version or 'absent'}" for name, version in found.items())
+    installed: dict[str, str | None] = dict.fromkeys(_LIBRARIES)
+    for name in _LIBRARIES:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            installed[name] = importlib.metadata.version(name)
+    listed = (f"{name} {version or 'absent'}" for name, version in installed.items())
     text = ", ".join((f"python {platform.python_version()}", *listed))
     findings = [Finding("versions", "ok", text)]
     for requirement in importlib.metadata.requires("jax") or ():
         name, _, wanted = requirement.partition(";")[0].replace(" ", "").partition("==")
-        libtpu = found["libtpu"]
+        libtpu = installed["libtpu"]
         if name == "libtpu" and libtpu and not fnmatch.fnmatchcase(libtpu, wanted):
-            text = f"jax {found['jax']} needs libtpu {wanted}, but found {libtpu}."
+            text = f"jax {installed['jax']} needs libtpu {wanted}, but found {libtpu}."
             findings.append(
                 Finding("libtpu", "FAILED", text, "pip install -U 'jax[tpu]'")
             )
     return findings
-
-
-def _version(name: str) -> str | None:
-    try:
-        return importlib.metadata.version(name)
-    except importlib.metadata.PackageNotFoundError:
-        return None
 
 
 def check_variables(environment: Mapping[str, str], chips: list[str]) -> list[Finding]:
@@ -130,8 +126,8 @@ def check_variables(environment: Mapping[str, str], chips: list[str]) -> list[Fi
             continue
         text = f"{name}={value} is set, which {effect}."
         if chips:
-            way_out = f"Unless you set it on purpose: unset {name}"
-            findings.append(Finding("variable", status, text, way_out))
+            fix = f"Unless you set it on purpose: unset {name}"
+            findings.append(Finding("variable", status, text, fix))
         else:
             findings.append(
                 Finding("variable", "ok", f"{text} This host has no chips.")
@@ -195,32 +191,32 @@ def parse_expectation(text: str) -> tuple[str | None, int]:
 
 
 def check_devices(
-    found: dict[str, Any] | str, expected: str | None, chips: list[str]
+    devices: dict[str, Any] | str, expected: str | None, chips: list[str]
 ) -> list[Finding]:
     """Checks the devices that JAX found.
 
     Args:
-      found: answer of the child to `devices`, or its problem.
+      devices: answer of the child to `devices`, or its problem.
       expected: the devices that should be there, as in `parse_expectation`.
       chips: files of this host's TPU chips.
     """
-    if isinstance(found, str):
-        way_out = (
+    if isinstance(devices, str):
+        fix = (
             "Another process may hold the TPU. On a slice of several hosts, start the "
             "doctor on all of them at the same time: each waits for the others."
         )
-        text = f"JAX did not start: {found}"
-        return [Finding("devices", "FAILED", text, way_out)]
-    platform, kinds = found["platform"], found["kinds"]
-    listed = ", ".join(f"{kinds.count(x)} x {x}" for x in dict.fromkeys(kinds))
+        text = f"JAX did not start: {devices}"
+        return [Finding("devices", "FAILED", text, fix)]
+    platform, kinds = devices["platform"], devices["kinds"]
+    listed = ", ".join(f"{kinds.count(kind)} x {kind}" for kind in dict.fromkeys(kinds))
     findings = [Finding("devices", "ok", f"JAX runs on {listed}.")]
     if platform != "tpu" and chips:
         text = f"JAX runs on {platform}, although this host has {', '.join(chips)}."
-        way_out = (
+        fix = (
             "pip install '.[tpu]' in a clone of the repository, and unset the "
             "variables above."
         )
-        findings.append(Finding("fall-back", "FAILED", text, way_out))
+        findings.append(Finding("fall-back", "FAILED", text, fix))
     try:
         hardware = hardware_of_kind(platform, kinds[0])
     except ValueError:
@@ -232,34 +228,23 @@ def check_devices(
         if is_kind and len(kinds) == count:
             findings.append(Finding("expected", "ok", text))
         else:
-            way_out = "Start the doctor on all hosts; check the accelerator type."
-            findings.append(Finding("expected", "FAILED", text, way_out))
-    if hardware is not None and hardware.hbm_capacity_bytes is not None:
-        capacity = hardware.hbm_capacity_bytes / hardware.devices_per_chip
-        findings += [_check_memory(limit, capacity) for limit in set(found["memory"])]
+            fix = "Start the doctor on all hosts; check the accelerator type."
+            findings.append(Finding("expected", "FAILED", text, fix))
+    capacity = None if hardware is None else hardware.device_memory_bytes
+    if capacity is None:
+        return findings
+    for limit in set(devices["memory"]):
+        if limit is None:
+            text = "the devices do not report their memory"
+            findings.append(Finding("memory", "warning", text))
+            continue
+        text = f"{limit / GIBIBYTE:.1f} of {capacity / GIBIBYTE:.0f} GiB per device"
+        if limit >= _MIN_MEMORY_SHARE * capacity:
+            findings.append(Finding("memory", "ok", text))
+        else:
+            fix = "unset LIBTPU_INIT_ARGS XLA_FLAGS"
+            findings.append(Finding("memory", "FAILED", text, fix))
     return findings
-
-
-def sparse_core_problem(found: Mapping[str, Any]) -> str | None:
-    """Returns why the devices that JAX found run no SparseCore operations; or None."""
-    platform, kinds = found["platform"], found["kinds"]
-    try:
-        hardware = hardware_of_kind(platform, kinds[0])
-    except ValueError as error:
-        return str(error)
-    if not hardware.cores_per_device:
-        return f"{hardware.name} has none that XLA can use"
-    return unavailable_reason(hardware, len(kinds))
-
-
-def _check_memory(limit: int | None, capacity: float) -> Finding:
-    """Compares the memory of devices with the hardware table's."""
-    if limit is None:
-        return Finding("memory", "warning", "the devices do not report their memory")
-    gibibytes = f"{limit / GIBIBYTE:.1f} of {capacity / GIBIBYTE:.0f} GiB per device"
-    if limit >= _MIN_MEMORY_SHARE * capacity:
-        return Finding("memory", "ok", gibibytes)
-    return Finding("memory", "FAILED", gibibytes, "unset LIBTPU_INIT_ARGS XLA_FLAGS")
 
 
 def check_holders(
@@ -280,9 +265,6 @@ def check_holders(
     return findings
 
 
-Times = list[tuple[int, float]]
-"""Pairs of a dim and the milliseconds of a step."""
-
 _CHIP_FILES: Final = ("/dev/accel[0-9]*", "/dev/vfio/[0-9]*")
 
 
@@ -298,40 +280,48 @@ def examine(expected: str | None, seconds: float) -> Iterator[Finding]:
     yield from check_versions()
     yield from check_variables(environment, chips)
     yield from check_holders(chips)
-    found = ask_child(["devices"], environment, seconds)
-    yield from check_devices(found, expected, chips)
-    if not isinstance(found, dict):
+    devices = ask_child(["devices"], environment, seconds)
+    yield from check_devices(devices, expected, chips)
+    if not isinstance(devices, dict):
         return
-    finding, times = _check_rows("rows", ["rows", "xla"], environment, seconds)
+    finding, xla_times = _check_rows("rows", "xla", environment, seconds)
     yield finding
-    problem = sparse_core_problem(found)
+    try:
+        hardware = hardware_of_kind(devices["platform"], devices["kinds"][0])
+        problem = unavailable_reason(hardware, len(devices["kinds"]))
+        if not hardware.cores_per_device:
+            problem = f"{hardware.name} has none that XLA can use"
+    except ValueError as error:
+        problem = str(error)
     if problem is not None:
         yield Finding("SparseCores", "ok", f"not compared: {problem}")
-    else:
-        yield from _compare_backends(times, environment, seconds)
+        return
+    finding, core_times = _check_rows(
+        "SparseCores", "sparse_core", environment, seconds
+    )
+    yield finding
+    if xla_times and core_times:
+        slowest = min(xla_times[dim] / core_times[dim] for dim in core_times)
+        text = (
+            f"sparse_core is {slowest:.2f} times as fast as XLA's gathers and scatters"
+        )
+        yield Finding("backend", "ok", text)
 
 
 def _check_rows(
-    check: str, question: list[str], environment: Mapping[str, str], seconds: float
-) -> tuple[Finding, Times]:
-    """Compares rows with NumPy; also returns the times of a step, if all are equal."""
-    answer = ask_child(question, environment, seconds)
-    if isinstance(answer, str) or answer["problem"] is not None:
-        problem = answer if isinstance(answer, str) else answer["problem"]
-        way_out = "Please report it, with this output."
-        return Finding(check, "FAILED", problem, way_out), []
-    text = ", ".join(f"dim {x}: {t:.2f} ms a step" for x, t in answer["times"])
-    return Finding(check, "ok", f"equal to NumPy; {text}"), answer["times"]
+    check: str, backend: str, environment: Mapping[str, str], seconds: float
+) -> tuple[Finding, dict[int, float]]:
+    """Compares a step of a backend with NumPy, in a child.
 
-
-def _compare_backends(
-    times: Times, environment: Mapping[str, str], seconds: float
-) -> Iterator[Finding]:
-    """Compares XLA's embedding operations with NumPy, and with gathers and scatters."""
-    question = ["rows", "sparse_core"]
-    finding, own_times = _check_rows("SparseCores", question, environment, seconds)
-    yield finding
-    ratios = [t / own for (_, t), (_, own) in zip(times, own_times, strict=False)]
-    if ratios:
-        text = f"{min(ratios):.2f} times as fast as XLA's gathers and scatters"
-        yield Finding("backend", "ok", f"sparse_core is {text}")
+    Returns:
+      The finding; and the milliseconds of a step by dim, if all rows are equal.
+    """
+    answer = ask_child(["rows", backend], environment, seconds)
+    problem = answer if isinstance(answer, str) else answer["problem"]
+    if isinstance(answer, str) or problem is not None:
+        fix = "Please report it, with this output."
+        return Finding(check, "FAILED", problem, fix), {}
+    text = ", ".join(
+        f"dim {dim}: {time:.2f} ms a step" for dim, time in answer["times"]
+    )
+    return Finding(check, "ok", f"equal to NumPy; {text}"), dict(answer["times"])

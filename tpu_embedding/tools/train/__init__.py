@@ -2,11 +2,11 @@
 
 The command `tpu-embedding train` calls `train` of this package.
 
-* `config`: the value that a file in `configs/` defines, and learning rates.
+* `run_config`: the value that a file in `configs/` defines, and learning rates.
 * `run`: the loop. `reporting`: lines, records, plot, and means of steps.
 * `run_directory`: a run's files and their lock. `origin`: what a run was started with.
-* `steps`: plan, state, train step and evaluation step, and batches ahead of the loop.
-* `models/`: the models of the configs. `metrics`: their losses and metrics.
+* `run_steps`: plan, state, train step and evaluation step, and batches ahead of them.
+* `models/`: the models of the configs. `losses`: their losses and metrics.
 """
 
 from tpu_embedding.tools.data.batch import Batch as Batch
@@ -20,15 +20,15 @@ from tpu_embedding.tools.data.block_dataset import BlockDataset as BlockDataset
 from tpu_embedding.tools.data.block_dataset import SampleReader as SampleReader
 from tpu_embedding.tools.data.criteo import CriteoSource as CriteoSource
 from tpu_embedding.tools.data.csv_clicks import CsvSource as CsvSource
-from tpu_embedding.tools.data.interactions import (
-    InteractionsSource as InteractionsSource,
-)
 from tpu_embedding.tools.data.parquet import ParquetFeature as ParquetFeature
 from tpu_embedding.tools.data.parquet import ParquetSource as ParquetSource
 from tpu_embedding.tools.data.parquet import RowGroup as RowGroup
 from tpu_embedding.tools.data.parquet import row_groups as row_groups
 from tpu_embedding.tools.data.synthetic_clicks import (
     SyntheticClicksSource as SyntheticClicksSource,
+)
+from tpu_embedding.tools.data.synthetic_interactions import (
+    InteractionsSource as InteractionsSource,
 )
 from tpu_embedding.tools.data.synthetic_stream import (
     SyntheticStreamSource as SyntheticStreamSource,
@@ -38,14 +38,6 @@ from tpu_embedding.tools.data.teacher import bias_of_rate as bias_of_rate
 from tpu_embedding.tools.data.teacher import (
     random_generator as random_generator,
 )
-from tpu_embedding.tools.train.config import ConfigError as ConfigError
-from tpu_embedding.tools.train.config import RunConfig as RunConfig
-from tpu_embedding.tools.train.config import RunEvent as RunEvent
-from tpu_embedding.tools.train.config import Target as Target
-from tpu_embedding.tools.train.config import apply_overrides as apply_overrides
-from tpu_embedding.tools.train.config import list_configs as list_configs
-from tpu_embedding.tools.train.config import load_config as load_config
-from tpu_embedding.tools.train.config import warm_up as warm_up
 from tpu_embedding.tools.train.models.click import MLP as MLP
 from tpu_embedding.tools.train.models.click import ModelConfig as ModelConfig
 from tpu_embedding.tools.train.models.click import Outputs as Outputs
@@ -56,6 +48,14 @@ from tpu_embedding.tools.train.reporting import (
 from tpu_embedding.tools.train.run import RunResult as RunResult
 from tpu_embedding.tools.train.run import evaluate as evaluate
 from tpu_embedding.tools.train.run import train as train
+from tpu_embedding.tools.train.run_config import ConfigError as ConfigError
+from tpu_embedding.tools.train.run_config import RunConfig as RunConfig
+from tpu_embedding.tools.train.run_config import RunEvent as RunEvent
+from tpu_embedding.tools.train.run_config import Target as Target
+from tpu_embedding.tools.train.run_config import apply_overrides as apply_overrides
+from tpu_embedding.tools.train.run_config import list_configs as list_configs
+from tpu_embedding.tools.train.run_config import load_config as load_config
+from tpu_embedding.tools.train.run_config import warm_up as warm_up
 from tpu_embedding.tools.train.run_directory import (
     RunDirectoryError as RunDirectoryError,
 )

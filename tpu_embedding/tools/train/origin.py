@@ -15,14 +15,14 @@ from typing import Any, Final
 from tpu_embedding.paths import is_local_path, local_path
 from tpu_embedding.tools.data.batch import DataError, required_files
 from tpu_embedding.tools.data.csv_clicks import open_csv
-from tpu_embedding.tools.train.config import (
+from tpu_embedding.tools.train.reporting import changes
+from tpu_embedding.tools.train.run_config import (
     ConfigError,
     RunConfig,
     apply_overrides,
     list_configs,
     load_config,
 )
-from tpu_embedding.tools.train.reporting import changes
 from tpu_embedding.tools.train.run_directory import RECORDS_FILE, read_records
 
 CSV_SUFFIXES: Final = (".csv", ".tsv", ".csv.gz", ".tsv.gz")
@@ -86,7 +86,7 @@ class RunOrigin:
         if self.data_dir is not None:
             options += ["--data-dir", self.data_dir]
         if self.record()["config"] != _CSV_CONFIG:
-            options += [word for x in self.settings for word in ("--set", x)]
+            options += [word for text in self.settings for word in ("--set", text)]
         return options
 
 
@@ -154,8 +154,8 @@ def config_of_run(
 
 def _latest_start(directory: pathlib.Path) -> tuple[dict[str, Any] | None, Any]:
     """Returns the latest records of a run's origin, if there is one, and its config."""
-    origin, run, path = None, {}, directory / RECORDS_FILE
-    for record in read_records(path) if path.exists() else ():
+    origin, run = None, {}
+    for record in read_records(directory / RECORDS_FILE):
         origin, run = record.get("origin") or origin, record.get("run") or run
     return origin, run
 
@@ -165,12 +165,12 @@ def _model_changes(
 ) -> list[str]:
     """Returns the fields of a run's model that differ, except those in settings."""
     named = {setting.partition("=")[0].replace("-", "_") for setting in settings}
-    before, now = ({"model": x.get("model")} for x in (run, config.describe()))
-    if before["model"] is None:  # A script may leave no record.
+    before, now = run.get("model"), config.describe()["model"]
+    if before is None:  # A script may leave no record.
         return []
     return [
         f"{name} {old!r} -> {new!r}"
-        for name, old, new in changes(before, now)
+        for name, old, new in changes({"model": before}, {"model": now})
         if name not in named
     ]
 
@@ -180,8 +180,12 @@ def _recorded_csv_run(config: RunConfig, run: dict[str, Any]) -> RunConfig:
     seed = run.get("seed")
     if type(seed) is not int or not 0 <= seed < 2**32:
         raise ConfigError(f"The record of seed must be an int of uint32, got {seed!r}.")
-    parts = {x: _recorded(getattr(config, x), run.get(x), x) for x in ("data", "model")}
-    return dataclasses.replace(config, seed=seed, **parts)
+    return dataclasses.replace(
+        config,
+        seed=seed,
+        data=_recorded(config.data, run.get("data"), "data"),
+        model=_recorded(config.model, run.get("model"), "model"),
+    )
 
 
 def _recorded(default: Any, values: Any, name: str) -> Any:
@@ -225,7 +229,7 @@ def _has_type(value: Any, hint: Any) -> bool:
             return (
                 isinstance(value, list)
                 and (kinds[0] is str or len(value) <= _MAX_RECORDED_LAYERS)
-                and all(_has_type(x, kinds[0]) for x in value)
+                and all(_has_type(item, kinds[0]) for item in value)
             )
     if hint is float and type(value) is int:
         return abs(value) <= _MAX_RECORDED_INT

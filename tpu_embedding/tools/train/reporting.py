@@ -18,9 +18,9 @@ import numpy as np
 
 from tpu_embedding import distributed
 from tpu_embedding.optimizers.probe import probe_rule
-from tpu_embedding.plan.memory import array_sizes, format_bytes, format_table
+from tpu_embedding.plan.memory import format_bytes, format_table
 from tpu_embedding.plan.plan import EmbeddingPlan, StackPlan
-from tpu_embedding.tools.train.config import RunConfig
+from tpu_embedding.tools.train.run_config import RunConfig
 from tpu_embedding.tools.train.run_directory import (
     PLOT_FILE,
     RECORDS_FILE,
@@ -28,7 +28,7 @@ from tpu_embedding.tools.train.run_directory import (
     read_records,
     replace_text,
 )
-from tpu_embedding.tools.train.steps import StepMetrics
+from tpu_embedding.tools.train.run_steps import StepMetrics
 
 STEPS_IN_FLIGHT: Final = 2
 """Steps that are dispatched before the host waits for the first of them.
@@ -83,7 +83,21 @@ class StepMeter:
             jax.block_until_ready(self._steps[-1 - STEPS_IN_FLIGHT])
         if done % self._config.log_every == 0 or done == self._config.num_steps:
             self.read(done)
-            self._report_means(done)
+            now = time.perf_counter()
+            seconds, steps = now - self._since, len(self._steps)
+            means = {
+                name: float(np.mean([metrics[name] for metrics in self._steps]))
+                for name in self._steps[0]
+                if name != "is_finite"
+            }
+            speed = {
+                "steps_per_second": steps / seconds,
+                "samples_per_second": steps * self._config.batch_size / seconds,
+                "input_wait": self._waited / seconds,
+            }
+            loss = {"loss": means.pop("loss")}
+            self._report(done, "train", loss | speed | means)
+            self._steps, self._waited, self._since = [], 0.0, now
 
     def read(self, done: int) -> None:
         """Waits for all steps up to the last, `done`.
@@ -99,23 +113,6 @@ class StepMeter:
                     "gradient or a learning rate is not finite; lower the learning "
                     "rates, or check the input data for damaged values."
                 )
-
-    def _report_means(self, done: int) -> None:
-        now = time.perf_counter()
-        seconds, steps = now - self._since, len(self._steps)
-        means = {
-            name: float(np.mean([metrics[name] for metrics in self._steps]))
-            for name in self._steps[0]
-            if name != "is_finite"
-        }
-        speed = {
-            "steps_per_second": steps / seconds,
-            "samples_per_second": steps * self._config.batch_size / seconds,
-            "input_wait": self._waited / seconds,
-        }
-        loss = {"loss": means.pop("loss")}
-        self._report(done, "train", loss | speed | means)
-        self._steps, self._waited, self._since = [], 0.0, now
 
 
 class RunReport:
@@ -141,8 +138,11 @@ class RunReport:
         self._file = self._board = None
         if not distributed.is_first():
             return
-        description = config.describe()
-        self._show_changes(description)
+        description = last = config.describe()
+        for record in read_records(self._path):
+            last = record.get("run", last)
+        for name, before, now in changes(last, description):
+            self.line(f"changed since the last start: {name} {before!r} -> {now!r}")
         self._file = self._path.open("a", encoding="utf-8")
         if self._file.tell():
             self._file.write("\n")  # A killed run may have left half a line.
@@ -154,15 +154,6 @@ class RunReport:
         )
         start = {"run": description, "first_step": first_step, "origin": origin}
         self.record(start)
-
-    def _show_changes(self, description: dict[str, Any]) -> None:
-        if not self._path.exists():
-            return
-        last = description
-        for record in read_records(self._path):
-            last = record.get("run", last)
-        for name, before, value in changes(last, description):
-            self.line(f"changed since the last start: {name} {before!r} -> {value!r}")
 
     def line(self, text: str) -> None:
         """Prints a line at once."""
@@ -184,12 +175,11 @@ class RunReport:
           values: by name.
         """
         num_steps = self._config.num_steps
-        shown = [
+        text = "  ".join(
             f"{name} {value:.5g}"
             for name, value in values.items()
             if group != "train" or "/" not in name  # counts of dynamic tables
-        ]
-        text = "  ".join(shown)
+        )
         self.line(f"{group} {step:>{len(str(num_steps))}}/{num_steps}  {text}")
         self.record({"step": step, group: values})
         if self._board is not None:
@@ -239,15 +229,16 @@ def format_tables(plan: EmbeddingPlan) -> str:
     """
     rows = [("table", "optimizer", "rows", "dim", "memory per device", "devices")]
     for stack in plan.stacks:
-        sizes = array_sizes(stack.layout, stack.slots, plan.hardware)
         for table in stack.tables:
             rows.append(
                 (
                     table.name,
-                    _name_of_rule(stack),
+                    _rule_name(stack),
                     f"{table.config.max_rows:,}",
                     f"{stack.dim}",
-                    format_bytes(sum(sizes) * table.num_rows / stack.num_rows),
+                    format_bytes(
+                        sum(stack.array_bytes) * table.num_rows / stack.num_rows
+                    ),
                     f"{stack.num_shards}",
                 )
             )
@@ -260,26 +251,25 @@ def format_tables(plan: EmbeddingPlan) -> str:
     )
 
 
-def _name_of_rule(stack: StackPlan) -> str:
-    """Returns the name of the state that an optimizer keeps, as `Adagrad`."""
+def _rule_name(stack: StackPlan) -> str:
+    """Returns the names of the states that an optimizer keeps, as `Adagrad`."""
     if stack.optimizer is None:
         return "none"
+
+    def has_slots(state: Any) -> bool:
+        return hasattr(state, "_fields") and any(
+            isinstance(field, jax.ShapeDtypeStruct) for field in state
+        )
+
     probed = probe_rule(stack.optimizer, stack.dim)
     slots = [None if slot is None else slot.row for slot in probed.leaves]
-    state = jax.tree.structure(probed.state).unflatten(slots)
+    states = jax.tree.structure(probed.state).unflatten(slots)
     names = [
-        type(part).__name__.removesuffix("State").removeprefix("ScaleBy")
-        for part in jax.tree.leaves(state, is_leaf=_has_slots)
-        if _has_slots(part)
+        type(state).__name__.removesuffix("State").removeprefix("ScaleBy")
+        for state in jax.tree.leaves(states, is_leaf=has_slots)
+        if has_slots(state)
     ]
     return ", ".join(names) or "no slot variables"
-
-
-def _has_slots(part: Any) -> bool:
-    """Returns True for a named state that holds a slot variable itself."""
-    return hasattr(part, "_fields") and any(
-        isinstance(field, jax.ShapeDtypeStruct) for field in part
-    )
 
 
 def changes(
@@ -317,15 +307,14 @@ def drop_repeated_records(
       evaluates: True if the run evaluates before the next step.
     """
     path = directory / RECORDS_FILE
-    if not path.exists():
-        return
     kept = ""
     for record in read_records(path):
         done = record.get("step", record.get("result", {}).get("step", 0))
         is_repeated = evaluates and "train" not in record and done == step
         if "run" in record or not (done > step or is_repeated):
             kept += json.dumps(record) + "\n"
-    replace_text(path, kept)
+    if path.exists():
+        replace_text(path, kept)
 
 
 def _curve(path: pathlib.Path, group: str, name: str) -> tuple[list[int], list[float]]:

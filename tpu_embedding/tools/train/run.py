@@ -12,7 +12,7 @@ import math
 import pathlib
 import signal
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any, Final, Literal
 
 import jax
@@ -31,18 +31,8 @@ from tpu_embedding.paths import is_local_path, local_path
 from tpu_embedding.plan.plan import EmbeddingPlan
 from tpu_embedding.strings.string_ids import save_vocabularies
 from tpu_embedding.tools.data.batch import DataError, Dataset
-from tpu_embedding.tools.train.config import (
-    RunConfig,
-    RunEvent,
-    RunEventKind,
-    ignore_event,
-)
-from tpu_embedding.tools.train.metrics import (
-    LOSSES,
-    Metrics,
-    merge_batches,
-    values_of,
-)
+from tpu_embedding.tools.train import run_directory, run_steps
+from tpu_embedding.tools.train.losses import LOSSES, Metrics, merge_batches, values_of
 from tpu_embedding.tools.train.origin import RunOrigin
 from tpu_embedding.tools.train.reporting import (
     RunReport,
@@ -51,25 +41,8 @@ from tpu_embedding.tools.train.reporting import (
     drop_repeated_records,
     format_tables,
 )
-from tpu_embedding.tools.train.run_directory import (
-    CHECKPOINTS_DIR,
-    PROFILE_DIR,
-    RunDirectoryError,
-    check_files,
-    check_vocabularies,
-    claimed,
-    newest_checkpoint,
-)
-from tpu_embedding.tools.train.steps import (
-    abstract_train_state,
-    check_values,
-    init_train_state,
-    make_evaluation_step,
-    make_run_plan,
-    make_train_step,
-    prepare_batch,
-    train_batches,
-)
+from tpu_embedding.tools.train.run_config import RunConfig, RunEvent, RunEventKind
+from tpu_embedding.tools.train.run_directory import CHECKPOINTS_DIR, RunDirectoryError
 
 _SIZES: Final = "buffer_sizes"
 """Key of the sizes of ragged features in the description of a checkpoint."""
@@ -138,30 +111,27 @@ def train(
       TrainingDivergedError: if a loss, a gradient or a metric is not finite.
       MissingExtraError: if a library of the extra `train` is not installed.
     """
-    _require_libraries()
+    # A run ends with a plot, so a library that it needs then is missed now.
+    require_extra("train", "matplotlib", "tensorboardX", purpose="A run")
     directory = local_path(output_dir).resolve()
     with contextlib.ExitStack() as stack:
         stop = stack.enter_context(_stop_on_signals())
-        data = open_data(config, data_dir)  # Wrong data leave no directory behind.
-        stack.enter_context(claimed(directory))
-        run = _Run(config, directory, data, mesh, verbose)
+        data = open_data(config, data_dir)  # Before the directory is made.
+        stack.enter_context(run_directory.claimed(directory))
+        run = _Run(config, directory, data, mesh)
         stack.enter_context(run.checkpoints)
-        if distributed.is_first():
-            run.on_event = config.on_event
         run.restore(existing_run)
-        run.drop_repeated()
-        run.start_report(origin)
+        if distributed.is_first():
+            run.tells_events = True
+            drop_repeated_records(directory, run.step, evaluates=run.evaluates_first)
+        run.tell("init")
+        run.start_report(origin, verbose=verbose)
         stack.callback(run.report.close)
         stack.callback(faulthandler.cancel_dump_traceback_later)
         if run.train(stop, stop_at or config.num_steps, profile) == "stopped":
             run.report.line(f"stopped; step {run.step} is saved, --resume continues")
             return RunResult(step=run.step)
         return run.finish()
-
-
-def _require_libraries() -> None:
-    """Raises before any work if a library that a run ends with is missing."""
-    require_extra("train", "matplotlib", "tensorboardX", purpose="A run")
 
 
 def evaluate(
@@ -175,11 +145,11 @@ def evaluate(
 
     Args and errors as in `train`. The run's records get the metrics.
     """
-    _require_libraries()
+    require_extra("train", "matplotlib", "tensorboardX", purpose="A run")
     data = open_data(config, data_dir)
     directory = local_path(output_dir).resolve()
-    check_files(directory)
-    if newest_checkpoint(directory / CHECKPOINTS_DIR) is None:
+    run_directory.check_files(directory)
+    if run_directory.newest_checkpoint(directory / CHECKPOINTS_DIR) is None:
         raise RunDirectoryError(
             f"{output_dir} holds no checkpoint to evaluate; pass the output directory "
             "of a run that saved one."
@@ -227,7 +197,7 @@ def _stop_on_signals() -> Iterator[threading.Event]:
 
 
 class _Run:
-    """A run in progress, whose state is that after `step` steps."""
+    """A run in progress, whose `state` is the one after `step` steps."""
 
     def __init__(
         self,
@@ -235,24 +205,24 @@ class _Run:
         directory: pathlib.Path,
         data: Dataset,
         mesh: Mesh | None,
-        verbose: bool = False,
     ):
-        self.config, self.directory, self.verbose = config, directory, verbose
-        self.data = data
-        self.plan: EmbeddingPlan = make_run_plan(config, self.data, mesh)
+        self.config, self.directory, self.data = config, directory, data
+        self.plan: EmbeddingPlan = run_steps.make_run_plan(config, data, mesh)
         options = ocp.CheckpointManagerOptions(max_to_keep=config.checkpoints_kept)
         path = directory / CHECKPOINTS_DIR
         self.checkpoints = ocp.CheckpointManager(path, options=options)
-        self.on_event: Callable[[RunEvent], None] = ignore_event
+        self.tells_events = False
+        # Batches are prepared ahead, so `sizes` runs ahead of the sizes after `step`.
         self.sizes, self.sizes_so_far = BufferSizes(), {}
 
     def restore(self, existing_run: ExistingRun) -> None:
         """Restores the state, or finds that there is none to restore."""
         config, data, plan = self.config, self.data, self.plan
-        graph, abstract = abstract_train_state(config, data, plan)
-        self.train_step = make_train_step(graph, abstract, config, plan)
+        graph, abstract = run_steps.abstract_train_state(config, data, plan)
+        self.train_step = run_steps.make_train_step(graph, abstract, config, plan)
         self.evaluation_step = jax.jit(
-            make_evaluation_step(graph, config.loss), out_shardings=plan.replicated
+            run_steps.make_evaluation_step(graph, config.loss),
+            out_shardings=plan.replicated,
         )
         self.step = self.checkpoints.latest_step() or 0
         if self.step and existing_run == "refuse":
@@ -262,7 +232,7 @@ class _Run:
             )
         self.state = None
         if self.step:
-            check_vocabularies(data, self.directory)
+            run_directory.check_vocabularies(data, self.directory)
             path = self.directory / CHECKPOINTS_DIR / str(self.step)
             self.state = restore_state(path, RestoreState(abstract, plan=plan))
             with errors_of_reading(f"The description of the checkpoint {path}"):
@@ -277,14 +247,9 @@ class _Run:
         """
         return self.step > 0 and self.config.evaluates_after(self.step)
 
-    def drop_repeated(self) -> None:
-        """Removes what the files report of the steps that a resumed run repeats."""
-        evaluates = self.evaluates_first
-        if distributed.is_first():
-            drop_repeated_records(self.directory, self.step, evaluates=evaluates)
-        self.tell("init")
-
-    def start_report(self, origin: RunOrigin | None = None) -> None:
+    def start_report(
+        self, origin: RunOrigin | None = None, *, verbose: bool = False
+    ) -> None:
         """Reports the start, and makes the state of a new run."""
         config, data, plan = self.config, self.data, self.plan
         record = origin and origin.record()
@@ -293,21 +258,22 @@ class _Run:
             save_vocabularies(self.directory, getattr(data, "vocabularies", {}))
         if description := getattr(data, "description", None):
             self.report.line(description)
-        self.report.line(str(plan) if self.verbose else format_tables(plan))
+        self.report.line(str(plan) if verbose else format_tables(plan))
         if self.state is None:
-            _, self.state = init_train_state(config, data, plan)
+            _, self.state = run_steps.init_train_state(config, data, plan)
 
     def tell(self, kind: RunEventKind, /, **values: Any) -> None:
-        """Calls the config's `on_event`."""
-        event = RunEvent(
-            kind=kind,
-            step=self.step,
-            values=values,
-            config=self.config,
-            data=self.data,
-            directory=self.directory,
-        )
-        self.on_event(event)
+        """Calls the config's `on_event`, on the first process of a training."""
+        if self.tells_events:
+            event = RunEvent(
+                kind=kind,
+                step=self.step,
+                values=values,
+                config=self.config,
+                data=self.data,
+                directory=self.directory,
+            )
+            self.config.on_event(event)
 
     def report_scalars(
         self, step: int, group: Literal["train", "evaluation"], values: dict[str, float]
@@ -330,11 +296,11 @@ class _Run:
         if self.evaluates_first and steps:
             self.evaluate()
         with contextlib.closing(
-            train_batches(config, self.data, self.plan, steps, self.sizes)
+            run_steps.train_batches(config, self.data, self.plan, steps, self.sizes)
         ) as batches:
             for step, batch, self.sizes_so_far in meter.waiting(batches):
                 if profile is not None and step == profile[0]:
-                    jax.profiler.start_trace(self.directory / PROFILE_DIR)
+                    jax.profiler.start_trace(self.directory / run_directory.PROFILE_DIR)
                 self.state, metrics = self.train_step(self.state, batch)
                 self.step = done = step + 1
                 meter.add(done, metrics)
@@ -370,8 +336,9 @@ class _Run:
 
         def evaluated() -> Iterator[Metrics]:
             for number, batch in enumerate(self.data.evaluation_batches()):
-                check_values(batch, self.config, f"Evaluation batch {number}")
-                prepared = prepare_batch(
+                owner = f"Evaluation batch {number}"
+                run_steps.check_values(batch, self.config, owner)
+                prepared = run_steps.prepare_batch(
                     batch, self.plan, sizes, model=self.config.model
                 )
                 on_devices = shard_batch(prepared, self.plan)

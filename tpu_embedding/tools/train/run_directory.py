@@ -100,7 +100,7 @@ def check_files(directory: pathlib.Path, names: Iterable[str] | None = None) -> 
 
     Args:
       directory: directory of the run, which may be a link itself.
-      names: entries of the directory to check. None checks those that a run uses.
+      names: entries of the directory to check. Defaults to the ones that a run uses.
 
     Raises:
       RunDirectoryError: if an entry is a link, a pipe or a device; names it.
@@ -136,16 +136,29 @@ def newest_checkpoint(directory: pathlib.Path) -> pathlib.Path | None:
 def read_records(path: pathlib.Path) -> Iterator[dict[str, Any]]:
     """Yields the records of a run, except incomplete lines of a killed one.
 
+    There are none before the run has written the file.
+
     Raises:
       RunDirectoryError: if a line is not a record in UTF-8; names file and line.
     """
+    if not path.exists():
+        return
     with path.open("rb") as file:
         for number, line in enumerate(file, 1):
             try:
                 if len(line) > _MAX_LINE_BYTES:
                     raise ValueError(f"a line of {len(line):,} bytes")
                 record = json.loads(line.decode())
-                _check_record(record)
+                if not isinstance(record, dict):
+                    raise ValueError(f"a {type(record).__name__}")
+                for name, kind in _RECORD_FIELDS.items():
+                    value = record.get(name)
+                    if name in record and not isinstance(value, kind):
+                        raise ValueError(f"a {type(value).__name__} as {name!r}")
+                for owner in (record, record.get("result", {})):
+                    step = owner.get("step", 0)
+                    if type(step) is not int or not 0 <= step < 2**63:
+                        raise ValueError(f"the step {step!r:.80}")
             except json.JSONDecodeError:
                 continue
             except (ValueError, RecursionError) as error:
@@ -154,19 +167,6 @@ def read_records(path: pathlib.Path) -> Iterator[dict[str, Any]]:
                     f"got {error}; remove the line."
                 ) from error
             yield record
-
-
-def _check_record(record: Any) -> None:
-    if not isinstance(record, dict):
-        raise ValueError(f"a {type(record).__name__}")
-    for name, kind in _RECORD_FIELDS.items():
-        value = record.get(name)
-        if name in record and not isinstance(value, kind):
-            raise ValueError(f"a {type(value).__name__} as {name!r}")
-    for owner in (record, record.get("result", {})):
-        step = owner.get("step", 0)
-        if type(step) is not int or not 0 <= step < 2**63:
-            raise ValueError(f"the step {step!r:.80}")
 
 
 def replace_text(path: pathlib.Path, text: str) -> None:

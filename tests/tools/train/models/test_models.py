@@ -8,8 +8,8 @@ from flax import nnx
 
 from tests.conftest import mesh_of
 from tpu_embedding.plan.make_plan import make_plan
-from tpu_embedding.tools.data.interactions import InteractionsSource
 from tpu_embedding.tools.data.synthetic_clicks import SyntheticCriteo
+from tpu_embedding.tools.data.synthetic_interactions import InteractionsSource
 from tpu_embedding.tools.train.models import (
     DLRMDCNv2Config,
     TwoTowerConfig,

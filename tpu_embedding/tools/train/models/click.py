@@ -16,7 +16,7 @@ from tpu_embedding import initializers
 from tpu_embedding.config import FeatureConfig, TableConfig
 from tpu_embedding.nn.embedding import TPUEmbedding
 from tpu_embedding.plan.plan import EmbeddingPlan
-from tpu_embedding.recommenders.interactions import DotInteraction
+from tpu_embedding.recommenders.feature_interactions import DotInteraction
 from tpu_embedding.tools.data.csv_clicks import signed_log
 
 
@@ -158,10 +158,10 @@ class ClickModelConfig:
       dim: dimension of every table. A feature with several ids takes the mean of
         their rows.
       hidden_sizes: widths of the MLP's hidden layers.
-      interactions: `"products"` gives the MLP the scalar product of each pair of
-        activations, too, as DLRM does; `"none"` does not.
-      initial_deviation: standard deviation of the tables' initial values; None is the
-        default of `TableConfig`.
+      interactions: `"products"` also gives the MLP the scalar product of each pair of
+        activations, as DLRM does; `"none"` does not.
+      initial_deviation: standard deviation of the tables' initial values. Defaults to
+        the initializer of `TableConfig`.
     """
 
     dim: int
@@ -193,8 +193,8 @@ class ClickModel(nnx.Module):
     """A click model: `logit = MLP([activations, products, numbers])`.
 
     A number `x` enters as `(signed_log(x) - mean) / deviation`, or 0 if it is missing;
-    another input says that it is. The model keeps means and deviations, so it is served
-    the numbers as they stand in the data.
+    another input says that it is. The model keeps means and deviations, so a server
+    passes the numbers as they are in the data.
     """
 
     def __init__(

@@ -22,7 +22,7 @@ from tpu_embedding import initializers
 from tpu_embedding.config import FeatureConfig, TableConfig
 from tpu_embedding.nn.embedding import TPUEmbedding
 from tpu_embedding.plan.plan import EmbeddingPlan
-from tpu_embedding.recommenders.interactions import DotInteraction, FeatureCross
+from tpu_embedding.recommenders.feature_interactions import DotInteraction, FeatureCross
 from tpu_embedding.tools.data.synthetic_clicks import NUM_DENSE
 from tpu_embedding.tools.train.models.click import (
     MLP,

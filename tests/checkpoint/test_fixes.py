@@ -1,4 +1,4 @@
-"""Every way out that the error of a mismatch names is tried: it has to work."""
+"""Every fix that the error of a mismatch names is tried: it has to work."""
 
 import functools
 
@@ -109,7 +109,7 @@ def load_rows(directory, plan):
     te.functional.with_table_values(tables, {"movie": values}, plan)
 
 
-WAYS_OUT = {
+FIXES = {
     "missing": (dict(sizes={"movie": 40, "film": 7}), dict(rename={"film": "user"})),
     "extra": (dict(sizes={"movie": 40}), dict(tables=["movie"])),
     "shape": (dict(sizes={"movie": 39, "user": 7}), load_rows),
@@ -119,26 +119,26 @@ WAYS_OUT = {
         dict(tables=["user"]),
     ),
 }
-"""Key of a way out to a plan that does not fit, and to what restores."""
+"""Key of a fix to a plan that does not fit, and to what restores."""
 
 
-@pytest.mark.parametrize("name", full_cases(WAYS_OUT, "missing", "dtype", "shape"))
-def test_ways_out(tmp_path, name):
-    change, way_out = WAYS_OUT[name]
+@pytest.mark.parametrize("name", full_cases(FIXES, "missing", "dtype", "shape"))
+def test_fixes(tmp_path, name):
+    change, fix = FIXES[name]
     te.save(tmp_path / "a", state_of(plan_of()), plan=plan_of())
     plan = plan_of(**change)
     with pytest.raises(CheckpointError) as error:
         te.restore(tmp_path / "a", state_of(plan, 1), plan=plan)
-    assert differences._WAYS_OUT[name] in str(error.value)
-    if callable(way_out):
-        way_out(tmp_path / "a", plan)
+    assert differences._FIXES[name] in str(error.value)
+    if callable(fix):
+        fix(tmp_path / "a", plan)
     else:
-        te.restore(tmp_path / "a", state_of(plan, 1), plan=plan, **way_out)
+        te.restore(tmp_path / "a", state_of(plan, 1), plan=plan, **fix)
 
 
 def test_a_checkpoint_of_orbax_alone(tmp_path):
     (tmp_path / "_METADATA").write_text("{}")
-    with pytest.raises(CheckpointError, match="restore it by the Checkpointer that"):
+    with pytest.raises(CheckpointError, match="Restore it with the Checkpointer that"):
         te.restore(tmp_path, state_of(plan_of()), plan=plan_of())
 
 
@@ -201,6 +201,6 @@ def test_new_rows_of_shapes(tmp_path):
     plan, grown = plan_of(), plan_of({"movie": 50, "user": 7})
     te.save(tmp_path / "a", state_of(plan), plan=plan)
     shapes = jax.eval_shape(lambda: state_of(grown)) | {"step": 0}
-    with pytest.raises(CheckpointError, match="Give a state of arrays"):
+    with pytest.raises(CheckpointError, match="Pass a state of arrays"):
         te.restore(tmp_path / "a", shapes, plan=grown)
     te.restore(tmp_path / "a", state_of(grown), plan=grown)

@@ -34,9 +34,9 @@ class Loss:
     """A loss and the metrics that belong to it.
 
     Attributes:
-      metrics: names of the metrics for which a run may have a target; lower is better.
-        The first one is the main metric, which a teacher can have, too.
-      rising_metrics: likewise, for which higher is better.
+      metrics: names of the metrics that may be a run's target; lower is better.
+        The first one is the main metric, which a teacher can also have.
+      rising_metrics: names of further ones; higher is better.
       label_range: minimum and maximum of a label; None if every finite number is one.
       per_sample: `(outputs, labels) -> losses [batch]`.
       evaluate: `(outputs, labels, weights) -> Metrics` of one batch.
@@ -73,9 +73,9 @@ def merge_batches(batches: Iterable[Metrics]) -> Metrics:
       batches: metrics of each batch, on the devices.
     """
     merged: Metrics = collections.OrderedDict()
-    for of_batch in batches:
+    for batch_metrics in batches:
         jax.block_until_ready(merged)
-        merged = _merge(merged, of_batch) if merged else of_batch
+        merged = _merge(merged, batch_metrics) if merged else batch_metrics
     return merged
 
 
@@ -98,10 +98,6 @@ def values_of(metrics: Metrics) -> dict[str, float]:
 _merge = jax.jit(m.merge)
 
 
-def _log_loss(outputs: Outputs, labels: Array) -> Array:
-    return optax.sigmoid_binary_cross_entropy(outputs.scores, labels)
-
-
 def _evaluate_clicks(outputs: Outputs, labels: Array, weights: Array) -> Metrics:
     predicted = jax.scipy.special.logit(jnp.clip(outputs.predictions, 0, 1))
     return collections.OrderedDict(
@@ -112,10 +108,6 @@ def _evaluate_clicks(outputs: Outputs, labels: Array, weights: Array) -> Metrics
         ),
         calibration=m.Calibration.from_batch(predicted, labels, weights),
     )
-
-
-def _squared_error(outputs: Outputs, labels: Array) -> Array:
-    return jnp.square(outputs.scores - labels)
 
 
 def _evaluate_ratings(outputs: Outputs, labels: Array, weights: Array) -> Metrics:
@@ -146,12 +138,14 @@ LOSSES: Final[dict[LossName, Loss]] = {
         metrics=("log_loss",),
         rising_metrics=("auc",),
         label_range=(0.0, 1.0),
-        per_sample=_log_loss,
+        per_sample=lambda outputs, labels: optax.sigmoid_binary_cross_entropy(
+            outputs.scores, labels
+        ),
         evaluate=_evaluate_clicks,
     ),
     "squared_error": Loss(
         metrics=("rmse", "mae"),
-        per_sample=_squared_error,
+        per_sample=lambda outputs, labels: jnp.square(outputs.scores - labels),
         evaluate=_evaluate_ratings,
     ),
     "in_batch_softmax": Loss(

@@ -19,13 +19,13 @@ import jax.numpy as jnp
 import optax
 
 import tpu_embedding
-from tpu_embedding.argument_checks import raise_all
+from tpu_embedding.argument_checks import broken_rules, int_rule, raise_all
 from tpu_embedding.extras import require_extra
 from tpu_embedding.optimizers.row_optimizer import TableOptimizer
 from tpu_embedding.paths import local_path
 from tpu_embedding.plan.backend import BackendName
 from tpu_embedding.tools.data.batch import DataSource
-from tpu_embedding.tools.train.metrics import LOSSES, LossName
+from tpu_embedding.tools.train.losses import LOSSES, LossName
 from tpu_embedding.tools.train.models.click import ModelConfig
 
 
@@ -232,13 +232,7 @@ class RunConfig:
     on_event: Callable[["RunEvent"], None] = ignore_event
 
     def __post_init__(self):
-        problems = [
-            f"RunConfig.{name} must be at least {minimum}, got {getattr(self, name)}"
-            for name, minimum in _MINIMA.items()
-            if getattr(self, name) < minimum
-        ]
-        if self.seed >= 2**32:  # JAX would take its lower bits.
-            problems.append(f"RunConfig.seed must be below 2**32, got {self.seed}")
+        problems = [*broken_rules(self, _RULES)]
         if self.target is not None:
             loss = LOSSES[self.loss]
             metrics = loss.metrics
@@ -255,7 +249,7 @@ class RunConfig:
         """Returns the fields as values of JSON, without the functions."""
         # An object that listens may hold files, which cannot be copied.
         fields = dataclasses.asdict(dataclasses.replace(self, on_event=ignore_event))
-        fields = {name: x for name, x in fields.items() if not callable(x)}
+        fields = {name: field for name, field in fields.items() if not callable(field)}
         return json.loads(json.dumps(fields, default=str))
 
     def evaluates_after(self, step: int) -> bool:
@@ -264,15 +258,15 @@ class RunConfig:
         return step >= self.num_steps or (is_due and step >= max(1, self.evaluate_from))
 
 
-_MINIMA: Final = {
-    "batch_size": 1,
-    "num_steps": 1,
-    "seed": 0,
-    "log_every": 1,
-    "evaluate_every": 0,
-    "evaluate_from": 0,
-    "checkpoint_every": 0,
-    "checkpoints_kept": 1,
+_RULES: Final = {
+    "batch_size": int_rule(1),
+    "num_steps": int_rule(1),
+    "seed": int_rule(0, 2**32 - 1),  # JAX would take the lower bits of a larger one.
+    "log_every": int_rule(1),
+    "evaluate_every": int_rule(0),
+    "evaluate_from": int_rule(0),
+    "checkpoint_every": int_rule(0),
+    "checkpoints_kept": int_rule(1),
 }
 
 

@@ -76,11 +76,11 @@ class DotInteraction(nnx.Module):
 class FeatureCross(nnx.Module):
     """A cross layer of DCN-v2: `x_next = x_0 * (W x + b + diag_scale * x) + x`.
 
-    `x_0` is the input of the first layer of a stack, `x` that of this one, and `*`
+    `x_0` is the input of the first layer of a stack, `x` of this layer, and `*`
     multiplies element by element. Layer `n` thus makes products of up to `n + 1`
     inputs. `W` is a full matrix, or `W = U V` of low rank. See Wang et al., "DCN V2:
-    Improved Deep & Cross Network", arXiv 2008.13535, equations 1 and 2. Names are
-    those of Keras Recommenders, and the initial weights those of TorchRec.
+    Improved Deep & Cross Network", arXiv 2008.13535, equations 1 and 2. Names are as in
+    Keras Recommenders, and initial weights as in TorchRec.
 
     Attributes:
       down: `V`, a linear layer without bias; None if `W` is full.
@@ -106,13 +106,13 @@ class FeatureCross(nnx.Module):
         Args:
           num_inputs: width of the inputs.
           projection_dim: rank of `W`, at least 1; a quarter of the width keeps the
-            accuracy of a full matrix, by the paper. None: a full matrix.
+            accuracy of a full matrix, by the paper. Defaults to a full matrix.
           diag_scale: added to the diagonal of `W`, at least 0; it keeps training
             stable, of low ranks above all.
           rngs: stream `params` provides the keys.
 
         Raises:
-          TypeError: if `rngs` is no `nnx.Rngs`.
+          TypeError: if `rngs` is not `nnx.Rngs`.
           ValueError: if `projection_dim` or `diag_scale` is too small.
         """
         line = "te.nn.FeatureCross(num_inputs, rngs=nnx.Rngs(0))"

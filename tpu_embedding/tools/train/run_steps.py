@@ -19,6 +19,7 @@ import optax
 from flax import nnx
 from jax.sharding import Mesh
 
+from tpu_embedding.config import Sharded
 from tpu_embedding.functional import find_ids
 from tpu_embedding.functional.steps import finite_rates
 from tpu_embedding.gradients import all_finite
@@ -28,15 +29,14 @@ from tpu_embedding.metrics import Mean
 from tpu_embedding.nn.embedding import TPUEmbedding
 from tpu_embedding.nn.optimizer import Optimizer
 from tpu_embedding.nn.training import embedding_layers, value_and_grad
-from tpu_embedding.placement import Sharded
 from tpu_embedding.plan.make_plan import make_plan
 from tpu_embedding.plan.mesh_options import SLICE_AXIS, choose_mesh
 from tpu_embedding.plan.plan import EmbeddingPlan
 from tpu_embedding.tools.compile_report.topology import abstract_arrays, abstract_batch
-from tpu_embedding.tools.data.batch import Batch, DataError, Dataset
-from tpu_embedding.tools.train.config import ConfigError, RunConfig
-from tpu_embedding.tools.train.metrics import LOSSES, LossName, Metrics, mean_loss
+from tpu_embedding.tools.data.batch import Batch, DataError, Dataset, PartialDataset
+from tpu_embedding.tools.train.losses import LOSSES, LossName, Metrics, mean_loss
 from tpu_embedding.tools.train.models.click import ModelConfig, Outputs
+from tpu_embedding.tools.train.run_config import ConfigError, RunConfig
 
 READ_AHEAD: Final = 2
 """Batches that are prepared, or on the devices, before the loop asks for them."""
@@ -53,36 +53,36 @@ def train_batches(
 
     A thread prepares the next batches while the caller uses the current one. In a job
     of several processes, each one reads the samples of its own devices if the data set
-    has a method `train_part`, and whole batches otherwise.
+    is a `PartialDataset`, and whole batches otherwise.
 
     Args:
       config: config of the run.
       data: opened data set.
       plan: plan of the embedding layer.
       steps: numbers of the steps, from 0.
-      sizes: buffer sizes after the steps before; None starts with the first batch.
+      sizes: buffer sizes after the steps before. By default, the first batch sets them.
 
     Yields:
       Number of the step; its batch; and `BufferSizes.to_json` after that batch, which a
       checkpoint keeps, as batches are prepared ahead.
 
     Raises:
-      DataError: if the data are damaged, or ids lie outside their tables.
+      DataError: if the data are damaged, or ids are outside their tables.
     """
-    of_process, sizes = plan.process_samples(config.batch_size), sizes or BufferSizes()
-    has_shapes = any(
-        f.config.output_shape is not None and not f.config.has_own_batch
-        for f in plan.features
+    sizes = sizes or BufferSizes()
+    process_samples = plan.process_samples(config.batch_size)
+    # An output shape counts the samples of the whole batch, so its ids are read whole.
+    can_split = all(
+        feature.config.output_shape is None or feature.config.has_own_batch
+        for feature in plan.features
     )
-    is_split = len(of_process) < config.batch_size and not has_shapes
-    # A method of the data set that reads a part of a batch without the rest.
-    read_part = getattr(data, "train_part", None) if is_split else None
+    can_split = can_split and len(process_samples) < config.batch_size
 
     def make(step: int) -> tuple[Batch, Any]:
-        if read_part is None:
-            batch, samples = data.train_batch(step), "global"
+        if can_split and isinstance(data, PartialDataset):
+            batch, samples = data.train_part(step, process_samples), "process"
         else:
-            batch, samples = read_part(step, of_process), "process"
+            batch, samples = data.train_batch(step), "global"
         check_values(batch, config, f"Training batch {step}")
         options = {"samples": samples, "model": config.model}
         prepared = prepare_batch(batch, plan, sizes, **options)
@@ -127,12 +127,12 @@ def prepare_batch(
     Args:
       batch: batch of a data set.
       plan: plan of the embedding layer.
-      sizes: buffer sizes of ragged features. None gives the batch its own.
+      sizes: buffer sizes of ragged features. By default, the batch has its own.
       samples: samples of the batch, as in `prepare_features`.
       model: config of the model, which may change the batch; see `ModelConfig`.
 
     Raises:
-      DataError: if the features do not match the plan, or ids lie outside their tables.
+      DataError: if the features do not match the plan, or ids are outside their tables.
     """
     try:
         with_inputs = getattr(model, "with_inputs", None)
@@ -187,8 +187,9 @@ def check_values(batch: Batch, config: RunConfig, owner: str) -> None:
 StepMetrics = dict[str, jax.Array]
 """Global scalars of a train step: `loss` and `is_finite`, of the loss, all gradients
 and the tables' learning rates; `rounds`, the most that a stack needed; the number of
-ids `out_of_range`; with SparseCores `beyond_limit`, 1 if a stack of theirs took the
-exchange, else 0; and counts of dynamic tables, by `table/count`."""
+ids `out_of_range`; `beyond_limit` if a backend replaces the exchange, 1 if one of its
+stacks needed the exchange nevertheless, else 0; and counts of dynamic tables, by
+`table/count`."""
 
 EvaluationStep = Callable[[nnx.State, Batch], Metrics]
 
@@ -244,7 +245,7 @@ def abstract_train_state(
 ) -> tuple[nnx.GraphDef, nnx.State]:
     """Returns shapes, dtypes and shardings of the state, without touching devices.
 
-    Arguments and result are those of `init_train_state`, with values of type
+    Arguments and result are as in `init_train_state`, with values of type
     `jax.ShapeDtypeStruct` instead of arrays.
     """
     graphdef, state = nnx.split(nnx.eval_shape(lambda: _build(config, data, plan)))
@@ -262,7 +263,7 @@ def abstract_model_state(
 ) -> tuple[nnx.GraphDef, nnx.State]:
     """Returns the part of `abstract_train_state` without the optimizer.
 
-    Its tree is that of `(model,)`, so its names are those in a checkpoint of the run.
+    Its tree is the tree of `(model,)`, so it has the names of a checkpoint of the run.
     """
     model = nnx.eval_shape(lambda: _build(config, data, plan)[:1])
     graphdef, state = nnx.split(model)
@@ -287,7 +288,7 @@ def make_train_step(
     loss = LOSSES[config.loss]
 
     def loss_fn(model: Any, batch: Batch) -> jax.Array:
-        outputs = _outputs_of(model, batch)
+        outputs = _call_model(model, batch)
         labels, weights = jnp.asarray(batch.labels), jnp.asarray(batch.weights)
         return config.loss_weight * mean_loss(loss, outputs, labels, weights)
 
@@ -300,7 +301,7 @@ def make_train_step(
         is_finite = jnp.isfinite(value) & all_finite(gradients)
         for path, plan in optimizer.plans:
             is_finite &= finite_rates(optimizer.slots.get_value()[path], plan)
-        metrics = {"loss": value, "is_finite": is_finite, **_counts_of(model)}
+        metrics = {"loss": value, "is_finite": is_finite, **_layer_counts(model)}
         if config.max_dense_norm is not None:
             clip = optax.clip_by_global_norm(config.max_dense_norm)
             dense, _ = clip.update(gradients.dense, clip.init(gradients.dense))
@@ -340,8 +341,8 @@ def abstract_step(
 def make_evaluation_step(graphdef: nnx.GraphDef, loss_name: LossName) -> EvaluationStep:
     """Returns the evaluation step, `(state, batch) -> Metrics`.
 
-    The model runs as after `eval()`: without dropout, and by its stored statistics. The
-    graph is that of any tuple whose first item is the model.
+    The model runs as after `eval()`: without dropout, and with its stored statistics.
+    The graph is the one of a tuple whose first item is the model.
     """
     loss = LOSSES[loss_name]
 
@@ -349,7 +350,7 @@ def make_evaluation_step(graphdef: nnx.GraphDef, loss_name: LossName) -> Evaluat
         model, *_ = nnx.merge(graphdef, state)
         model.eval()
         batch, hits = _find_ids(model, batch)
-        outputs = _outputs_of(model, batch)
+        outputs = _call_model(model, batch)
         labels, weights = jnp.asarray(batch.labels), jnp.asarray(batch.weights)
         metrics = loss.evaluate(outputs, labels, weights)
         metrics.update(hits)
@@ -364,11 +365,11 @@ def _find_ids(model: Any, batch: Batch) -> tuple[Batch, Metrics]:
     layer = _dynamic_layer(model)
     if layer is None:
         return batch, hits
-    found = find_ids(layer.tables.get_value(), batch.features, layer.plan)
-    for name, stats in found.stats.items():
+    result = find_ids(layer.tables.get_value(), batch.features, layer.plan)
+    for name, stats in result.stats.items():
         share = stats.hits / jnp.maximum(stats.ids, 1)
         hits[f"hits/{name}"] = Mean.from_batch(share[None], stats.ids[None])
-    return dataclasses.replace(batch, features=found.features), hits
+    return dataclasses.replace(batch, features=result.features), hits
 
 
 def _dynamic_layer(model: Any) -> TPUEmbedding | None:
@@ -377,7 +378,7 @@ def _dynamic_layer(model: Any) -> TPUEmbedding | None:
     return next((layer for layer in layers if hasattr(layer, "dynamic_stats")), None)
 
 
-def _outputs_of(model: Any, batch: Batch) -> Outputs:
+def _call_model(model: Any, batch: Batch) -> Outputs:
     """Calls the model; rejects outputs that the loss would broadcast."""
     outputs = model(batch.features, batch.dense)
     shapes = [np.shape(array) for array in jax.tree.leaves(outputs)]
@@ -389,7 +390,7 @@ def _outputs_of(model: Any, batch: Batch) -> Outputs:
     return outputs
 
 
-def _counts_of(model: nnx.Module) -> StepMetrics:
+def _layer_counts(model: nnx.Module) -> StepMetrics:
     """Returns what the embedding layers counted in a step."""
     rounds, out_of_range, beyond_limit = [], [], []
     for layer in embedding_layers(model).values():
@@ -399,7 +400,7 @@ def _counts_of(model: nnx.Module) -> StepMetrics:
         beyond_limit += [
             (stats.rounds[stack.name] > 0).astype(jnp.float32)
             for stack in layer.plan.stacks
-            if stack.backend.lookups == "sparse_core"
+            if stack.backend.replaces_lookup
         ]
     counts = {
         "rounds": jnp.max(jnp.stack(rounds)),

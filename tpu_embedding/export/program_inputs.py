@@ -1,4 +1,4 @@
-"""The inputs of an exported program: their signature, and an example of them.
+"""The inputs of an exported program: signature, example, and the arrays of a call.
 
 The program itself takes three dicts: the tables, the dense parameters and the arrays of
 the inputs. An input is what the model's caller knows. It is one array, or, if ragged,
@@ -6,6 +6,9 @@ the arrays `NAME/values` and `NAME/row_splits`. Weights are an array `NAME/weigh
 NAME is the path of the input in the arguments, with `%2F` for a slash in a key and
 `%25` for a percent sign. No input is inside another, so no two arrays have the same
 name. Their shapes and dtypes are as the program takes them.
+
+In a call, inputs that hold ids are checked by `prepare_features`, so that a wrong id is
+rejected with the same words as in training. The program itself rejects wrong shapes.
 """
 
 import collections
@@ -21,8 +24,21 @@ import jax.numpy as jnp
 import numpy as np
 
 from tpu_embedding import types
+from tpu_embedding.config import FeatureConfig, TableConfig
 from tpu_embedding.dynamic.ids_64 import Ids64
-from tpu_embedding.types import DenseIds, ShardedRaggedIds
+from tpu_embedding.dynamic.vocabulary import Dynamic
+from tpu_embedding.inputs.buffer_sizes import BufferSizes
+from tpu_embedding.inputs.containers import read_ids
+from tpu_embedding.inputs.prepare import prepare_features
+from tpu_embedding.plan.features import FeaturePlan, InputPlan
+from tpu_embedding.strings.string_ids import Unknown, Vocabulary
+from tpu_embedding.types import (
+    PADDING_ROW_ID,
+    DenseIds,
+    RaggedIds,
+    ShardedRaggedIds,
+    is_integer,
+)
 
 InputKind = Literal["array", "dense_ids", "ragged_ids"]
 
@@ -45,7 +61,7 @@ class Input:
       path: keys that lead to the input: the name of its argument, if there are several,
         and then the keys in the argument. Empty for a bare argument.
       kind: ids that the program was traced to look up, ragged ids, or another array.
-      vocabulary_size: ids must be below it; None if ids beyond it are left out or
+      vocabulary_size: ids must be below it. It is None if ids beyond it are left out or
         clipped, or have 64 bits, or the model computes with them first.
 
     Raises:
@@ -62,7 +78,7 @@ class Input:
         is_size = size is None or (type(size) is int and size > 0)
         is_kind = self.kind in get_args(InputKind)
         if not is_kind or not isinstance(self.name, str) or not is_size:
-            raise ValueError(f"no input has these fields: {self}")
+            raise ValueError(f"an input cannot have these fields: {self}")
 
     @property
     def ids_name(self) -> str:
@@ -106,7 +122,7 @@ class Signature:
         """Reads a signature that `dataclasses.asdict` and JSON wrote.
 
         Raises:
-          LookupError, TypeError, ValueError: if it is none.
+          LookupError, TypeError, ValueError: if it is not a signature.
         """
         inputs = tuple(
             Input(**{**entry, "path": _texts(entry["path"])})
@@ -136,8 +152,8 @@ def quoted_path(keys: Iterable[str]) -> str:
     return "/".join(key.replace("%", "%25").replace("/", "%2F") for key in keys)
 
 
-def refuse_repeated(kind: str, names: Iterable[str]) -> None:
-    """Rejects two things of the same name.
+def check_distinct(kind: str, names: Iterable[str]) -> None:
+    """Raises an ExportError if two things have the same name.
 
     Args:
       kind: names the things in the error.
@@ -180,7 +196,7 @@ class Example:
           arguments: positional arguments, whose arrays may be `jax.ShapeDtypeStruct`.
 
         Raises:
-          ExportError: if a leaf is no input.
+          ExportError: if a leaf is not an input.
           TypeError: if the arguments do not fit the method.
         """
         names = tuple(inspect.signature(function).bind(*arguments).arguments)
@@ -195,10 +211,10 @@ class Example:
             )
             for path, (_, leaf) in zip(paths, leaves, strict=True)
         )
-        for each, (_, leaf) in zip(inputs, leaves, strict=True):
-            if each.kind != "ragged_ids" and not hasattr(ids_of(leaf), "shape"):
+        for input_, (_, leaf) in zip(inputs, leaves, strict=True):
+            if input_.kind != "ragged_ids" and not hasattr(ids_of(leaf), "shape"):
                 raise ExportError(
-                    f"Input {each.name!r} of the example must be an array, RaggedIds "
+                    f"Input {input_.name!r} of the example must be an array, RaggedIds "
                     f"or DenseIds, as it is before prepare, got {type(leaf).__name__}; "
                     "write np.asarray(...) for numbers, te.RaggedIds.from_lists(...) "
                     "for lists of ids."
@@ -216,15 +232,15 @@ class Example:
         """Returns the shapes of the program's arrays, with a symbol per free size.
 
         Args:
-          batch_size: samples that the export is made for; None: any. If no input has as
-            many, those of the first feature are the batch of the example.
-          wide: names of inputs whose ids have 64 bits, beside those that have already.
+          batch_size: samples that the export is made for, or None for any number. If no
+            input has as many, the first feature tells the batch size of the example.
+          wide: names of further inputs whose ids have 64 bits.
 
         Raises:
           ExportError: if no input has an axis of samples.
         """
-        found = self._samples()
-        own_size = batch_size if batch_size in found else found[0]
+        sizes = self._batch_sizes()
+        own_size = batch_size if batch_size in sizes else sizes[0]
         scope = jax.export.SymbolicScope()
 
         def symbol(name: str) -> Any:
@@ -232,42 +248,42 @@ class Example:
 
         batch = symbol("batch") if batch_size is None else batch_size
         structs = {}
-        for number, (each, leaf) in enumerate(
+        for number, (input_, leaf) in enumerate(
             zip(self.inputs, self.leaves, strict=True)
         ):
-            if each.kind == "ragged_ids":
+            if input_.kind == "ragged_ids":
                 samples = _num_samples(leaf)
                 samples = batch if samples == own_size else samples
                 shape, dtype = (symbol(f"places_{number}"),), jnp.int32
                 splits = jax.ShapeDtypeStruct((samples + 1,), jnp.int32)
-                structs[each.row_splits_name] = splits
+                structs[input_.row_splits_name] = splits
             else:
                 array = ids_of(leaf)
                 shape, dtype = tuple(array.shape), _served_dtype(array.dtype)
                 if shape and shape[0] == own_size:
                     shape = (batch, *shape[1:])
             if getattr(leaf, "weights", None) is not None:
-                structs[each.weights_name] = jax.ShapeDtypeStruct(shape, jnp.float32)
-            if each.name in wide or isinstance(types.ids_of(leaf), Ids64):
+                structs[input_.weights_name] = jax.ShapeDtypeStruct(shape, jnp.float32)
+            if input_.name in wide or isinstance(types.ids_of(leaf), Ids64):
                 shape, dtype = (*shape, 2), jnp.dtype(WIDE_DTYPE)
-            structs[each.ids_name] = jax.ShapeDtypeStruct(shape, dtype)
+            structs[input_.ids_name] = jax.ShapeDtypeStruct(shape, dtype)
         return structs
 
-    def _samples(self) -> list[int]:
-        """Returns the samples of each input: ragged features, other ids, others."""
-        ragged, ids, others = [], [], []
-        for each, leaf in zip(self.inputs, self.leaves, strict=True):
-            if each.kind == "ragged_ids":
+    def _batch_sizes(self) -> list[int]:
+        """Returns numbers of samples: of ragged features, then other ids, then rest."""
+        ragged, ids, rest = [], [], []
+        for input_, leaf in zip(self.inputs, self.leaves, strict=True):
+            if input_.kind == "ragged_ids":
                 ragged.append(_num_samples(leaf))
             elif (array := ids_of(leaf)).ndim:
                 is_ids = jnp.issubdtype(array.dtype, jnp.integer)
-                (ids if is_ids else others).append(int(array.shape[0]))
-        if not ragged + ids + others:
+                (ids if is_ids else rest).append(int(array.shape[0]))
+        if not ragged + ids + rest:
             raise ExportError(
                 "The example must hold at least one array with an axis of samples; "
                 "pass a batch as the model takes it."
             )
-        return ragged + ids + others
+        return ragged + ids + rest
 
     def rebuild(
         self, arrays: Mapping[str, jax.Array]
@@ -284,9 +300,9 @@ class Example:
           The arguments, and `id(array)` to the name of the input for arrays of ids.
         """
         leaves, owners = [], {}
-        for each in self.inputs:
-            leaf = _rebuild(each, arrays)
-            owners[id(ids_of(leaf))] = each.name
+        for input_ in self.inputs:
+            leaf = _rebuild(input_, arrays)
+            owners[id(ids_of(leaf))] = input_.name
             leaves.append(leaf)
         nest = self.tree.unflatten(leaves)
         if len(self.arguments) == 1:
@@ -341,20 +357,210 @@ def _served_dtype(dtype: Any) -> Any:
     return jnp.dtype(jnp.int32) if is_wide else dtype
 
 
-def _rebuild(each: Input, arrays: Mapping[str, jax.Array]) -> Any:
+def _rebuild(input_: Input, arrays: Mapping[str, jax.Array]) -> Any:
     """Returns the leaf of the model's arguments for one input."""
-    ids: Any = arrays[each.ids_name]
+    ids: Any = arrays[input_.ids_name]
     if ids.dtype == WIDE_DTYPE:
         ids = Ids64(high=ids[..., 1], low=ids[..., 0])
-    if each.kind == "array":
+    if input_.kind == "array":
         return ids
-    weights = arrays.get(each.weights_name)
-    if each.kind == "dense_ids":
+    weights = arrays.get(input_.weights_name)
+    if input_.kind == "dense_ids":
         return DenseIds(ids=ids, weights=weights)
-    row_splits = arrays[each.row_splits_name]
+    row_splits = arrays[input_.row_splits_name]
     return ShardedRaggedIds(
         values=jax.tree.map(lambda x: x[None], ids),
         row_splits=row_splits[None],
         weights=None if weights is None else weights[None],
         batch_size=row_splits.shape[0] - 1,
     )
+
+
+class Feeder:
+    """Checks the arguments of calls, and remembers the sizes of ragged buffers."""
+
+    def __init__(
+        self,
+        signature: Signature,
+        arrays: Mapping[str, Any],
+        vocabularies: Mapping[str, Vocabulary],
+        unknown: Unknown,
+    ):
+        """Prepares to feed a program.
+
+        Args:
+          signature: the inputs of the program.
+          arrays: shape and dtype of each array that the program takes, by name.
+          vocabularies: vocabulary of each input that takes strings, by its name.
+          unknown: what becomes of strings that a vocabulary lacks.
+        """
+        self._signature, self._arrays = signature, arrays
+        self._vocabularies = vocabularies
+        self._unknown: Unknown = unknown
+        self._sizes = BufferSizes()
+        # One plan each: inputs may differ in their numbers of samples.
+        self._plans = {
+            input_.name: _input_plan(
+                input_, arrays[input_.ids_name].dtype == WIDE_DTYPE
+            )
+            for input_ in signature.inputs
+            if input_.kind != "array"
+        }
+
+    def arrays_of(self, arguments: Sequence[Any]) -> dict[str, np.ndarray]:
+        """Returns the arrays of the program.
+
+        Args:
+          arguments: a batch like the example of the export. Further inputs in its
+            dicts are left alone.
+
+        Raises:
+          TypeError, ValueError: if they differ from the example.
+        """
+        names = self._signature.arguments
+        if len(arguments) != len(names):
+            raise ExportError(
+                f"The exported model takes {len(names)} arguments, {list(names)}, got "
+                f"{len(arguments)}."
+            )
+        nest = nest_of(names, arguments)
+        arrays: dict[str, np.ndarray] = {}
+        for input_ in self._signature.inputs:
+            value = _value_at(nest, input_)
+            if (vocabulary := self._vocabularies.get(input_.name)) is not None:
+                value = vocabulary.ids(value, unknown=self._unknown)
+            if input_.kind == "array":
+                dtype = self._arrays[input_.ids_name].dtype
+                arrays[input_.ids_name] = _as_dtype(value, dtype, input_.name)
+                continue
+            arrays |= _arrays_of_ids(input_, self._prepare(value, input_))
+        if arrays.keys() != self._arrays.keys():
+            raise ExportError(
+                "Each input must be dense or ragged, and have weights or none, as in "
+                "the example of the export; the program takes the arrays "
+                f"{sorted(self._arrays)}, got {sorted(arrays)}."
+            )
+        return arrays
+
+    def _prepare(self, value: Any, input_: Input) -> Any:
+        """Returns the checked ids of an input, ragged if the program takes them so."""
+
+        def check(ids: Any) -> Any:
+            ids = {input_.name: ids}
+            plan = self._plans[input_.name]
+            return prepare_features(ids, plan, sizes=self._sizes)[input_.name]
+
+        if input_.kind != "ragged_ids":
+            return check(value)
+        if isinstance(value, list):
+            value = read_ids(value, f"feature {input_.name!r}")
+            value = value.ids if isinstance(value, DenseIds) else value
+        if isinstance(value, np.ndarray | jax.Array):
+            # Dense int64 ids may hold padding, and ragged ones may not.
+            is_wide = self._arrays[input_.ids_name].dtype == WIDE_DTYPE
+            ids: Any = value if is_wide else check(value)
+            valence = math.prod(ids.shape[1:])
+            row_splits = np.arange(len(ids) + 1, dtype=np.int32) * np.int32(valence)
+            value = RaggedIds(values=ids.reshape(-1), row_splits=row_splits)
+        return check(value)
+
+
+def by_input(
+    vocabularies: Mapping[str, Vocabulary], signature: Signature
+) -> dict[str, Vocabulary]:
+    """Returns vocabularies by the names of inputs, given the names of features.
+
+    Raises:
+      ExportError: if a name does not fit exactly one input, or its value is not a
+        vocabulary, or has more ids than its table has rows.
+    """
+    result: dict[str, Vocabulary] = {}
+    for name, vocabulary in vocabularies.items():
+        inputs = [input_ for input_ in signature.inputs if input_.name == name] or [
+            input_ for input_ in signature.inputs if name in input_.path[-1:]
+        ]
+        if len(inputs) != 1 or inputs[0].name in result:
+            names = [input_.name for input_ in inputs or signature.inputs]
+            raise ExportError(
+                "Each of vocabularies must be named like one input, and no two like "
+                f"the same one, got {name!r}; the inputs are {names}."
+            )
+        size = inputs[0].vocabulary_size or math.inf
+        if not isinstance(vocabulary, Vocabulary) or vocabulary.vocabulary_size > size:
+            raise ExportError(
+                f"vocabularies[{name!r}] must be a te.inputs.Vocabulary with at most "
+                f"as many ids as its table has rows, {size}, got {vocabulary!r}; give "
+                "the one that the table was trained with."
+            )
+        result[inputs[0].name] = vocabulary
+    return result
+
+
+def _value_at(nest: Any, input_: Input) -> Any:
+    """Returns the value of an input in the nest of the arguments."""
+    for key in input_.path:
+        try:
+            if isinstance(nest, Mapping):
+                nest = {str(name): value for name, value in nest.items()}[key]
+            elif isinstance(nest, Sequence) and not hasattr(nest, "_fields"):
+                nest = nest[int(key)]
+            else:
+                nest = getattr(nest, key)
+        except (LookupError, AttributeError, ValueError):
+            raise ExportError(
+                f"The arguments must hold the input {input_.name!r}, as in the example "
+                f"of the export, but {key!r} is missing."
+            ) from None
+    return nest
+
+
+def _input_plan(input_: Input, is_wide: bool) -> InputPlan:
+    """Returns the rules by which the ids of an input are checked."""
+    num_rows = min(input_.vocabulary_size or PADDING_ROW_ID, PADDING_ROW_ID - 1)
+    table = TableConfig(
+        vocabulary_size=Dynamic(capacity=1) if is_wide else num_rows, dim=1
+    )
+    policy = "drop" if input_.vocabulary_size is None else "error"
+    feature = FeaturePlan(
+        name=input_.name,
+        config=FeatureConfig(table=table, out_of_range_ids=policy),
+        stack_index=0,
+        row_offset=0,
+        num_rows=table.max_rows,
+    )
+    _, tree = jax.tree.flatten({input_.name: 0})
+    return InputPlan(features=(feature,), feature_tree=tree, num_shards=1)
+
+
+def _arrays_of_ids(input_: Input, leaf: Any) -> dict[str, np.ndarray]:
+    """Returns the arrays of ids that were prepared for one shard."""
+    if isinstance(leaf, ShardedRaggedIds):
+        arrays = {
+            input_.ids_name: _on_host(leaf.values),
+            input_.row_splits_name: leaf.row_splits,
+            input_.weights_name: leaf.weights,
+        }
+        return {k: np.asarray(x)[0] for k, x in arrays.items() if x is not None}
+    if not isinstance(leaf, DenseIds):
+        leaf = DenseIds(ids=leaf)
+    arrays = {input_.name: _on_host(leaf.ids), input_.weights_name: leaf.weights}
+    return {k: np.asarray(x) for k, x in arrays.items() if x is not None}
+
+
+def _on_host(ids: Any) -> np.ndarray:
+    """Returns ids; ids of 64 bits are two words along a last axis."""
+    if not isinstance(ids, Ids64):
+        return np.asarray(ids)
+    return np.stack([np.asarray(ids.low), np.asarray(ids.high)], axis=-1)
+
+
+def _as_dtype(value: Any, dtype: Any, name: str) -> np.ndarray:
+    """Converts an array, unless that would change its numbers beyond rounding."""
+    array = np.asarray(value)
+    converted = array.astype(dtype, casting="same_kind")
+    if is_integer(converted.dtype) and (converted != array).any():
+        raise ExportError(
+            f"Input {name!r} must hold numbers that {dtype} can hold, got "
+            f"{array.min()} to {array.max()}."
+        )
+    return converted

@@ -1,4 +1,4 @@
-"""State that optimizers make from table values follows values that a user sets."""
+"""State that optimizers derive from table values restarts when values are set."""
 
 import jax
 import jax.numpy as jnp
@@ -9,7 +9,7 @@ from flax import nnx
 
 import tpu_embedding as te
 from tests.conftest import mesh_of
-from tpu_embedding.functional.following_slots import tables_with_followers
+from tpu_embedding.functional.derived_state import tables_with_derived_state
 
 DIM = 8
 full = pytest.mark.full
@@ -38,8 +38,9 @@ def values_of(seed=1, scale=10.0):
     }
 
 
-def layer_of(rule):
-    return te.TPUEmbedding(feature_config(), rule, mesh=mesh_of(1), rngs=nnx.Rngs(0))
+def layer_of(rule, num_devices=1):
+    mesh = mesh_of(num_devices)
+    return te.TPUEmbedding(feature_config(), rule, mesh=mesh, rngs=nnx.Rngs(0))
 
 
 @nnx.jit
@@ -102,23 +103,32 @@ def test_an_untouched_row_is_its_own_average():
     np.testing.assert_allclose(layer.embedding_tables()["movie"][6:], 100, rtol=1e-6)
 
 
-def test_rows_that_do_not_change_keep_their_averages():
-    layer = layer_of(EMA)
+@pytest.mark.parametrize("num_devices", [1, 2])
+def test_the_averages_of_a_table_restart_when_its_values_are_set(num_devices):
+    layer = layer_of(EMA, num_devices)
     optimizer = te.Optimizer(layer, optax.sgd(0.1))
     for _ in range(3):
         train_step(layer, optimizer, jnp.arange(6))
-    old = optimizer.slot_values()
+    old = optimizer.slot_values("all")
     values = layer.embedding_tables()["movie"]
+    assert np.any(old["movie"]["averages"][:6] != values[:6])
     values[4] = 7.0
     optimizer.set_embedding_tables(layer, {"movie": values})
-    new = optimizer.slot_values()
-    expected = old["movie"]["averages"].copy()
-    expected[4] = 7.0
-    np.testing.assert_array_equal(new["movie"]["averages"], expected)
+    new = optimizer.slot_values("all")
+    # Also the averages of rows that did not change.
+    np.testing.assert_array_equal(new["movie"]["averages"], values)
+    # Sums over shards, in any order.
+    np.testing.assert_allclose(
+        new["movie"]["squares/value"], np.sum(values**2), rtol=1e-6
+    )
+    derived = ("averages", "squares/value", "squares/rest")
     for name, slot in old["movie"].items():
-        if name != "averages":
+        if name not in derived:
             np.testing.assert_array_equal(new["movie"][name], slot)
     jax.tree.map(np.testing.assert_array_equal, new["city"], old["city"])
+    optimizer.finalize_variable_values(layer)
+    # An average of equal numbers may round.
+    np.testing.assert_allclose(layer.embedding_tables()["movie"], values, rtol=2e-7)
 
 
 @full
@@ -180,7 +190,7 @@ def test_values_without_their_state_are_refused(change, tmp_path):
 
 def test_other_rules_and_models_are_as_before(tmp_path):
     layer = layer_of(te.optimizers.adagrad(0.1))
-    assert not tables_with_followers(layer.plan)
+    assert not tables_with_derived_state(layer.plan)
     optimizer = te.Optimizer(layer, optax.sgd(0.1))
     set_layer(layer, optimizer, tmp_path)
     import_without(layer, optimizer, tmp_path)

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from tpu_embedding.nn import in_batch_softmax
-from tpu_embedding.tools.train.metrics import (
+from tpu_embedding.tools.train.losses import (
     LOSSES,
     mean_loss,
     merge_batches,

@@ -1,0 +1,437 @@
+"""Describes the leaves of a state for a checkpoint: tables, slots, and the rest.
+
+Random keys are saved as their numbers, so files hold no type of JAX.
+
+A file of a dynamic table has its ids, rising, and their rows in that order. A learned
+default row comes last. Each id has its natural row next to it: the bucket times 64,
+plus the place in it. A table of as many buckets gives each id that place again, on any
+number of devices. In another table, the ids of a bucket that its policy evicts last
+come first, and ids beyond its 64 places are left out.
+"""
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any, Final
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from tpu_embedding.checkpoint.arrays import SavedArray, StackToSave, TableToSave
+from tpu_embedding.checkpoint.records import (
+    DIRECTORY_ARRAY,
+    ArrayRecord,
+    Json,
+    TableRecord,
+)
+from tpu_embedding.checkpoint.split_state import LayerState
+from tpu_embedding.dynamic.directory import (
+    LINE_LANES,
+    DynamicTablePlan,
+    IdDirectory,
+    directory_name,
+    dynamic_tables,
+)
+from tpu_embedding.dynamic.ids_64 import NO_ID, Ids64, mix_ids
+from tpu_embedding.dynamic.ids_on_host import (
+    PlacedIds,
+    on_host,
+    place_ids,
+    rows_in_directory,
+    with_placed_ids,
+)
+from tpu_embedding.dynamic.vocabulary import Dynamic, Eviction, LeastFrequentlyUsed
+from tpu_embedding.optimizers.row_optimizer import InSequence, RowOptimizer, Touched
+from tpu_embedding.plan.plan import EmbeddingPlan, StackPlan, TrainedStackPlan
+from tpu_embedding.rows.file_rows import file_row
+from tpu_embedding.rows.packed_rows import PackedRows
+from tpu_embedding.tables.row_stream import ReadTableRows, write_blocks
+from tpu_embedding.tables.slot_values import NamedSlot, named_slots
+from tpu_embedding.update.table_writer import RoundedState
+
+IDS: Final = f"{DIRECTORY_ARRAY}ids"
+NATURAL_ROWS: Final = f"{DIRECTORY_ARRAY}natural_rows"
+LAST_USED: Final = f"{DIRECTORY_ARRAY}last_used"
+COUNTS: Final = f"{DIRECTORY_ARRAY}counts"
+CLOCK: Final = f"{DIRECTORY_ARRAY}clock"
+INIT_KEY: Final = f"{DIRECTORY_ARRAY}init_key"
+SKETCH: Final = f"{DIRECTORY_ARRAY}sketch"
+ID_ARRAYS: Final = (IDS, NATURAL_ROWS, LAST_USED, COUNTS, CLOCK, INIT_KEY, SKETCH)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SavedIds:
+    """The ids of a dynamic table, to be written.
+
+    Attributes:
+      arrays: arrays of the directory by their name in the files.
+      rows: row of the table for each row of the files.
+    """
+
+    arrays: Mapping[str, np.ndarray]
+    rows: np.ndarray
+
+
+def directory_records(saved: SavedIds) -> dict[str, ArrayRecord]:
+    """Returns the description of each array of a directory."""
+    return {
+        name: ArrayRecord(
+            shape=array.shape,
+            dtype=array.dtype.name,
+            has_rows=name in (IDS, NATURAL_ROWS, LAST_USED, COUNTS),
+        )
+        for name, array in saved.arrays.items()
+    }
+
+
+def saved_ids(layer: LayerState, stack: StackPlan) -> dict[str, SavedIds]:
+    """Returns the ids of each table of a dynamic stack. All processes call it together.
+
+    The whole directory is on the host for that time.
+    """
+    directory = layer.tables[directory_name(stack.name)]
+    sketch = None if directory.sketch is None else on_host(directory.sketch)
+    clock = on_host(directory.clock)[0]
+    rows_by_table = rows_in_directory(directory, stack)
+    init_keys = on_host(directory.init_keys).reshape(stack.num_shards, -1, 2)[0]
+    result = {}
+    for i, member in enumerate(dynamic_tables(stack)):
+        rows = rows_by_table[member.table.name]
+        arrays = {
+            IDS: rows.ids,
+            NATURAL_ROWS: rows.natural_rows,
+            LAST_USED: rows.last_used,
+            COUNTS: rows.counts,
+            CLOCK: clock,
+            INIT_KEY: init_keys[i],
+        }
+        if sketch is not None:
+            # The lines of the table's buckets, in their natural order.
+            first, size = member.first_bucket, member.buckets_per_shard
+            lines = sketch.reshape(member.num_shards, -1, LINE_LANES)
+            lines = lines[:, first : first + size].reshape(-1, LINE_LANES)
+            arrays[SKETCH] = lines[: member.num_buckets]
+        saved_rows = rows.rows
+        if member.default_row is not None:
+            saved_rows = np.append(saved_rows, np.int64(member.default_row))
+        result[member.table.name] = SavedIds(arrays=arrays, rows=saved_rows)
+    return result
+
+
+def place_saved_ids(
+    arrays: Mapping[str, np.ndarray],
+    capacity: int | None,
+    member: DynamicTablePlan,
+) -> PlacedIds:
+    """Returns the places of saved ids in a table.
+
+    In a bucket of a table of another capacity, the ids that the policy evicts last come
+    first.
+
+    Args:
+      arrays: arrays of the directory by their name in the files.
+      capacity: capacity of the saved table, or None if its ids had no places.
+      member: the table.
+
+    Returns:
+      The places. Their `sources` are rows of the files, also for the default row.
+    """
+    ids, natural_rows, sketch = (
+        arrays[IDS],
+        arrays.get(NATURAL_ROWS),
+        arrays.get(SKETCH),
+    )
+    order = np.arange(len(ids))
+    if (capacity and Dynamic(capacity=capacity).num_buckets) != member.num_buckets:
+        natural_rows = sketch = None
+        value, next_value = _values(arrays, member.dynamic.evict)
+        words = Ids64.of_array(ids)
+        first, second = mix_ids(np.asarray(words.high), np.asarray(words.low))
+        order = np.lexsort((second, first, ~next_value, ~value))
+    placed = place_ids(ids[order], member, natural_rows)
+    kept = order[placed.kept]
+    sources = np.full(member.table.num_rows, -1, np.int64)
+    sources[: len(placed.sources)] = np.append(order, -1)[placed.sources]
+    if member.default_row is not None:
+        sources[member.default_row] = len(ids)
+    return dataclasses.replace(
+        placed,
+        sources=sources,
+        kept=kept,
+        last_used=arrays[LAST_USED][kept],
+        counts=arrays[COUNTS][kept],
+        init_key=arrays[INIT_KEY],
+        sketch=sketch,
+    )
+
+
+def _values(
+    arrays: Mapping[str, np.ndarray], evict: Eviction | None
+) -> tuple[np.ndarray, np.ndarray]:
+    """Returns what ids are worth to a policy, and what decides among equals."""
+    last_used, counts = arrays[LAST_USED], arrays[COUNTS]
+    if not isinstance(evict, LeastFrequentlyUsed):
+        return last_used, counts
+    if evict.half_life is not None:
+        # Until the last use of the table: the clock counts steps, but the caller's
+        # `now` may count hours.
+        age = last_used.max(initial=0) - last_used
+        counts = counts >> np.minimum(age // np.uint32(evict.half_life), 31)
+    return counts, last_used
+
+
+def write_table_rows(
+    packed: PackedRows,
+    stack: StackPlan,
+    plan: EmbeddingPlan,
+    read: ReadTableRows,
+    num_rows: Mapping[str, int],
+    placed: Mapping[str, PlacedIds],
+) -> PackedRows:
+    """Replaces the rows of some tables of a stack, or of a slot variable, in place.
+
+    All processes call it together. The rows of a dynamic table are on the host as a
+    whole, one table after the other.
+
+    Args:
+      packed: global rows; donated.
+      stack: the stack of the rows.
+      plan: plan of the layer.
+      read: returns rows of a table in the order of its file.
+      num_rows: rows in the file of each table to write.
+      placed: name of a table to the places of its ids, if their order differs here.
+    """
+    ranges = {
+        table: (0, size) for table, size in num_rows.items() if table not in placed
+    }
+    if ranges:
+        packed = write_blocks(packed, stack, plan, read, ranges)
+    for table in [name for name in num_rows if name in placed]:
+        rows, sources = read(table, 0, num_rows[table]), placed[table].sources
+
+        def gather(_: str, start: int, size: int, rows=rows, sources=sources):
+            block = sources[start : start + size]
+            gathered = np.zeros((len(block), *rows.shape[1:]), rows.dtype)
+            gathered[block >= 0] = rows[block[block >= 0]]  # -1 is a place without id.
+            return gathered
+
+        packed = write_blocks(packed, stack, plan, gather, {table: (0, len(sources))})
+    return packed
+
+
+def restored_directory(
+    layer: LayerState,
+    stack: StackPlan,
+    placed: Mapping[str, PlacedIds],
+    clocks: Mapping[str, int],
+) -> IdDirectory:
+    """Returns the directory of a stack with the saved ids of some tables.
+
+    The clock is the latest one of the saved tables and of the tables that stay.
+
+    Args:
+      layer: layer of the stack: arrays, or their shapes.
+      stack: the stack.
+      placed: name of a table to its saved ids.
+      clocks: name of a table to its saved clock.
+    """
+    old = layer.tables[directory_name(stack.name)]
+    if isinstance(old.keys, jax.ShapeDtypeStruct):
+        old = jax.tree.map(lambda leaf: np.zeros(leaf.shape, leaf.dtype), old)
+        old.keys[:] = NO_ID
+    latest = max(clocks.values(), default=0)
+    if len(clocks) < len(stack.tables):
+        latest = max(latest, int(on_host(old.clock).max()))
+    return with_placed_ids(old, placed, stack, layer.plan, clock=latest)
+
+
+Leaves = dict[tuple[str, str | None], Any]
+"""Leaves by the names of a table and of its slot. Values of the table have None."""
+
+
+def tables_to_save(layer: LayerState) -> tuple[dict[str, TableRecord], Leaves]:
+    """Returns records and leaves of all tables of a layer, by names in the checkpoint.
+
+    All processes must call it together.
+    """
+    records: dict[str, TableRecord] = {}
+    leaves: Leaves = {}
+    for stack in layer.plan.stacks:
+        ids = {} if stack.vocabulary.ids_are_rows else saved_ids(layer, stack)
+        records_of_stack = _records_of_stack(layer, stack, ids)
+        records |= {layer.name_of(k): record for k, record in records_of_stack.items()}
+        for table, saved in ids.items():
+            for array_name, array in saved.arrays.items():
+                # A copy: the next step may donate what the view of an array shows.
+                leaves[layer.name_of(table), array_name] = np.array(array)
+        chosen = {table: saved.rows for table, saved in ids.items()}
+        packed: dict[str | None, PackedRows] = {None: layer.tables[stack.name]}
+        for slot in slots_of(layer, stack):
+            if slot.kind == "rows":
+                packed[slot.name] = slot.leaf
+                continue
+            values = np.array(slot.leaf)
+            for i, table in enumerate(stack.tables):
+                value = values[i] if slot.kind == "tables" else values
+                leaves[layer.name_of(table.name), slot.name] = np.asarray(value)
+        for slot_name, rows in packed.items():
+            stack_to_save = StackToSave(rows, stack, layer.plan, chosen)
+            for table, record in records_of_stack.items():
+                array = record.arrays[slot_name]
+                leaf = TableToSave(table, stack_to_save, array.shape)
+                leaves[layer.name_of(table), slot_name] = leaf
+    return records, leaves
+
+
+def table_records(layer: LayerState) -> dict[str, TableRecord]:
+    """Returns the description of each table of a layer, by its name in the layer.
+
+    The rows of dynamic tables are not known without their ids, and 0 here.
+    """
+    records: dict[str, TableRecord] = {}
+    for stack in layer.plan.stacks:
+        records |= _records_of_stack(layer, stack, {})
+    return records
+
+
+def slots_of(layer: LayerState, stack: StackPlan) -> list[NamedSlot]:
+    """Returns the slot variables of a stack; none if it is not trained."""
+    slots = layer.slots or {}
+    if not isinstance(stack, TrainedStackPlan) or stack.name not in slots:
+        return []
+    return list(named_slots(slots[stack.name], stack))
+
+
+def _records_of_stack(
+    layer: LayerState, stack: StackPlan, ids: Mapping[str, SavedIds]
+) -> dict[str, TableRecord]:
+    """Returns the description of each table of a stack, by its name in the layer."""
+    slots = slots_of(layer, stack)
+    optimizer = None
+    if layer.slots is not None and isinstance(stack, TrainedStackPlan):
+        structure = jax.tree.structure(layer.slots[stack.name])
+        optimizer = _optimizer_record(stack.optimizer, structure)
+    records = {}
+    for table in stack.tables:
+        size, directory = table.config.max_rows, {}
+        if not stack.vocabulary.ids_are_rows:
+            size = 0
+        if (saved := ids.get(table.name)) is not None:
+            size, directory = len(saved.rows), directory_records(saved)
+        dynamic, vocabulary = None, table.config.vocabulary
+        if isinstance(vocabulary, Dynamic):
+            dynamic = {
+                "capacity": vocabulary.capacity,
+                "default_row": vocabulary.default_row,
+            }
+        records[table.name] = TableRecord(
+            vocabulary_size=size,
+            dim=stack.dim,
+            dtype=stack.layout.dtype_name,
+            values=_rows_record(layer.tables[stack.name], size),
+            slots={slot.name: _slot_record(slot, size) for slot in slots},
+            optimizer=optimizer,
+            dynamic=dynamic,
+            directory=directory,
+        )
+    return records
+
+
+def _rows_record(packed: PackedRows, num_rows: int) -> ArrayRecord:
+    row = file_row(packed)
+    dtype = np.dtype(row.dtype).name
+    return ArrayRecord(shape=(num_rows, *row.shape), dtype=dtype, has_rows=True)
+
+
+def _slot_record(slot: NamedSlot, num_rows: int) -> ArrayRecord:
+    if slot.kind == "rows":
+        return _rows_record(slot.leaf, num_rows)
+    shape = slot.leaf.shape[1:] if slot.kind == "tables" else slot.leaf.shape
+    return ArrayRecord(shape=shape, dtype=np.dtype(slot.leaf.dtype).name)
+
+
+def _optimizer_record(optimizer: RowOptimizer, state: jax.tree_util.PyTreeDef) -> Json:
+    """Returns what must be equal for a checkpoint's slot variables to be continued."""
+    match optimizer.driver:
+        case InSequence():
+            duplicates = "sequence"
+        case Touched(occurrence_norm=True):
+            duplicates = "norm"
+        case _:
+            duplicates = "sum"
+    return {
+        "state": _type_names(state),
+        "rows": "every" if optimizer.moves_every_row else "touched",
+        "duplicates": duplicates,
+        "gradient_steps": optimizer.gradient_steps,
+    }
+
+
+def _type_names(structure: jax.tree_util.PyTreeDef) -> list[str]:
+    """Returns the types of an optimizer's state that have slot variables or counts.
+
+    The state that rounds rows of narrow tables is left out: dtypes may change.
+    """
+    if structure.node_data() is None or not structure.num_leaves:
+        return []
+    name = structure.node_data()[0].__name__
+    inner = [x for child in structure.children() for x in _type_names(child)]
+    is_state = name.endswith("State") and name != RoundedState.__name__
+    return [name, *inner] if is_state else inner
+
+
+def array_of_leaf(leaf: Any) -> np.ndarray | jax.Array:
+    """Returns the array to save for a leaf."""
+    if _is_key(leaf):
+        leaf = jax.random.key_data(leaf)
+    return leaf if isinstance(leaf, jax.Array) else np.asarray(leaf)
+
+
+def leaf_records(leaf: Any) -> list[ArrayRecord]:
+    """Returns the shape and type of a leaf's saved array; an int may have two."""
+    if isinstance(leaf, int) and not isinstance(leaf, bool):
+        return [ArrayRecord(shape=(), dtype=name) for name in ("int64", "uint64")]
+    data = leaf if hasattr(leaf, "dtype") else np.asarray(leaf)
+    if _is_key(leaf):
+        data = jax.eval_shape(jax.random.key_data, leaf)
+    return [ArrayRecord(shape=tuple(data.shape), dtype=np.dtype(data.dtype).name)]
+
+
+def restored_leaf(
+    saved: SavedArray, wanted: Any, sharding: jax.sharding.Sharding
+) -> Any:
+    """Returns a leaf with the type and sharding of a given one.
+
+    Args:
+      saved: array of the checkpoint.
+      wanted: array, shape or number.
+      sharding: placement of a leaf whose shape has none.
+
+    Raises:
+      CheckpointError: if a file is damaged.
+    """
+    if isinstance(wanted, np.ndarray):
+        return saved.read()
+    if isinstance(wanted, bool | int | float | np.generic):
+        return type(wanted)(saved.read())
+    if isinstance(wanted, jax.Array) and not wanted.committed:
+        # Such an array may meet arrays of any devices in a program, and so must this.
+        value = jnp.asarray(saved.read())
+    else:
+        data = wanted
+        if _is_key(wanted) and isinstance(wanted, jax.Array):
+            data = jax.random.key_data(wanted)
+        elif _is_key(wanted):
+            data = jax.eval_shape(jax.random.key_data, wanted)
+        sharding = data.sharding or wanted.sharding or sharding
+        value = jax.make_array_from_callback(data.shape, sharding, saved.read)
+    if not _is_key(wanted):
+        return value
+    impls = []  # Tracing also tells the generator of the shape of a key.
+    jax.eval_shape(lambda key: impls.append(jax.random.key_impl(key)), wanted)
+    return jax.random.wrap_key_data(value, impl=impls[0])
+
+
+def _is_key(leaf: Any) -> bool:
+    dtype = getattr(leaf, "dtype", None)
+    return dtype is not None and jnp.issubdtype(dtype, jax.dtypes.prng_key)

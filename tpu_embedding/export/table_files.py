@@ -1,0 +1,395 @@
+"""The tables of a model by their names in an export, and their safetensors files.
+
+The library `safetensors` writes whole tensors, but a table may be larger than the
+memory of the host. So the header is written here, and the rows follow by blocks. The
+library checks the header of a file that is read; its tensors are then mapped to memory.
+Nothing is written through such a map, because the kernel kills a process that writes to
+a map on a full disk.
+
+An int8 row has FBGEMM's layout: `dim` unsigned bytes, followed by a scale and a bias in
+float32, lower bytes first. A byte `q` means `scale * q + bias`.
+
+Rows are in their natural order. A dynamic table has 64 rows per bucket in the order of
+its buckets, then its default row if there is one. Its ids are a tensor of their own: a
+line of 128 uint32 per bucket, the upper words of its 64 ids and then the lower ones.
+All ones stand for no id.
+"""
+
+import dataclasses
+import json
+import math
+import pathlib
+import urllib.parse
+from collections.abc import Collection, Iterator, Mapping
+from typing import Final, Literal, NamedTuple, get_args
+
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from tpu_embedding.checkpoint.imports.named_arrays import (
+    DTYPES,
+    LENGTH_BYTES,
+    MAX_HEADER_BYTES,
+    map_tensors,
+    read_header,
+)
+from tpu_embedding.dynamic.directory import (
+    LINE_LANES,
+    directory_name,
+    dynamic_tables,
+)
+from tpu_embedding.dynamic.ids_64 import NO_ID, Ids64
+from tpu_embedding.dynamic.ids_on_host import rows_in_directory
+from tpu_embedding.dynamic.vocabulary import SLOTS_PER_BUCKET
+from tpu_embedding.export.program_inputs import ExportError, check_distinct
+from tpu_embedding.nn.embedding import TPUEmbedding
+from tpu_embedding.nn.training import embedding_layers
+from tpu_embedding.plan.plan import TablePlan
+from tpu_embedding.rows.file_rows import SCALE_AND_BIAS_BYTES, decode_int8
+from tpu_embedding.tables.row_stream import read_blocks
+
+_NAMES: Final = {dtype: name for name, dtype in DTYPES.items()}
+
+_MAX_STRIDE: Final = 4
+"""Rows that are closer are written together, with the ones in between."""
+
+
+class TensorSpec(NamedTuple):
+    """Shape and dtype of one tensor of a file."""
+
+    shape: tuple[int, ...]
+    dtype: np.dtype
+
+
+def create_file(path: pathlib.Path, specs: Mapping[str, TensorSpec]) -> None:
+    """Creates a file of tensors that hold zeros until `write_rows` fills them.
+
+    Args:
+      path: the new file, which must not exist.
+      specs: name to shape and dtype of each tensor.
+
+    Raises:
+      ExportError: if a dtype has no name in such files, or the header is too long.
+      OSError: if the disk is full.
+    """
+    header, end = {}, 0
+    # Readers expect aligned tensors, so the widest elements come first.
+    for name in sorted(specs, key=lambda name: (-specs[name].dtype.itemsize, name)):
+        shape, dtype = specs[name]
+        if dtype not in _NAMES:
+            raise ExportError(
+                f"{path.name} cannot hold {name!r}: its dtype must be one of "
+                f"{sorted(map(str, _NAMES))}, got {dtype}."
+            )
+        begin, end = end, end + math.prod(shape) * dtype.itemsize
+        header[name] = {
+            "dtype": _NAMES[dtype],
+            "shape": list(shape),
+            "data_offsets": [begin, end],
+        }
+    encoded = json.dumps(header).encode()
+    encoded += b" " * (-len(encoded) % LENGTH_BYTES)
+    if len(encoded) > MAX_HEADER_BYTES:
+        raise ExportError(
+            f"{path.name} cannot hold {len(specs)} tensors: its header must have at "
+            f"most {MAX_HEADER_BYTES} bytes, got {len(encoded)}."
+        )
+    with path.open("xb") as file:
+        file.write(len(encoded).to_bytes(LENGTH_BYTES, "little") + encoded)
+        file.truncate(LENGTH_BYTES + len(encoded) + end)
+
+
+def write_tensors(path: pathlib.Path, tensors: Mapping[str, np.ndarray]) -> None:
+    """Writes arrays to a new file; see `create_file`."""
+    create_file(path, {k: TensorSpec(x.shape, x.dtype) for k, x in tensors.items()})
+    for name, tensor in tensors.items():
+        rows = np.atleast_1d(tensor)
+        write_rows(path, name, np.arange(len(rows)), rows)
+
+
+def write_rows(
+    path: pathlib.Path, name: str, row_ids: np.ndarray, rows: np.ndarray
+) -> None:
+    """Writes some rows of a tensor.
+
+    Args:
+      path: file of `create_file`.
+      name: the tensor, `[num_rows, ...]`, or one number.
+      row_ids: int64 `[rows]`, each in `[0, num_rows)`.
+      rows: `[rows, ...]` of the tensor's dtype.
+
+    Raises:
+      OSError: if the disk is full.
+    """
+    if not rows.size:
+        return
+    if not (row_ids[1:] > row_ids[:-1]).all():
+        order = np.argsort(row_ids)
+        row_ids, rows = row_ids[order], rows[order]
+    content = np.ascontiguousarray(rows).reshape(len(rows), -1).view(np.uint8)
+    start, row_bytes = read_header(path, ExportError)[name].start, content.shape[1]
+    is_first = np.diff(row_ids, prepend=-1 - _MAX_STRIDE) > _MAX_STRIDE
+    bounds = [*np.flatnonzero(is_first).tolist(), len(row_ids)]
+    with path.open("r+b") as file:
+        for run in map(slice, bounds[:-1], bounds[1:]):
+            first, last = int(row_ids[run][0]), int(row_ids[run][-1])
+            position = start + first * row_bytes
+            file.seek(position)
+            written = content[run]
+            if len(written) <= last - first:  # Keeps the rows in between.
+                stored = bytearray(file.read((last - first + 1) * row_bytes))
+                written = np.frombuffer(stored, np.uint8).reshape(-1, row_bytes)
+                written[row_ids[run] - first] = content[run]
+                file.seek(position)
+            file.write(written.data)
+
+
+def read_tensors(path: pathlib.Path) -> dict[str, np.ndarray]:
+    """Returns the tensors of a file, mapped to memory; pages are read on use.
+
+    Raises:
+      ExportError: if the file is missing or damaged.
+
+    Example:
+      >>> import tempfile
+      >>> path = pathlib.Path(tempfile.mkdtemp(), "table.safetensors")
+      >>> create_file(path, {"movie": TensorSpec((2, 3), np.dtype(np.float32))})
+      >>> read_tensors(path)["movie"].shape
+      (2, 3)
+    """
+    return map_tensors(path, ExportError)
+
+
+RowFormat = Literal["float32", "bfloat16", "int8"]
+"""Type of the numbers of an exported table."""
+
+_MAX_CODE: Final = np.float32(255)
+
+
+def check_row_format(row_format: str) -> None:
+    """Rejects a format of rows that is not one of `RowFormat`.
+
+    Every process of a job calls it before a collective, or the rest would wait.
+
+    Raises:
+      ExportError: if it is unknown.
+    """
+    if row_format not in get_args(RowFormat):
+        raise ExportError(
+            f"dtype of the exported tables must be one of {get_args(RowFormat)}, got "
+            f"{row_format!r}."
+        )
+
+
+def stored_spec(vocabulary_size: int, dim: int, row_format: RowFormat) -> TensorSpec:
+    """Returns the shape and dtype of a table's array.
+
+    Example:
+      >>> stored_spec(100, 16, "int8").shape
+      (100, 24)
+    """
+    if row_format == "int8":
+        shape = (vocabulary_size, dim + SCALE_AND_BIAS_BYTES)
+        return TensorSpec(shape, np.dtype(np.uint8))
+    return TensorSpec((vocabulary_size, dim), np.dtype(jnp.dtype(row_format)))
+
+
+def encode(rows: np.ndarray, row_format: RowFormat, owner: str) -> np.ndarray:
+    """Returns rows as they are stored.
+
+    Args:
+      rows: `[rows, dim]` of a float type, or int8 rows, as a checkpoint holds them.
+      row_format: format of the result. Rows stored so already keep their bits.
+      owner: names the table in errors.
+
+    Raises:
+      ExportError: if a number is not finite, and so has no int8 code.
+    """
+    if row_format != "int8":
+        return decode(rows).astype(jnp.dtype(row_format), copy=False)
+    if rows.dtype == np.uint8:
+        return rows
+    rows = decode(rows)
+    bias = rows.min(axis=1)
+    with np.errstate(over="ignore", invalid="ignore"):
+        scale = (rows.max(axis=1) - bias) / _MAX_CODE
+    if not np.isfinite(scale).all():
+        row = int(np.argmin(np.isfinite(scale)))
+        raise ExportError(
+            f"Rows of {owner} must be finite for dtype int8, and so must their range; "
+            f"got {rows[row].min()} to {rows[row].max()}. Export as float32."
+        )
+    divisor = np.where(scale == 0, np.float32(1), scale)
+    codes = np.rint((rows - bias[:, None]) / divisor[:, None])
+    codes = np.clip(codes, 0, _MAX_CODE).astype(np.uint8)
+    ends = np.stack([scale, bias], axis=1).astype("<f4").view(np.uint8)
+    return np.concatenate([codes, ends], axis=1)
+
+
+def decode(stored: np.ndarray) -> np.ndarray:
+    """Returns stored rows as float32; the inverse of `encode` up to rounding.
+
+    Example:
+      >>> rows = np.array([[-1.0, 0.0, 4.0]], np.float32)
+      >>> decode(encode(rows, "int8", "example")).round(2).tolist()
+      [[-1.0, 0.0, 4.0]]
+    """
+    if stored.dtype != np.uint8:
+        return stored.astype(np.float32, copy=False)
+    return decode_int8(stored)
+
+
+TABLES_DIR: Final = "tables"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class StoredIds:
+    """The ids of a dynamic table in an export.
+
+    Attributes:
+      lines: uint32 `[buckets, 128]`; see the module.
+      file_rows: int64 `[rows]`, row in the file for each row of the table; -1 for rows
+        without an id, which the file lacks.
+      num_rows: rows in the file.
+    """
+
+    lines: np.ndarray
+    file_rows: np.ndarray
+    num_rows: int
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LayerTable:
+    """A table of a layer.
+
+    Attributes:
+      layer: owns the table.
+      table: the table in the layer's plan.
+      ids: ids of a dynamic table; None for a static one.
+    """
+
+    layer: TPUEmbedding
+    table: TablePlan
+    ids: StoredIds | None = None
+
+    def tensor_specs(self, name: str, row_format: RowFormat) -> dict[str, TensorSpec]:
+        """Returns the tensors of the exported table: its rows, and its ids."""
+        config = self.table.config
+        num_rows = config.max_rows if self.ids is None else self.ids.num_rows
+        specs = {name: stored_spec(num_rows, config.dim, row_format)}
+        if self.ids is not None:
+            lines = self.ids.lines
+            specs[directory_name(name)] = TensorSpec(lines.shape, lines.dtype)
+        return specs
+
+
+def table_prefix(path: str, layers: Collection[str]) -> str:
+    """Returns the prefix of the names of a layer's tables: its path, if not alone."""
+    return f"{path}/" if len(layers) > 1 else ""
+
+
+def tables_of_model(model: nnx.Module) -> dict[str, LayerTable]:
+    """Returns the tables of all embedding layers of a model, by name.
+
+    All processes of a job call it together.
+
+    Raises:
+      ExportError: if the model has no embedding layer, or a table has the name of
+        another table or of the ids of another table.
+    """
+    layers = embedding_layers(model)
+    if not layers:
+        raise ExportError(
+            f"The model must own a TPUEmbedding to be exported, got a "
+            f"{type(model).__name__} without one; use jax.export for it."
+        )
+    named = [
+        (table_prefix(path, layers) + table.table.name, table)
+        for path, layer in layers.items()
+        for table in _tables_of_layer(layer)
+    ]
+    ids = [directory_name(name) for name, table in named if table.ids is not None]
+    check_distinct("tables", [*(name for name, _ in named), *ids])
+    return dict(named)
+
+
+def _tables_of_layer(layer: TPUEmbedding) -> Iterator[LayerTable]:
+    packed = layer.tables.get_value()
+    for stack in layer.plan.stacks:
+        if stack.vocabulary.ids_are_rows:
+            for table in stack.tables:
+                yield LayerTable(layer=layer, table=table)
+            continue
+        rows_by_table = rows_in_directory(packed[directory_name(stack.name)], stack)
+        for member in dynamic_tables(stack):
+            rows = rows_by_table[member.table.name]
+            lines = np.full((member.num_buckets, LINE_LANES), NO_ID, np.uint32)
+            bucket, lane = np.divmod(rows.natural_rows, SLOTS_PER_BUCKET)
+            words = Ids64.of_array(rows.ids)
+            lines[bucket, lane] = words.high
+            lines[bucket, lane + SLOTS_PER_BUCKET] = words.low
+            num_rows = member.dynamic.num_places
+            file_rows = np.full(member.table.num_rows, -1, np.int64)
+            file_rows[rows.rows] = rows.natural_rows
+            if member.default_row is not None:
+                file_rows[member.default_row] = num_rows
+                num_rows += 1
+            ids = StoredIds(lines=lines, file_rows=file_rows, num_rows=num_rows)
+            yield LayerTable(layer=layer, table=member.table, ids=ids)
+
+
+def write_table_files(
+    directory: pathlib.Path | None,
+    tables: Mapping[str, LayerTable],
+    row_format: RowFormat,
+) -> None:
+    """Writes one file per table, block by block; see `read_blocks` for its bounds.
+
+    In a job, all processes call it together, and each gets all rows.
+
+    Args:
+      directory: the export, or None in a process that only helps to read.
+      tables: by name.
+      row_format: type of the rows in the files.
+    """
+    files = {}
+    if directory is not None:
+        (directory / TABLES_DIR).mkdir()
+        for name, table in tables.items():
+            # Names may hold slashes, and other characters that a file's name cannot.
+            file_name = f"{urllib.parse.quote(name, safe='')}.safetensors"
+            files[name] = file = directory / TABLES_DIR / file_name
+            create_file(file, table.tensor_specs(name, row_format))
+            if table.ids is not None:
+                lines = table.ids.lines
+                write_rows(file, directory_name(name), np.arange(len(lines)), lines)
+    for name, start, rows in _blocks(tables):
+        file_rows = np.arange(start, start + len(rows))
+        if (ids := tables[name].ids) is not None:
+            # Rows without an id are left out.
+            file_rows = ids.file_rows[start : start + len(rows)]
+            rows, file_rows = rows[file_rows >= 0], file_rows[file_rows >= 0]
+        stored = encode(rows, row_format, f"table {name!r}")
+        if directory is not None:
+            # Not kept open: a model may have more tables than a process may open files.
+            write_rows(files[name], name, file_rows, stored)
+
+
+def _blocks(
+    tables: Mapping[str, LayerTable],
+) -> Iterator[tuple[str, int, np.ndarray]]:
+    """Yields name of the table, first row and rows of each block of some tables."""
+    names = {(id(x.layer), x.table.name): name for name, x in tables.items()}
+    for layer in {id(x.layer): x.layer for x in tables.values()}.values():
+        packed = layer.tables.get_value()
+        for stack in layer.plan.stacks:
+            ranges = {
+                table.name: (0, table.num_rows)
+                for table in stack.tables
+                if (id(layer), table.name) in names
+            }
+            turns = read_blocks(packed[stack.name], stack, layer.plan, ranges, "all")
+            for blocks in turns:
+                for table, start, rows in blocks:
+                    yield names[id(layer), table], start, rows

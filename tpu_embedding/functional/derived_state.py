@@ -1,0 +1,434 @@
+"""Sets table values together with the optimizer state that is derived from them.
+
+Most slot variables start with a number. A few start from the values of their table:
+the moving averages of `adafactor(use_ema=True)`, and the sum of squares from which
+Adafactor takes the scale of a table. When a table's values are set, this state restarts
+from the new values. `finalize_variable_values` sets tables to their moving averages.
+"""
+
+import functools
+from collections.abc import Collection, Mapping
+from typing import Any, Final, Literal, overload
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import PartitionSpec
+
+from tpu_embedding.optimizers.probe import probe_rule
+from tpu_embedding.optimizers.rules.adafactor import (
+    AdafactorState,
+    CollectedGradients,
+    CompensatedSum,
+    catch_up,
+    compensated_sum,
+    is_sum,
+)
+from tpu_embedding.optimizers.table_rows import TableRows
+from tpu_embedding.plan.check_rows import check_slots, check_tables
+from tpu_embedding.plan.plan import EmbeddingPlan, TrainedStackPlan
+from tpu_embedding.plan.shard_map import on_shards
+from tpu_embedding.rows.access import (
+    blocks_of,
+    merge_block,
+    read_block,
+    write_block,
+)
+from tpu_embedding.rows.packed_rows import PackedRows, load_rows, store_rows
+from tpu_embedding.tables import table_values
+from tpu_embedding.update.apply import init_state
+from tpu_embedding.update.every_row import KeptGradientState
+from tpu_embedding.update.lazy_update import is_slot, state_specs
+from tpu_embedding.update.totals import across_shards, tables_of_rows
+
+_SAME: Final = 1e-5
+"""Relative difference up to which a total keeps its bits when it is measured again."""
+
+DerivedKind = Literal["slot", "total"]
+"""State that starts from table values: a slot variable, or a sum over each table."""
+
+
+@overload
+def with_table_values(
+    stacked: dict[str, PackedRows],
+    values: Mapping[str, Any],
+    plan: EmbeddingPlan,
+    slots: None = None,
+) -> dict[str, PackedRows]: ...
+
+
+@overload
+def with_table_values(
+    stacked: dict[str, PackedRows],
+    values: Mapping[str, Any],
+    plan: EmbeddingPlan,
+    slots: Mapping[str, Any],
+) -> tuple[dict[str, PackedRows], dict[str, Any]]: ...
+
+
+def with_table_values(
+    stacked: dict[str, PackedRows],
+    values: Mapping[str, Any],
+    plan: EmbeddingPlan,
+    slots: Mapping[str, Any] | None = None,
+) -> Any:
+    """Returns the stacks with the values of the given tables replaced.
+
+    With `slots`, the state that an optimizer derived from the old values of these
+    tables restarts from the new values: the moving averages of all their rows, and
+    Adafactor's scale of a table. All other slot variables stay.
+
+    Args:
+      stacked: stack name to packed rows, as in `unstack_tables`.
+      values: table name to real numbers, `[vocabulary_size, *row_shape]`. The values of
+        narrow tables are rounded to the nearest numbers of their type.
+      plan: plan of the embedding layer.
+      slots: stack name to optimizer state, from `init_slots`; an empty dict if there is
+        none yet. It may be left out if no optimizer of these tables derives state from
+        their values.
+
+    Returns:
+      New stacks; with `slots`, `(stacks, slots)`.
+
+    Raises:
+      TypeError: if `values` is not a dict, or `plan` is not a plan.
+      ValueError: if a table is unknown, its stack is missing, or the stacks were made
+        for another plan; if an array has the wrong shape, is complex or not numeric,
+        or is beyond the range of its type; or if `slots` is missing.
+
+    Example:
+      >>> import tpu_embedding as te
+      >>> table = te.TableConfig(vocabulary_size=2, dim=2, name="movie")
+      >>> rule = te.optimizers.adafactor(0.1, use_ema=True)
+      >>> plan = te.make_plan(te.FeatureConfig(table=table), optimizer=rule)
+      >>> tables = te.functional.init_tables(plan, jax.random.key(0))
+      >>> slots = te.functional.init_slots(tables, plan)
+      >>> ones = {"movie": np.ones((2, 2))}
+      >>> tables, slots = te.functional.with_table_values(tables, ones, plan, slots)
+      >>> te.functional.slot_values(slots, plan)["movie"]["averages"].tolist()
+      [[1.0, 1.0], [1.0, 1.0]]
+    """
+    table_values.check_values(values, plan)
+    if slots is None:
+        check_has_slots(
+            set(values) & tables_with_derived_state(plan),
+            "tables, slots = te.functional.with_table_values(\n"
+            "    tables, values, plan, slots)\n"
+            "Before init_slots there is none: pass an empty dict.",
+        )
+    new = table_values.replace_values(stacked, dict(values), plan)
+    if slots is None:
+        return new
+    return new, restarted_slots(slots, new, values, plan)
+
+
+def check_has_slots(tables: Collection[str], line: str) -> None:
+    """Rejects values of tables without the state that was derived from their values.
+
+    Args:
+      tables: names of the tables to be set that have such a state.
+      line: the line to write.
+
+    Raises:
+      ValueError: if there is such a table.
+    """
+    if tables:
+        raise ValueError(
+            f"The values of the tables {sorted(tables)} must be set together with the "
+            "state that their optimizer made from them, such as moving averages or "
+            f"Adafactor's scale of a table, got the values alone. Write\n  {line}"
+        )
+
+
+def tables_with_derived_state(plan: EmbeddingPlan) -> frozenset[str]:
+    """Returns the tables from whose values an optimizer derives state."""
+    return frozenset(
+        table.name
+        for stack in plan.trained_stacks
+        if any(_derived_kinds(stack))
+        for table in stack.tables
+    )
+
+
+@functools.lru_cache(maxsize=256)
+def _derived_kinds(stack: TrainedStackPlan) -> tuple[DerivedKind | None, ...]:
+    """Returns the kind of each sum and each other leaf of a rule's state.
+
+    It is None for state that does not start from table values.
+    """
+    rule = probe_rule(stack.optimizer, stack.dim)
+    slots = iter(rule.leaves)
+    kinds: list[DerivedKind | None] = []
+    for node in jax.tree.leaves(rule.state, is_leaf=is_sum):
+        first_slot, *_ = [next(slots) for _ in jax.tree.leaves(node)]
+        if is_sum(node):
+            # The other sum of Adafactor, its clock, is a scalar.
+            kinds.append("total" if node.value.ndim == 1 else None)
+        else:
+            is_derived = first_slot is not None and first_slot.starts_from_rows
+            kinds.append("slot" if is_derived else None)
+    return tuple(kinds)
+
+
+def restarted_slots(
+    slots: Mapping[str, Any],
+    tables: Mapping[str, PackedRows],
+    names: Collection[str],
+    plan: EmbeddingPlan,
+    kinds: tuple[DerivedKind, ...] = ("slot", "total"),
+) -> dict[str, Any]:
+    """Returns slots whose derived state restarts from the values of some tables.
+
+    A total that the values confirm keeps its bits.
+
+    Args:
+      slots: stack name to optimizer state. Stacks may be missing.
+      tables: stack name to packed rows, with the new values.
+      names: names of the tables whose values were set.
+      plan: plan of the embedding layer.
+      kinds: the state that restarts.
+    """
+    result = dict(slots)
+    for stack in plan.trained_stacks:
+        is_set = np.array([table.name in names for table in stack.tables])
+        if stack.name in slots and any(_derived_kinds(stack)) and any(is_set):
+            result[stack.name] = _restarted_state(
+                slots[stack.name], tables[stack.name], is_set, stack, plan, kinds
+            )
+    return result
+
+
+@functools.partial(jax.jit, static_argnames=("stack", "plan", "kinds"))
+def _restarted_state(
+    state: Any,
+    table: PackedRows,
+    is_set: jax.Array,
+    stack: TrainedStackPlan,
+    plan: EmbeddingPlan,
+    kinds: tuple[DerivedKind, ...],
+) -> Any:
+    """Returns the state of a stack with the derived state of some tables as new."""
+
+    def restart_shard(state: Any, table: PackedRows, is_set: jax.Array) -> Any:
+        nodes, tree = jax.tree.flatten(
+            state, is_leaf=lambda node: is_slot(node) or is_sum(node)
+        )
+        new_nodes = tree.flatten_up_to(init_state(table, stack))
+        rule_kinds = _derived_kinds(stack)
+        # The rule's state comes last, after what is kept around it.
+        num_before = len(nodes) - len(rule_kinds)
+        for i, kind in enumerate(rule_kinds, start=num_before):
+            if kind not in kinds:
+                continue
+            if kind == "total":
+                nodes[i] = _restarted_total(nodes[i], new_nodes[i], is_set)
+            else:
+                nodes[i] = _restarted_slot(nodes[i], new_nodes[i], is_set, stack)
+        return tree.unflatten(nodes)
+
+    specs = state_specs(state, stack)
+    return on_shards(
+        restart_shard,
+        plan,
+        in_specs=(specs, stack.rows_spec, PartitionSpec()),
+        out_specs=specs,
+    )(state, table, is_set)
+
+
+def _restarted_total(
+    old: CompensatedSum, measured: CompensatedSum, is_set: jax.Array
+) -> CompensatedSum:
+    """Returns measured totals; the old ones where they agree, or nothing was set."""
+    is_same = jnp.abs(old.value - measured.value) <= _SAME * jnp.abs(measured.value)
+    return jax.tree.map(lambda x, y: jnp.where(is_same | ~is_set, x, y), old, measured)
+
+
+def _restarted_slot(
+    old: PackedRows, new: PackedRows, is_set: jax.Array, stack: TrainedStackPlan
+) -> PackedRows:
+    """Returns a slot variable with new rows for the tables that were set. Per shard."""
+
+    def restart_block(start: Any, size: int, slot: PackedRows) -> PackedRows:
+        rows = _rows_of_block(start, size, stack)
+        values = store_rows(read_block(new, start, size), slot.layout)
+        is_new = rows.is_used & rows.per_row(is_set)
+        return merge_block(slot, start, values.reshape(size, -1), is_new)
+
+    blocks = blocks_of([old.layout])
+    slot = restart_block(*blocks.first, old)
+    return blocks.loop(
+        lambda start, slot: restart_block(start, blocks.size, slot), slot
+    )
+
+
+def _rows_of_block(start: Any, size: int, stack: TrainedStackPlan) -> TableRows:
+    """Returns the tables of some rows of this shard. Totals are over these rows."""
+    row_ids = start + jnp.arange(size, dtype=jnp.int32)
+    is_touched = jnp.ones(size, bool)
+    return tables_of_rows(row_ids, is_touched, lambda total, _: total, stack)
+
+
+def finalize_variable_values(
+    params: Any, state: Any, plan: EmbeddingPlan | None = None
+) -> tuple[Any, Any]:
+    """Sets variables to the moving averages that `adafactor(use_ema=True)` keeps.
+
+    It is `finalize_variable_values` of Keras' optimizers. A row that was not looked up
+    in the latest steps has an average that lags behind; it is caught up first. The pass
+    is in place if the caller's `jit` donates tables and slots. For a whole model there
+    is `tpu_embedding.Optimizer.finalize_variable_values`.
+
+    Args:
+      params: with a plan, tables: stack name to packed rows. Without one, a pytree of
+        dense parameters, as the optimizer's `init` took it.
+      state: with a plan, slots: stack name to optimizer state. Without one, the state
+        of the optimizer of the dense parameters, which may have
+        `adafactor(use_ema=True)` anywhere in it. Variables whose optimizer keeps no
+        averages stay as they are.
+      plan: plan of the layer. Leave it out for dense parameters.
+
+    Returns:
+      New variables, and the state with which training may continue. Its averages start
+      from the new variables.
+
+    Raises:
+      ValueError: if the arrays belong to another plan, or the averages to other
+        parameters.
+
+    Example:
+      >>> import tpu_embedding as te
+      >>> table = te.TableConfig(vocabulary_size=10, dim=4, name="movie")
+      >>> plan = te.make_plan(
+      ...     te.FeatureConfig(table=table),
+      ...     optimizer=te.optimizers.adafactor(0.1, use_ema=True),
+      ... )
+      >>> tables = te.functional.init_tables(plan, jax.random.key(0))
+      >>> slots = te.functional.init_slots(tables, plan)
+      >>> tables, slots = te.functional.finalize_variable_values(tables, slots, plan)
+    """
+    if plan is not None:
+        check_tables(params, plan.trained_stacks)
+        check_slots(state, plan.trained_stacks)
+    if not has_averages(state):
+        return params, state
+    if plan is None:
+        return _finalize_dense(params, state)
+    return _finalize_tables(params, state, plan)
+
+
+def has_averages(state: Any) -> bool:
+    """Returns True if an optimizer's state holds moving averages of variables."""
+    return any(map(_is_averaged, jax.tree.leaves(state, is_leaf=_is_averaged)))
+
+
+def _is_averaged(node: Any) -> bool:
+    return isinstance(node, AdafactorState) and bool(jax.tree.leaves(node.averages))
+
+
+@functools.partial(jax.jit, static_argnames="plan")
+def _finalize_tables(
+    tables: dict[str, PackedRows], slots: dict[str, Any], plan: EmbeddingPlan
+) -> tuple[dict[str, PackedRows], dict[str, Any]]:
+    tables, slots = dict(tables), dict(slots)
+    for stack in plan.trained_stacks:
+        name, state = stack.name, slots[stack.name]
+        if has_averages(state):
+            finalize = functools.partial(_finalize_shard, stack=stack)
+            specs = stack.rows_spec, state_specs(state, stack)
+            finalize = on_shards(finalize, plan, in_specs=specs, out_specs=specs)
+            tables[name], slots[name] = finalize(tables[name], state)
+    return tables, slots
+
+
+def _finalize_shard(
+    table: PackedRows, state: Any, stack: TrainedStackPlan
+) -> tuple[PackedRows, Any]:
+    """Sets all rows, and their averages, to the averages as the table stores them."""
+    nodes = jax.tree.leaves(state, is_leaf=_is_averaged)
+    (adafactor,) = filter(_is_averaged, nodes)
+    # A step that only collected its gradient left the rows as they were, and their
+    # averages also take it in.
+    is_kept_gradient = lambda node: isinstance(node, KeptGradientState)  # noqa: E731
+    nodes = jax.tree.leaves(state, is_leaf=is_kept_gradient)
+    count = adafactor.count + sum(x.step for x in filter(is_kept_gradient, nodes))
+
+    def finalize_block(
+        start: Any, size: int, table: PackedRows, averages: PackedRows, squares: Any
+    ) -> tuple[PackedRows, PackedRows, Any]:
+        missed_steps = count - read_block(adafactor.average_counts, start, size)
+        values = catch_up(
+            read_block(averages, start, size),
+            read_block(table, start, size),
+            missed_steps[:, None],
+            adafactor.average_momentum,
+        )
+        stored = store_rows(values, table.layout)
+        values = load_rows(stored, table.layout)
+        row_squares = jnp.sum(jnp.square(values), axis=1)
+        return (
+            write_block(table, start, stored),
+            write_block(averages, start, values),
+            squares + _rows_of_block(start, size, stack).total(row_squares),
+        )
+
+    blocks = blocks_of(
+        [x.layout for x in (table, adafactor.averages, adafactor.average_counts)]
+    )
+    no_squares = jnp.zeros(len(stack.tables))
+    carry = finalize_block(*blocks.first, table, adafactor.averages, no_squares)
+    table, averages, squares = blocks.loop(
+        lambda start, carry: finalize_block(start, blocks.size, *carry), carry
+    )
+    squares = compensated_sum(across_shards(stack)(squares, "sum"))
+    finalized = adafactor._replace(averages=averages, squares=squares)
+    state = jax.tree.map(
+        lambda x: finalized if x is adafactor else x,
+        state,
+        is_leaf=lambda x: x is adafactor,
+    )
+    return table, state
+
+
+def _finalize_dense(params: Any, state: Any, waiting_steps: Any = 0) -> tuple[Any, Any]:
+    """Sets dense parameters to their moving averages.
+
+    Args:
+      params: pytree of dense parameters.
+      state: state of their optimizer, or of the optimizer within a `MultiSteps`.
+      waiting_steps: steps that only collected gradients since the latest update. The
+        averages take them in also.
+    """
+
+    def finalize_node(node: Any) -> Any:
+        nonlocal params
+        if isinstance(node, CollectedGradients):
+            steps = node.steps
+            params, inner = _finalize_dense(
+                params, steps.inner_opt_state, steps.mini_step
+            )
+            return CollectedGradients(steps._replace(inner_opt_state=inner))
+        if not _is_averaged(node):
+            return node
+        try:
+            final = jax.tree.map(
+                final_value, params, node.averages, node.average_momentum
+            )
+        except ValueError as error:
+            raise ValueError(
+                "finalize_variable_values needs the parameters that the optimizer was "
+                f"made for, got others: {error}"
+            ) from error
+        params = jax.tree.map(lambda old, new: new.astype(old.dtype), params, final)
+        return node._replace(averages=jax.tree.map(new_average, final, node.averages))
+
+    def final_value(array: Any, average: Any, momentum: Any) -> Any:
+        if not hasattr(average, "dtype"):  # Another optimizer trains this array.
+            return array
+        return catch_up(average, array, waiting_steps, momentum)
+
+    def new_average(value: Any, average: Any) -> Any:
+        return value if hasattr(average, "dtype") else average
+
+    is_node = lambda x: isinstance(x, AdafactorState | CollectedGradients)  # noqa: E731
+    state = jax.tree.map(finalize_node, state, is_leaf=is_node)
+    return params, state
