@@ -9,7 +9,6 @@ A table's own placement comes first, then what `make_plan(placement=...)` says.
 """
 
 import dataclasses
-import itertools
 import math
 from collections.abc import Sequence
 from typing import Any, Final
@@ -299,6 +298,38 @@ def stack_tables(tables: Sequence[NamedTable]) -> list[list[NamedTable]]:
     return [stack for stacks in groups.values() for stack in stacks]
 
 
+_GOLDEN_RATIO: Final = (math.sqrt(5) - 1) / 2
+
+
+def _row_offsets(tables: Sequence[NamedTable], num_owners: int) -> list[int]:
+    """Returns the first row of each table in its stack.
+
+    Row `q` of a stack belongs to owner `q % num_owners`, and low ids are often the
+    frequent ones. So the first rows of tables are spread over the owners: multiples of
+    the golden ratio, modulo 1, stay far apart for any number of tables. Up to
+    `num_owners - 1` rows before a table stay unused.
+
+    Args:
+      tables: the tables of the stack, in order.
+      num_owners: shards, or SparseCores of all shards.
+
+    Example:
+      >>> table = TableConfig(vocabulary_size=100, dim=2)
+      >>> table = NamedTable(name="t", config=table, optimizer=None, num_rows=100)
+      >>> _row_offsets([table] * 4, num_owners=8)
+      [0, 100, 201, 302]
+    """
+    offsets, end = [], 0
+    for i, table in enumerate(tables):
+        unused = 0
+        if table.config.vocabulary.ids_are_rows:  # Others spread ids themselves.
+            first_owner = int(i * _GOLDEN_RATIO % 1 * num_owners)
+            unused = (first_owner - end) % num_owners
+        offsets.append(end + unused)
+        end += unused + table.num_rows
+    return offsets
+
+
 def _plan_stack(
     name: str,
     tables: list[NamedTable],
@@ -309,18 +340,20 @@ def _plan_stack(
 ) -> StackPlan:
     """Returns the plan of tables whose rows follow one another in one array."""
     first = tables[0]
-    ends = list(itertools.accumulate(table.num_rows for table in tables))
+    num_owners = first.num_shards * max(1, hardware.cores_per_device)
+    offsets = _row_offsets(tables, num_owners)
     table_plans = tuple(
         TablePlan(
             name=table.name,
             config=table.config,
-            row_offset=end - table.num_rows,
+            row_offset=offset,
             num_rows=table.num_rows,
             placement_reason=table.placement_reason,
         )
-        for table, end in zip(tables, ends, strict=True)
+        for table, offset in zip(tables, offsets, strict=True)
     )
-    backend = options.choose(first, ends[-1], mesh, hardware)
+    num_rows = offsets[-1] + tables[-1].num_rows
+    backend = options.choose(first, num_rows, mesh, hardware)
     facts: dict[str, Any] = dict(
         name=name,
         tables=table_plans,

@@ -50,7 +50,6 @@ from tpu_embedding.sparse_core import operations, samples
 from tpu_embedding.sparse_core.limits import MAX_MINIBATCHES
 from tpu_embedding.sparse_core.operations import unavailable_reason
 from tpu_embedding.sparse_core.partitioned_ids import (
-    NO_IDS,
     PartitionedIds,
     SparseCoreIds,
 )
@@ -298,10 +297,7 @@ class SparseCoreBackend(Backend):
         if self.has_exchange:
             return jax.lax.cond(may_run, update_rows, otherwise, table, state)
         # Without ids, the operation changes no row.
-        empty = jax.tree.map(
-            lambda x, unused: jnp.where(may_run, x, unused), ids.ids, NO_IDS
-        )
-        table, new_state = update_rows(table, state, empty)
+        table, new_state = update_rows(table, state, ids.ids.where(may_run))
         new_values = jax.tree.map(
             lambda new, old: jnp.where(may_run, new, old),
             values_of(new_state),

@@ -17,6 +17,7 @@ equal in row and sample are merged into one, whose gain is the sum of theirs.
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any, Final, NamedTuple
 
@@ -81,15 +82,16 @@ class PartitionedIds:
     gains: Float[Array, " positions"]
     num_minibatches: Int[Array, "_"]
 
-
-NO_IDS: Final = PartitionedIds(
-    pointers=np.int32(0),
-    rows=PADDING_ROW_ID,
-    samples=PADDING_ROW_ID,
-    gains=np.float32(np.nan),
-    num_minibatches=np.int32(1),
-)
-"""What the arrays hold in every position if there are no ids."""
+    def where(self, is_kept: Bool[Array, ""]) -> "PartitionedIds":
+        """Returns these ids if a condition holds, and otherwise no ids."""
+        keep = functools.partial(jnp.where, is_kept)
+        return PartitionedIds(
+            pointers=keep(self.pointers, 0),
+            rows=keep(self.rows, PADDING_ROW_ID),
+            samples=keep(self.samples, PADDING_ROW_ID),
+            gains=keep(self.gains, jnp.nan),
+            num_minibatches=keep(self.num_minibatches, 1),
+        )
 
 
 @jax.tree_util.register_dataclass
@@ -262,7 +264,8 @@ def _sort(
         # SparseCores sort stably where an operand is the positions themselves.
         positions = jnp.arange(words.shape[0], dtype=jnp.int32)
         operands = (words, positions if values is None else values)
-        return jax.lax.sort(operands, num_keys=1, is_stable=values is None)
+        words, values = jax.lax.sort(operands, num_keys=1, is_stable=values is None)
+        return words, values
 
     operands = [words] if values is None else [words, values]
     num_ids = words.shape[0]

@@ -35,7 +35,8 @@ class Window:
 
     Attributes:
       start: first row in the stack.
-      pieces: table, first row and number of rows of the blocks in the range.
+      pieces: table, first row and number of rows of the blocks in the range. Rows
+        between two tables, which hold nothing, are a piece of the table `UNUSED`.
     """
 
     start: int
@@ -48,6 +49,9 @@ class Window:
 
 
 NO_WINDOW: Final = Window(0, ())
+
+UNUSED: Final = ""
+"""Name of the pieces of a window that belong to no table."""
 
 
 def rows_per_block(row_bytes: int) -> int:
@@ -100,22 +104,24 @@ def windows_of(
             )
     size = rows_per_window(packed)
     windows: list[Window] = []
+    end_of_table = 0
     for table in stack.tables:
+        unused = (UNUSED, 0, table.row_offset - end_of_table)
         begin, end = ranges.get(table.name, (0, 0))
         while begin < end:
             num_rows = min(end, (begin // size + 1) * size) - begin
             piece = (table.name, begin, num_rows)
             position = table.row_offset + begin
             last = windows[-1] if windows else NO_WINDOW
-            if (
-                last.pieces
-                and last.start + last.num_rows == position
-                and last.num_rows + num_rows <= size
-            ):
-                windows[-1] = Window(last.start, (*last.pieces, piece))
+            before = () if begin or not unused[2] else (unused,)
+            joined = Window(last.start, (*last.pieces, *before, piece))
+            ends_here = joined.start + joined.num_rows == position + num_rows
+            if last.pieces and ends_here and joined.num_rows <= size:
+                windows[-1] = joined
             else:
                 windows.append(Window(position, (piece,)))
             begin += num_rows
+        end_of_table = table.row_offset + table.num_rows
     return windows
 
 

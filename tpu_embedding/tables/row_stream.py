@@ -37,6 +37,7 @@ from tpu_embedding.rows.file_rows import file_rows_of_lines, lines_of_file_rows
 from tpu_embedding.rows.packed_rows import PackedRows
 from tpu_embedding.tables.line_exchange import (
     NO_WINDOW,
+    UNUSED,
     LineExchange,
     RowRanges,
     Window,
@@ -357,7 +358,8 @@ def _blocks_of_window(
             rows[in_window] = file_rows_of_lines(lines, exchange.layout)[in_part]
     begin = 0
     for table, start, num_rows in window.pieces:
-        yield RowBlock(table, start, rows[begin : begin + num_rows])
+        if table != UNUSED:
+            yield RowBlock(table, start, rows[begin : begin + num_rows])
         begin += num_rows
 
 
@@ -367,8 +369,11 @@ def _new_rows(
     """Returns the new rows of a window; rejects another shape or dtype."""
     row, blocks = exchange.row, []
     for table, start, num_rows in window.pieces:
-        rows: Any = read(table, start, num_rows)
         expected = (num_rows, *row.shape)
+        if table == UNUSED:
+            blocks.append(np.zeros(expected, row.dtype))
+            continue
+        rows: Any = read(table, start, num_rows)
         shape, dtype = getattr(rows, "shape", None), getattr(rows, "dtype", None)
         if (shape, dtype) != (expected, row.dtype):
             raise ValueError(

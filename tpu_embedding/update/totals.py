@@ -115,16 +115,22 @@ def tables_of_rows(
       stack: the stack's plan.
     """
     is_used, stack_rows = rows_of_stack(row_ids, stack)
-    offsets = np.asarray([table.row_offset for table in stack.tables], np.int32)
-    tables = None
-    if len(offsets) > 1:
-        ends = jnp.searchsorted(offsets, stack_rows, side="right", method="compare_all")
-        tables = ends.astype(jnp.int32) - 1
+
+    def count_reached(bounds: list[int]) -> Int[Array, " rows"]:
+        reached = jnp.searchsorted(
+            np.asarray(bounds, np.int32), stack_rows, side="right", method="compare_all"
+        )
+        return reached.astype(jnp.int32)
+
+    num_begun = count_reached([table.row_offset for table in stack.tables])
     sizes = [table.num_rows for table in stack.tables]
+    # Rows between two tables belong to neither.
+    num_ended = count_reached([x.row_offset + x.num_rows for x in stack.tables])
+    tables = num_begun - 1 if len(sizes) > 1 else None
     return TableRows(
         table_sizes=jnp.asarray(sizes, jnp.float32),
         tables=tables,
-        is_used=is_used & (stack_rows < stack.num_rows),
+        is_used=is_used & (num_begun > num_ended),
         is_touched=is_touched,
         all_reduce=all_reduce,
     )
