@@ -180,9 +180,9 @@ def insert_model_ids(
         (path,) = fitting
     if path not in fitting:
         raise ValueError(
-            f"{owner}, for te.Dynamic vocabularies: layer must be the path of a layer "
-            f"with such a table, one of {fitting}, got {path!r}; None is for a single "
-            "one."
+            f"{owner}: layer must be the path of a layer with a table whose vocabulary "
+            f"assigns rows to ids, one of {fitting}, got {path!r}. Leave it out if "
+            "there is one such layer."
         )
     tables = layers[path]
     return path, functional.insert_ids(
