@@ -169,7 +169,7 @@ OPTIMIZERS = {
 TRAINING = {
     "gradients: other model": (
         lambda x: te.gradients.add(x.gradients, gradients_of(Renamed())),
-        "got another one as number 2",
+        "gradient 2 has a different structure",
         "of one structure",
         "te.gradients.add(first.dense, second.dense)",
     ),

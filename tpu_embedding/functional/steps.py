@@ -560,20 +560,22 @@ def _update_shard(
     update = jax.named_scope("update")(DRIVERS[type(stack.optimizer.driver)])
     squares = None if gradient_norm is None else lambda: jnp.square(gradient_norm)
 
-    def update_rows(table: PackedRows, state: Any) -> tuple[PackedRows, Any]:
-        if gradient is None:
-            rounds = empty_gradient(stack.dim)
-        else:
-            rounds = gradient_rounds(gradient, stack)
-        return update(table, state, rounds, writer)
-
     with model_gradient_context(squares):
-        if gradient is not None and stack.backend.replaces_update:
-            table, state = stack.backend.update(
-                table, state, gradient, update_rows, stack
-            )
+        if gradient is None:
+            table, state = update(table, state, empty_gradient(stack.dim), writer)
+        elif not stack.backend.replaces_update:
+            rounds = gradient_rounds(gradient, stack)
+            table, state = update(table, state, rounds, writer)
         else:
-            table, state = update_rows(table, state)
+            table, state = stack.backend.update(
+                table,
+                state,
+                gradient,
+                lambda table, state: update(
+                    table, state, gradient_rounds(gradient, stack), writer
+                ),
+                stack,
+            )
     return table, writer.closed(state)
 
 

@@ -147,29 +147,16 @@ def check_gradients(gradients: Any, owner: str, compute: str, line: str) -> Grad
     return gradients
 
 
-def insert_model_ids(
-    layers: ModelTables,
-    slots: Mapping[str, Any],
-    features: Any,
-    path: str | None,
-    now: Any,
-    owner: str,
-) -> tuple[str, Any]:
-    """Gives rows to new ids of one layer; see `tpu_embedding.functional.insert_ids`.
+def layer_of_new_ids(layers: ModelTables, path: str | None, owner: str) -> str:
+    """Returns the path of the layer whose vocabularies give rows to new ids.
 
     Args:
       layers: tables of the model.
-      slots: slot variables of all layers.
-      features: batch of the layer.
-      path: path of the layer. Defaults to the only layer with tables of such ids.
-      now: clock of the step.
+      path: the layer that the user names. Defaults to the only such layer.
       owner: the method that is called.
 
-    Returns:
-      Path of the layer, and the result of `insert_ids`.
-
     Raises:
-      ValueError: if no layer with such a table has the path, or several could be meant.
+      ValueError: if no such layer has the path, or several could be meant.
     """
     fitting = [
         path
@@ -180,14 +167,11 @@ def insert_model_ids(
         (path,) = fitting
     if path not in fitting:
         raise ValueError(
-            f"{owner}, for te.Dynamic vocabularies: layer must be the path of a layer "
-            f"with such a table, one of {fitting}, got {path!r}; None is for a single "
-            "one."
+            f"{owner}: layer must be the path of a layer with a table whose vocabulary "
+            f"assigns rows to ids, one of {fitting}, got {path!r}. Leave it out if "
+            "there is one such layer."
         )
-    tables = layers[path]
-    return path, functional.insert_ids(
-        tables.stacks, slots[path], features, tables.plan, now
-    )
+    return path
 
 
 def finalize_model_values(

@@ -7,6 +7,7 @@ import jax
 import optax
 from flax import nnx
 
+from tpu_embedding import functional
 from tpu_embedding.argument_checks import check_mapping, right_names
 from tpu_embedding.functional.derived_state import (
     tables_with_derived_state,
@@ -20,7 +21,7 @@ from tpu_embedding.nn.model_tables import (
     check_gradients,
     finalize_model_values,
     init_model_slots,
-    insert_model_ids,
+    layer_of_new_ids,
 )
 from tpu_embedding.nn.training import (
     check_filter,
@@ -185,9 +186,9 @@ class Optimizer(ShortRepr):
           >>> optimizer.update(model, grads)
         """
         layers, slots = self._layers_and_slots(model, "insert_ids")
-        path, result = insert_model_ids(
-            _tables_of(layers), slots, features, layer, now, "Optimizer.insert_ids"
-        )
+        path = layer_of_new_ids(_tables_of(layers), layer, "Optimizer.insert_ids")
+        stacks, plan = layers[path].tables.get_value(), layers[path].plan
+        result = functional.insert_ids(stacks, slots[path], features, plan, now)
         layers[path].tables.set_value(result.tables)
         stats = layers[path].dynamic_stats
         stats.set_value(stats.get_value() | result.stats)

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import optax
 from flax import struct
 
+from tpu_embedding import functional
 from tpu_embedding.gradients import Gradients
 from tpu_embedding.nn.linen.layer import RecordingTables
 from tpu_embedding.nn.linen.variables import (
@@ -27,7 +28,7 @@ from tpu_embedding.nn.model_tables import (
     check_gradients,
     finalize_model_values,
     init_model_slots,
-    insert_model_ids,
+    layer_of_new_ids,
 )
 from tpu_embedding.nn.recording import (
     LayerCalls,
@@ -244,8 +245,10 @@ class TrainState(struct.PyTreeNode):
         Raises:
           ValueError: if the variables have no such layer, or several.
         """
-        layers, owner = layer_tables(self.variables), "TrainState.insert_ids"
-        path, result = insert_model_ids(layers, self.slots, features, layer, now, owner)
+        layers = layer_tables(self.variables)
+        path = layer_of_new_ids(layers, layer, "TrainState.insert_ids")
+        stacks, plan = layers[path].stacks, layers[path].plan
+        result = functional.insert_ids(stacks, self.slots[path], features, plan, now)
         state = self.replace(
             variables=with_stacks(self.variables, {path: result.tables}),
             slots=self.slots | {path: result.slots},
