@@ -1,13 +1,21 @@
 """Names of tables and features, and which tables share an array."""
 
+import dataclasses
+
 import jax
+import numpy as np
 import optax
 import pytest
 
 import tpu_embedding as te
 from tests.conftest import mesh_of
 from tpu_embedding.optimizers.resolve import resolve_optimizer
-from tpu_embedding.plan.make_plan import NamedTable, stack_tables
+from tpu_embedding.plan.make_plan import (
+    NamedTable,
+    _row_offsets,
+    name_tables,
+    stack_tables,
+)
 
 SGD, ADAM = optax.sgd(0.1), optax.adam(0.1)
 QUANTIZATION = te.QuantizationConfig(num_buckets=16, lower=-1.0, upper=1.0)
@@ -35,6 +43,44 @@ def test_equal_tables_share_a_stack_in_the_order_of_their_names():
     assert [t.row_offset for t in plan.stacks[0].tables] == [0, 5, 12]
     assert plan.stacks[0].num_rows == 15
     assert [f.row_offset for f in plan.features] == [5, 0, 12]
+
+
+@pytest.mark.parametrize("hardware", ["cpu", "v5p", "v6e"])
+@pytest.mark.parametrize("num_devices", [1, 2, 8])
+def test_tables_of_a_stack_begin_at_different_owners(num_devices, hardware):
+    """Id 0 is often the most frequent one, so its rows are apart."""
+    info = te.hardware.hardware_by_name(hardware)
+    tables = [table(f"t{i:02d}", vocabulary_size=2**10) for i in range(26)]
+    plan = plan_of(*tables, num_devices=num_devices, hardware=info)
+    num_owners = num_devices * max(1, info.cores_per_device)
+    offsets = [t.row_offset for t in plan.stacks[0].tables]
+    counts = np.bincount(np.array(offsets) % num_owners, minlength=num_owners)
+    assert counts.max() - counts.min() <= 1
+    gaps = np.diff(offsets) - 2**10
+    assert np.all((gaps >= 0) & (gaps < num_owners))
+
+
+@pytest.mark.parametrize("num_owners", [64, 128, 256, 512, 1024])
+@pytest.mark.parametrize("vocabulary_size", [2**20, 1_000_003])
+def test_no_owner_is_asked_for_the_hot_rows_of_many_tables(vocabulary_size, num_owners):
+    """The fullest owner has about as many ids as with rows at random owners."""
+    draw, exponent = np.random.default_rng(0), 1 - 1.05
+    config = table("t", vocabulary_size=vocabulary_size)
+    named = name_tables([config], None)[0]
+    named = dataclasses.replace(named, num_rows=vocabulary_size)
+    offsets = _row_offsets([named] * 26, num_owners)
+    zipf = vocabulary_size**exponent - 1
+    ids = [(zipf * draw.random(512) + 1) ** (1 / exponent) - 1 for _ in offsets]
+    rows = np.concatenate(
+        [x.astype(np.int64) + offset for x, offset in zip(ids, offsets, strict=True)]
+    )
+    unique, inverse = np.unique(rows, return_inverse=True)
+
+    def fullest(owners):
+        return np.bincount(owners[inverse]).max()
+
+    at_random = [fullest(draw.integers(0, num_owners, unique.size)) for _ in range(20)]
+    assert fullest(unique % num_owners) <= 1.2 * np.median(at_random)
 
 
 DIFFERENCES = {

@@ -482,6 +482,8 @@ class ArrayWriter(ocp.type_handlers.NumpyHandler):
             elif jax.process_index() == 0:
                 # Of several processes, each one has a copy, such as a random key.
                 writes.add(store, np.array(value))
+        # One pass over a stack reads the rows of all its tables. `add` waits while the
+        # rows that are not written yet take too much memory.
         for rows, stores in streams.items():
             for table, start, block in rows.blocks():
                 writes.add(stores[table][start : start + len(block)], block)

@@ -120,6 +120,7 @@ def restore_state(directory: str | os.PathLike[str], args: RestoreState) -> Any:
     state = SplitState(args.state, args.plan)
     _check_arguments(args, state.layers)
     with contextlib.ExitStack() as ends:
+        # All processes leave this block, or all raise. The checkpoint stays open.
         with _checked_by_all(directory, state.layers) as digests:
             checkpoint = ends.enter_context(open_checkpoint(directory))
             digests.append(checkpoint.record.digest)
@@ -129,6 +130,8 @@ def restore_state(directory: str | os.PathLike[str], args: RestoreState) -> Any:
             if args.dense == "restore":
                 dense = _restored_leaves(checkpoint, state)
             placed = [restore.place_ids() for restore in restores]
+            # `restored` donates the arrays, so damage must be found before. Shapes have
+            # nothing to lose.
             for restore in restores:
                 if not _is_abstract((restore.layer.tables, restore.layer.slots)):
                     restore.verify(checkpoint)

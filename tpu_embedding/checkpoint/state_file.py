@@ -265,6 +265,8 @@ def read_state_file(root: epath.Path, files: epath.Path) -> CheckpointRecord:
             "the tpu_embedding that wrote it, and save it again with this one."
         )
     with errors_of_reading(f"The file {path}"):
+        # A save of the current format has its digest when it is whole. The old format
+        # had none, so the digest of the file's text identifies the save instead.
         if version == FORMAT_VERSION or "digest" in values:
             if values["digest"] != (digest := _digest_of(values)):
                 raise ValueError(f"its digest is not {digest}, the one of its contents")

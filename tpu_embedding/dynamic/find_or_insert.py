@@ -435,9 +435,13 @@ def _lanes_by_value(
 ) -> tuple[Array, Array]:
     """Sorts the lanes of buckets: empty ones, then evictable, then taken ones.
 
+    Within a kind, the lanes whose ids are worth least come first.
+
     Returns:
       The kind of each lane and the lanes, both `[buckets, 64]` in that order.
     """
+    # Keys are the low words of 64 ids, then their high words. Scores are the clock of
+    # each id's last use, then the number of steps that had it.
     is_empty = (keys[:, :SLOTS_PER_BUCKET] == NO_ID) & (
         keys[:, SLOTS_PER_BUCKET:] == NO_ID
     )

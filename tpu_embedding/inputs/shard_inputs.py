@@ -57,13 +57,13 @@ class FeatureShape:
 
 
 def attach_weights(features: Any, weights: Any, plan: EmbeddingPlan) -> Any:
-    """Joins a nest of dense ids with the same nest of weights.
+    """Joins a nest of dense ids with the same nest of weights, None for no weights.
 
     Raises:
       TypeError: if a feature with weights is ragged.
     """
     joined = []
-    plan = plan.for_batch(features)
+    plan = plan.for_batch(features)  # A batch may lack features of the plan.
     leaves = plan.flatten(features)
     for ids, weight, feature in zip(
         leaves, plan.flatten(weights, "weights"), plan.features, strict=True

@@ -184,6 +184,7 @@ def check_filter(owner: str, wrt: Any, model: nnx.Module) -> None:
       TypeError: if it is not a filter.
       ValueError: if it selects tables, or other than floats.
     """
+    # FILTER has types alone, and `bool` would let True pass, which selects everything.
     if not (wrt is None or wrt is False or callable(wrt)):
         check_type(f"{owner}: wrt", FILTER, wrt, "wrt=nnx.Param, or leave it out")
     names = [

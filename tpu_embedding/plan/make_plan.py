@@ -305,9 +305,9 @@ def _row_offsets(tables: Sequence[NamedTable], num_owners: int) -> list[int]:
     """Returns the first row of each table in its stack.
 
     Row `q` of a stack belongs to owner `q % num_owners`, and low ids are often the
-    frequent ones. So the first rows of tables are spread over the owners: multiples of
-    the golden ratio, modulo 1, stay far apart for any number of tables. Up to
-    `num_owners - 1` rows before a table stay unused.
+    frequent ones. So tables begin at different owners. Multiples of the golden ratio,
+    modulo 1, are far apart for any number of tables; the stride is the next integer
+    that reaches all owners. Up to `num_owners - 1` rows before a table stay unused.
 
     Args:
       tables: the tables of the stack, in order.
@@ -317,14 +317,16 @@ def _row_offsets(tables: Sequence[NamedTable], num_owners: int) -> list[int]:
       >>> table = TableConfig(vocabulary_size=100, dim=2)
       >>> table = NamedTable(name="t", config=table, optimizer=None, num_rows=100)
       >>> _row_offsets([table] * 4, num_owners=8)
-      [0, 100, 201, 302]
+      [0, 101, 202, 303]
     """
+    stride = round(_GOLDEN_RATIO * num_owners)
+    while math.gcd(stride, num_owners) > 1:
+        stride += 1
     offsets, end = [], 0
     for i, table in enumerate(tables):
         unused = 0
         if table.config.vocabulary.ids_are_rows:  # Others spread ids themselves.
-            first_owner = int(i * _GOLDEN_RATIO % 1 * num_owners)
-            unused = (first_owner - end) % num_owners
+            unused = (i * stride - end) % num_owners
         offsets.append(end + unused)
         end += unused + table.num_rows
     return offsets

@@ -60,6 +60,11 @@ def _slice_of(device: Any) -> int:
     return getattr(device, "slice_index", 0) if device.platform == "tpu" else 0
 
 
+def num_slices_of(mesh: Mesh) -> int:
+    """Returns the number of slices that the devices of a mesh span."""
+    return len({_slice_of(device) for device in mesh.devices.flat})
+
+
 def _order_of(device: Any) -> tuple[int, int, int]:
     return _slice_of(device), device.process_index, device.id
 

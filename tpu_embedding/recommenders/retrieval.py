@@ -72,7 +72,7 @@ def top_k(
     """
     line = "te.nn.top_k(model.embedding, queries, k), if embedding is its layer"
     check_type("te.nn.top_k: layer", _LAYER, layer, line)
-    if layer.recording == "serving":
+    if layer.recording == "serving":  # An export traces the model with its own tables.
         tables = _recorded_tables(layer, table)
     else:
         tables = jax.lax.stop_gradient(layer.tables.get_value())
@@ -82,6 +82,8 @@ def top_k(
         return functional.top_k(tables, queries, layer.plan, k, table=table, **options)
     if (excluded := options.get("excluded")) is not None:  # jit truncates 64-bit ids.
         options["excluded"] = checked_exclusions(excluded, jnp.shape(queries)[0])
+    # A module, or the module of a bound method, enters jit as a static graph and traced
+    # weights: new weights do not compile again.
     graph, state = nnx.split(module)
     method = getattr(transform, "__func__", type(module).__call__)
     options |= {"transform": state, "graph": graph, "method": method}

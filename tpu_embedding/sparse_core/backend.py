@@ -36,6 +36,7 @@ from tpu_embedding.plan.backend import (
 from tpu_embedding.plan.capacity import LANES
 from tpu_embedding.plan.make_plan import NamedTable
 from tpu_embedding.plan.memory import format_bytes
+from tpu_embedding.plan.mesh_options import num_slices_of
 from tpu_embedding.plan.plan import StackPlan, TrainedStackPlan
 from tpu_embedding.rows.packed_rows import (
     LANE_BYTES,
@@ -118,7 +119,7 @@ class SparseCore(BackendOptions):
         """Returns the backend of a stack, for `make_plan`; see `BackendOptions`."""
         cores = hardware.cores_per_device or self.cores or _EMULATED_CORES
         problem = (
-            unavailable_reason(hardware, mesh.size)
+            unavailable_reason(hardware, mesh.size, num_slices_of(mesh))
             or self._cores_problem(hardware)
             or _table_problem(table, num_rows, cores, mesh, hardware)
         )

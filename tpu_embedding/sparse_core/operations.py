@@ -27,7 +27,9 @@ from tpu_embedding.sparse_core.row_rule import RowRule
 from tpu_embedding.types import PADDING_ROW_ID
 
 
-def unavailable_reason(hardware: HardwareInfo, num_devices: int) -> str | None:
+def unavailable_reason(
+    hardware: HardwareInfo, num_devices: int, num_slices: int = 1
+) -> str | None:
     """Returns why the operations do not run on some devices; None if they do.
 
     libtpu rejects 48 SparseCores, of v5p:2x2x3, by error E3001; it takes 8 to 4,096.
@@ -44,6 +46,8 @@ def unavailable_reason(hardware: HardwareInfo, num_devices: int) -> str | None:
         return f"{hardware.name} has no SparseCores that XLA can use"
     if hardware.is_tpu and jax.__version_info__ < (0, 12):
         return f"jax is {jax.__version__}, and the sorts of ids need 0.12"
+    if hardware.is_tpu and num_slices > 1:
+        return f"libtpu rejects the operations on {num_slices} slices"
     num_cores = hardware.cores_per_device * num_devices
     if num_cores & (num_cores - 1):
         return f"{num_cores} SparseCores are no power of two"

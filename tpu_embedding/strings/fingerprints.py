@@ -176,9 +176,10 @@ def _siphash64(strings: ByteStrings, key: tuple[int, int]) -> Words:
     ordered = strings[order]
     num_words = ordered.lengths // _WORD
     for k in range(int(num_words.max(initial=0))):
+        # The numbers of words fall, so the strings with more than k are the first `end`.
         end = int(np.searchsorted(-num_words, -k, side="left"))
-        part = state[:, :end]
-        _sip_compress(part, ordered[np.arange(end)].words(k * _WORD))
+        longer = state[:, :end]  # A view, which changes in place.
+        _sip_compress(longer, ordered[np.arange(end)].words(k * _WORD))
     _sip_compress(state, _last_word(ordered, num_words))
     state[2] ^= np.uint64(0xFF)
     for _ in range(4):

@@ -155,6 +155,7 @@ def with_slot_values(
         for slot in named:
             by_table = {t: v[slot.name] for t, v in new.items() if slot.name in v}
             leaves.append(slot.replaced(by_table, stack, plan))
+        # `named_slots` yields the leaves of this tree, in its order.
         tree = jax.tree.structure(state, is_leaf=_is_rows)
         result[stack.name] = tree.unflatten(leaves)
     return result
@@ -289,6 +290,8 @@ def _names(paths: list[list[str]]) -> list[str]:
     Args:
       paths: the fields, keys and positions around each leaf of a state.
     """
+    # A part of a compensated sum has the name of the sum before it, and the name of a
+    # hyper-parameter begins where the state says that it is one.
     lengths = []
     for path in paths:
         first = len(path) - (2 if path[-1] in _PARTS_OF_A_SUM else 1)

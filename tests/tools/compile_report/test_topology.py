@@ -8,11 +8,11 @@ import pytest
 
 from tests.conftest import mesh_of
 from tpu_embedding.hardware import hardware_of_device
+from tpu_embedding.plan.mesh_options import num_slices_of
 from tpu_embedding.tools import compile_report
 from tpu_embedding.tools.compile_report.topology import (
     SLICE_SHAPES,
     TPU_GENERATIONS,
-    num_slices_of,
 )
 
 

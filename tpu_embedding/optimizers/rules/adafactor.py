@@ -584,7 +584,7 @@ class _Adafactor:
         """
         b = self._decay_at(state.count + 1)
         squares = jnp.square(gradient) + self.epsilon_1
-        if state.velocities is not None:
+        if state.velocities is not None:  # Rank 0 or 1: not factored.
             velocities = b * state.velocities + (1 - b) * squares
             scaled = gradient * _inverse_root(velocities)
             state = state._replace(velocities=velocities)
@@ -592,6 +592,7 @@ class _Adafactor:
             rows = b * state.row_accumulators + (1 - b) * jnp.mean(squares, axis=-1)
             columns = b * state.column_accumulators
             columns += (1 - b) * jnp.mean(squares, axis=-2)
+            # The mean of the rows is the mean of the columns.
             means = jnp.mean(rows, axis=-1, keepdims=True)
             profile = columns / jnp.where(means > 0, means, 1)
             # Two roots: the product of both could underflow.

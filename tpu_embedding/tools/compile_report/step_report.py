@@ -12,13 +12,13 @@ import jax
 
 from tpu_embedding.hardware import HardwareInfo
 from tpu_embedding.plan.memory import format_bytes
+from tpu_embedding.plan.mesh_options import num_slices_of
 from tpu_embedding.plan.plan import EmbeddingPlan
 from tpu_embedding.tools.compile_report.hlo import (
     TableAccesses,
     inspect_program,
     temporary_bytes,
 )
-from tpu_embedding.tools.compile_report.topology import num_slices_of
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

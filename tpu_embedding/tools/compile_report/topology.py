@@ -108,11 +108,6 @@ def topology_hardware(topology: str) -> HardwareInfo:
     return hardware
 
 
-def num_slices_of(mesh: Mesh) -> int:
-    """Returns the number of slices that the devices of a mesh span."""
-    return len({getattr(device, "slice_index", 0) for device in mesh.devices.flat})
-
-
 def _unknown(topology: str, reason: str) -> ValueError:
     return ValueError(
         f"topology {topology!r} is not known; give a generation and its chips, as in "
