@@ -341,7 +341,7 @@ def _check_fits(
         ) from None
     if flat := [name for name, table in weights[0].items() if table.ndim != 2]:
         raise ExportError(f"The tables {flat} of {path} must have two axes; {AGAIN}")
-    # An input has one array, or several that begin with its name, such as ids and splits.
+    # An input has one array, or several with its name in front: ids and splits.
     names = [name for input_ in signature.inputs for name in input_.array_names(arrays)]
     if sorted(names) != sorted(arrays):
         raise ExportError(

@@ -137,8 +137,8 @@ class Optimizer(ShortRepr):
                 f"{sorted(layers)}, got gradients of layers "
                 f"{sorted(gradients.tables)}."
             )
-        # The dense update is a callback: it runs after the checks of the tables' update,
-        # so an error changes nothing. It changes the model in place, and returns None.
+        # The dense update is a callback, for it may ask for the norm of the model. It
+        # changes the model in place, and returns None.
         stacks, slots, _ = apply_model_gradients(
             _tables_of(layers),
             slots,

@@ -176,7 +176,7 @@ def _siphash64(strings: ByteStrings, key: tuple[int, int]) -> Words:
     ordered = strings[order]
     num_words = ordered.lengths // _WORD
     for k in range(int(num_words.max(initial=0))):
-        # The numbers of words fall, so the strings with more than k are the first `end`.
+        # The first `end` strings have more than k words: the numbers of words fall.
         end = int(np.searchsorted(-num_words, -k, side="left"))
         longer = state[:, :end]  # A view, which changes in place.
         _sip_compress(longer, ordered[np.arange(end)].words(k * _WORD))

@@ -13,6 +13,7 @@ import jax
 import numpy as np
 import pytest
 
+import tpu_embedding as te
 from tests.conftest import mesh_of
 from tests.tiers import quick_cases
 from tests.tools.train.runs import (
@@ -264,6 +265,13 @@ def test_a_run_that_diverges_saves_nothing_more(tmp_path, place):
     assert "6" not in steps
     if place == "rate":
         assert not steps
+
+
+def test_a_run_without_the_exchange_stops_beyond_the_limit(tmp_path):
+    backend = te.SparseCore(max_ids=8, exchange=False)
+    config = dataclasses.replace(small_config("batch_size=480"), backend=backend)
+    with pytest.raises(TrainingDivergedError, match="The ids of step 1 exceed"):
+        train(config, tmp_path, mesh=mesh_of(1))
 
 
 def test_a_damaged_checkpoint_is_refused_by_name(copied):

@@ -20,6 +20,7 @@ from tpu_embedding import distributed
 from tpu_embedding.optimizers.probe import probe_rule
 from tpu_embedding.plan.memory import format_bytes, format_table
 from tpu_embedding.plan.plan import EmbeddingPlan, StackPlan
+from tpu_embedding.sparse_core.backend import SparseCore
 from tpu_embedding.tools.train.run_config import RunConfig
 from tpu_embedding.tools.train.run_directory import (
     PLOT_FILE,
@@ -103,10 +104,20 @@ class StepMeter:
         """Waits for all steps up to the last, `done`.
 
         Raises:
-          TrainingDivergedError: if one was not finite.
+          TrainingDivergedError: if one was not finite, or its ids exceed what the
+            backend holds.
         """
         self._steps = jax.device_get(self._steps)
+        backend = self._config.backend
+        has_exchange = not isinstance(backend, SparseCore) or backend.exchange
         for step, metrics in enumerate(self._steps, done - len(self._steps) + 1):
+            if metrics.get("beyond_limit") and not has_exchange:
+                raise TrainingDivergedError(
+                    f"The ids of step {step} exceed what SparseCores hold in 64 "
+                    "minibatches, and te.SparseCore(exchange=False) leaves no other "
+                    "way. The step changed no table. Use backend='sparse_core', or a "
+                    "larger max_ids."
+                )
             if not metrics["is_finite"]:
                 raise TrainingDivergedError(
                     f"The loss of step {step} is {metrics['loss']}, and the loss, a "

@@ -24,6 +24,7 @@ from tpu_embedding.extras import require_extra
 from tpu_embedding.optimizers.row_optimizer import TableOptimizer
 from tpu_embedding.paths import local_path
 from tpu_embedding.plan.backend import BackendName
+from tpu_embedding.sparse_core.backend import SparseCore
 from tpu_embedding.tools.data.batch import DataSource
 from tpu_embedding.tools.train.losses import LOSSES, LossName
 from tpu_embedding.tools.train.models.click import ModelConfig
@@ -221,7 +222,7 @@ class RunConfig:
     max_dense_norm: float | None = None
     target: Target | None = None
     capacity: int | None = None
-    backend: BackendName = "xla"
+    backend: BackendName | SparseCore = "xla"
     tables_split_over: Literal["all", "slice"] = "all"
     seed: int = 0
     log_every: int = 100
@@ -316,6 +317,15 @@ def load_config(name_or_path: str) -> RunConfig:
     return config
 
 
+def _type_of_setting(value: Any, hint: Any) -> Any:
+    """Returns the type of a field for `--set`, which makes no sections."""
+    if dataclasses.is_dataclass(value):
+        return type(value)  # Whatever protocol the section follows.
+    simple = [x for x in typing.get_args(hint) if not dataclasses.is_dataclass(x)]
+    has_sections = len(simple) < len(typing.get_args(hint))
+    return typing.Union[tuple(simple)] if has_sections else hint  # noqa: UP007
+
+
 def apply_overrides(config: Any, settings: Iterable[str]) -> Any:
     """Returns a copy of a config with some fields replaced.
 
@@ -341,10 +351,8 @@ def apply_overrides(config: Any, settings: Iterable[str]) -> Any:
         arguments += [f"--{key}", *shlex.split(value)]
     values = {f.name: getattr(config, f.name) for f in dataclasses.fields(config)}
     hints = typing.get_type_hints(type(config))
-    # A section's fields come from its value, whatever protocol it follows.
     types = [
-        (name, type(value) if dataclasses.is_dataclass(value) else hints[name])
-        for name, value in values.items()
+        (name, _type_of_setting(value, hints[name])) for name, value in values.items()
     ]
     settings_type = dataclasses.make_dataclass(
         "Settings", types, namespace={"__doc__": type(config).__doc__}, frozen=True
