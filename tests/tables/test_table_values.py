@@ -113,9 +113,9 @@ def test_rows_are_dealt_in_turn():
     values = random_values(plan)
     stacked = te.functional.with_table_values(zeros(plan), values, plan)["stack_0"]
     shards = np.asarray(stacked.lines).reshape(3, -1, 3)
-    of_stack = np.concatenate([values[name] for name in "abc"])
-    for row, expected in enumerate(of_stack):
-        np.testing.assert_array_equal(shards[row % 3, row // 3], expected)
+    for table in plan.stacks[0].tables:
+        for row, expected in enumerate(values[table.name], table.row_offset):
+            np.testing.assert_array_equal(shards[row % 3, row // 3], expected)
 
 
 def test_tables_that_are_not_named_stay():

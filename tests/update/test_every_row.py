@@ -26,7 +26,7 @@ from tpu_embedding.rows.packed_rows import unpack_rows
 from tpu_embedding.update.apply import init_state
 
 CASES = {
-    "packed": ([20, 7], 16, "v5p", 1, 4, 1),
+    "packed": ([23, 7], 16, "v5p", 1, 4, 1),
     "unused_row": ([5, 6], 3, "cpu", 3, 3, 1),
     "unused_row_of_four_steps": ([2, 6], 3, "cpu", 3, 2, 4),
 }

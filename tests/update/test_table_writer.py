@@ -28,7 +28,7 @@ DIM = 3
 
 
 def random_bits(sizes, num_devices, *, step=0, occurrence=0):
-    """Returns the bits of every row of a stack, `[rows, DIM]`."""
+    """Returns the bits of every row of all tables, `[rows, DIM]`."""
     plan, stack = plan_of(
         sizes, DIM, "sgd", num_devices=num_devices, dtype=jnp.bfloat16
     )
@@ -39,7 +39,9 @@ def random_bits(sizes, num_devices, *, step=0, occurrence=0):
 
     shards = sharded(plan, run)([row_ids] * num_devices)
     rows = np.stack([np.asarray(x) for x in shards], axis=1).reshape(-1, DIM)
-    return rows[: sum(sizes)]
+    return np.concatenate(
+        [rows[x.row_offset : x.row_offset + x.num_rows] for x in stack.tables]
+    )
 
 
 def test_bits_belong_to_the_rows_of_a_table():

@@ -30,7 +30,9 @@ def test_a_line_per_table():
         "user   Adagrad    300,000   16           4.58 MiB        8",
     ]
     assert total == "8 devices, cpu; tables and slot variables take 6.10 MiB on each"
-    assert plan.table_bytes_per_device + plan.slot_bytes_per_device == 400_000 * 16
+    num_rows = 50_001  # One row of the stack is between the tables.
+    bytes_of_each = plan.table_bytes_per_device, plan.slot_bytes_per_device
+    assert bytes_of_each == (num_rows * 16 * 4, num_rows * 16 * 4)
 
 
 def test_optimizers_are_named_by_their_state():
