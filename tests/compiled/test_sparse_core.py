@@ -83,14 +83,14 @@ def test_a_step_holds_no_copy_of_the_table(topology, rule, dim, valence):
 GENERATIONS = quick_cases(SMALL, every_case=True)
 
 
-def _compiles(topology, dim, limits):
+def _compiles(topology, dim, limits=None, num_slices=1):
     """Compiles in a child; returns True, or the message of the compiler."""
     program = (
         "import sys; import optax; "
         "from tests.compiled.sparse_core_step import compile_step; "
         "from tpu_embedding.sparse_core.limits import Limits; "
         f"compile_step({topology!r}, optax.sgd(0.1), dim={dim}, "
-        f"num_samples=512, limits={limits!r})"
+        f"num_samples=512, limits={limits!r}, num_slices={num_slices})"
     )
     result = subprocess.run(
         [sys.executable, "-c", program],
@@ -120,6 +120,14 @@ def test_the_largest_limits_compile_and_more_do_not(generation, dim):
     beyond = most.max_unique * 7 // 6 // 8 * 8
     limits = Limits(max_ids=most.max_ids, max_unique=beyond, room=room)
     assert "No viable logical replica count" in str(_compiles(topology, dim, limits))
+
+
+@pytest.mark.parametrize("generation", quick_cases(["v5p", "v6e"], every_case=True))
+def test_two_slices_do_not_compile(generation):
+    # tpu7x compiles them, and v5p and v6e do on 8 slices. But those programs have no
+    # transfer between slices, where XLA's all-to-all has one: plans use one slice.
+    message = _compiles(SMALL[generation], 32, num_slices=2)
+    assert "not a multiple of HBM granularity" in str(message)
 
 
 def _all_operations(gradient, state, rows=None):
