@@ -7,6 +7,8 @@ import pytest
 import tpu_embedding as te
 from tests.conftest import mesh_of
 from tests.lookup.placements import mesh_of_shape
+from tpu_embedding.sparse_core import backend as sparse_core_backend
+from tpu_embedding.sparse_core.operations import unavailable_reason
 
 ADAGRAD = te.optimizers.adagrad(0.1)
 
@@ -112,6 +114,23 @@ def test_an_older_jax_keeps_the_exchange_of_a_tpu(monkeypatch):
     assert ways_of(found) == ("xla", "xla")
     assert "need 0.12" in found.reason
     assert ways_of(backend_of("sparse_core")) == ("sparse_core", "sparse_core")
+
+
+@pytest.mark.parametrize(("hardware", "way"), [("v5p", "xla"), ("cpu", "sparse_core")])
+def test_several_slices_of_a_tpu_keep_the_exchange(monkeypatch, hardware, way):
+    monkeypatch.setattr(sparse_core_backend, "num_slices_of", lambda mesh: 2)
+    found = backend_of("sparse_core", hardware=hardware)
+    assert ways_of(found) == (way, way)
+    assert ("between the 2 slices" in found.reason) == (way == "xla")
+
+
+@pytest.mark.parametrize(("num_devices", "fits"), [(1024, True), (2048, False)])
+def test_libtpu_takes_4096_sparse_cores(num_devices, fits):
+    hardware = te.hardware.hardware_by_name("v5p")
+    reason = unavailable_reason(hardware, num_devices)
+    assert reason == (
+        None if fits else "libtpu takes up to 4,096 SparseCores, not 8,192"
+    )
 
 
 def test_cores_are_those_of_the_chip():

@@ -47,7 +47,7 @@ def unavailable_reason(
     if hardware.is_tpu and jax.__version_info__ < (0, 12):
         return f"jax is {jax.__version__}, and the sorts of ids need 0.12"
     if hardware.is_tpu and num_slices > 1:
-        return f"libtpu rejects the operations on {num_slices} slices"
+        return f"the operations exchange no rows between the {num_slices} slices"
     num_cores = hardware.cores_per_device * num_devices
     if num_cores & (num_cores - 1):
         return f"{num_cores} SparseCores are no power of two"
