@@ -12,6 +12,7 @@ import pytest
 
 import tpu_embedding as te
 from tests.compiled.test_pipelined_step import compile_step as compile_pipelined_step
+from tests.compiled.test_pipelined_step import spans_of_sparse_core
 from tests.compiled.test_train_step import (
     ADAGRAD,
     REPRESENTATIVE,
@@ -22,6 +23,7 @@ from tests.compiled.test_train_step import (
 )
 from tests.tiers import quick_cases
 from tpu_embedding.tools import compile_report
+from tpu_embedding.tools.compile_report.hlo import parse_module
 
 RULES = {
     "adagrad": ADAGRAD,
@@ -78,6 +80,26 @@ def test_a_step_is_in_place(topology, dim, name):
 def test_a_pipelined_step_is_in_place(mode):
     plan = plan_of("v5p", 16, ADAGRAD)
     check_in_place(plan, compile_pipelined_step(plan, 16, mode), 16)
+
+
+@pytest.mark.full
+@pytest.mark.tpu_compiler
+@pytest.mark.parametrize("generation", quick_cases(["v5p", "v6e"]))
+def test_the_next_ids_are_sorted_while_sparse_cores_update_rows(generation):
+    """In a conditional, which the exchange needs, XLA cannot run them side by side."""
+    mesh = compile_report.topology_mesh(TOPOLOGIES[generation])
+    backend = te.SparseCore(exchange=False)
+    plan = make_plan(mesh, 128, ADAGRAD, 1, backend=backend)
+    compiled = compile_pipelined_step(plan, 128, "exact")
+    assert check(plan, compiled).temporary_bytes < 2**24
+    module = parse_module(compiled.as_text())
+    num_beside = [
+        sum("partition_ids" in instruction.text for instruction in beside)
+        for done, beside in spans_of_sparse_core(module)
+        if "apply_gradients" in done.text
+    ]
+    num_all = sum("partition_ids" in x.text for x in module.entry.values())
+    assert max(num_beside) > 0.8 * num_all > 0
 
 
 @pytest.mark.full
