@@ -73,15 +73,16 @@ def _devices(log: pathlib.Path) -> str:
 
 def _step(file: pathlib.Path, backend: str) -> tuple[str, float]:
     """Describes the figures of a backend's step; also returns its milliseconds."""
-    (figures,) = json.loads(file.read_text())["results"]
+    document = json.loads(file.read_text())
+    (figures,) = document["results"]
     text = (
         f"{figures['median_ms']:.3f} ms a step ({figures['fastest_ms']:.3f} to "
-        f"{figures['slowest_ms']:.3f}), {figures['devices']} devices, compiled in "
-        f"{figures['compile_seconds']:.0f} s"
+        f"{figures['slowest_ms']:.3f}), {figures['devices']} x {document['device']}, "
+        f"compiled in {figures['compile_seconds']:.0f} s"
     )
     if backend == "sparse_core":
-        by_cores = figures["backends"] == ["sparse_core"] and figures["rounds"] == 0
-        text += ", by SparseCores" if by_cores else ", NOT by SparseCores"
+        took_exchange = figures["backends"] != [backend] or figures["rounds"] > 0
+        text += ", by the exchange" * took_exchange
     return text, figures["median_ms"]
 
 

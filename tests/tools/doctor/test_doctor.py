@@ -227,12 +227,24 @@ def test_wrong_rows_are_found(monkeypatch):
     assert problem.startswith("activations: ") and " instead of " in problem
 
 
+SOME_CASES = ["dim 64, Adagrad, 20 weighted ids", "dim 24, Adam, minibatches"]
+
+
 @pytest.mark.full
-def test_this_machine(monkeypatch, capsys):
+@pytest.mark.parametrize(
+    "names",
+    [
+        pytest.param(SOME_CASES, id="some"),
+        pytest.param(list(cases.CASES), id="all", marks=pytest.mark.exhaustive),
+    ],
+)
+def test_this_machine(names, monkeypatch, capsys):
+    chosen = {name: cases.CASES[name] for name in names}
+    monkeypatch.setattr(examine, "CASES", chosen)
     monkeypatch.setattr(examine, "user_environment", lambda: ENVIRONMENT)
     assert cli.main(["doctor", "--expect", "7"]) == 1
     out = capsys.readouterr().out
     failed = [line for line in out.splitlines() if line.startswith("FAILED")]
     assert len(failed) == 1 and "expected 7: 7 devices" in failed[0]
-    num_steps = sum(len(case.backends) for case in cases.CASES.values())
+    num_steps = sum(len(case.backends) for case in chosen.values())
     assert out.count(": equal to NumPy; ") == num_steps
