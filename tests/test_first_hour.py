@@ -42,8 +42,8 @@ if [ "${{ms-}}" ]; then
     backend=$3
     while [ "$1" != --json ]; do shift; done
     echo '{{"device": "TPU v5", "results": [{{"median_ms": '"$ms"',
-        "fastest_ms": 1, "slowest_ms": 9, "devices": 2, "compile_seconds": 30, "rounds": '"$rounds"',
-        "backends": ["'"$backend"'"]}}]}}' >"$2"
+        "fastest_ms": 1, "slowest_ms": 9, "devices": 2, "compile_seconds": 30,
+        "rounds": '"$rounds"', "backends": ["'"$backend"'"]}}]}}' >"$2"
 fi
 """
 
@@ -76,7 +76,7 @@ def run(folder, python, *options):
     return result, {row["item"]: row for row in table}
 
 
-def test_failed_parts_are_named_and_the_others_go_on(tmp_path):
+def test_failed_parts_are_named_and_the_rest_goes_on(tmp_path):
     fake = FAKE.format(python=sys.executable)
     result, rows = run(tmp_path, fake, "--seconds", "2")
     assert result.returncode == 1
@@ -105,7 +105,7 @@ def test_failed_parts_are_named_and_the_others_go_on(tmp_path):
         (["--output-dir", "scripts"], "--output-dir must be new, got scripts"),
     ],
 )
-def test_wrong_options_are_refused(options, message, tmp_path):
+def test_wrong_options_are_rejected(options, message, tmp_path):
     environment = {"PATH": "/usr/bin:/bin", "PYTHON": "false", "VENV": str(tmp_path)}
     result = subprocess.run(
         ["bash", "scripts/first_hour.sh", *options],

@@ -97,10 +97,8 @@ def run_case(name: str, backend: str) -> dict[str, Any]:
     num_ids, num_bytes = _SIZES_ON_TPU if hardware.is_tpu else _SIZES_ELSEWHERE
     cores = hardware.cores_per_device or _CORES_ELSEWHERE
     ids_per_core = num_ids // (8 * cores * case.valence) * 8 * case.valence
-    num_cores, num_rows = (
-        cores * devices.size,
-        devices.size * num_bytes // 4 // case.dim,
-    )
+    num_cores = cores * devices.size
+    num_rows = num_bytes // (4 * case.dim) * devices.size
     ids, weights, cotangents = _draw_batch(case, num_cores, ids_per_core, num_rows)
 
     options: Any = backend

@@ -338,8 +338,8 @@ def _check_cases(
             continue
         times[name] = answer["step"]
         text = (
-            f"equal to NumPy; {answer['step']:.2f} ms a step, of which "
-            f"{answer['dispatch']:.2f} ms to dispatch it"
+            f"equal to NumPy; {answer['step']:.2f} ms a step, "
+            f"{answer['dispatch']:.2f} ms of it to dispatch"
         )
         yield Finding(f"{check}, {name}", "ok", text)
     return times
