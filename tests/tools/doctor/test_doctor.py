@@ -230,7 +230,7 @@ def test_wrong_rows_are_found(monkeypatch):
 SOME_CASES = ["dim 64, Adagrad, 20 weighted ids", "dim 24, Adam, minibatches"]
 
 
-@pytest.mark.full
+@pytest.mark.full(every_case=True)
 @pytest.mark.parametrize(
     "names",
     [
