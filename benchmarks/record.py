@@ -24,6 +24,7 @@ _TABLE: Final = re.compile(
 FIGURES: Final[dict[str, tuple[str, ...]]] = {
     "compiler_estimate": ("intercept_ms", "compile_seconds"),
     "partition_estimate": ("optimal_ms",),
+    "step_time": ("median_ms", "compile_seconds"),
     "table_size": ("median_ms", "ratio"),
     "memory_tables": ("median_ms", "ratio"),
     "peers": ("train_ms", "train_ratio", "forward_ms", "forward_ratio"),

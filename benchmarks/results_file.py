@@ -13,6 +13,7 @@ RESULTS_FILE: Final = pathlib.Path(__file__).with_name("results.json")
 KEYS: Final[dict[str, tuple[str, ...]]] = {
     "compiler_estimate": ("topology", "library"),
     "partition_estimate": ("topology", "case"),
+    "step_time": ("backend", "devices"),
     "table_size": ("devices", "rows"),
     "memory_tables": ("rows",),
     "peers": ("setting", "peer", "device"),

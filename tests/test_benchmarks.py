@@ -63,6 +63,7 @@ def test_peers_run_in_turns_and_agree(tmp_path):
         ("device_count.py", ["--setting", "T0", "--devices", "1", "2"]),
         ("input_speed.py", ["--gb", "0.03", "--windows", "1"]),
         ("first_step.py", ["--rounds", "1"]),
+        ("step_time.py", ["--small", "--devices", "2", "--rounds", "1"]),
         ("memory_tables.py", ["--steps", "1", "--rows", "100", "200"]),
         ("table_size.py", ["--devices", "1", "--steps", "2", "--rows", "100", "200"]),
         (

@@ -5,11 +5,12 @@ import pathlib
 import subprocess
 import sys
 
+import numpy as np
 import pytest
 
 from tpu_embedding.hardware import GIBIBYTE
 from tpu_embedding.tools import cli
-from tpu_embedding.tools.doctor import child, examine
+from tpu_embedding.tools.doctor import cases, examine
 from tpu_embedding.tools.doctor.examine import (
     ask_child,
     check_devices,
@@ -141,21 +142,109 @@ def test_children_that_give_no_answer(code, words, monkeypatch):
     assert finding.status == "FAILED" and "JAX did not start" in finding.text
 
 
-@pytest.mark.full
-def test_wrong_rows_are_named(monkeypatch):
-    assert child.check_rows("xla")["problem"] is None
-    assert child.check_rows("sparse_core")["problem"] is None
-    monkeypatch.setattr(child, "RATE", 0.25)  # of the reference alone, from here on
-    rule = child.te.optimizers.adagrad(0.5, initial_accumulator_value=1.0)
-    monkeypatch.setattr(child.te.optimizers, "adagrad", lambda *_, **__: rule)
-    assert "dim 32: an update gives" in child.check_rows("xla")["problem"]
+def test_pairs_of_cores_have_equally_many_ids():
+    """A limit below their number takes several minibatches; an equal one takes one."""
+    case, num_cores, ids_per_core = cases.Case(dim=8), 16, 1024
+    ids, _, _ = cases._draw_batch(case, num_cores, ids_per_core, num_rows=16_000)
+    for of_core in ids.reshape(num_cores, ids_per_core):
+        assert set(np.bincount(of_core % num_cores)) == {ids_per_core // num_cores}
+    assert {0, 15_999} <= set(ids.ravel()) <= set(range(16_000))
+
+
+def test_the_first_wrong_row_is_named():
+    expected = np.ones((1000, 2), np.float32)
+    actual, touched = expected.copy(), np.array([3, 20])
+    actual[3] += 1e-6
+    assert cases._difference("table", actual, expected, touched) is None
+    actual[7, 1] += 1e-6
+    assert cases._difference("table", actual, expected, touched) == (
+        "table: 1 of 1,000 rows are wrong; the first is row 7, which no sample looks "
+        "up: in column 1, 1.00000095 instead of 1"
+    )
+    actual[3, 0] = np.nan
+    assert cases._difference("table", actual, expected, touched) == (
+        "table: 2 of 1,000 rows are wrong; the first is row 3: in column 0, nan "
+        "instead of 1"
+    )
+
+
+def answers(problems=(), step=2.0):
+    """Plays children of a TPU host, whose cases have the given problems."""
+    problems = dict(problems)
+
+    def ask(question, environment, seconds):
+        if question == ["devices"]:
+            return found_devices(8, "TPU v6 lite", gibibytes=31.5)
+        _, name, backend = question
+        found = problems.get((name, backend))
+        if isinstance(found, str):
+            return found
+        time = step if backend == "sparse_core" else 3 * step
+        return {"problem": found and found[0], "step": time, "dispatch": 0.1}
+
+    return ask
+
+
+def test_cases_of_a_host_with_sparse_cores(monkeypatch):
+    problems = {
+        ("dim 8, Adam", "sparse_core"): "hangs: no result in 300 s; killed",
+        ("dim 32, Adagrad", "xla"): ["table: 1 of 9 rows are wrong"],
+    }
+    monkeypatch.setattr(examine, "ask_child", answers(problems))
+    findings = {x.check: x for x in examine.examine("v6e:2x4", 300)}
+    failed = {check for check, x in findings.items() if x.status == "FAILED"}
+    assert {"SparseCores, dim 8, Adam", "rows, dim 32, Adagrad"} <= failed
+    assert "hangs" in findings["SparseCores, dim 8, Adam"].text
+    assert findings["SparseCores, dim 128, Adagrad, no exchange"].status == "ok"
+    assert "3.00 to 3.00 times" in findings["backend"].text
+
+
+def test_cases_run_the_twin_elsewhere(monkeypatch):
+    answer = answers()
+    cpu = found_devices(1, "cpu", "cpu", None)
+
+    def ask(question, environment, seconds):
+        if question == ["devices"]:
+            return cpu
+        assert environment["JAX_NUM_CPU_DEVICES"] == "4"
+        return answer(question, environment, seconds)
+
+    monkeypatch.setattr(examine, "ask_child", ask)
+    findings = list(examine.examine(None, 300))
+    assert "twin" in next(x.text for x in findings if x.check == "SparseCores")
+    assert sum(x.check.startswith("twin, ") for x in findings) == len(cases.CASES)
 
 
 @pytest.mark.full
-def test_this_machine(monkeypatch, capsys):
+def test_wrong_rows_are_found(monkeypatch):
+    name = "dim 24, Adam, minibatches"
+    assert cases.run_case(name, "sparse_core")["problem"] is None
+    rule = cases.te.optimizers.adam(
+        0.25, *cases._BETAS, cases._EPSILON, bias_correction=True
+    )
+    monkeypatch.setattr(cases.te.optimizers, "adam", lambda *_, **__: rule)
+    problem = cases.run_case(name, "sparse_core")["problem"]
+    assert problem.startswith("activations: ") and " instead of " in problem
+
+
+SOME_CASES = ["dim 64, Adagrad, 20 weighted ids", "dim 24, Adam, minibatches"]
+
+
+@pytest.mark.full(every_case=True)
+@pytest.mark.parametrize(
+    "names",
+    [
+        pytest.param(SOME_CASES, id="some"),
+        pytest.param(list(cases.CASES), id="all", marks=pytest.mark.exhaustive),
+    ],
+)
+def test_this_machine(names, monkeypatch, capsys):
+    chosen = {name: cases.CASES[name] for name in names}
+    monkeypatch.setattr(examine, "CASES", chosen)
     monkeypatch.setattr(examine, "user_environment", lambda: ENVIRONMENT)
     assert cli.main(["doctor", "--expect", "7"]) == 1
     out = capsys.readouterr().out
     failed = [line for line in out.splitlines() if line.startswith("FAILED")]
     assert len(failed) == 1 and "expected 7: 7 devices" in failed[0]
-    assert "rows: equal to NumPy" in out
+    num_steps = sum(len(case.backends) for case in chosen.values())
+    assert out.count(": equal to NumPy; ") == num_steps

@@ -10,15 +10,16 @@ from tpu_embedding.tools.doctor.examine import examine, parse_expectation
 class Doctor:
     """Checks this machine: versions, variables, devices, memory, rows on the live chip.
 
-    A step runs on the devices, and is compared with NumPy row by row.
-    On a slice of several hosts, start it on all of them at the same time. Exit status:
-    1 if a check failed.
+    Train steps as production runs them are compared with NumPy row by row: with XLA's
+    gathers and scatters, and with SparseCores, or their twin in plain JAX. That takes
+    some minutes. On a slice of several hosts, start it on all of them at the same time.
+    Exit status: 1 if a check failed.
     """
 
     expect: str | None = None
     """Devices that should be there, such as 8, v5e:8 or v5p:2x2x2."""
 
-    seconds: float = 180.0
+    seconds: float = 300.0
     """Time limit of each child process, which holds the devices."""
 
     def run(self) -> int:

@@ -2,4 +2,5 @@
 
 * `examine`: runs all checks, and prints the report.
 * `child`: the program that touches the devices, in a process with a time limit.
+* `cases`: the train steps that it compares with NumPy.
 """

@@ -14,7 +14,7 @@ import re
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Generator, Iterator, Mapping
 from typing import Any, Final, Literal
 
 from tpu_embedding.hardware import (
@@ -24,6 +24,7 @@ from tpu_embedding.hardware import (
     hardware_of_kind,
 )
 from tpu_embedding.sparse_core.operations import unavailable_reason
+from tpu_embedding.tools.doctor.cases import CASES
 
 Status = Literal["ok", "warning", "FAILED"]
 
@@ -265,6 +266,9 @@ def check_holders(
     return findings
 
 
+_EMULATED_DEVICES: Final = 4
+"""Devices of the children on a CPU, if it is to be one: rows travel between several."""
+
 _CHIP_FILES: Final = ("/dev/accel[0-9]*", "/dev/vfio/[0-9]*")
 
 
@@ -284,44 +288,58 @@ def examine(expected: str | None, seconds: float) -> Iterator[Finding]:
     yield from check_devices(devices, expected, chips)
     if not isinstance(devices, dict):
         return
-    finding, xla_times = _check_rows("rows", "xla", environment, seconds)
-    yield finding
+    platform, kinds = devices["platform"], devices["kinds"]
+    if platform == "cpu" and len(kinds) == 1:
+        environment = environment | {"JAX_NUM_CPU_DEVICES": str(_EMULATED_DEVICES)}
+    xla_times = yield from _check_cases("rows", "xla", environment, seconds)
+    check = "SparseCores"
+    if platform != "tpu":
+        text = (
+            f"{platform} has none: the next checks run their twin, the same operations "
+            "in plain JAX, at a smaller size. They say nothing about a chip."
+        )
+        yield Finding(check, "ok", text)
+        yield from _check_cases("twin", "sparse_core", environment, seconds)
+        return
     try:
-        hardware = hardware_of_kind(devices["platform"], devices["kinds"][0])
-        problem = unavailable_reason(hardware, len(devices["kinds"]))
-        if not hardware.cores_per_device:
-            problem = f"{hardware.name} has none that XLA can use"
+        problem = unavailable_reason(hardware_of_kind(platform, kinds[0]), len(kinds))
     except ValueError as error:
         problem = str(error)
     if problem is not None:
-        yield Finding("SparseCores", "ok", f"not compared: {problem}")
+        yield Finding(check, "ok", f"not compared: {problem}")
         return
-    finding, core_times = _check_rows(
-        "SparseCores", "sparse_core", environment, seconds
-    )
-    yield finding
-    if xla_times and core_times:
-        slowest = min(xla_times[dim] / core_times[dim] for dim in core_times)
+    core_times = yield from _check_cases(check, "sparse_core", environment, seconds)
+    if ratios := [xla_times[x] / core_times[x] for x in core_times if x in xla_times]:
         text = (
-            f"sparse_core is {slowest:.2f} times as fast as XLA's gathers and scatters"
+            f"sparse_core is {min(ratios):.2f} to {max(ratios):.2f} times as fast as "
+            "XLA's gathers and scatters"
         )
         yield Finding("backend", "ok", text)
 
 
-def _check_rows(
+def _check_cases(
     check: str, backend: str, environment: Mapping[str, str], seconds: float
-) -> tuple[Finding, dict[int, float]]:
-    """Compares a step of a backend with NumPy, in a child.
+) -> Generator[Finding, None, dict[str, float]]:
+    """Compares the steps of a backend with NumPy, each case in a child.
+
+    Yields:
+      The finding of each case.
 
     Returns:
-      The finding; and the milliseconds of a step by dim, if all rows are equal.
+      Case to the milliseconds of a step, for those whose rows are all right.
     """
-    answer = ask_child(["rows", backend], environment, seconds)
-    problem = answer if isinstance(answer, str) else answer["problem"]
-    if isinstance(answer, str) or problem is not None:
-        fix = "Please report it, with this output."
-        return Finding(check, "FAILED", problem, fix), {}
-    text = ", ".join(
-        f"dim {dim}: {time:.2f} ms a step" for dim, time in answer["times"]
-    )
-    return Finding(check, "ok", f"equal to NumPy; {text}"), dict(answer["times"])
+    times = {}
+    for name in (name for name, case in CASES.items() if backend in case.backends):
+        answer = ask_child(["rows", name, backend], environment, seconds)
+        problem = answer if isinstance(answer, str) else answer["problem"]
+        if isinstance(answer, str) or problem is not None:
+            fix = "Please report it, with this output."
+            yield Finding(f"{check}, {name}", "FAILED", problem, fix)
+            continue
+        times[name] = answer["step"]
+        text = (
+            f"equal to NumPy; {answer['step']:.2f} ms a step, "
+            f"{answer['dispatch']:.2f} ms of it to dispatch"
+        )
+        yield Finding(f"{check}, {name}", "ok", text)
+    return times
