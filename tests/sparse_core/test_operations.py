@@ -12,6 +12,7 @@ import pytest
 import tpu_embedding as te
 from tests.optimizers.rule_cases import OPTIMIZERS
 from tests.sparse_core.cases import (
+    buffers,
     dealt,
     gathered,
     on_devices,
@@ -75,12 +76,12 @@ def expected_gradients(cases, cotangents):
     return sums, is_touched > 0
 
 
-def run_lookup(cases, table, limits=LIMITS, change=lambda ids: ids):
+def run_lookup(cases, table, limits=LIMITS, change=lambda ids: ids, buffered=LIMITS):
     case = cases[0]
 
     def look_up(partitions, rows, samples, gains, shard):
         ids, _ = partition(
-            *(partitions, rows, samples, gains), **case.sizes(), limits=LIMITS
+            *(partitions, rows, samples, gains), **case.sizes(), limits=buffered
         )
         sizes = OperationSizes(case.num_samples, limits, case.cores, AXES)
         return operations.lookup(change(ids), shard, sizes)
@@ -90,11 +91,17 @@ def run_lookup(cases, table, limits=LIMITS, change=lambda ids: ids):
 
 
 def run_update(
-    cases, rule: RowRule, arrays, cotangents, hyperparameters, limits=LIMITS
+    cases,
+    rule: RowRule,
+    arrays,
+    cotangents,
+    hyperparameters,
+    limits=LIMITS,
+    buffered=LIMITS,
 ):
     case = cases[0]
     sizes = tuple(case.sizes().items())
-    run = update_program(rule, sizes, limits)
+    run = update_program(rule, sizes, limits, buffered)
     shards = [dealt(x, case.cores, case.devices) for x in arrays]
     scalars = [jnp.repeat(x[None], case.devices) for x in hyperparameters]
     results = run(*stacked(cases), cotangents, *shards, *scalars)
@@ -102,12 +109,12 @@ def run_update(
 
 
 @functools.cache
-def update_program(rule: RowRule, sizes, limits):
+def update_program(rule: RowRule, sizes, limits, buffered):
     sizes, num_arrays = dict(sizes), 1 + rule.num_slots
     static = OperationSizes(sizes["num_samples"], limits, sizes["cores"], AXES)
 
     def update(partitions, rows, samples, gains, cotangents, *rest):
-        ids, _ = partition(partitions, rows, samples, gains, **sizes, limits=LIMITS)
+        ids, _ = partition(partitions, rows, samples, gains, **sizes, limits=buffered)
         shards, scalars = rest[:num_arrays], rest[num_arrays:]
         new = operations.update(ids, cotangents, shards, scalars, rule, static)
         return new if num_arrays > 1 else new[0]
@@ -212,6 +219,40 @@ def test_every_elementwise_rule_equals_optax(name, dim):
         jax.tree.map(np.testing.assert_array_equal, others, wanted)
 
 
+@pytest.mark.parametrize("max_unique, num_minibatches", [(8, 5), (1, 40)])
+def test_minibatches_change_no_bit_of_an_update(max_unique, num_minibatches):
+    """The rule runs once per row, on gradients that are summed in one order."""
+    draw = np.random.default_rng(0)
+    cases = [
+        dataclasses.replace(
+            random_case(0, 2, 2),
+            # Each core asks for all 40 rows of each partition, and for some twice.
+            ids=np.tile(np.r_[np.arange(160), draw.integers(0, 160, 32)], 2),
+            samples=np.repeat(np.arange(64), 6),
+            gains=draw.normal(size=384),
+            num_samples=64,
+            rows_per_partition=40,
+        )
+        for _ in range(2)
+    ]
+    table, slot = table_of(cases[0]), np.abs(table_of(cases[0], 1)) + 0.5
+    cotangents = draw.normal(size=(2, 64, WIDTH)).astype(np.float32)
+    rule = _rule(te.optimizers.adagrad(0.1))
+    hyperparameters, _ = rule.values([])
+    several = Limits(max_ids=256, max_unique=max_unique, room=16384)
+    (ids, _), fits = buffers(cases, several)
+    assert fits == [True] * 2 and ids.num_minibatches.tolist() == [num_minibatches]
+    results = [
+        run_update(
+            cases, rule, [table, slot], cotangents, hyperparameters, limits, limits
+        )
+        for limits in (several, dataclasses.replace(several, max_unique=256))
+    ]
+    jax.tree.map(np.testing.assert_array_equal, *results)
+    sums = run_lookup(cases, table, several, buffered=several)
+    np.testing.assert_allclose(sums, expected_sums(cases, table), atol=1e-4)
+
+
 BROKEN = {
     "too many ids": dict(limits=Limits(max_ids=0, max_unique=256, room=4096)),
     "too many rows": dict(limits=Limits(max_ids=256, max_unique=0, room=4096)),
@@ -223,6 +264,11 @@ BROKEN = {
     ),
     "row": dict(
         change=lambda ids: dataclasses.replace(ids, rows=ids.rows.at[0].set(10**6))
+    ),
+    "minibatches": dict(
+        change=lambda ids: dataclasses.replace(
+            ids, num_minibatches=ids.num_minibatches + 1
+        )
     ),
     "padding": dict(
         change=lambda ids: dataclasses.replace(ids, rows=ids.rows.at[-1].set(0))
