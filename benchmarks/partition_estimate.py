@@ -30,7 +30,7 @@ jax.config.update("jax_platforms", "cpu")  # TPUs are only compiled for.
 
 TOPOLOGIES = ("v5p:2x2x1", "v6e:2x2", "tpu7x:2x2x1")
 NUM_SAMPLES = 4096
-CASES = {
+CASES: dict[str, dict[str, Any]] = {
     "one-hot": dict(num_features=26, valence=1, weighted=False),
     "20-hot": dict(num_features=1, valence=20, weighted=False),
     "20-hot with weights": dict(num_features=1, valence=20, weighted=True),
@@ -81,7 +81,7 @@ def compile_partition(
 
 def main() -> None:
     """Compiles each case for each topology; prints a table and writes JSON."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description="Estimates the sort of ids.")
     parser.add_argument("--topology", nargs="+", action=AllValues, default=TOPOLOGIES)
     parser.add_argument("--json", type=pathlib.Path)
     arguments = parser.parse_args()
