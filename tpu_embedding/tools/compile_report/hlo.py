@@ -178,8 +178,6 @@ _WITHOUT_COPY: Final = frozenset(
 )
 _COPIES: Final = frozenset({"copy", "copy-start", "copy-done", "transpose"})
 _ALL_GATHERS: Final = frozenset({"all-gather", "all-gather-start"})
-_OPERATION_SCOPE: Final = re.compile("/sparse_core_(lookup|update)/")
-"""Scopes of the functions in `sparse_core/operations.py`."""
 _MIN_TABLE_SIZE: Final = 2**14
 """Minimum elements per device (64 KiB) of the table-sized arrays in a report.
 
@@ -274,9 +272,7 @@ def inspect_program(
         sparse_core_gathers=text.count("OFFLOAD_GATHER"),
         sparse_core_scatters=text.count("OFFLOAD_SCATTER"),
         sparse_core_operations=sum(
-            i.opcode == "call-start"
-            and i.name.startswith("sparse-core-call")
-            and _OPERATION_SCOPE.search(i.text) is not None
+            i.opcode == "call-start" and "OFFLOAD_EMBEDDING" in i.text
             for i in instructions
         ),
         sparse_core_relayouts=text.count("OFFLOAD_DATA_FORMATTING"),
