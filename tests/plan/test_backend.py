@@ -41,7 +41,7 @@ class Counting(Backend):
     def notes(self, hardware):
         return (f"counts on {hardware.name}",)
 
-    def prepare_ids(self, keys, poolings, stack):
+    def prepare_ids(self, keys, poolings, stack, *, are_joined=False):
         calls["prepare_ids"] += 1
         return jnp.sum(keys)[None]
 

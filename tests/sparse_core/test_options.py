@@ -145,6 +145,7 @@ def test_cores_are_those_of_the_chip():
         (dict(max_ids=4), "SparseCore.max_ids must be an int of at least 8"),
         (dict(max_ids=20), "SparseCore.max_ids must be a multiple of 8, got 20"),
         (dict(cores=1), "SparseCore.cores must be an int of at least 2"),
+        (dict(exchange="no"), "SparseCore.exchange must be True or False, got 'no'"),
     ],
 )
 def test_refuses_options(options, words):

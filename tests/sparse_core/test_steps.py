@@ -280,7 +280,7 @@ def test_minibatches_change_no_bit(num_devices):
 
 @pytest.mark.parametrize("num_devices", quick_cases([1, 2, 3], "2"))
 def test_without_the_exchange_a_step_beyond_the_limit_changes_nothing(num_devices):
-    optimizer = te.optimizers.adam(0.1, bias_correction=True)
+    optimizer = ADAGRAD  # It counts no steps.
     backend = te.SparseCore(cores=2, max_ids=8, exchange=False)
     plan = plan_of(WIDE, backend, num_devices, optimizer)
     tables, slots = start(plan)
@@ -300,6 +300,43 @@ def test_without_the_exchange_a_step_beyond_the_limit_changes_nothing(num_device
     *expected, wanted, _ = step_of(other)(*start(other), fits)
     assert_close(values_of(*after, plan), values_of(*expected, other))
     assert_close(activations, wanted)
+
+
+def test_without_the_exchange_sums_of_gradients_lose_no_id():
+    """Each lookup fits, and the sum of their gradients does not."""
+    hot = {"wide": np.zeros((32, 1), np.int32)}  # 8 ids of each SparseCore
+    results = []
+    for backend in (te.SparseCore(cores=2, max_ids=8, exchange=False), "xla"):
+        plan = plan_of(WIDE, backend)
+        tables, slots = start(plan)
+        features = te.inputs.prepare_features(hot, plan)
+        lookups = [te.functional.lookup(tables, features, plan) for _ in "ab"]
+        gradients = te.gradients.add(
+            *(
+                te.functional.compute_gradients(x.routing, x.activations, plan)
+                for x in lookups
+            )
+        )
+        updated = te.functional.apply_gradients(tables, slots, gradients, plan)
+        results.append(values_of(*updated, plan))
+        assert backend == "xla" or int(lookups[0].stats.rounds["stack_0"]) == 0
+    assert_close(*results)
+
+
+def test_without_the_exchange_steps_of_infinite_rates_are_counted():
+    """As `te.functional.finite_rates` promises: rows stay, and the count advances."""
+    optimizer = optax.sgd(lambda count: 0.1 / count)
+    results = []
+    for backend in (te.SparseCore(exchange=False), "xla"):
+        plan = plan_of(WIDE, backend, optimizer=optimizer)
+        tables, slots = start(plan)
+        features = te.inputs.prepare_features(hot_batch(2, SIX_ROWS), plan)
+        for _ in range(2):
+            tables, slots, _, _ = step_of(plan)(tables, slots, features)
+        results.append((te.functional.unstack_tables(tables, plan), slots))
+    assert_close(*(tables for tables, _ in results))
+    counts = [jax.tree.leaves(slots) for _, slots in results]
+    assert [[int(x) for x in leaves] for leaves in counts] == [[2], [2]]
 
 
 def test_without_the_exchange_programs_are_small():

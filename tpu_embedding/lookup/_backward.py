@@ -176,7 +176,7 @@ def join_gradients(gradients: Sequence[Sealed], stack: TrainedStackPlan) -> Seal
     poolings = [pooling for routing in routings for pooling in routing.poolings]
     backend_ids = None
     if stack.backend.replaces_update:
-        backend_ids = stack.backend.prepare_ids(keys, poolings, stack)
+        backend_ids = stack.backend.prepare_ids(keys, poolings, stack, are_joined=True)
     joined = StackRouting(
         keys=keys,
         sent=None,

@@ -66,6 +66,11 @@ class Backend:
         """True if the drivers only run in steps that the backend cannot run."""
         return self.updates != "xla"
 
+    @property
+    def must_run_all(self) -> bool:
+        """True if programs contain nothing else for steps that it cannot run."""
+        return False
+
     def arrange(self, layout: RowLayout) -> RowLayout:
         """Returns the layout of a shard, given the one of gathers and scatters."""
         return layout
@@ -79,6 +84,8 @@ class Backend:
         keys: Int[Array, " ids"],
         poolings: Sequence["PoolingSpec"],
         stack: "StackPlan",
+        *,
+        are_joined: bool = False,
     ) -> Any:
         """Returns what lookup and update need of the ids: a pytree, without any table.
 
@@ -86,6 +93,7 @@ class Backend:
           keys: keys of all features; see `lookup/_forward.py`.
           poolings: the features of the stack.
           stack: plan of the stack.
+          are_joined: True for the ids of several lookups, whose gradients are summed.
         """
         return None
 

@@ -3,7 +3,7 @@
 Tables are placed on the mesh and grouped into stacks, which are one array each. Tables
 of equal dim, dtype, quantization, optimizer and placement share one dedup, one exchange
 and one gather. The grouping depends on nothing else. Within a stack, tables are in the
-order of their names, and their rows follow one another without a gap.
+order of their names, and each begins at another shard than the one before.
 
 A table's own placement comes first, then what `make_plan(placement=...)` says.
 """
@@ -290,13 +290,18 @@ def stack_tables(tables: Sequence[NamedTable]) -> list[list[NamedTable]]:
         )
         stacks = groups.setdefault(key, [])
         for stack in stacks:
-            if sum(t.num_rows for t in (*stack, table)) <= _MAX_ROWS_OF_STACK:
+            unused = len(stack) * _MAX_OWNERS  # At most, between the tables.
+            num_rows = sum(t.num_rows for t in (*stack, table)) + unused
+            if num_rows <= _MAX_ROWS_OF_STACK:
                 stack.append(table)
                 break
         else:
             stacks.append([table])
     return [stack for stacks in groups.values() for stack in stacks]
 
+
+_MAX_OWNERS: Final = 8192
+"""Owners over which tables of a stack are spread, at most: it bounds unused rows."""
 
 _GOLDEN_RATIO: Final = (math.sqrt(5) - 1) / 2
 
@@ -340,9 +345,10 @@ def _plan_stack(
     hardware: HardwareInfo,
     options: BackendOptions,
 ) -> StackPlan:
-    """Returns the plan of tables whose rows follow one another in one array."""
+    """Returns the plan of tables that share one array."""
     first = tables[0]
     num_owners = first.num_shards * max(1, hardware.cores_per_device)
+    num_owners = min(num_owners, _MAX_OWNERS)
     offsets = _row_offsets(tables, num_owners)
     table_plans = tuple(
         TablePlan(
@@ -389,7 +395,7 @@ def _layout(
     hardware: HardwareInfo,
     backend: Backend,
 ) -> RowLayout:
-    """Returns the layout of a shard of tables whose rows follow one another."""
+    """Returns the layout of a shard of tables that share one array."""
     config, last = tables[0].config, tables[-1]
     num_rows = last.row_offset + last.num_rows
     ranges = tuple(TableRange(t.name, t.row_offset, t.num_rows) for t in tables)

@@ -85,9 +85,11 @@ class SparseCore(BackendOptions):
         operations in plain JAX, for tests. Defaults to the device's, or 2.
       exchange: whether programs contain XLA's gathers and scatters for steps that 64
         minibatches do not hold. They are most of a program's code and compile time.
-        Without them, such a step changes no table, its activations are NaN, and its
-        `stats.rounds` are 1 instead of 0; the training command then stops. Stacks that
-        SparseCores cannot update keep them.
+        Without them, such a step does not change the rows of this stack, its
+        activations are NaN, and its `stats.rounds` are 1 instead of 0; the training
+        command then stops. The loss is NaN, and so is what it updates: restore the
+        last checkpoint. A weight that is NaN or infinite has the same effect. Stacks
+        that SparseCores cannot update, and sums of gradients, keep the exchange.
 
     Raises:
       ValueError: if an option is out of range.
@@ -103,6 +105,10 @@ class SparseCore(BackendOptions):
 
     def __post_init__(self):
         convert_ints(self, "max_ids", "cores")
+        if not isinstance(self.exchange, bool):
+            raise ValueError(
+                f"SparseCore.exchange must be True or False, got {self.exchange!r}."
+            )
         rules = {
             "max_ids": optional(int_rule(8)),
             "cores": optional(int_rule(2)),
@@ -193,6 +199,11 @@ class SparseCoreBackend(Backend):
     cores: int
     has_exchange: bool = True
 
+    @property
+    def must_run_all(self) -> bool:
+        """True if the exchange is not in programs."""
+        return not self.has_exchange
+
     def arrange(self, layout: RowLayout) -> RowLayout:
         """Returns the layout of a shard whose rows are dealt to SparseCores."""
         return dataclasses.replace(
@@ -215,7 +226,8 @@ class SparseCoreBackend(Backend):
         beyond = "the exchange" if self.has_exchange else "an error"
         return (
             f"a minibatch holds {held}",
-            f"a step has up to {MAX_MINIBATCHES} minibatches; beyond: {beyond}",
+            f"a step has up to {MAX_MINIBATCHES} minibatches, as its buffers allow; "
+            f"beyond: {beyond}",
         )
 
     def prepare_ids(
@@ -223,10 +235,17 @@ class SparseCoreBackend(Backend):
         keys: Int[Array, " ids"],
         poolings: Sequence[PoolingSpec],
         stack: StackPlan,
+        *,
+        are_joined: bool = False,
     ) -> SparseCoreIds:
         """Returns the ids by SparseCore, and whether they fit; see `Backend`."""
         return samples.ids_by_core(
-            keys, poolings, stack, cores=self.cores, max_ids=self.max_ids
+            keys,
+            poolings,
+            stack,
+            cores=self.cores,
+            max_ids=self.max_ids,
+            are_joined=are_joined,
         )
 
     def look_up(
@@ -295,16 +314,11 @@ class SparseCoreBackend(Backend):
         is_finite = rates_are_finite(stack.optimizer, stack.dim, values_of(state))
         if is_finite is not None:
             may_run &= is_finite
-        if self.has_exchange:
+        # No lookup reports that joined ids do not fit, so they may need the exchange.
+        if self.has_exchange or ids.are_joined:
             return jax.lax.cond(may_run, update_rows, otherwise, table, state)
-        # Without ids, the operation changes no row.
-        table, new_state = update_rows(table, state, ids.ids.where(may_run))
-        new_values = jax.tree.map(
-            lambda new, old: jnp.where(may_run, new, old),
-            values_of(new_state),
-            values_of(state),
-        )
-        return table, with_values(new_state, new_values)
+        # Without ids, the operation changes no row. Counts of steps advance.
+        return update_rows(table, state, ids.ids.where(may_run))
 
 
 def rows_of_shard(num_rows: int, cores: int) -> int:

@@ -138,8 +138,12 @@ def choose_limits(
     max_ids = round_up(max(1, max_ids), ALIGNMENT)
     # A group of a minibatch ends with up to 7 unused positions.
     unused = (ALIGNMENT - 1) * cores * num_partitions
-    of_all_minibatches = min((MAX_MINIBATCHES - 1) * unused, _MIN_SPARE_ROOM)
-    spare = max(device_ids // 8, unused, of_all_minibatches)
+    # On average they are half as many: room for 8 more minibatches on large slices.
+    spare = max(
+        device_ids // 8,
+        min(4 * unused, device_ids),
+        min((MAX_MINIBATCHES - 1) * unused, _MIN_SPARE_ROOM),
+    )
     return Limits(
         max_ids=max_ids,
         max_unique=min(max_ids, round_up(max(1, min(count, max_unique)), ALIGNMENT)),

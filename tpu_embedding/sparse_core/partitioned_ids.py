@@ -101,13 +101,15 @@ class SparseCoreIds:
 
     Attributes:
       ids: the ids, by SparseCore.
-      fits: bool `[1]`, whether the operations are defined for the ids of all devices.
+      fits: bool `[1]`, whether the buffers hold the ids of all devices.
       sizes: sizes of the operations.
+      are_joined: True for the ids of several lookups, whose gradients are summed.
     """
 
     ids: PartitionedIds
     fits: Bool[Array, "_"]
     sizes: OperationSizes = dataclasses.field(metadata={"static": True})
+    are_joined: bool = dataclasses.field(metadata={"static": True})
 
 
 @jax.named_scope("partition_ids")

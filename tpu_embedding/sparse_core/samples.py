@@ -52,6 +52,7 @@ def ids_by_core(
     *,
     cores: int,
     max_ids: int | None,
+    are_joined: bool,
 ) -> SparseCoreIds:
     """Sorts ids by SparseCore, and checks the limits on all devices. Per shard.
 
@@ -61,6 +62,7 @@ def ids_by_core(
       stack: plan of the stack.
       cores: SparseCores per device.
       max_ids: the user's limit. None takes as many as the batch needs.
+      are_joined: see `Backend.prepare_ids`.
     """
     layout, keys = stack.layout, _by_sample(keys, poolings)
     owner, row = jnp.divmod(keys, stack.rows_per_shard)
@@ -86,7 +88,7 @@ def ids_by_core(
         axes=stack.sample_axes,
         may_repeat=any(x.sample_ids is not None or x.valence > 1 for x in poolings),
     )
-    return SparseCoreIds(ids=ids, fits=fits[None], sizes=sizes)
+    return SparseCoreIds(ids=ids, fits=fits[None], sizes=sizes, are_joined=are_joined)
 
 
 def by_feature(

@@ -20,7 +20,6 @@ from tpu_embedding import distributed
 from tpu_embedding.optimizers.probe import probe_rule
 from tpu_embedding.plan.memory import format_bytes, format_table
 from tpu_embedding.plan.plan import EmbeddingPlan, StackPlan
-from tpu_embedding.sparse_core.backend import SparseCore
 from tpu_embedding.tools.train.run_config import RunConfig
 from tpu_embedding.tools.train.run_directory import (
     PLOT_FILE,
@@ -108,15 +107,13 @@ class StepMeter:
             backend holds.
         """
         self._steps = jax.device_get(self._steps)
-        backend = self._config.backend
-        has_exchange = not isinstance(backend, SparseCore) or backend.exchange
         for step, metrics in enumerate(self._steps, done - len(self._steps) + 1):
-            if metrics.get("beyond_limit") and not has_exchange:
+            if metrics.get("not_run"):
                 raise TrainingDivergedError(
-                    f"The ids of step {step} exceed what SparseCores hold in 64 "
-                    "minibatches, and te.SparseCore(exchange=False) leaves no other "
-                    "way. The step changed no table. Use backend='sparse_core', or a "
-                    "larger max_ids."
+                    f"The ids of step {step} exceed what SparseCores hold, or a weight "
+                    "is not finite, and te.SparseCore(exchange=False) leaves no other "
+                    "way. Resume the run with backend='sparse_core', or with a larger "
+                    "max_ids."
                 )
             if not metrics["is_finite"]:
                 raise TrainingDivergedError(

@@ -392,22 +392,25 @@ def _call_model(model: Any, batch: Batch) -> Outputs:
 
 def _layer_counts(model: nnx.Module) -> StepMetrics:
     """Returns what the embedding layers counted in a step."""
-    rounds, out_of_range, beyond_limit = [], [], []
+    rounds, out_of_range, beyond_limit, not_run = [], [], [], []
     for layer in embedding_layers(model).values():
         stats = layer.stats.get_value()
         rounds += stats.rounds.values()
         out_of_range += stats.out_of_range.values()
-        beyond_limit += [
-            (stats.rounds[stack.name] > 0).astype(jnp.float32)
-            for stack in layer.plan.stacks
-            if stack.backend.replaces_lookup
-        ]
+        for stack in layer.plan.stacks:
+            is_beyond = (stats.rounds[stack.name] > 0).astype(jnp.float32)
+            if stack.backend.replaces_lookup:
+                beyond_limit.append(is_beyond)
+            if stack.backend.must_run_all:
+                not_run.append(is_beyond)
     counts = {
         "rounds": jnp.max(jnp.stack(rounds)),
         "out_of_range": jnp.sum(jnp.stack(out_of_range)),
     }
     if beyond_limit:
         counts["beyond_limit"] = jnp.max(jnp.stack(beyond_limit))
+    if not_run:
+        counts["not_run"] = jnp.max(jnp.stack(not_run))
     dynamic = _dynamic_layer(model)
     for name, stats in (dynamic.dynamic_stats.get_value() if dynamic else {}).items():
         for field in dataclasses.fields(stats):
