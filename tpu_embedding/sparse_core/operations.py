@@ -44,8 +44,6 @@ def unavailable_reason(
     """
     if hardware.is_tpu and not hardware.cores_per_device:
         return f"{hardware.name} has no SparseCores that XLA can use"
-    if hardware.is_tpu and jax.__version_info__ < (0, 12):
-        return f"jax is {jax.__version__}, and the sorts of ids need 0.12"
     if hardware.is_tpu and num_slices > 1:
         return f"the operations exchange no rows between the {num_slices} slices"
     num_cores = hardware.cores_per_device * num_devices
@@ -53,6 +51,8 @@ def unavailable_reason(
         return f"{num_cores} SparseCores are no power of two"
     if num_cores > MAX_PARTITIONS:
         return f"libtpu takes up to {MAX_PARTITIONS:,} SparseCores, not {num_cores:,}"
+    if hardware.is_tpu and jax.__version_info__ < (0, 12):
+        return f"jax is {jax.__version__}, and the sorts of ids need 0.12"
     return None
 
 
