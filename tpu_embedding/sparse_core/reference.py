@@ -49,6 +49,7 @@ def update(
     """Computes `operations.update`: each owner sums the gradients of its rows."""
     num_rows, width = arrays[0].shape
     asked = _asked_rows(ids, num_rows, sizes)
+    gradients = jnp.where(asked.is_defined, gradients, jnp.nan)
     gradients = jax.lax.all_gather(gradients, sizes.axes, tiled=True)
     gradients = asked.gains[:, None] * gradients[asked.samples]
 
@@ -100,6 +101,10 @@ def _asked_rows(
     first_sample = core * (sizes.num_samples // cores)
     samples = jnp.where(is_used, first_sample + ids.samples, 0)
     is_defined = _is_defined(ids, partitions, samples, rows_per_core, sizes)
+    # So the collectives below wait for those above: XLA:CPU may deadlock otherwise.
+    is_used &= is_defined
+    partitions = jnp.where(is_defined, partitions, PADDING_ROW_ID)
+    samples = jnp.where(is_defined, samples, 0)
     partitions, rows, samples, gains = (
         jax.lax.all_gather(x, axes, tiled=True)
         for x in (
