@@ -256,7 +256,7 @@ def test_a_row_beyond_the_limit_takes_the_exchange(one_device, num_devices):
 
 @pytest.mark.parametrize("num_devices", quick_cases([1, 2, 3, 8], "2"))
 def test_a_skewed_batch_runs_in_minibatches(num_devices):
-    """One core asks another for 60 ids, of which a minibatch holds 16."""
+    """One core asks another for 60 ids, and a minibatch holds 16."""
     batch = hot_batch(num_devices, SIX_ROWS)
     backend = te.SparseCore(cores=2, max_ids=16)
     _, rounds = check(WIDE, [batch] * 2, backend, num_devices=num_devices)

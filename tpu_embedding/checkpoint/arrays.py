@@ -204,7 +204,7 @@ class SavedArray:
         Args:
           checkpoint: the open checkpoint.
           keys: keys of the array in the tree.
-          *records: shapes and types, one of which the array must have.
+          *records: shapes and types. The array must have one of them.
         """
         self._name = ".".join(keys)
         self._owner = f"The array {self._name} of {checkpoint.root}"

@@ -515,7 +515,7 @@ def _value_at(nest: Any, input_: Input) -> Any:
 
 
 def _input_plan(input_: Input, is_wide: bool) -> InputPlan:
-    """Returns the rules by which the ids of an input are checked."""
+    """Returns the rules that check the ids of an input."""
     num_rows = min(input_.vocabulary_size or PADDING_ROW_ID, PADDING_ROW_ID - 1)
     table = TableConfig(
         vocabulary_size=Dynamic(capacity=1) if is_wide else num_rows, dim=1

@@ -466,7 +466,7 @@ def _clip_rows(
     Args:
       owner: the function that takes the bounds, for errors.
       bounds: name and value of the lower bound, then of the upper one. A value of
-        `None` is no bound.
+        `None` bounds nothing.
     """
     _check_bounds(owner, bounds)
     low, high = bounds.values()

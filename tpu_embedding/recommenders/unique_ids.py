@@ -31,7 +31,7 @@ class UniqueIds(NamedTuple):
       ids: `[num_devices * size]`; the different ids of each device, rising, then
         padding. Look them up as a feature with `output_shape=(-1,)`.
       index: nest of the ids, each int32 `[batch]` or `[batch, valence]`: the position
-        of each id among the ids of its device; `size` where there is no id.
+        of each id among the ids of its device; `size` for padding.
       size: ids per device, padding included.
     """
 

@@ -9,7 +9,7 @@ all partitions, so a row is in one minibatch and its gradients are summed in one
 
 One sort by core, partition and row brings the ids of each group together, in the order
 of their samples. The buffers are copied from that order in lines of 8: the ids of the
-first core, then those of the second, each by minibatch, partition and row. The ids of a
+first core, then of the second, each by minibatch, partition and row. The ids of a
 group begin at a multiple of 8.
 
 TensorFlow and jax-tpu-embedding make such buffers on the host. Like them, ids that are
@@ -203,7 +203,7 @@ def partition_ids(
 
 
 class _SortedIds(NamedTuple):
-    """Ids by group, row and sample, those of padding last.
+    """Ids by group, row and sample, then padding.
 
     Attributes:
       bounds: int32 `[groups + 1]`, where each group begins, and padding.
@@ -222,7 +222,7 @@ class _Cut(NamedTuple):
     """Minibatches of the ids of all groups.
 
     Attributes:
-      first: int32 `[64, groups]`, ids before those of each minibatch and group.
+      first: int32 `[64, groups]`, number of ids before each minibatch and group.
       counts: int32 `[64, groups]`, ids of each minibatch and group.
       num_minibatches: int32, from 1 to 64, the same on all devices.
       is_complete: whether all ids of all devices are in minibatches.
@@ -300,7 +300,7 @@ def _on_sparse_cores(function: Callable[..., Any]) -> Any:
 def _sum_repeats(
     is_new_id: Bool[Array, " ids"], gain: Float[Array, " ids"] | None
 ) -> Float[Array, " ids"]:
-    """Returns, for each new id, the sum of its gain and those of its repeats.
+    """Returns, for each new id, the sum of the gains of it and its repeats.
 
     Each turn of the loop doubles the number of gains that are summed, and the loop ends
     with the most repeats of an id. Most batches have none.
@@ -429,7 +429,7 @@ def _first_index(
 ) -> Int[Array, " n"]:
     """Returns the first index from `low` where a condition holds, or `high`.
 
-    The condition holds for all indices after one for which it does.
+    Once the condition holds, it holds for all later indices.
     """
 
     def halve(state: tuple[Array, Array]) -> tuple[Array, Array]:
@@ -455,7 +455,7 @@ def _sources(
     and so is the end.
 
     Args:
-      first: ids before those of each core, minibatch and partition.
+      first: number of ids before each core, minibatch and partition.
       counts: their number.
       aligned_end: position after them, a multiple of 8.
       cut: the minibatches.
