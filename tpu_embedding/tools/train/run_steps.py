@@ -188,7 +188,8 @@ StepMetrics = dict[str, jax.Array]
 """Global scalars of a train step: `loss` and `is_finite`, of the loss, all gradients
 and the tables' learning rates; `rounds`, the most that a stack needed; the number of
 ids `out_of_range`; `beyond_limit` if a backend replaces the exchange, 1 if one of its
-stacks needed the exchange nevertheless, else 0; and counts of dynamic tables, by
+stacks needed the exchange nevertheless, else 0; `not_run` if a program lacks the
+exchange, 1 if one of its stacks needed it; and counts of dynamic tables, by
 `table/count`."""
 
 EvaluationStep = Callable[[nnx.State, Batch], Metrics]
