@@ -263,6 +263,7 @@ def test_a_skewed_batch_runs_in_minibatches(num_devices):
     assert rounds == [{"stack_0": 0}] * 2
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("num_devices", quick_cases([1, 2, 3, 8], "2"))
 def test_minibatches_change_no_bit(num_devices):
     """The gradients of a row are summed in one order, whatever the limit."""

@@ -172,9 +172,7 @@ def partition_ids(
         bounds=_bounds_of_groups(group, num_groups),
         row=row,
         rows_before=_count_before(is_new_row),
-        ids_before=_count_before(is_new_id)
-        if may_repeat
-        else jnp.arange(num_ids + 1, dtype=jnp.int32),
+        ids_before=_count_before(is_new_id),
     )
     cut = _cut_into_minibatches(ids, rows_per_partition, limits, axes, is_finite)
 
@@ -216,6 +214,28 @@ class _SortedIds(NamedTuple):
     row: Int[Array, " ids"]
     rows_before: Int[Array, " ids_and_1"]
     ids_before: Int[Array, " ids_and_1"]
+
+
+class _CutState(NamedTuple):
+    """The minibatches that are cut so far, in the loop that cuts them.
+
+    Attributes:
+      count: int32, their number.
+      next_row: int32, first row of the next minibatch.
+      begin: int32 `[groups]`, where the ids of the next minibatch begin.
+      positions: int32, positions of the buffers that are taken.
+      first: see `_Cut`.
+      counts: see `_Cut`.
+      is_stuck: whether the next minibatch holds no row.
+    """
+
+    count: Int[Array, ""]
+    next_row: Int[Array, ""]
+    begin: Int[Array, " groups"]
+    positions: Int[Array, ""]
+    first: Int[Array, "64 groups"]
+    counts: Int[Array, "64 groups"]
+    is_stuck: Bool[Array, ""]
 
 
 class _Cut(NamedTuple):
@@ -359,22 +379,11 @@ def _cut_into_minibatches(
     """
     ends, num_groups = ids.bounds[1:], ids.bounds.shape[0] - 1
 
-    class State(NamedTuple):
-        """The minibatches so far; `next_row` is the first row of the next one."""
-
-        count: Array
-        next_row: Array
-        begin: Array
-        positions: Array
-        first: Array
-        counts: Array
-        is_stuck: Array
-
-    def is_unfinished(state: State) -> Array:
+    def is_unfinished(state: _CutState) -> Array:
         is_within = (state.count < MAX_MINIBATCHES) & (state.next_row < num_rows)
         return is_within & ~state.is_stuck
 
-    def cut(state: State) -> State:
+    def cut(state: _CutState) -> _CutState:
         begin = state.begin
         rows_before, ids_before = ids.rows_before[begin], ids.ids_before[begin]
 
@@ -397,7 +406,7 @@ def _cut_into_minibatches(
         counts = ids.ids_before[end] - ids_before
         is_stuck = next_row <= state.next_row
         taken = -(-counts // ALIGNMENT) * ALIGNMENT
-        return State(
+        return _CutState(
             count=state.count + ~is_stuck,
             next_row=next_row,
             begin=end,
@@ -409,7 +418,7 @@ def _cut_into_minibatches(
 
     zero = jnp.int32(0)
     none = jnp.zeros((MAX_MINIBATCHES, num_groups), jnp.int32)
-    state = State(zero, zero, ids.bounds[:-1], zero, none, none, jnp.bool_(False))
+    state = _CutState(zero, zero, ids.bounds[:-1], zero, none, none, jnp.bool_(False))
     # XLA:CPU may deadlock if a collective within a loop runs beside another one. So the
     # first minibatch, usually the only one, is cut outside of it.
     state = jax.lax.while_loop(is_unfinished, cut, cut(state))

@@ -267,6 +267,7 @@ def test_a_run_that_diverges_saves_nothing_more(tmp_path, place):
         assert not steps
 
 
+@pytest.mark.full
 def test_a_run_without_the_exchange_stops_beyond_the_limit(tmp_path):
     backend = te.SparseCore(max_ids=8, exchange=False)
     config = dataclasses.replace(small_config("batch_size=480"), backend=backend)
