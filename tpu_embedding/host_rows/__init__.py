@@ -1,0 +1,1 @@
+"""Tables larger than the devices' memory: all rows on the host, some cached."""

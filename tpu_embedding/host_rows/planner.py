@@ -1,0 +1,376 @@
+"""Decides which rows of a stack are cached, in which slots, and when they change.
+
+A `Planner` plans batches in the order in which they train, before the devices run
+them. It knows rows by number only, and needs no device. A plan takes time in proportion
+to the unique rows of its batch.
+"""
+
+from collections.abc import Sequence
+from typing import Final, NamedTuple
+
+import numpy as np
+
+from tpu_embedding.host_rows.store import num_threads, shared_threads
+from tpu_embedding.rows.packed_rows import round_up
+from tpu_embedding.types import PADDING_ROW_ID
+
+UNFINISHED_BATCHES: Final = 3
+"""A batch and the two before it may still have to train when the batch is planned."""
+
+_SLOTS_PER_VICTIM: Final = 8
+_FEWEST_SLOTS: Final = 64
+"""Fewest slots to choose victims from."""
+_NEVER: Final = np.iinfo(np.int32).max
+"""Sorts after the stamps of all batches."""
+_SLICE_IDS: Final = 2**16
+"""Fewest ids that a thread sorts."""
+
+
+class Exchange(NamedTuple):
+    """Rows that enter and leave the cache at once, at most K per shard.
+
+    All arrays are int32 `[num_shards, K]`, where K is `Planner.exchange_rows`.
+
+    Attributes:
+      slots: local slots that change; `PADDING_ROW_ID` at unused positions.
+      fetched: local rows that enter; `PADDING_ROW_ID` at unused positions.
+      evicted: local rows that leave; `PADDING_ROW_ID` where the slot was empty.
+      fetched_rows: stack rows that enter; -1 at unused positions.
+      evicted_rows: stack rows that leave; -1 where the slot was empty.
+    """
+
+    slots: np.ndarray
+    fetched: np.ndarray
+    evicted: np.ndarray
+    fetched_rows: np.ndarray
+    evicted_rows: np.ndarray
+
+
+class _Undo(NamedTuple):
+    """State that a plan has overwritten, but for stamps."""
+
+    used: np.ndarray  # Places of rows that were cached before the plan.
+    users: np.ndarray
+    missing: np.ndarray  # Rows that the plan fetched, and their places before.
+    left: np.ndarray
+    taken: np.ndarray  # Places that they got.
+    taken_users: np.ndarray
+    evicted: np.ndarray
+    hands: np.ndarray
+    num_filled: np.ndarray
+
+
+class BatchPlan(NamedTuple):
+    """The changes to the cache before a batch trains.
+
+    Attributes:
+      batch: number of the batch.
+      exchanges: to run in this order, before the batch's step.
+      wait_for: last batch before which one of the fetched rows left the cache: the
+        store has their records once that batch's evicted rows are written. -1 if they
+        never left.
+      num_rows: unique rows of the batch.
+      num_fetched: those of them that were not cached.
+      undo: what `Planner.undo` needs.
+    """
+
+    batch: int
+    exchanges: list[Exchange]
+    wait_for: int
+    num_rows: int
+    num_fetched: int
+    undo: _Undo
+
+
+class Planner:
+    """Decides which rows of a stack are cached, one batch after the other.
+
+    Row `q` of the stack belongs to shard `q % num_shards`, and is cached in a slot of
+    that shard. A missing row takes a slot that was never filled, or else it evicts the
+    row of a slot that no unfinished batch uses: with the oldest stamp among the next
+    slots after a clock hand (a sampled LRU). Equal calls give equal plans, on every
+    machine.
+
+    Args:
+      num_rows: rows of the stack, over all shards.
+      num_shards: devices that own its rows.
+      slots_per_shard: rows that a device caches.
+      name: the stack and its tables, for errors.
+
+    Attributes:
+      next_batch: number of the next batch to plan.
+      exchange_rows: K, rows of an exchange per shard. The first batch with rows sets
+        it, 0 before. It never changes afterwards, because a new one would recompile.
+      place: int32 `[num_rows]`. A cached row has `slot * num_shards + shard`. A row
+        that left in the exchanges of batch `t` has `-(t + 2)`; one that was never
+        cached, -1.
+      row_of: int32 `[slots_per_shard * num_shards]`, by place: the cached row, or -1.
+      stamp: by place: last batch known to use the row, planned or not.
+      user: by place: last planned batch that uses the row.
+    """
+
+    def __init__(
+        self,
+        num_rows: int,
+        num_shards: int,
+        slots_per_shard: int,
+        *,
+        name: str = "the stack",
+    ):
+        self.num_shards, self.slots_per_shard = num_shards, slots_per_shard
+        self.exchange_rows = 0
+        self.place = np.empty(num_rows, np.int32)
+        self.row_of, self.stamp, self.user = np.empty(
+            (3, slots_per_shard * num_shards), np.int32
+        )
+        self._name = name
+        self.reset(0)
+
+    def reset(self, next_batch: int) -> None:
+        """Empties the cache, and forgets pins. The store must have all rows."""
+        self.next_batch = next_batch
+        self.place.fill(-1)
+        self.row_of.fill(-1)
+        self.stamp.fill(-UNFINISHED_BATCHES)
+        self.user.fill(-UNFINISHED_BATCHES)
+        self._hands = np.zeros(self.num_shards, np.int32)
+        self._num_filled = np.zeros(self.num_shards, np.int32)
+        self._pinned: list[np.ndarray] = []
+
+    def enter(self, batch: int, rows: np.ndarray) -> None:
+        """Marks the cached rows of a batch that will be planned as used by it.
+
+        Args:
+          batch: number of the batch.
+          rows: int32, its sorted unique stack rows.
+        """
+        places = self.place[rows]
+        self._stamp(places[places >= 0], batch)
+
+    def plan(self, rows: np.ndarray) -> BatchPlan:
+        """Plans the next batch.
+
+        Args:
+          rows: int32, its sorted unique stack rows.
+
+        Raises:
+          ValueError: if the rows of this batch and the two before it, and pinned rows,
+            don't fit in a shard's slots. The planner is as before the call.
+        """
+        assert not len(rows) or (rows[0] >= 0 and rows[-1] < len(self.place))
+        batch = self.next_batch
+        places = self.place[rows]
+        is_cached = places >= 0
+        pinned = [self.place[rows] for rows in self._pinned]
+        used = np.concatenate([places[is_cached], *pinned])
+        missing, counts = self._by_shard(rows[~is_cached])
+        left, users = self.place[missing], self.user[used]
+        hands, num_filled = self._hands.copy(), self._num_filled.copy()
+
+        self.user[used] = batch
+        try:
+            taken = self._take_slots(counts, batch)
+        except ValueError:
+            self.user[used] = users
+            self._hands, self._num_filled = hands, num_filled
+            raise
+        if not self.exchange_rows and len(rows):
+            self._set_exchange_rows(rows)
+        evicted = self.row_of[taken]
+        undo = _Undo(
+            *(used, users, missing, left),
+            *(taken, self.user[taken], evicted, hands, num_filled),
+        )
+        self._stamp(used, batch)
+        self.place[evicted[evicted >= 0]] = -(batch + 2)
+        self.place[missing] = taken
+        self.row_of[taken] = missing
+        self.stamp[taken] = self.user[taken] = batch
+        self.next_batch += 1
+        return BatchPlan(
+            batch=batch,
+            exchanges=self._exchanges(counts, taken, missing, evicted),
+            wait_for=-2 - int(left.min(initial=-1)),
+            num_rows=len(rows),
+            num_fetched=len(missing),
+            undo=undo,
+        )
+
+    def undo(self, plans: Sequence[BatchPlan], last_executed: int) -> None:
+        """Takes back the latest plans, whose exchanges never ran.
+
+        The state is then as before them, except for stamps and `exchange_rows`.
+
+        Args:
+          plans: in order.
+          last_executed: number of the batch before them; the next one is planned next.
+        """
+        for plan in reversed(plans):
+            assert plan.batch == self.next_batch - 1
+            undo = plan.undo
+            stayed = undo.evicted >= 0
+            self.place[undo.missing] = undo.left
+            self.place[undo.evicted[stayed]] = undo.taken[stayed]
+            self.row_of[undo.taken] = undo.evicted
+            self.user[undo.taken] = undo.taken_users
+            self.user[undo.used] = undo.users
+            self._hands, self._num_filled = undo.hands, undo.num_filled
+            self.next_batch = plan.batch
+        assert self.next_batch == last_executed + 1
+
+    def pin(self, rows: np.ndarray) -> None:
+        """Keeps cached rows of a batch that has not trained, until `unpin`.
+
+        Args:
+          rows: int32, sorted unique stack rows, all of them cached.
+        """
+        assert (self.place[rows] >= 0).all()
+        self._pinned.append(rows)
+
+    def unpin(self, rows: np.ndarray) -> None:
+        """Ends a `pin` of the same array; does nothing after a `reset`."""
+        self._pinned = [pinned for pinned in self._pinned if pinned is not rows]
+
+    def _stamp(self, places: np.ndarray, batch: int) -> None:
+        self.stamp[places] = np.maximum(self.stamp[places], batch)
+
+    def _by_shard(self, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Returns rows in the order of their shards, and the count of each shard."""
+        if self.num_shards == 1:
+            return rows, np.array([len(rows)])
+        shards = (rows % self.num_shards).astype(np.uint16)
+        # NumPy sorts 16 bits by radix.
+        order = np.argsort(shards, kind="stable")
+        return rows[order], np.bincount(shards, minlength=self.num_shards)
+
+    def _set_exchange_rows(self, rows: np.ndarray) -> None:
+        """Sets K to half of the most rows of a shard; usually fewer are missing."""
+        most = int(self._by_shard(rows)[1].max())
+        slots = round_up(self.slots_per_shard, 8)
+        self.exchange_rows = min(round_up(-(-most // 2), 256), slots)
+
+    def _take_slots(self, counts: np.ndarray, batch: int) -> np.ndarray:
+        """Returns places for `counts` new rows of each shard, by shard, then slot."""
+        taken = [np.zeros(0, np.int32)]
+        for shard in np.flatnonzero(counts).tolist():
+            begin = int(self._num_filled[shard])
+            end = min(begin + int(counts[shard]), self.slots_per_shard)
+            slots = np.arange(begin, end, dtype=np.int32)
+            if (need := int(counts[shard]) - len(slots)) > 0:
+                victims = self._victims(shard, need, begin, batch)
+                if victims is None:
+                    raise self._too_small(counts, batch)
+                slots = np.concatenate([slots, victims])
+            self._num_filled[shard] = end
+            taken.append(slots * np.int32(self.num_shards) + np.int32(shard))
+        return np.concatenate(taken)
+
+    def _victims(
+        self, shard: int, need: int, num_filled: int, batch: int
+    ) -> np.ndarray | None:
+        """Returns slots of a shard to evict, or `None` if too few may be."""
+        users = self.user.reshape(-1, self.num_shards)[:num_filled, shard]
+        stamps = self.stamp.reshape(-1, self.num_shards)[:num_filled, shard]
+        hand = int(self._hands[shard])
+        size = max(_FEWEST_SLOTS, _SLOTS_PER_VICTIM * need)
+        while True:
+            size = min(size, num_filled)
+            may_leave = _ring(users, hand, size) <= batch - UNFINISHED_BATCHES
+            ages = np.where(may_leave, _ring(stamps, hand, size), np.int32(_NEVER))
+            last = np.partition(ages, need - 1)[need - 1] if need <= size else _NEVER
+            if last < _NEVER:
+                break
+            if size == num_filled:
+                return None
+            size *= 4
+        is_victim = ages < last
+        ties = np.flatnonzero(ages == last)
+        is_victim[ties[: need - np.count_nonzero(is_victim)]] = True
+        self._hands[shard] = (hand + size) % num_filled
+        return ((np.flatnonzero(is_victim) + hand) % num_filled).astype(np.int32)
+
+    def _too_small(self, counts: np.ndarray, batch: int) -> ValueError:
+        """Returns the error for a batch whose cached rows are marked as used."""
+        in_use = (self.user > batch - UNFINISHED_BATCHES).reshape(-1, self.num_shards)
+        rows = in_use.sum(axis=0) + counts
+        shard = int(rows.argmax())
+        cache_rows = (int(rows[shard]) - 1) * self.num_shards + 1
+        return ValueError(
+            f"The rows of batch {batch} and of the two before it that device {shard} "
+            f"owns, {rows[shard]:,}, do not fit in its {self.slots_per_shard:,} cached "
+            f"rows of {self._name}; raise HostRows.cache_rows to at least "
+            f"{cache_rows:,}, or use smaller batches."
+        )
+
+    def _exchanges(
+        self,
+        counts: np.ndarray,
+        places: np.ndarray,
+        fetched: np.ndarray,
+        evicted: np.ndarray,
+    ) -> list[Exchange]:
+        """Deals new rows, in the order of their shards, to exchanges of K rows."""
+        if not len(places):
+            return []
+        size, num_shards = self.exchange_rows, np.int32(self.num_shards)
+        width = round_up(int(counts.max()), size)
+        is_used = np.arange(width) < counts[:, None]
+
+        def padded(values: np.ndarray, unused: int) -> np.ndarray:
+            array = np.full(is_used.shape, unused, np.int32)
+            array[is_used] = values
+            return array
+
+        evicted_local = np.where(evicted < 0, PADDING_ROW_ID, evicted // num_shards)
+        arrays = (
+            padded(places // num_shards, PADDING_ROW_ID),
+            padded(fetched // num_shards, PADDING_ROW_ID),
+            padded(evicted_local, PADDING_ROW_ID),
+            padded(fetched, -1),
+            padded(evicted, -1),
+        )
+        starts = range(0, width, size)
+        return [Exchange(*(x[:, i : i + size] for x in arrays)) for i in starts]
+
+
+def unique_rows(rows: Sequence[np.ndarray]) -> np.ndarray:
+    """Returns the rows of several arrays, sorted, each of them once.
+
+    Many ids are sorted by several threads: first slices of them, then ranges of rows.
+
+    Args:
+      rows: int32 arrays of any shape. `PADDING_ROW_ID` is dropped.
+    """
+    flat = np.concatenate([np.zeros(0, np.int32), *(x.reshape(-1) for x in rows)])
+    num_slices = min(num_threads(), len(flat) // _SLICE_IDS)
+    if num_slices < 2:
+        unique = _sort_unique(flat)
+    else:
+        run = shared_threads().map
+        slices = list(run(_sort_unique, np.array_split(flat, num_slices)))
+        samples = np.sort(np.concatenate([x[:: 1 + len(x) // 256] for x in slices]))
+        bounds = samples[len(samples) * np.arange(1, num_slices) // num_slices]
+        parts = [np.split(x, np.searchsorted(x, bounds)) for x in slices]
+        ranges = map(np.concatenate, zip(*parts, strict=True))
+        unique = np.concatenate(list(run(_sort_unique, ranges)))
+    has_padding = len(unique) and unique[-1] == PADDING_ROW_ID
+    return unique[:-1] if has_padding else unique
+
+
+def _sort_unique(values: np.ndarray) -> np.ndarray:
+    """Sorts an array that may change, and returns its unique values.
+
+    `np.unique` is 10 times as slow: it doesn't use NumPy's vectorized sort.
+    """
+    values.sort()
+    is_first = np.empty(len(values), bool)
+    is_first[:1] = True
+    np.not_equal(values[1:], values[:-1], out=is_first[1:])
+    return values[is_first]
+
+
+def _ring(values: np.ndarray, begin: int, size: int) -> np.ndarray:
+    """Returns `size` values from `begin` on; the first follows the last."""
+    if begin + size <= len(values):
+        return values[begin : begin + size]
+    return np.concatenate([values[begin:], values[: begin + size - len(values)]])
