@@ -105,7 +105,7 @@ class RowStore:
         assert records.shape == (len(rows), self._records.shape[1])
         assert records.dtype == np.uint32 and self._has(rows)
         record = np.dtype((np.void, 4 * records.shape[1]))
-        # `np.put` of whole records is the fastest scatter, and frees Python's lock.
+        # `np.put` of whole records is the fastest scatter, and releases Python's lock.
         target = self._records.view(record)[:, 0]
 
         def write_slice(part: slice) -> None:

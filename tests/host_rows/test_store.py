@@ -1,0 +1,143 @@
+"""A store returns the records that were written, from memory and from a mapped file."""
+
+import errno
+import gc
+import os
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+from tpu_embedding.host_rows import store as store_module
+from tpu_embedding.host_rows.store import RowStore
+
+NUM_ROWS, WORDS = 1000, 5
+
+
+@pytest.fixture(params=[1, 2, 8], ids="{}threads".format)
+def threads(request, monkeypatch):
+    monkeypatch.setattr(store_module, "num_threads", lambda: request.param)
+    monkeypatch.setattr(store_module, "_SLICE_ROWS", 16)
+    store_module._threads_of_process.cache_clear()
+    yield request.param
+    store_module.shared_threads().shutdown()
+    store_module._threads_of_process.cache_clear()
+
+
+@pytest.fixture(params=[False, True], ids=["memory", "mapped"])
+def store(request, tmp_path):
+    store = RowStore(NUM_ROWS, WORDS, str(tmp_path / "rows") if request.param else None)
+    yield store
+    store.close()
+
+
+def random_records(seed, count):
+    bits = np.random.default_rng(seed).integers(2**32, size=(count, WORDS))
+    return bits.astype(np.uint32)
+
+
+def test_random_reads_and_writes_equal_an_array(store, threads):
+    random = np.random.default_rng(threads)
+    expected = random_records(0, NUM_ROWS)
+    store.write(np.arange(NUM_ROWS, dtype=np.int32), expected)
+    for turn in range(30):
+        count = int(random.choice([0, 1, 31, 32, 33, 500, NUM_ROWS]))
+        rows = random.permutation(NUM_ROWS)[:count].astype(np.int32)
+        records = random_records(turn, count)
+        if turn % 3 == 0:
+            records = np.repeat(records, 2, axis=1)[:, ::2]
+        used = rows.copy()
+        if turn % 2:
+            used[random.random(count) < 0.5] = -1
+        store.write(used, records)
+        expected[used[used >= 0]] = records[used >= 0]
+        np.testing.assert_array_equal(store.read(rows), expected[rows])
+        out = np.zeros((count, WORDS), np.uint32)
+        assert store.read(used, out=out) is out
+        np.testing.assert_array_equal(out[used >= 0], expected[used[used >= 0]])
+    everything = store.read_range(0, NUM_ROWS, slice(None))
+    np.testing.assert_array_equal(everything, expected)
+
+
+def test_ranges_of_rows_and_words(store):
+    expected = random_records(0, NUM_ROWS)
+    store.write_range(0, expected, slice(0, WORDS))
+    store.write_range(10, expected[:7, 1:3], slice(2, 4))
+    expected[10:17, 2:4] = expected[:7, 1:3]
+    values = store.read_range(5, 30, slice(1, 4))
+    np.testing.assert_array_equal(values, expected[5:30, 1:4])
+    values[:] = 0
+    np.testing.assert_array_equal(
+        store.read(np.arange(NUM_ROWS, dtype=np.int32)), expected
+    )
+
+
+def test_rows_that_do_not_exist_fail(store):
+    rows = np.array([0, NUM_ROWS], np.int32)
+    with pytest.raises(AssertionError):
+        store.read(rows)
+    with pytest.raises(AssertionError):
+        store.write(rows, random_records(0, 2))
+    with pytest.raises(AssertionError):
+        store.write_range(NUM_ROWS - 1, random_records(0, 2), slice(None))
+
+
+def test_a_failing_slice_raises(threads):
+    def fail(part):
+        if part.stop == 100:
+            raise OSError("disk")
+
+    with pytest.raises(OSError, match="disk"):
+        store_module._in_slices(fail, 100)
+
+
+def test_sizes_and_close(tmp_path):
+    path = tmp_path / "rows"
+    for file in (None, str(path)):
+        store = RowStore(NUM_ROWS, WORDS, file)
+        assert store.num_bytes == 4 * NUM_ROWS * WORDS
+        assert path.exists() == (file is not None)
+        if file:
+            assert path.stat().st_size == store.num_bytes
+        store.close()
+        store.close()
+        assert store.num_bytes == 0 and not path.exists()
+
+
+def test_the_file_goes_with_the_store_or_the_process(tmp_path):
+    path = tmp_path / "rows"
+    store = RowStore(NUM_ROWS, WORDS, str(path))
+    assert path.exists()
+    del store
+    gc.collect()
+    assert not path.exists()
+    code = (
+        "import sys\nfrom tpu_embedding.host_rows.store import RowStore\n"
+        "store = RowStore(10, 2, sys.argv[1])"
+    )
+    subprocess.run([sys.executable, "-c", code, str(path)], check=True)
+    assert not path.exists()
+
+
+def test_an_existing_file_is_kept_and_named(tmp_path):
+    path = tmp_path / "rows"
+    path.write_text("of another run")
+    with pytest.raises(FileExistsError, match=f"{path}.*remove it"):
+        RowStore(NUM_ROWS, WORDS, str(path))
+    assert path.read_text() == "of another run"
+
+
+def test_a_missing_directory_is_an_error(tmp_path):
+    with pytest.raises(FileNotFoundError, match="absent"):
+        RowStore(NUM_ROWS, WORDS, str(tmp_path / "absent" / "rows"))
+
+
+def test_a_full_disk_is_an_error_before_training(tmp_path, monkeypatch):
+    def full(*arguments):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "posix_fallocate", full, raising=False)
+    with pytest.raises(OSError, match="20,000 bytes.*No space left.*larger disk"):
+        RowStore(NUM_ROWS, WORDS, str(tmp_path / "rows"))
+    assert not any(tmp_path.iterdir())
