@@ -1,0 +1,1 @@
+"""Tables that are larger than the devices' memory."""
