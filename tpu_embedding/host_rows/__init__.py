@@ -1,1 +1,1 @@
-"""Tables larger than the devices' memory: all rows on the host, some cached."""
+"""Rows of tables in host memory, with a cache of some on the devices."""

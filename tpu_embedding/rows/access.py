@@ -350,7 +350,7 @@ def read_block(packed: PackedRows, start: Any, num_rows: int) -> Array:
     Returns:
       `[num_rows, *row_shape]`: narrow rows as float32, others in the array's dtype.
     """
-    return unpack_rows(_block(packed, start, num_rows))
+    return unpack_rows(lines_of_block(packed, start, num_rows))
 
 
 def write_block(
@@ -386,12 +386,12 @@ def merge_block(
       stored: rows of whole lines, as they are stored.
       is_new: False for rows that keep their values.
     """
-    old = unpack_stored(_block(packed, start, stored.shape[0]))
+    old = unpack_stored(lines_of_block(packed, start, stored.shape[0]))
     rows = jnp.where(is_new[:, None], stored, old)
     return write_block(packed, start, rows)
 
 
-def _block(packed: PackedRows, start: Any, num_rows: int) -> PackedRows:
+def lines_of_block(packed: PackedRows, start: Any, num_rows: int) -> PackedRows:
     """Returns rows `start` to `start + num_rows`, in their lines."""
     layout = dataclasses.replace(packed.layout, num_rows=num_rows)
     first_line, size = layout.line_of(start), layout.num_lines

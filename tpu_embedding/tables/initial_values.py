@@ -84,7 +84,7 @@ def init_tables(plan: EmbeddingPlan, key: jax.Array) -> dict[str, Any]:
     return in_auto_axes(init, plan, specs)(key)
 
 
-class _Tables(NamedTuple):
+class TableFacts(NamedTuple):
     """Tables of a stack whose rows one function computes. Arrays have one entry each.
 
     Attributes:
@@ -110,9 +110,9 @@ def _init_stack(stack: StackPlan, plan: EmbeddingPlan, key: jax.Array) -> Packed
             others.append(table)
         else:
             by_function.setdefault(initializer.function, []).append(table)
-    groups = [_stack_facts(tables, key) for tables in by_function.values()]
+    groups = [facts_of_tables(tables, key) for tables in by_function.values()]
 
-    def fill(groups: list[_Tables]) -> PackedRows:
+    def fill(groups: list[TableFacts]) -> PackedRows:
         layout = stack.layout
         zeros = jnp.zeros(layout.lines_shape, layout.stored_dtype)
         rows = PackedRows(lines=zeros, layout=layout)
@@ -131,7 +131,7 @@ def _init_stack(stack: StackPlan, plan: EmbeddingPlan, key: jax.Array) -> Packed
             plan,
             in_specs=stack.rows_spec,
             out_specs=stack.rows_spec,
-        )(rows, _logical_values(table, stack, plan, key))
+        )(rows, logical_values(table, stack, plan, key))
     return rows
 
 
@@ -143,13 +143,13 @@ def keys_of_tables(
     return jax.vmap(lambda words: key_words(_key_of_words(key, words)))(words)
 
 
-def _stack_facts(tables: Sequence[TablePlan], key: jax.Array) -> _Tables:
+def facts_of_tables(tables: Sequence[TablePlan], key: jax.Array) -> TableFacts:
     """Returns the facts of tables whose initializers have one function."""
     keys = keys_of_tables(tables, key)
     initializers = [table.row_initializer for table in tables]
     scalars = [initializer.scalars for initializer in initializers if initializer]
     parameters = tuple(np.stack(values) for values in zip(*scalars, strict=True))
-    facts = _Tables(
+    facts = TableFacts(
         offsets=np.asarray([table.row_offset for table in tables], np.int32),
         sizes=np.asarray([t.num_rows for t in tables], np.int32),
         keys=keys,
@@ -162,20 +162,38 @@ def _stack_facts(tables: Sequence[TablePlan], key: jax.Array) -> _Tables:
 def _fill_tables(
     rows: PackedRows,
     function: RowFunction,
-    facts: _Tables,
+    facts: TableFacts,
     stack: StackPlan,
     tables: Sequence[TablePlan],
 ) -> PackedRows:
     """Writes the rows of this shard of some tables. Per shard."""
-
-    def values_of(i: Any, row_ids: Int[Array, " rows"]) -> Float[Array, "rows dim"]:
-        key = threefry_key(facts.keys[i])
-        parameters = [values[i] for values in facts.parameters]
-        values = function(key, row_ids, stack.dim, *parameters)
-        _check_values(values, (row_ids.shape[0], stack.dim), tables)
-        return values
-
+    values_of = functools.partial(
+        values_of_rows, function=function, facts=facts, tables=tables
+    )
     return _fill_slabs(rows, values_of, facts.offsets, facts.sizes, stack)
+
+
+def values_of_rows(
+    i: Any,
+    row_ids: Int[Array, " rows"],
+    function: RowFunction,
+    facts: TableFacts,
+    tables: Sequence[TablePlan],
+) -> Float[Array, "rows dim"]:
+    """Returns initial values of some rows of table `i` of `tables`.
+
+    Args:
+      i: number of the table.
+      row_ids: rows of the table; all must be in bounds.
+      function: the function of the tables' row initializers.
+      facts: the tables' facts.
+      tables: tables of one `dim`.
+    """
+    dim = tables[0].config.dim
+    parameters = [values[i] for values in facts.parameters]
+    values = function(threefry_key(facts.keys[i]), row_ids, dim, *parameters)
+    _check_values(values, (row_ids.shape[0], dim), tables)
+    return values
 
 
 def _fill_slabs(
@@ -254,7 +272,7 @@ def _rows_per_slab(layout: RowLayout) -> int:
     return min(num_rows, layout.row_of(layout.num_lines))
 
 
-def _logical_values(
+def logical_values(
     table: TablePlan, stack: StackPlan, plan: EmbeddingPlan, key: jax.Array
 ) -> Float[Array, "rows dim"]:
     """Returns the table's values, split into one contiguous block per shard. Global."""

@@ -27,6 +27,7 @@ from tpu_embedding.optimizers.row_optimizer import (
 )
 from tpu_embedding.optimizers.table_rows import AllReduce, TableRows
 from tpu_embedding.plan.plan import TrainedStackPlan
+from tpu_embedding.rows.access import blocks_of, lines_of_block
 from tpu_embedding.rows.packed_rows import PackedRows
 from tpu_embedding.rows.row_gradients import GradientRounds, RowGradients
 from tpu_embedding.types import PADDING_ROW_ID, RowRange, RowUpdates
@@ -49,9 +50,9 @@ from tpu_embedding.update.totals import (
     known_totals,
     tables_of_rows,
 )
-from tpu_embedding.xla import read_before_write
+from tpu_embedding.xla import computed_apart, read_before_write
 
-_PADDING_ROWS: Final = 8
+PADDING_ROWS: Final = 8
 """Rows of padding for a rule with totals. A single row would broadcast as totals do."""
 
 UpdateStack = Callable[
@@ -62,23 +63,57 @@ writer of its rows to new rows and a new state."""
 
 
 def init_state(table: PackedRows, stack: TrainedStackPlan) -> Any:
-    """Returns the optimizer's state for a stacked table. Per shard."""
+    """Returns the optimizer's state for a stacked table. Per shard.
+
+    Totals are summed block by block. `host_rows` sums blocks of rows in host memory in
+    the same order, so both get the same bits.
+    """
+    totals: list[Array] = []
+    if stack.optimizer.takes_totals:
+        blocks = blocks_of([table.layout])
+        totals = find_totals(
+            lambda block, all_reduce: init_block(
+                computed_apart(lines_of_block(table, *block)),
+                block[0],
+                all_reduce,
+                stack,
+            ),
+            blocks.first,
+            lambda add_block, total: blocks.loop(
+                lambda start, total: add_block(total, (start, blocks.size)), total
+            ),
+            across_shards(stack),
+        )
+    return state_around(init_block(table, 0, known_totals(totals), stack), stack)
+
+
+def init_block(
+    rows: PackedRows, start: Any, all_reduce: AllReduce, stack: TrainedStackPlan
+) -> Any:
+    """Returns the rule's state for a block of the rows of this shard. Per shard.
+
+    Args:
+      rows: the block's rows.
+      start: local row that the block starts at.
+      all_reduce: answers the rule's requests for totals.
+      stack: the stack of the rows.
+    """
     known = None
     if stack.optimizer.takes_totals:
-        row_ids = jnp.arange(table.layout.num_rows, dtype=jnp.int32)
+        row_ids = start + jnp.arange(rows.layout.num_rows, dtype=jnp.int32)
         is_touched = jnp.zeros(row_ids.shape, bool)
-        known = tables_of_rows(row_ids, is_touched, across_shards(stack), stack)
-    return _state_around(init_rule(stack.optimizer, table, known), stack)
+        known = tables_of_rows(row_ids, is_touched, all_reduce, stack)
+    return init_rule(stack.optimizer, rows, known)
 
 
 @functools.lru_cache(maxsize=4096)
 def abstract_state(stack: TrainedStackPlan) -> Any:
     """Returns a state of the structure of `init_state`; the rule does not run."""
     rule_state = abstract_rule_state(stack.optimizer, stack.layout)
-    return jax.eval_shape(functools.partial(_state_around, stack=stack), rule_state)
+    return jax.eval_shape(functools.partial(state_around, stack=stack), rule_state)
 
 
-def _state_around(rule_state: Any, stack: TrainedStackPlan) -> Any:
+def state_around(rule_state: Any, stack: TrainedStackPlan) -> Any:
     """Returns the first state of a stack, given the state of its rule."""
     state = rule_state
     if isinstance(stack.optimizer.driver, KeptGradient):
@@ -104,7 +139,7 @@ def state_without_rows(state: Any, stack: TrainedStackPlan) -> Any:
     new_values = step.new_values
     if stack.optimizer.takes_totals:
         # Totals over no rows are zero, and the values of the rule follow them.
-        no_row = jnp.zeros(_PADDING_ROWS, bool)
+        no_row = jnp.zeros(PADDING_ROWS, bool)
         known = TableRows(
             table_sizes=jnp.float32([table.num_rows for table in stack.tables]),
             tables=no_row.astype(jnp.int32) if len(stack.tables) > 1 else None,
@@ -112,9 +147,9 @@ def state_without_rows(state: Any, stack: TrainedStackPlan) -> Any:
             is_touched=no_row,
             all_reduce=lambda totals, _: totals,
         )
-        zeros = jnp.zeros((_PADDING_ROWS, stack.dim), jnp.float32)
+        zeros = jnp.zeros((PADDING_ROWS, stack.dim), jnp.float32)
         slots = [
-            jnp.zeros((_PADDING_ROWS, *slot.row.shape), slot.row.dtype)
+            jnp.zeros((PADDING_ROWS, *slot.row.shape), slot.row.dtype)
             for slot in step.probed.slots
         ]
         _, _, new_values = step.run(zeros, zeros, slots, known)

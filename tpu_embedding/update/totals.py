@@ -21,7 +21,7 @@ from tpu_embedding.optimizers.table_rows import AllReduce, Reduction, TableRows
 from tpu_embedding.plan.plan import StackPlan
 
 _ACROSS_SHARDS: Final = {"sum": jax.lax.psum, "min": jax.lax.pmin}
-_ACROSS_PARTS: Final = {"sum": jnp.add, "min": jnp.minimum}
+ACROSS_PARTS: Final = {"sum": jnp.add, "min": jnp.minimum}
 
 
 RunPart = Callable[[Any, AllReduce], Any]
@@ -67,15 +67,15 @@ def find_totals(
       all_reduce: reduces a total over the shards.
     """
     known: list[Array] = []
-    while len(requests := _requests(run, first_part, known)) > len(known):
+    while len(requests := requests_of(run, first_part, known)) > len(known):
         number = len(known)
         first, reduction = requests[number]
 
         def add(
             total: Array, part: Any, *_: Any, number=number, reduction=reduction
         ) -> Array:
-            values = _requests(run, part, known)[number].values
-            return _ACROSS_PARTS[reduction](total, values)
+            values = requests_of(run, part, known)[number].values
+            return ACROSS_PARTS[reduction](total, values)
 
         known.append(all_reduce(fold_rest(add, first), reduction))
     return known
@@ -87,7 +87,7 @@ def known_totals(known: list[Array]) -> AllReduce:
     return lambda totals, reduction: next(remaining)
 
 
-def _requests(run: RunPart, part: Any, known: list[Array]) -> list[_Request]:
+def requests_of(run: RunPart, part: Any, known: list[Array]) -> list[_Request]:
     """Runs the rule with the known totals, and returns its requests for totals."""
     requests: list[_Request] = []
 
