@@ -40,6 +40,8 @@ if TYPE_CHECKING:  # Editors, type checkers and `lazy_names` read the public nam
     from tpu_embedding.config import Sharded as Sharded
     from tpu_embedding.config import TableConfig as TableConfig
     from tpu_embedding.dynamic import Dynamic as Dynamic
+    from tpu_embedding.host_rows.placement import HostRows as HostRows
+    from tpu_embedding.host_rows.training import host_rows as host_rows
     from tpu_embedding.nn import Optimizer as Optimizer
     from tpu_embedding.nn import PipelinedTrainStep as PipelinedTrainStep
     from tpu_embedding.nn import TPUEmbedding as TPUEmbedding

@@ -32,6 +32,7 @@ from tpu_embedding.initializers import Initializer, takes_key
 from tpu_embedding.optimizers.resolve import optimizer_problem
 from tpu_embedding.optimizers.row_optimizer import TableOptimizer
 from tpu_embedding.rows.narrow_rows import NARROW_DTYPES
+from tpu_embedding.rows.row_storage import RowStorage
 from tpu_embedding.types import PADDING_ROW_ID
 from tpu_embedding.vocabularies import FixedVocabulary, Vocabulary
 
@@ -97,6 +98,10 @@ class Placement(abc.ABC):
         Raises:
           ValueError: if the placement names an axis that the mesh lacks.
         """
+
+    def storage(self, num_rows: int) -> RowStorage:
+        """Returns where the rows of a table of this size are stored: on devices."""
+        return RowStorage()
 
 
 def _are_axes(value: Any) -> bool:

@@ -276,9 +276,12 @@ class LookupStats:
       requested_rows: rows that all devices requested from each shard, int32
         `[num_shards]` by stack name. A device requests the row of equal ids once,
         unless the optimizer needs each occurrence.
+      missing_rows: reads of rows that their device lacked, int32 scalars by stack name.
+        They gave NaN. Stacks whose devices have all rows are missing here.
     """
 
     rounds: dict[str, Int[Array, ""]]
     out_of_range: dict[str, Int[Array, ""]]
     num_ids: dict[str, Int[Array, ""]]
     requested_rows: dict[str, Int[Array, " shards"]]
+    missing_rows: dict[str, Int[Array, ""]] = dataclasses.field(default_factory=dict)

@@ -13,7 +13,6 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any, get_args
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
 
@@ -434,9 +433,7 @@ class _LayerRestore:
         """Returns the rows of a table or slot variable; shapes become zeros first."""
         plan, shape = self.layer.plan, packed.lines
         if isinstance(shape, jax.ShapeDtypeStruct):
-            sharding = plan.rows_sharding(stack)
-            zeros = jnp.zeros(shape.shape, shape.dtype, device=sharding)
-            packed = dataclasses.replace(packed, lines=zeros)
+            packed = packed.zeros(plan.rows_sharding(stack))
         arrays = self.of_stack(stack, slot)
 
         def read(table: str, start: int, num_rows: int) -> np.ndarray:

@@ -29,6 +29,7 @@ from tpu_embedding.nn.training import embedding_layers
 from tpu_embedding.plan.plan import EmbeddingPlan
 from tpu_embedding.rows.packed_rows import PackedRows
 from tpu_embedding.tables.initial_values import init_tables
+from tpu_embedding.update.lazy_update import structure_of_state
 
 _NOT_SAVED = (
     LookupStatsVariable,
@@ -313,7 +314,7 @@ def _are_slots(value: Any, plans: Iterable[EmbeddingPlan]) -> bool:
         return False
     return any(
         set(value) == {stack.name for stack in plan.trained_stacks}
-        and jax.tree.structure(value) == _slots_structure(plan)
+        and structure_of_state(value) == _slots_structure(plan)
         for plan in plans
     )
 
@@ -321,7 +322,7 @@ def _are_slots(value: Any, plans: Iterable[EmbeddingPlan]) -> bool:
 @functools.lru_cache(maxsize=64)
 def _slots_structure(plan: EmbeddingPlan) -> Any:
     tables = jax.eval_shape(lambda: init_tables(plan, jax.random.key(0)))
-    return jax.tree.structure(jax.eval_shape(lambda t: init_slots(t, plan), tables))
+    return structure_of_state(jax.eval_shape(lambda t: init_slots(t, plan), tables))
 
 
 def _is_module(value: Any) -> bool:

@@ -57,7 +57,7 @@ from tpu_embedding.update.apply import (
     state_without_rows,
 )
 from tpu_embedding.update.every_row import KeptGradientState
-from tpu_embedding.update.lazy_update import state_specs, values_of
+from tpu_embedding.update.lazy_update import state_specs, structure_of_state, values_of
 from tpu_embedding.update.table_writer import RoundedState, open_state
 
 
@@ -351,7 +351,7 @@ def _collect_stats(
       results: stack name to the lookup of the stack.
       plan: plan of the batch's features.
     """
-    out_of_range, num_ids, requested_rows = {}, {}, {}
+    out_of_range, num_ids, requested_rows, missing_rows = {}, {}, {}, {}
     for stack in plan.used_stacks:
         result = results[stack.name]
         counts = result.routing.out_of_range
@@ -360,11 +360,14 @@ def _collect_stats(
         if result.num_ids is not None and result.requested_rows is not None:
             num_ids[stack.name] = jnp.sum(result.num_ids)
             requested_rows[stack.name] = jnp.sum(result.requested_rows, axis=0)
+        if result.missing_rows is not None:
+            missing_rows[stack.name] = jnp.sum(result.missing_rows)
     return LookupStats(
         rounds={name: result.rounds[0] for name, result in results.items()},
         out_of_range=out_of_range,
         num_ids=num_ids,
         requested_rows=requested_rows,
+        missing_rows=missing_rows,
     )
 
 
@@ -461,7 +464,6 @@ def _cotangent_of_samples(
     return jnp.pad(cotangent, ((0, missing), (0, 0)))
 
 
-@functools.partial(jax.jit, static_argnames="plan")
 def init_slots(tables: dict[str, PackedRows], plan: EmbeddingPlan) -> dict[str, Any]:
     """Returns the optimizer state of each stack that has an optimizer.
 
@@ -474,6 +476,19 @@ def init_slots(tables: dict[str, PackedRows], plan: EmbeddingPlan) -> dict[str, 
       like their table; other values are replicated.
     """
     check_tables(tables, plan.trained_stacks)
+    slots = _init_on_devices(tables, plan)
+    for stack in plan.trained_stacks:
+        if stack.name not in slots:
+            table = tables[stack.name]
+            slots[stack.name] = stack.storage.init_state(table, stack, plan)
+    return slots
+
+
+@functools.partial(jax.jit, static_argnames="plan")
+def _init_on_devices(
+    tables: dict[str, PackedRows], plan: EmbeddingPlan
+) -> dict[str, Any]:
+    """Returns the state of each stack of which devices hold all rows."""
     return {
         stack.name: on_shards(
             functools.partial(init_state, stack=stack),
@@ -482,6 +497,7 @@ def init_slots(tables: dict[str, PackedRows], plan: EmbeddingPlan) -> dict[str, 
             out_specs=state_specs(abstract_state(stack), stack),
         )(tables[stack.name])
         for stack in plan.trained_stacks
+        if stack.storage.holds_all_rows
     }
 
 
@@ -616,7 +632,7 @@ def _check_states(slots: dict[str, Any], plan: EmbeddingPlan) -> None:
     """Rejects optimizer states of other optimizers, or of other storage types."""
     for stack in plan.trained_stacks:
         expected, given = map(
-            jax.tree.structure, (abstract_state(stack), slots[stack.name])
+            structure_of_state, (abstract_state(stack), slots[stack.name])
         )
         if expected != given:
             raise ValueError(

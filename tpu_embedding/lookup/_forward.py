@@ -532,6 +532,8 @@ class StackLookup:
         `requested_rows`, if this device reads its own rows, which are not counted.
       requested_rows: int32 `[1, num_shards]`, rows that the shard asks of each owner,
         in all rounds together.
+      missing_rows: int32 `[1]`, reads of rows that this device owns and lacks. It is
+        None for a table of which it has all rows.
     """
 
     activations: list[Float[Array, "_ dim"]]
@@ -539,6 +541,7 @@ class StackLookup:
     rounds: Int[Array, "_"]
     num_ids: Int[Array, "_"] | None = None
     requested_rows: Int[Array, "_ shards"] | None = None
+    missing_rows: Int[Array, "_"] | None = None
 
 
 def route_stack(
@@ -616,9 +619,26 @@ def read_stack(
     if sent is not None:
         counts["num_ids"] = sent.unique.first_positions[-1:]
         counts["requested_rows"] = jnp.diff(sent.unique.first_ranks)[None]
+    if not table.holds_all_rows:
+        counts["missing_rows"] = _num_missing(table, routing, stack)[None]
     return StackLookup(
         activations=activations, routing=routing, rounds=rounds[None], **counts
     )
+
+
+def _num_missing(
+    table: PackedRows, routing: StackRouting, stack: StackPlan
+) -> Int[Array, ""]:
+    """Counts the reads of rows that this device owns and lacks, over all rounds."""
+    if routing.sent is None:
+        return table.num_missing(routing.keys)
+    total, _ = fold_later_rounds(
+        lambda total, current: total + table.num_missing(current.requests),
+        table.num_missing(routing.sent.first.requests),
+        routing.sent,
+        stack,
+    )
+    return total
 
 
 def sent_ids(routing: StackRouting, stack: StackPlan) -> SentIds:

@@ -61,6 +61,11 @@ def no_stats(plan: EmbeddingPlan) -> LookupStats:
             for stack in plan.stacks
             if stack.sends_ids
         },
+        missing_rows={
+            stack.name: jnp.int32(0)
+            for stack in plan.stacks
+            if not stack.storage.holds_all_rows
+        },
     )
 
 

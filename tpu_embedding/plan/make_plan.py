@@ -9,6 +9,7 @@ A table's own placement comes first, then what `make_plan(placement=...)` says.
 """
 
 import dataclasses
+import functools
 import math
 from collections.abc import Sequence
 from typing import Any, Final
@@ -44,6 +45,7 @@ from tpu_embedding.plan.plan import (
 )
 from tpu_embedding.rows.narrow_rows import NARROW_DTYPES
 from tpu_embedding.rows.packed_rows import RowLayout, StackContents, TableRange
+from tpu_embedding.rows.row_storage import RowStorage
 from tpu_embedding.types import PADDING_ROW_ID
 
 _MAX_ROWS_OF_STACK: Final = PADDING_ROW_ID - 2**20
@@ -66,6 +68,7 @@ class NamedTable:
         if every device has all rows.
       num_shards: devices along these axes.
       placement_reason: the setting that chose the axes.
+      storage: where the placement stores its rows.
       num_rows: rows in its stack, spare ones included.
     """
 
@@ -75,6 +78,7 @@ class NamedTable:
     shard_axes: tuple[str, ...] = ()
     num_shards: int = 1
     placement_reason: str = ""
+    storage: RowStorage = RowStorage()
     num_rows: int = 0
 
 
@@ -255,6 +259,7 @@ def _place(
         shard_axes=axes,
         num_shards=num_shards,
         placement_reason=reason,
+        storage=chosen.storage(table.config.max_rows),
         num_rows=vocabulary.rows_over(num_shards),
     )
 
@@ -287,6 +292,8 @@ def stack_tables(tables: Sequence[NamedTable]) -> list[list[NamedTable]]:
             table.shard_axes,
             type(config.vocabulary),
             config.vocabulary.stacking_key,
+            type(table.storage),
+            table.storage.stacking_key,
         )
         stacks = groups.setdefault(key, [])
         for stack in stacks:
@@ -362,6 +369,10 @@ def _plan_stack(
     )
     num_rows = offsets[-1] + tables[-1].num_rows
     backend = options.choose(first, num_rows, mesh, hardware)
+    storage = functools.reduce(RowStorage.joined, [t.storage for t in tables])
+    for table in tables:
+        if problem := table.storage.problem(table, backend):
+            raise ValueError(f"{problem}, got it for table {table.name!r}.")
     facts: dict[str, Any] = dict(
         name=name,
         tables=table_plans,
@@ -382,6 +393,7 @@ def _plan_stack(
         ),
         backend=backend,
         hardware=hardware,
+        storage=storage,
         slots=_slot_rows(first),
     )
     if first.optimizer is None:

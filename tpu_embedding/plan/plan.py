@@ -32,6 +32,7 @@ from tpu_embedding.plan.features import (
 )
 from tpu_embedding.plan.memory import format_bytes, format_table, rows_bytes
 from tpu_embedding.rows.packed_rows import LANE_BYTES, RowLayout, round_up
+from tpu_embedding.rows.row_storage import RowStorage
 from tpu_embedding.types import AxisSize
 from tpu_embedding.vocabularies import Vocabulary
 
@@ -86,6 +87,7 @@ class StackPlan:
       updates: form in which gradients are summed and applied.
       backend: what looks rows up, and what updates them.
       hardware: hardware of the devices.
+      storage: where its rows are stored.
       optimizer: None; `TrainedStackPlan` has one.
       slots: row shape and dtype of each slot variable.
     """
@@ -103,6 +105,7 @@ class StackPlan:
     updates: Updates
     backend: Backend
     hardware: HardwareInfo
+    storage: RowStorage
     optimizer: RowOptimizer | None
     slots: tuple[jax.ShapeDtypeStruct, ...]
 
@@ -165,12 +168,11 @@ class StackPlan:
 
         A vocabulary's own arrays are not among them.
         """
+        layout = self.storage.device_layout(self.layout)
         return (
-            rows_bytes(self.layout, self.hardware, LANE_BYTES),
+            rows_bytes(layout, self.hardware, LANE_BYTES),
             *(
-                rows_bytes(
-                    self.layout.slot_layout(slot), self.hardware, slot.dtype.itemsize
-                )
+                rows_bytes(layout.slot_layout(slot), self.hardware, slot.dtype.itemsize)
                 for slot in self.slots
             ),
         )
@@ -337,6 +339,7 @@ class EmbeddingPlan(FeatureNest):
         return sum(
             stack.array_bytes[0]
             + stack.vocabulary.stacks.bytes_per_device(stack, self.hardware)
+            + stack.storage.bytes_per_device(stack)
             for stack in self.stacks
         )
 
@@ -505,6 +508,7 @@ def _notes(stack: StackPlan) -> Iterator[str]:
         )
     yield from (f"{stack.name}: {note}" for note in stack.backend.notes(stack.hardware))
     yield from stack.vocabulary.stacks.notes(stack, stack.hardware)
+    yield from (f"{stack.name}: {note}" for note in stack.storage.notes(stack))
 
 
 def _placement_rows(plan: EmbeddingPlan) -> list[tuple[str, ...]]:

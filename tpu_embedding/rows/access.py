@@ -6,9 +6,10 @@ and scatters would go here. Blocks of consecutive rows serve passes over a whole
 """
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, Final, NamedTuple, TypeVar
+from typing import Any, Final, NamedTuple, TypeVar, cast
 
 import jax
 import jax.numpy as jnp
@@ -40,6 +41,28 @@ _MAX_LOST_ROUNDINGS: Final = 8
 one."""
 
 
+_RowFunction = TypeVar("_RowFunction", bound=Callable[..., Any])
+
+
+def _at_places(function: _RowFunction) -> _RowFunction:
+    """Lets a function of row ids work on rows that the device holds in part.
+
+    Rows that it lacks read NaN. Changes to them are dropped.
+    """
+
+    @functools.wraps(function)
+    def run(packed: PackedRows, row_ids: Int[Array, " ids"], *values: Array) -> Any:
+        if packed.holds_all_rows:
+            return function(packed, row_ids, *values)
+        result = function(packed.held_rows(), packed.places(row_ids), *values)
+        if isinstance(result, PackedRows):
+            return packed.with_held_rows(result, row_ids)
+        return packed.where_held(result, row_ids)
+
+    return cast(_RowFunction, run)
+
+
+@_at_places
 def gather_rows(packed: PackedRows, row_ids: Int[Array, " ids"]) -> Array:
     """Reads rows.
 
@@ -75,6 +98,7 @@ def gather_lines(
     )
 
 
+@_at_places
 def add_to_rows(
     packed: PackedRows, row_ids: Int[Array, " ids"], values: Array
 ) -> PackedRows:
@@ -94,6 +118,7 @@ def add_to_rows(
     return _add_to_stored(packed, row_ids, values)
 
 
+@_at_places
 def replace_stored_rows(
     packed: PackedRows, row_ids: Int[Array, " ids"], stored: Int[Array, "ids lanes"]
 ) -> PackedRows:
@@ -129,6 +154,7 @@ def _add_to_stored(
     return dataclasses.replace(packed, lines=lines)
 
 
+@_at_places
 def replace_rows(
     packed: PackedRows, row_ids: Int[Array, " ids"], old: Array, new: Array
 ) -> PackedRows:
@@ -268,6 +294,7 @@ def _in_vectors(lines: Float[Array, "ids lanes"]) -> Float[Array, "ids lanes"]:
     return jax.lax.bitcast_convert_type(words, jnp.float32)
 
 
+@_at_places
 def set_rows(
     packed: PackedRows, row_ids: Int[Array, " ids"], values: Array
 ) -> PackedRows:

@@ -27,7 +27,7 @@ lines as they are. `access.py` reads and changes rows.
 import dataclasses
 import functools
 import hashlib
-from typing import Any, Final, NamedTuple, no_type_check
+from typing import Any, ClassVar, Final, NamedTuple, no_type_check
 
 import jax
 import jax.numpy as jnp
@@ -289,6 +289,45 @@ class PackedRows:
     # Any: leaves of a pytree may be arrays, shapes or shardings.
     lines: Any
     layout: RowLayout = dataclasses.field(metadata={"static": True})
+
+    # A seam: a subclass may hold a part of the rows, and know where the rest is.
+    holds_all_rows: ClassVar[bool] = True
+
+    def places(self, row_ids):
+        """Returns where the lines have rows; `PADDING_ROW_ID` for those they lack.
+
+        The rows of a table and of its slot variables have equal places.
+        """
+        return row_ids
+
+    def held_rows(self):
+        """Returns the rows that the lines have, in the order of their places."""
+        return self
+
+    def with_held_rows(self, held, row_ids):
+        """Returns these rows after the named ones of `held_rows()` were changed."""
+        return held
+
+    def where_held(self, rows, row_ids):
+        """Returns rows that were read, with NaN for those that the lines lack."""
+        return rows
+
+    def num_missing(self, row_ids):
+        """Returns how many rows the lines lack; padding does not count."""
+        return jnp.int32(0)
+
+    def read_windows(self, windows, exchange):
+        """Yields the blocks of windows, as `row_stream.read_blocks` does."""
+        raise NotImplementedError
+
+    def write_windows(self, windows, exchange, read):
+        """Replaces the rows of windows, as `row_stream.write_blocks` does."""
+        raise NotImplementedError
+
+    def zeros(self, sharding):
+        """Returns rows of zeros on devices, if the lines are a shape."""
+        lines = jnp.zeros(self.lines.shape, self.lines.dtype, device=sharding)
+        return dataclasses.replace(self, lines=lines)
 
     def tree_flatten_with_keys(self):
         """Returns the lines under the layout's `leaf_name`, and the layout."""

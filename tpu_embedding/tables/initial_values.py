@@ -48,7 +48,6 @@ _SLABS_PER_TABLE: Final = 400
 """A pass holds about eight slabs of temporaries, at most 2 % of a table."""
 
 
-@functools.partial(jax.jit, static_argnames="plan")
 def init_tables(plan: EmbeddingPlan, key: jax.Array) -> dict[str, Any]:
     """Returns the stacked tables with their initial values.
 
@@ -67,18 +66,29 @@ def init_tables(plan: EmbeddingPlan, key: jax.Array) -> dict[str, Any]:
       >>> sorted(te.functional.init_tables(plan, jax.random.key(0)))
       ['stack_0']
     """
+    tables = _init_on_devices(plan, key)
+    for stack in plan.stacks:
+        if not stack.storage.holds_all_rows:
+            tables[stack.name] = stack.storage.init_rows(stack, plan, key)
+    return tables
+
+
+@functools.partial(jax.jit, static_argnames="plan")
+def _init_on_devices(plan: EmbeddingPlan, key: jax.Array) -> dict[str, Any]:
+    """Returns the stacks of which devices hold all rows."""
+    stacks = [stack for stack in plan.stacks if stack.storage.holds_all_rows]
 
     def init(key: jax.Array) -> dict[str, Any]:
         tables: dict[str, Any] = {
-            stack.name: _init_stack(stack, plan, key) for stack in plan.stacks
+            stack.name: _init_stack(stack, plan, key) for stack in stacks
         }
-        for stack in plan.stacks:
+        for stack in stacks:
             tables |= stack.vocabulary.stacks.init_arrays(stack, plan, key)
         return tables
 
     specs = {
         name: stack.rows_spec
-        for stack in plan.stacks
+        for stack in stacks
         for name in (stack.name, *stack.vocabulary.stacks.array_names(stack))
     }
     return in_auto_axes(init, plan, specs)(key)

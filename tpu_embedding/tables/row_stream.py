@@ -116,6 +116,8 @@ def read_blocks(
     check_stack(packed, stack)
     exchange = line_exchange(packed, stack, plan)
     windows = windows_of(packed, stack, ranges)
+    if not packed.holds_all_rows:
+        return packed.read_windows(windows, exchange)
     if _is_on_host(packed):
         return _read_on_host(packed, exchange, windows)
     return _read_by_exchange(packed, exchange, windows, receivers)
@@ -148,6 +150,8 @@ def write_blocks(
     check_stack(packed, stack)
     exchange = line_exchange(packed, stack, plan)
     windows = windows_of(packed, stack, ranges)
+    if not packed.holds_all_rows:
+        return packed.write_windows(windows, exchange, read)
     if _is_on_host(packed):
         return _write_on_host(packed, exchange, windows, read)
     return _write_by_exchange(packed, exchange, windows, read)
@@ -206,7 +210,7 @@ def _write_by_exchange(
     def deal(turn: Sequence[Window]) -> dict[int, np.ndarray]:
         lines = {}
         for shard in own_shards:
-            rows = _new_rows(turn[shard], exchange, read)
+            rows = new_rows(turn[shard], exchange, read)
             memory = np.zeros(exchange.dealt_shape, exchange.row.dtype)
             lines[shard] = _dealt(rows, turn[shard], exchange, memory)
         return lines
@@ -267,7 +271,7 @@ def _write_on_host(
     buffer = np.empty(num_bytes + _ALIGNMENT, np.uint8)
     begin = -buffer.ctypes.data % _ALIGNMENT
     memory = buffer[begin : begin + num_bytes].view(dtype).reshape(exchange.dealt_shape)
-    read_rows = functools.partial(_new_rows, exchange=exchange, read=read)
+    read_rows = functools.partial(new_rows, exchange=exchange, read=read)
     for window, rows in zip(windows, _read_ahead(read_rows, windows), strict=True):
         dealt = jax.device_put(_dealt(rows, window, exchange, memory), sharding)
         lines = write_lines(lines, dealt, *_bounds([window]), exchange=exchange)
@@ -356,6 +360,11 @@ def _blocks_of_window(
         for part, lines in enumerate(parts):
             in_part, in_window = exchange.rows_of_part(part, window)
             rows[in_window] = file_rows_of_lines(lines, exchange.layout)[in_part]
+    yield from blocks_of_rows(rows, window)
+
+
+def blocks_of_rows(rows: np.ndarray, window: Window) -> Iterator[RowBlock]:
+    """Yields the blocks of a window, from all its rows."""
     begin = 0
     for table, start, num_rows in window.pieces:
         if table != UNUSED:
@@ -363,9 +372,7 @@ def _blocks_of_window(
         begin += num_rows
 
 
-def _new_rows(
-    window: Window, exchange: LineExchange, read: ReadTableRows
-) -> np.ndarray:
+def new_rows(window: Window, exchange: LineExchange, read: ReadTableRows) -> np.ndarray:
     """Returns the new rows of a window; rejects another shape or dtype."""
     row, blocks = exchange.row, []
     for table, start, num_rows in window.pieces:

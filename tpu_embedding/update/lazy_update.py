@@ -198,13 +198,14 @@ class RuleStep:
           The updates of the rows, the new slot variables, and the new values.
         """
         row_ids = gradient.row_ids
-        old = [gather_rows(slot, row_ids) for slot in slots]
+        places = table.places(row_ids)
+        old = [gather_rows(slot, places) for slot in slots]
         if self.form == "blocks":
             old, slots = read_before_write((old, slots))
         rows = gather_rows(table, row_ids)
         updates, new, new_values = self.run(gradient.values, rows, old, known)
         moved = [
-            move_rows(slot, row_ids, before, after, probed.is_moved_by_adding)
+            move_rows(slot, places, before, after, probed.is_moved_by_adding)
             for slot, before, after, probed in zip(
                 slots, old, new, self.probed.slots, strict=True
             )
@@ -308,6 +309,13 @@ def map_slots(function: Callable[..., Any], state: Any, *others: Any) -> Any:
     )
 
 
+def structure_of_state(state: Any) -> jax.tree_util.PyTreeDef:
+    """Returns the structure of states, wherever the rows of slot variables are."""
+    return jax.tree.structure(
+        map_slots(lambda slot: PackedRows(lines=0, layout=slot.layout), state)
+    )
+
+
 def state_specs(state: Any, stack: StackPlan) -> Any:
     """Returns the partition of each part of a stack's state.
 
@@ -359,12 +367,12 @@ def with_values(state: Any, values: list[Any]) -> Any:
 
 def move_rows(
     slot: PackedRows,
-    row_ids: Int[Array, " ids"],
+    places: Int[Array, " ids"],
     old: Array,
     new: Array,
     is_moved_by_adding: bool,
 ) -> PackedRows:
     """Sets rows of a slot variable to their new values; see `ProbedSlot`."""
     if is_moved_by_adding:
-        return add_to_rows(slot, row_ids, row_differences(old, new))
-    return replace_rows(slot, row_ids, old, new)
+        return add_to_rows(slot, places, row_differences(old, new))
+    return replace_rows(slot, places, old, new)

@@ -1,0 +1,104 @@
+"""The program that swaps rows between the caches of the devices and the host.
+
+Each device takes `K` rows out of slots of its cache, and sets the slots to rows from
+the host. Rows travel as records: the bits of a table's row and of its slot variables.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int, UInt32
+
+from tpu_embedding.host_rows.cached_rows import CachedRows, MappedRows
+from tpu_embedding.plan.plan import EmbeddingPlan
+from tpu_embedding.plan.shard_map import on_shards
+from tpu_embedding.rows.access import gather_rows, set_rows
+from tpu_embedding.rows.packed_rows import RowLayout
+from tpu_embedding.xla import read_before_write
+
+
+@functools.partial(jax.jit, static_argnames="plan", donate_argnums=(0, 1))
+def swap_rows(
+    table: MappedRows,
+    slots: Sequence[CachedRows],
+    moves: Int[Array, " moves"],
+    records: UInt32[Array, "rows words"],
+    plan: EmbeddingPlan,
+) -> tuple[MappedRows, list[CachedRows], UInt32[Array, "rows words"]]:
+    """Swaps rows of a stack, in place. Global.
+
+    Args:
+      table: rows of the table; donated.
+      slots: its slot variables; donated.
+      moves: per shard `3 * K` integers: the slots, the local rows that come in, and the
+        local rows that leave; `PADDING_ROW_ID` where there is none.
+      records: per shard `K` records for the slots.
+      plan: plan of the layer.
+
+    Returns:
+      The table, its slot variables, and the records that were in the slots.
+    """
+    spec = plan.sample_spec
+    arrays = [table, *slots]
+
+    def swap(arrays, moves, records):
+        at, fetched, left = moves.reshape(3, -1)
+        held = [array.held_rows() for array in arrays]
+        old = [gather_rows(rows, at) for rows in held]
+        old, held = read_before_write((old, held))
+        new, first = [], 0
+        for array, rows in zip(arrays, held, strict=True):
+            num_words = words_per_row(rows.layout)
+            words = records[:, first : first + num_words]
+            values = _rows_of_words(words, rows.layout, rows.lines.dtype)
+            lines = set_rows(rows, at, values).lines
+            new.append(dataclasses.replace(array, lines=lines))
+            first += num_words
+        words = [_words_of_rows(x, y.layout) for x, y in zip(old, held, strict=True)]
+        table: MappedRows = arrays[0]
+        slot_of_row = table.slot_of_row
+        for row_ids, slot in ((left, jnp.full_like(at, -1)), (fetched, at)):
+            slot_of_row = slot_of_row.at[row_ids].set(
+                slot, mode="drop", wrap_negative_indices=False
+            )
+        new[0] = dataclasses.replace(
+            new[0], slot_of_row=slot_of_row, version=table.version + 1
+        )
+        return new, jnp.concatenate(words, axis=1)
+
+    rows_spec = table.host.stack.rows_spec
+    new, left = on_shards(
+        swap, plan, in_specs=(rows_spec, spec, spec), out_specs=(rows_spec, spec)
+    )(arrays, moves, records)
+    return new[0], new[1:], left
+
+
+def words_per_row(layout: RowLayout) -> int:
+    """Returns the words of 32 bits of a row in a record."""
+    return -(-layout.dim // 2) if layout.narrow_dtype else layout.dim
+
+
+def _words_of_rows(rows: Float[Array, "rows *row"], layout: RowLayout) -> Any:
+    """Returns the bits of rows; two bfloat16 elements share a word."""
+    words = jax.lax.bitcast_convert_type(rows, jnp.uint32)
+    words = words.reshape(words.shape[0], layout.dim)
+    if layout.narrow_dtype is None:
+        return words
+    words = jnp.pad(words >> 16, ((0, 0), (0, layout.dim % 2)))
+    return words[:, ::2] | words[:, 1::2] << 16
+
+
+def _rows_of_words(
+    words: UInt32[Array, "rows words"], layout: RowLayout, dtype: Any
+) -> Array:
+    """Returns the rows with these bits; the inverse of `_words_of_rows`."""
+    if layout.narrow_dtype is not None:
+        pairs = jnp.stack([words << 16, words & jnp.uint32(0xFFFF0000)], axis=2)
+        words = pairs.reshape(words.shape[0], -1)[:, : layout.dim]
+        dtype = jnp.float32
+    rows = jax.lax.bitcast_convert_type(words, dtype)
+    return rows.reshape(-1, *layout.row_shape)

@@ -1,0 +1,143 @@
+"""Brings the rows of coming batches to the devices while a step computes.
+
+The main thread draws batches and dispatches exchanges. A reader, a thread, finds the
+rows of a batch, plans, reads the store and starts the transfers, two batches ahead of
+the exchanges. `HostStack` has the rules that keep the order.
+"""
+
+import collections
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any, Final, Generic, NamedTuple, TypeVar
+
+import numpy as np
+
+from tpu_embedding.host_rows.stack import FetchedRows, HostStack
+from tpu_embedding.host_rows.store import shared_threads
+
+BATCHES_FETCHED: Final = 3
+"""Batches whose rows are on their way: the next one, and two for the reader to do."""
+
+Batch = TypeVar("Batch")
+Key = tuple[str, str]
+"""The path of a layer, and the name of a stack."""
+RowsOfStacks = Mapping[Key, np.ndarray]
+"""The sorted unique rows of a batch, by stack."""
+
+
+class _Coming(NamedTuple):
+    """A batch that was drawn, and its rows."""
+
+    batch: Any
+    rows: Future[RowsOfStacks]
+
+
+class Feed(Generic[Batch]):
+    """Yields batches with the exchanges that bring their rows.
+
+    It is an iterator. The caller runs the exchanges of a batch before it draws the next
+    one, and calls `close` at the end.
+
+    Args:
+      batches: batches on the host. Each is drawn `window + 2` batches early.
+      hosts: rows on the host.
+      rows_of: returns the rows of a batch. Threads run it for several batches at once.
+    """
+
+    def __init__(
+        self,
+        batches: Iterable[Batch],
+        hosts: Mapping[Key, HostStack],
+        rows_of: Callable[[Batch], RowsOfStacks],
+    ):
+        self._source, self._hosts, self._rows_of = iter(batches), hosts, rows_of
+        windows = [host.stack.storage.window for host in hosts.values()]  # type: ignore
+        self._num_coming = max(windows) + BATCHES_FETCHED
+        self._coming: collections.deque[_Coming] = collections.deque()
+        self._fetched: collections.deque[Future[dict[Key, FetchedRows]]] = (
+            collections.deque()
+        )
+        self._handed_out: RowsOfStacks = {}
+        self._stopped = threading.Event()
+        self._reader = ThreadPoolExecutor(1, thread_name_prefix="host_rows_reader")
+
+    def __iter__(self) -> Iterator[tuple[Batch, dict[Key, FetchedRows]]]:
+        return self
+
+    def __next__(self) -> tuple[Batch, dict[Key, FetchedRows]]:
+        if any(host.feed is not self for host in self._hosts.values()):
+            self._start()
+        while len(self._coming) < self._num_coming:
+            try:
+                batch = next(self._source)
+            except StopIteration:
+                break
+            rows = shared_threads().submit(self._rows_of, batch)
+            self._coming.append(_Coming(batch, rows))
+            self._reader.submit(self._enter, self._coming[-1])
+        while len(self._fetched) < min(BATCHES_FETCHED, len(self._coming)):
+            coming = self._coming[len(self._fetched)]
+            self._fetched.append(
+                self._reader.submit(self._fetch, coming, self._stopped)
+            )
+        if not self._coming:
+            raise StopIteration
+        fetched = self._fetched[0].result()
+        self._fetched.popleft()
+        batch, rows = self._coming.popleft()
+        self._handed_out = rows.result()
+        return batch, fetched
+
+    def _start(self) -> None:
+        """Starts, or goes on after another pipeline or new values of the tables."""
+        for key, host in self._hosts.items():
+            host.claim(self)
+            if key in self._handed_out:
+                host.planner.unpin(self._handed_out[key])
+        self._next_to_enter = {
+            key: host.planner.next_batch for key, host in self._hosts.items()
+        }
+        self._stopped = threading.Event()
+        self._fetched.clear()
+        for coming in self._coming:
+            self._reader.submit(self._enter, coming)
+
+    # In the reader, one after the other:
+
+    def _enter(self, coming: _Coming) -> None:
+        for key, rows in coming.rows.result().items():
+            self._hosts[key].planner.enter(self._next_to_enter[key], rows)
+            self._next_to_enter[key] += 1
+
+    def _fetch(
+        self, coming: _Coming, stopped: threading.Event
+    ) -> dict[Key, FetchedRows]:
+        if stopped.is_set():
+            return {}
+        return {
+            key: self._hosts[key].fetch(rows, stopped)
+            for key, rows in coming.rows.result().items()
+        }
+
+    def stop(self) -> None:
+        """Ends the fetches on their way, whose plans the caller takes back."""
+        self._stopped.set()
+        for host in self._hosts.values():
+            host.wake()
+        self._reader.submit(lambda: None).result()
+
+    def pin(self, host: HostStack) -> None:
+        """Keeps the rows of the last batch in a cache, since it may have to train."""
+        for key, rows in self._handed_out.items():
+            if self._hosts[key] is host:
+                host.planner.pin(rows)
+
+    def close(self) -> None:
+        """Ends the pipeline, at the end of the batches or before."""
+        for key, host in self._hosts.items():
+            if host.feed is self:
+                host.claim(None)
+            if key in self._handed_out:
+                host.planner.unpin(self._handed_out[key])
+        self._reader.shutdown()
