@@ -87,11 +87,13 @@ def _rows_of_feature(ids: Any, shape: FeatureShape, feature: FeaturePlan) -> np.
         # A weight of NaN counts.
         is_surely_row = is_row & ~(weights < _SMALLEST_NORMAL)
         is_row = is_row & ~(weights <= 0)
-    rows = values if is_row.all() else values[is_row]
+    # Several times as fast as `values[is_row]` where padding is mixed in.
+    rows = values if is_row.all() else np.compress(is_row, values)
     if shape.default_id is not None:
-        ends = row_splits[: shape.batch_size + 1]  # without samples that fill up
-        rows_before = np.concatenate([[0], np.cumsum(is_surely_row)])[ends]
-        if not np.diff(rows_before).all():
+        rows_before = np.zeros(values.size + 1, np.int32)
+        np.cumsum(is_surely_row, dtype=np.int32, out=rows_before[1:])
+        real_splits = row_splits[: shape.batch_size + 1]  # Other samples only fill up.
+        if not np.diff(rows_before[real_splits]).all():
             rows = np.append(rows, values.dtype.type(shape.default_id))
     return rows.astype(np.int32, copy=False) + np.int32(feature.row_offset)
 
@@ -111,7 +113,8 @@ def _by_sample(
             return (matrix[:, :length] if length else matrix).reshape(-1)
 
         values = flat(ids_of(ids))
-        row_splits = np.linspace(0, values.size, shape.batch_size + 1, dtype=np.int64)
+        valence = values.size // shape.batch_size
+        row_splits = valence * np.arange(shape.batch_size + 1)
     else:
         splits_of_shards = np.asarray(ids.row_splits)
         ends = splits_of_shards[:, -1]
