@@ -143,6 +143,7 @@ CASES = {
     "all padding": ({}, np.full((4, 2), P, np.int32), []),
     "outside": ({}, np.array([-1, 10, 9, P]), [9]),
     "clip": (dict(out_of_range_ids="clip"), np.array([-1, 10, 5, P]), [0, 5, 9]),
+    "clip padding": (dict(out_of_range_ids="clip"), np.array([-1, 5, P]), [0, 5]),
     "clip 64 bits": (
         dict(out_of_range_ids="clip"),
         np.array([-(2**40), 2**40, 5, P]),
@@ -150,7 +151,11 @@ CASES = {
     ),
     "drop unsigned": ({}, np.array([2**64 - 1, 2**32 + 3, 5], np.uint64), [5]),
     "small integers": ({}, np.array([-1, 127, 5], np.int8), [5]),
-    "int4": ({}, jnp.array([-1, 7, 5], jnp.int4), [5, 7]),
+    "int4": (
+        dict(out_of_range_ids="clip"),
+        jnp.array([-1, 7, 5], jnp.int4),
+        [0, 5, 7],
+    ),
     "default": (dict(default_id=4), np.array(EMPTY_OR_ONE), [1, 4]),
     "default outside": (
         dict(default_id=4, out_of_range_ids="drop"),
@@ -243,6 +248,18 @@ def test_ragged_ids(options, expected, num_devices):
     batch = te.inputs.prepare_features(RAGGED, plan)
     assert rows_on_devices(batch, plan) == [expected]
     assert rows_on_host(batch, plan) == [expected]
+
+
+@pytest.mark.parametrize("num_devices", [1, 3, 8])
+def test_ragged_samples_that_fill_up_read_no_default(num_devices):
+    table = te.TableConfig(vocabulary_size=10, dim=4, name="t")
+    plan = te.make_plan(
+        te.FeatureConfig(table=table, default_id=4), mesh_of(num_devices)
+    )
+    ids = te.RaggedIds.from_lists([[1], [2, 3], [1], [5]])
+    batch = te.inputs.prepare_features(ids, plan)
+    assert rows_on_devices(batch, plan) == [[1, 2, 3, 5]]
+    assert rows_on_host(batch, plan) == [[1, 2, 3, 5]]
 
 
 @pytest.mark.parametrize("weight", [1e-40, -1e-40])
