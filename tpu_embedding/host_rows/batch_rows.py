@@ -1,0 +1,133 @@
+"""Finds the rows that the lookup of a batch reads, on the host.
+
+The devices cache only some rows of such tables, so a batch's rows must be known before
+its step runs. This module follows the rules of `inputs/shard_inputs.py` (padding, cut
+sequences) and of `lookup/_forward.py` (ids outside the table, weights, default ids) in
+NumPy. It needs few passes over the ids, and compiles nothing. Tests compare it with
+the compiled stages.
+
+Two facts are known only to a device, or to the caller of the step:
+
+* Devices may treat weights smaller than the smallest normal float32 as zero. CPUs and
+  TPUs do. An id with such a weight may be left out, and its sample be empty. Both its
+  row and the default row are returned, so the result may be larger than what is read.
+* NumPy ids that don't fit in int32 stay outside their table, as in a lookup that is not
+  under `jax.jit`. `jax.jit` truncates 64-bit arguments without `jax_enable_x64`, before
+  this library sees them. `prepare_features` replaces such ids.
+"""
+
+from collections.abc import Collection
+from typing import Any, Final
+
+import numpy as np
+
+from tpu_embedding.inputs.shard_inputs import FeatureShape, feature_shape
+from tpu_embedding.lookup._forward import leaves_out_weights
+from tpu_embedding.plan.features import FeaturePlan
+from tpu_embedding.plan.plan import EmbeddingPlan
+from tpu_embedding.types import PADDING_ROW_ID, ShardedRaggedIds, ids_of
+
+_SMALLEST_NORMAL: Final = np.finfo(np.float32).tiny
+
+
+def rows_of_batch(
+    features: Any, plan: EmbeddingPlan, stacks: Collection[str]
+) -> dict[str, list[np.ndarray]]:
+    """Returns the rows that a lookup of a batch reads in some stacks.
+
+    Args:
+      features: batch of `lookup`, prepared or not, of NumPy or JAX arrays that this
+        process holds whole. Global. Its dicts may lack keys.
+      plan: plan of the layer.
+      stacks: names of stacks. Features of other stacks are not read.
+
+    Returns:
+      Stack name to an int32 array per feature of the batch that looks up in the stack,
+      `[rows read]`: rows of the stack, in `[0, stack.num_rows)`. They are in no order,
+      and a row may come several times. Padding is left out. The arrays don't share
+      memory with the batch.
+
+    Raises:
+      TypeError, ValueError: if a feature's dtype, form or shape does not fit its
+        config, as in the lookup.
+
+    Example:
+      >>> import numpy as np
+      >>> import tpu_embedding as te
+      >>> table = te.TableConfig(vocabulary_size=10, dim=4, name="movie")
+      >>> plan = te.make_plan({"watched": te.FeatureConfig(table=table)})
+      >>> ids = {"watched": np.array([7, 10, 7])}  # 10 is outside the table
+      >>> rows_of_batch(ids, plan, {"stack_0"})["stack_0"][0].tolist()
+      [7, 7]
+    """
+    plan = plan.for_batch(features)
+    rows: dict[str, list[np.ndarray]] = {name: [] for name in stacks}
+    for leaf, feature in zip(plan.flatten(features), plan.features, strict=True):
+        name = plan.stacks[feature.stack_index].name
+        if name in rows:
+            ids = feature.inputs.row_numbers(leaf, feature)
+            shape = feature_shape(ids, feature, plan)
+            rows[name].append(_rows_of_feature(ids, shape, feature))
+    return rows
+
+
+def _rows_of_feature(ids: Any, shape: FeatureShape, feature: FeaturePlan) -> np.ndarray:
+    """Returns the rows of the stack that a feature reads, int32 `[rows read]`."""
+    values, weights, row_splits = _by_sample(ids, shape)
+    if values.dtype.itemsize < 4:  # Such as int4, which NumPy cannot compare.
+        values = values.astype(np.int32)
+    is_row = (values >= 0) & (values < feature.num_rows)
+    if feature.config.out_of_range_ids == "clip" and not is_row.all():
+        is_row = values != PADDING_ROW_ID
+        values = np.clip(values, 0, feature.num_rows - 1)
+    is_surely_row = is_row
+    if weights is not None and leaves_out_weights(feature):
+        with np.errstate(over="ignore", under="ignore"):
+            weights = weights.astype(np.float32, copy=False)
+        # A weight of NaN counts.
+        is_surely_row = is_row & ~(weights < _SMALLEST_NORMAL)
+        is_row = is_row & ~(weights <= 0)
+    # Several times as fast as `values[is_row]` where padding is mixed in.
+    rows = values if is_row.all() else np.compress(is_row, values)
+    if shape.default_id is not None:
+        rows_before = np.zeros(values.size + 1, np.int32)
+        np.cumsum(is_surely_row, dtype=np.int32, out=rows_before[1:])
+        real_splits = row_splits[: shape.batch_size + 1]  # Other samples only fill up.
+        if not np.diff(rows_before[real_splits]).all():
+            rows = np.append(rows, values.dtype.type(shape.default_id))
+    return rows.astype(np.int32, copy=False) + np.int32(feature.row_offset)
+
+
+def _by_sample(
+    ids: Any, shape: FeatureShape
+) -> tuple[np.ndarray, np.ndarray | None, np.ndarray]:
+    """Returns ids in the order of samples, their weights, and the samples' splits.
+
+    Sequences are cut to their length. Their weights have no effect, so there are none.
+    """
+    length = shape.sequence_length
+    if not isinstance(ids, ShardedRaggedIds):
+
+        def flat(array: Any) -> np.ndarray:
+            matrix = np.asarray(array).reshape(shape.batch_size, -1)
+            return (matrix[:, :length] if length else matrix).reshape(-1)
+
+        values = flat(ids_of(ids))
+        valence = values.size // shape.batch_size
+        row_splits = valence * np.arange(shape.batch_size + 1)
+    else:
+        splits_of_shards = np.asarray(ids.row_splits)
+        ends = splits_of_shards[:, -1]
+
+        def flat(array: Any) -> np.ndarray:
+            shards = zip(np.asarray(array), ends, strict=True)
+            return np.concatenate([shard[:end] for shard, end in shards])
+
+        values = flat(ids.values)
+        lengths = np.diff(splits_of_shards, axis=1).reshape(-1)
+        row_splits = np.concatenate([[0], np.cumsum(lengths)])
+        if length and lengths.max() > length:
+            starts = np.repeat(row_splits[:-1], lengths)
+            values = values[np.arange(values.size) - starts < length]
+    weights = None if length else getattr(ids, "weights", None)
+    return values, None if weights is None else flat(weights), row_splits
