@@ -1,5 +1,7 @@
 """The store starts with the bits of a run that has all rows on the devices."""
 
+from typing import Any, NamedTuple
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -9,6 +11,7 @@ import pytest
 import tpu_embedding as te
 from tests.conftest import mesh_of
 from tests.tables.test_initial_values import row_number
+from tests.tiers import each_once, full_cases
 from tpu_embedding.host_rows import initial
 from tpu_embedding.host_rows.initial import (
     columns_of,
@@ -19,11 +22,44 @@ from tpu_embedding.host_rows.initial import (
     rows_of_record,
     words_of_file_rows,
 )
+from tpu_embedding.optimizers.row_optimizer import Touched, declare
+from tpu_embedding.optimizers.table_rows import table_rows
 from tpu_embedding.rows import access
 from tpu_embedding.tables.row_stream import read_blocks
 from tpu_embedding.update.lazy_update import is_slot, slots_of, values_of
 
 KEY = jax.random.key(3)
+
+
+class MeasuredState(NamedTuple):
+    """State of `measured`."""
+
+    sums: Any
+    spread: Any
+    least: Any
+    distances: Any
+
+
+def measured():
+    """Makes a rule whose state starts from totals, each of which needs the last one.
+
+    Its sums are plain float32 sums, whose bits depend on the order of the addends.
+    """
+
+    def init(rows):
+        tables = table_rows(rows)
+        sums = tables.total(rows)
+        distances = rows - tables.per_row(sums) / 64
+        spread = tables.total(jnp.square(distances))
+        least = tables.minimum(jnp.min(distances * tables.per_row(spread), axis=1))
+        return MeasuredState(sums, spread, least, distances)
+
+    def update(updates, state, params=None):
+        return table_rows(updates).total(updates) * updates, state
+
+    return declare(optax.GradientTransformation(init, update), driver=Touched())
+
+
 UNWRITTEN = np.uint32(0xDEADBEEF)
 
 RULES = {
@@ -36,6 +72,7 @@ RULES = {
     "ftrl": te.optimizers.ftrl(0.1),
     "adafactor": te.optimizers.adafactor(0.1),
     "adafactor_exact": te.optimizers.adafactor(0.1, mode="exact"),
+    "measured": measured(),
     "adafactor_ema": te.optimizers.adafactor(0.1, use_ema=True),
 }
 
@@ -138,9 +175,10 @@ def small_blocks(monkeypatch):
     monkeypatch.setattr(initial, "_BLOCK_BYTES", 5 * 4 * 3)
 
 
-@pytest.mark.parametrize("num_devices", [1, 3, 8])
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("name", RULES)
+@pytest.mark.parametrize(
+    ("name", "dtype", "num_devices"),
+    each_once(RULES, ["float32", "bfloat16"], full_cases([1, 3, 8, 2], "2")),
+)
 def test_equals_all_rows_on_the_devices(name, dtype, num_devices, small_blocks):
     plan, stack = plan_of(RULES[name], dtype, num_devices)
     store, state = filled(plan, stack)
@@ -149,3 +187,113 @@ def test_equals_all_rows_on_the_devices(name, dtype, num_devices, small_blocks):
     assert_same_values(state, expected)
     assert_same_values(measured_state(store, stack, plan, "slot {}".format), expected)
     assert store.largest <= max(15, 8 * num_devices)  # never a whole table
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype", "dim", "hardware"),
+    [
+        ("measured", "float32", 20, "v5p"),
+        ("adafactor_ema", "bfloat16", 3, "v5p"),
+        ("adafactor_ema", "float32", 200, "v6e"),
+        ("rowwise_adagrad", "float32", 1, "cpu"),
+    ],
+)
+def test_packed_rows_of_whole_blocks(name, dtype, dim, hardware):
+    """Tables of several blocks of full size, with fewer rows than devices in one."""
+    sizes = 20_011, 2
+    plan, stack = plan_of(
+        RULES[name], dtype, 3 if dim == 3 else 2, sizes, dim, hardware=hardware
+    )
+    store, state = filled(plan, stack)
+    table, expected = on_devices(plan, stack)
+    assert_same_rows(store, [table, *slots_of(expected)], stack, plan)
+    assert_same_values(state, expected)
+
+
+def test_totals_follow_the_rows_of_the_store(small_blocks):
+    plan, stack = plan_of(RULES["adafactor"])
+    store, before = filled(plan, stack)
+    values = words_of_file_rows(np.full((1, 3), 100, np.float32))
+    store.write_range(7, values, columns_of(stack)[0])
+    after = measured_state(store, stack, plan, "slot {}".format)
+    tables = te.functional.init_tables(plan, KEY)
+    tables = te.functional.with_table_values(
+        tables,
+        {
+            table.name: file_rows_of_words(
+                store.words[table.row_offset :][: table.num_rows, columns_of(stack)[0]],
+                rows_of_record(stack)[0],
+            )
+            for table in stack.tables
+        },
+        plan,
+    )
+    expected = te.functional.init_slots(tables, plan)[stack.name]
+    assert_same_values(after, expected)
+    assert float(after.squares.value[0] - before.squares.value[0]) > 29_000
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8"])
+def test_initializers_of_rows_and_of_whole_tables(dtype, small_blocks):
+    initializers = [
+        row_number,  # needs the whole shape
+        te.initializers.normal(0.3, 0.1),
+        te.initializers.uniform(-0.1, 0.3),
+        te.initializers.normal(0.1, 0.4),
+        te.initializers.constant(-0.0),
+        None,
+    ]
+    plan = te.make_plan(
+        [
+            te.FeatureConfig(
+                table=te.TableConfig(
+                    vocabulary_size=size,
+                    dim=5,
+                    name=f"initial_{i}",
+                    dtype=dtype,
+                    initializer=initializer,
+                )
+            )
+            for i, initializer in enumerate(initializers)
+            for size in [3 + 10 * i]
+        ],
+        mesh_of(3),
+    )
+    stacks = te.functional.init_tables(plan, KEY)
+    for stack in plan.stacks:
+        store = Store(stack)
+        fill_tables(store, stack, plan, KEY)
+        assert_same_rows(store, [stacks[stack.name]], stack, plan)
+
+
+def test_mesh_of_explicit_axes(small_blocks):
+    rule = RULES["adafactor_ema"]
+    mesh = jax.make_mesh((2, 2), ("x", "y"), devices=jax.devices()[:4])
+    plan = te.make_plan(
+        te.FeatureConfig(table=te.TableConfig(vocabulary_size=70, dim=3, name="axes")),
+        mesh,
+        optimizer=rule,
+    )
+    (stack,) = plan.trained_stacks
+    store, state = filled(plan, stack)
+    table, expected = on_devices(plan, stack)
+    assert_same_rows(store, [table, *slots_of(expected)], stack, plan)
+    assert_same_values(state, expected)
+
+
+@pytest.mark.parametrize("dtype", [np.uint8, jnp.bfloat16, np.float32, np.int32])
+@pytest.mark.parametrize("shape", [(), (1,), (5,), (8,)])
+def test_words_hold_file_rows(dtype, shape):
+    rows = np.arange(7 * int(np.prod(shape))).reshape(7, *shape).astype(dtype)
+    words = words_of_file_rows(rows)
+    num_bytes = int(np.prod(shape)) * rows.dtype.itemsize
+    assert words.dtype == np.uint32 and words.shape == (7, -(-num_bytes // 4))
+    row = jax.ShapeDtypeStruct(shape, dtype)
+    np.testing.assert_array_equal(file_rows_of_words(words, row), rows)
+
+
+def test_no_program_is_compiled_again(small_blocks):
+    plan, stack = plan_of(RULES["adafactor_ema"], sizes=(300, 200))
+    filled(plan, stack)
+    with jax.no_tracing():
+        filled(plan, stack)

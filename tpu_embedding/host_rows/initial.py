@@ -64,7 +64,7 @@ from tpu_embedding.update.totals import (
     known_totals,
     requests_of,
 )
-from tpu_embedding.xla import computed_apart
+from tpu_embedding.xla import computed_apart, run_if
 
 _BLOCK_BYTES: Final = 2**22
 """Bytes of float32 rows that a device computes at a time."""
@@ -420,17 +420,25 @@ def _add_block(
     """
 
     def run(total: Any, block: PackedRows, start: Array, known: list[Array]) -> Any:
-        requests = requests_of(
-            lambda rows, all_reduce: init_block(rows, start, all_reduce, stack),
-            block,
-            known,
-        )
-        if len(requests) == len(known):
-            return {}
-        values, reduction = requests[len(known)]
-        if total:
-            values = ACROSS_PARTS[reduction](total[reduction][0], values)
-        return {reduction: values[None]}
+        def request() -> Any:
+            requests = requests_of(
+                lambda rows, all_reduce: init_block(rows, start, all_reduce, stack),
+                block,
+                known,
+            )
+            return requests[len(known)] if len(requests) > len(known) else None
+
+        if not total:
+            first = request()
+            return {first.reduction: first.values[None]} if first else {}
+
+        def add(total: Array) -> Array:
+            return ACROSS_PARTS[reduction](total[0], request().values)[None]
+
+        ((reduction, so_far),) = total.items()
+        # In a loop, as `init_state` does: XLA:CPU adds up a matrix-vector product in
+        # another order outside of one.
+        return {reduction: run_if(start >= 0, add, so_far)}
 
     everywhere, spec = PartitionSpec(), stack.rows_spec
     return on_shards(
