@@ -17,12 +17,11 @@ NUM_ROWS, WORDS = 1000, 5
 
 @pytest.fixture(params=[1, 2, 8], ids="{}threads".format)
 def threads(request, monkeypatch):
-    monkeypatch.setattr(store_module, "num_threads", lambda: request.param)
-    monkeypatch.setattr(store_module, "_SLICE_ROWS", 16)
-    store_module._threads_of_process.cache_clear()
-    yield request.param
-    store_module.shared_threads().shutdown()
-    store_module._threads_of_process.cache_clear()
+    monkeypatch.setattr(store_module, "_num_cores", lambda: request.param)
+    monkeypatch.setattr(store_module, "_FILE_THREADS", request.param)
+    monkeypatch.setattr(store_module, "_SLICE_BYTES", 16 * 4 * WORDS)
+    monkeypatch.setattr(store_module, "_FILE_SLICE_ROWS", 16)
+    return request.param
 
 
 @pytest.fixture(params=[False, True], ids=["memory", "mapped"])
@@ -83,13 +82,13 @@ def test_rows_that_do_not_exist_fail(store):
         store.write_range(NUM_ROWS - 1, random_records(0, 2), slice(None))
 
 
-def test_a_failing_slice_raises(threads):
+def test_a_failing_slice_raises(store, threads):
     def fail(part):
         if part.stop == 100:
             raise OSError("disk")
 
     with pytest.raises(OSError, match="disk"):
-        store_module._in_slices(fail, 100)
+        store._in_slices(fail, 100)
 
 
 def test_sizes_and_close(tmp_path):
