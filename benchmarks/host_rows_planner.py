@@ -1,12 +1,12 @@
-"""Times the host's work per id for tables of which the devices cache some rows.
+"""Times the host's work per id for tables larger than the cache on the devices.
 
     python benchmarks/host_rows_planner.py [--steps N] [--json FILE]
 
-For each batch of zipf ids, the host deduplicates the ids (`unique_rows`), lets the batch
-enter the window (`Planner.enter`), and plans the batch that leaves it (`Planner.plan`).
-With 1 thread, these run one after the other. With 2, another thread deduplicates ids of
-later batches, as a loader does. All times are divided by the ids of a batch, before
-deduplication. They are taken after the cache is full.
+For each batch of zipf ids, the host deduplicates the ids (`unique_rows`), lets the
+batch enter the window (`Planner.enter`), and plans the batch that leaves it
+(`Planner.plan`). With 1 thread, these run one after the other. With 2, a second thread
+deduplicates the ids of later batches, as a loader does. All times are divided by the
+ids of a batch before deduplication, and are taken after the cache is full.
 """
 
 import argparse

@@ -67,9 +67,24 @@ def test_ranges_of_rows_and_words(store):
     values = store.read_range(5, 30, slice(1, 4))
     np.testing.assert_array_equal(values, expected[5:30, 1:4])
     values[:] = 0
+    for begin in (0, NUM_ROWS, NUM_ROWS + 5000):
+        assert store.read_range(begin, begin, slice(1, 4)).shape == (0, 3)
     np.testing.assert_array_equal(
         store.read(np.arange(NUM_ROWS, dtype=np.int32)), expected
     )
+
+
+def test_some_words_of_random_rows(store, threads):
+    expected = random_records(0, NUM_ROWS)
+    store.write_range(0, expected, slice(None))
+    for count in (0, 1, 100):
+        rows = np.random.default_rng(count).permutation(NUM_ROWS)[:count]
+        store.write_words(rows, expected[:count, 1:3] + 1, slice(2, 4))
+        expected[rows, 2:4] = expected[:count, 1:3] + 1
+        words = store.read_words(rows, slice(1, None))
+        np.testing.assert_array_equal(words, expected[rows, 1:])
+    values = store.read_range(0, NUM_ROWS, slice(None))
+    np.testing.assert_array_equal(values, expected)
 
 
 def test_rows_that_do_not_exist_fail(store):

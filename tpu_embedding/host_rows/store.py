@@ -105,9 +105,28 @@ class RowStore:
 
         self._in_slices(write_slice, len(rows))
 
+    def read_words(self, rows: np.ndarray, words: slice) -> np.ndarray:
+        """Returns some words of the records of rows: uint32 `[rows, words]`."""
+        num_words = len(range(*words.indices(self._records.shape[1])))
+        values = np.empty((len(rows), num_words), np.uint32)
+
+        def read_slice(part: slice) -> None:
+            values[part] = self._records[rows[part], words]
+
+        self._in_slices(read_slice, len(rows))
+        return values
+
+    def write_words(self, rows: np.ndarray, values: np.ndarray, words: slice) -> None:
+        """Replaces some words of the records of distinct rows."""
+
+        def write_slice(part: slice) -> None:
+            self._records[rows[part], words] = values[part]
+
+        self._in_slices(write_slice, len(rows))
+
     def read_range(self, begin: int, end: int, words: slice) -> np.ndarray:
         """Returns a copy of some words of the rows `begin` to `end - 1`."""
-        if self._map is None or not hasattr(mmap, "MADV_RANDOM"):
+        if self._map is None or begin >= end or not hasattr(mmap, "MADV_RANDOM"):
             return self._records[begin:end, words].copy()
         # Linux reads ahead again, only for these rows.
         row_bytes = self._records.strides[0]
