@@ -17,12 +17,11 @@ NUM_ROWS, WORDS = 1000, 5
 
 @pytest.fixture(params=[1, 2, 8], ids="{}threads".format)
 def threads(request, monkeypatch):
-    monkeypatch.setattr(store_module, "num_threads", lambda: request.param)
-    monkeypatch.setattr(store_module, "_SLICE_ROWS", 16)
-    store_module._threads_of_process.cache_clear()
-    yield request.param
-    store_module.shared_threads().shutdown()
-    store_module._threads_of_process.cache_clear()
+    monkeypatch.setattr(store_module, "_num_cores", lambda: request.param)
+    monkeypatch.setattr(store_module, "_FILE_THREADS", request.param)
+    monkeypatch.setattr(store_module, "_SLICE_BYTES", 16 * 4 * WORDS)
+    monkeypatch.setattr(store_module, "_FILE_SLICE_ROWS", 16)
+    return request.param
 
 
 @pytest.fixture(params=[False, True], ids=["memory", "mapped"])
@@ -68,9 +67,24 @@ def test_ranges_of_rows_and_words(store):
     values = store.read_range(5, 30, slice(1, 4))
     np.testing.assert_array_equal(values, expected[5:30, 1:4])
     values[:] = 0
+    for begin in (0, NUM_ROWS, NUM_ROWS + 5000):
+        assert store.read_range(begin, begin, slice(1, 4)).shape == (0, 3)
     np.testing.assert_array_equal(
         store.read(np.arange(NUM_ROWS, dtype=np.int32)), expected
     )
+
+
+def test_some_words_of_random_rows(store, threads):
+    expected = random_records(0, NUM_ROWS)
+    store.write_range(0, expected, slice(None))
+    for count in (0, 1, 100):
+        rows = np.random.default_rng(count).permutation(NUM_ROWS)[:count]
+        store.write_words(rows, expected[:count, 1:3] + 1, slice(2, 4))
+        expected[rows, 2:4] = expected[:count, 1:3] + 1
+        words = store.read_words(rows, slice(1, None))
+        np.testing.assert_array_equal(words, expected[rows, 1:])
+    values = store.read_range(0, NUM_ROWS, slice(None))
+    np.testing.assert_array_equal(values, expected)
 
 
 def test_rows_that_do_not_exist_fail(store):
@@ -83,13 +97,13 @@ def test_rows_that_do_not_exist_fail(store):
         store.write_range(NUM_ROWS - 1, random_records(0, 2), slice(None))
 
 
-def test_a_failing_slice_raises(threads):
+def test_a_failing_slice_raises(store, threads):
     def fail(part):
         if part.stop == 100:
             raise OSError("disk")
 
     with pytest.raises(OSError, match="disk"):
-        store_module._in_slices(fail, 100)
+        store._in_slices(fail, 100)
 
 
 def test_sizes_and_close(tmp_path):

@@ -67,7 +67,7 @@ class BatchPlan(NamedTuple):
         store has their records once that batch's evicted rows are written. -1 if they
         never left.
       num_rows: unique rows of the batch.
-      num_fetched: those of them that were not cached.
+      num_fetched: unique rows that were not cached.
       undo: what `Planner.undo` needs.
     """
 
@@ -160,7 +160,8 @@ class Planner:
         places = self.place[rows]
         is_cached = places >= 0
         pinned = [self.place[rows] for rows in self._pinned]
-        used = np.concatenate([np.compress(is_cached, places), *pinned])
+        used = np.concatenate([places, *pinned])
+        used = np.compress(used >= 0, used)
         missing, counts = self._by_shard(np.compress(~is_cached, rows))
         left, users = self.place[missing], self.user[used]
         hands, num_filled = self._hands.copy(), self._num_filled.copy()
@@ -220,9 +221,9 @@ class Planner:
         """Keeps cached rows of a batch that has not trained, until `unpin`.
 
         Args:
-          rows: int32, sorted unique stack rows, all of them cached.
+          rows: int32, sorted unique stack rows. Rows that are not cached stay as they
+            are.
         """
-        assert (self.place[rows] >= 0).all()
         self._pinned.append(rows)
 
     def unpin(self, rows: np.ndarray) -> None:

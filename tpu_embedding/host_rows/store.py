@@ -7,6 +7,7 @@ for what a record means; this file only moves bytes.
 
 import contextlib
 import functools
+import mmap
 import os
 import pathlib
 import weakref
@@ -16,30 +17,12 @@ from typing import Final
 
 import numpy as np
 
-_SLICE_ROWS: Final = 4096
-"""Fewest rows of a slice. Threads take 20 to 50 us to start, as long as its copy."""
+_SLICE_BYTES: Final = 2**20
+"""Fewest bytes of a thread's slice in memory: starting threads takes 20 to 50 us."""
 
-
-def num_threads() -> int:
-    """Returns the number of CPU cores that this process may use."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
-
-
-def shared_threads() -> ThreadPoolExecutor:
-    """Returns the threads of this process that copy and sort on the host.
-
-    A function that runs in one of them must not wait for another.
-    """
-    return _threads_of_process(os.getpid())
-
-
-@functools.cache
-def _threads_of_process(process_id: int) -> ThreadPoolExecutor:
-    """Returns new threads in a forked process: the parent's don't run there."""
-    del process_id
-    return ThreadPoolExecutor(num_threads(), thread_name_prefix="host_rows")
+_FILE_THREADS: Final = 32
+_FILE_SLICE_ROWS: Final = 64
+"""Fewest rows of a thread's slice of a file: each of them may wait for the disk."""
 
 
 class RowStore:
@@ -61,14 +44,18 @@ class RowStore:
     """
 
     def __init__(self, num_rows: int, words: int, path: str | None = None):
-        shape = (num_rows, words)
+        self._map = None
         if path is None:
-            self._records = np.empty(shape, np.uint32)
-            self._remove_file = None
-        else:
-            _make_file(path, 4 * num_rows * words)
-            self._remove_file = weakref.finalize(self, _remove_file, path)
-            self._records = np.asarray(np.memmap(path, np.uint32, "r+", shape=shape))
+            self._records = np.empty((num_rows, words), np.uint32)
+            return
+        _make_file(path, 4 * num_rows * words)
+        self._remove_file = weakref.finalize(self, _remove_file, path)
+        with open(path, "r+b") as file:
+            self._map = mmap.mmap(file.fileno(), 0)
+        if hasattr(mmap, "MADV_RANDOM"):
+            # Linux would read 128 KiB for each row.
+            self._map.madvise(mmap.MADV_RANDOM)
+        self._records = np.frombuffer(self._map, np.uint32).reshape(num_rows, words)
 
     @property
     def num_bytes(self) -> int:
@@ -92,7 +79,7 @@ class RowStore:
             # Any mode but "raise" copies directly to `out`, without Python's lock.
             np.take(self._records, rows[part], axis=0, out=out[part], mode="clip")
 
-        _in_slices(read_slice, len(rows))
+        self._in_slices(read_slice, len(rows))
         return out
 
     def write(self, rows: np.ndarray, records: np.ndarray) -> None:
@@ -116,11 +103,38 @@ class RowStore:
                 used, values = used[is_used], values[is_used]
             np.put(target, used, values.view(record)[:, 0], mode="clip")
 
-        _in_slices(write_slice, len(rows))
+        self._in_slices(write_slice, len(rows))
+
+    def read_words(self, rows: np.ndarray, words: slice) -> np.ndarray:
+        """Returns some words of the records of rows: uint32 `[rows, words]`."""
+        num_words = len(range(*words.indices(self._records.shape[1])))
+        values = np.empty((len(rows), num_words), np.uint32)
+
+        def read_slice(part: slice) -> None:
+            values[part] = self._records[rows[part], words]
+
+        self._in_slices(read_slice, len(rows))
+        return values
+
+    def write_words(self, rows: np.ndarray, values: np.ndarray, words: slice) -> None:
+        """Replaces some words of the records of distinct rows."""
+
+        def write_slice(part: slice) -> None:
+            self._records[rows[part], words] = values[part]
+
+        self._in_slices(write_slice, len(rows))
 
     def read_range(self, begin: int, end: int, words: slice) -> np.ndarray:
         """Returns a copy of some words of the rows `begin` to `end - 1`."""
-        return self._records[begin:end, words].copy()
+        if self._map is None or begin >= end or not hasattr(mmap, "MADV_RANDOM"):
+            return self._records[begin:end, words].copy()
+        # Linux reads ahead again, only for these rows.
+        row_bytes = self._records.strides[0]
+        start = begin * row_bytes // mmap.PAGESIZE * mmap.PAGESIZE
+        self._map.madvise(mmap.MADV_NORMAL, start, end * row_bytes - start)
+        values = self._records[begin:end, words].copy()
+        self._map.madvise(mmap.MADV_RANDOM, start, end * row_bytes - start)
+        return values
 
     def write_range(self, begin: int, values: np.ndarray, words: slice) -> None:
         """Replaces some words of `len(values)` rows, from row `begin` on.
@@ -131,7 +145,12 @@ class RowStore:
           words: where they are in a record.
         """
         assert values.dtype == np.uint32 and begin + len(values) <= len(self._records)
-        self._records[begin : begin + len(values), words] = values
+        target = self._records[begin : begin + len(values), words]
+
+        def write_slice(part: slice) -> None:
+            target[part] = values[part]
+
+        self._in_slices(write_slice, len(values))
 
     def read_words(self, rows: np.ndarray, words: slice) -> np.ndarray:
         """Returns some words of the records of rows: uint32 `[rows, words]`."""
@@ -144,21 +163,40 @@ class RowStore:
     def close(self) -> None:
         """Frees the records, and removes the file. The store can't be used again."""
         self._records = self._records[:0].copy()
-        if self._remove_file is not None:
+        if self._map is not None:
+            self._map = None
             self._remove_file()
 
     def _has(self, rows: np.ndarray) -> bool:
         return not len(rows) or int(rows.max()) < len(self._records)
 
+    def _in_slices(self, function: Callable[[slice], None], count: int) -> None:
+        """Calls a function for slices of `count` rows, in threads if there are many."""
+        if self._map is None:
+            num_bytes = count * self._records.strides[0]
+            num_slices = min(_num_cores(), num_bytes // _SLICE_BYTES)
+        else:
+            num_slices = min(_FILE_THREADS, count // _FILE_SLICE_ROWS)
+        if num_slices < 2:
+            return function(slice(0, count))
+        ends = [count * number // num_slices for number in range(num_slices + 1)]
+        threads = _threads_of_process(os.getpid())
+        for _ in threads.map(function, map(slice, ends[:-1], ends[1:])):
+            pass  # Raises the error of a slice.
 
-def _in_slices(function: Callable[[slice], None], count: int) -> None:
-    """Calls a function for slices of `count` positions, in threads if it is large."""
-    num_slices = min(num_threads(), count // _SLICE_ROWS)
-    if num_slices < 2:
-        return function(slice(0, count))
-    ends = [count * number // num_slices for number in range(num_slices + 1)]
-    for _ in shared_threads().map(function, map(slice, ends[:-1], ends[1:])):
-        pass  # Raises the error of a slice.
+
+@functools.cache
+def _threads_of_process(process_id: int) -> ThreadPoolExecutor:
+    """Returns new threads in a forked process: the parent's don't run there."""
+    del process_id
+    return ThreadPoolExecutor(_num_cores() + _FILE_THREADS, "host_rows")
+
+
+def _num_cores() -> int:
+    """Returns the number of CPU cores that this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
 
 
 def _make_file(path: str, num_bytes: int) -> None:
