@@ -45,7 +45,7 @@ if TYPE_CHECKING:
     from tpu_embedding.dynamic.row_ids import InsertResult as InsertResult
     from tpu_embedding.dynamic.row_ids import find_ids as find_ids
     from tpu_embedding.dynamic.row_ids import insert_ids as insert_ids
-    from tpu_embedding.host_rows.training import functional_host_rows as host_rows  # noqa: F401
+    from tpu_embedding.host_rows.functional import host_rows as host_rows
     from tpu_embedding.recommenders.best_rows import TopK as TopK
     from tpu_embedding.recommenders.best_rows import top_k as top_k
     from tpu_embedding.recommenders.unique_ids import expand as expand

@@ -152,14 +152,6 @@ class RowStore:
 
         self._in_slices(write_slice, len(values))
 
-    def read_words(self, rows: np.ndarray, words: slice) -> np.ndarray:
-        """Returns some words of the records of rows: uint32 `[rows, words]`."""
-        return self._records[rows, words]
-
-    def write_words(self, rows: np.ndarray, values: np.ndarray, words: slice) -> None:
-        """Replaces some words of the records of distinct rows."""
-        self._records[rows, words] = values
-
     def close(self) -> None:
         """Frees the records, and removes the file. The store can't be used again."""
         self._records = self._records[:0].copy()

@@ -6,6 +6,9 @@ The names imported here are public, as `te.linen`.
 * `training`: `value_and_grad` and `TrainState`.
 """
 
+from typing import TYPE_CHECKING
+
+from tpu_embedding.lazy_names import import_when_used as _import_when_used
 from tpu_embedding.nn.linen.layer import TPUEmbedding as TPUEmbedding
 from tpu_embedding.nn.linen.training import TrainState as TrainState
 from tpu_embedding.nn.linen.training import value_and_grad as value_and_grad
@@ -14,3 +17,8 @@ from tpu_embedding.nn.linen.variables import embedding_tables as embedding_table
 from tpu_embedding.nn.linen.variables import (
     with_embedding_tables as with_embedding_tables,
 )
+
+if TYPE_CHECKING:
+    from tpu_embedding.host_rows.linen import host_rows as host_rows
+
+__getattr__ = _import_when_used(__name__)

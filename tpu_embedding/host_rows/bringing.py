@@ -1,0 +1,88 @@
+"""What the three forms of `host_rows` share: a feed, and the exchanges of a model."""
+
+import contextlib
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any, Final, TypeVar
+
+import jax.numpy as jnp
+import numpy as np
+
+from tpu_embedding.host_rows.batch_rows import rows_of_batch
+from tpu_embedding.host_rows.cached_rows import MappedRows
+from tpu_embedding.host_rows.feed import Feed, Key, RowsOfStacks
+from tpu_embedding.host_rows.planner import unique_rows
+from tpu_embedding.host_rows.stack import FetchedRows, HostStack
+from tpu_embedding.nn.model_tables import ModelTables
+
+Batch = TypeVar("Batch")
+_NO_ROWS: Final = np.zeros(0, np.int32)
+
+
+@contextlib.contextmanager
+def open_feed(
+    batches: Iterable[Batch], layers: ModelTables, features_of: Callable[[Batch], Any]
+) -> Iterator[Iterable[tuple[Batch, Mapping[Key, FetchedRows]]]]:
+    """Opens a feed of the model's rows on the host, and closes it at the end."""
+    hosts: dict[Key, HostStack] = {
+        (path, name): rows.host
+        for path, tables in layers.items()
+        for name, rows in tables.stacks.items()
+        if isinstance(rows, MappedRows)
+    }
+    if not hosts:
+        yield ((batch, {}) for batch in batches)
+        return
+    plans = {path: tables.plan for path, tables in layers.items()}
+
+    def rows_of(batch: Batch) -> RowsOfStacks:
+        features = features_of(batch)
+        if len(plans) == 1:
+            features = dict.fromkeys(plans, features)
+        rows = dict.fromkeys(hosts, _NO_ROWS)
+        for path, plan in plans.items():
+            names = [name for key, name in hosts if key == path]
+            if names and path in features:
+                found = rows_of_batch(features[path], plan, names)
+                rows |= {(path, x): unique_rows(found[x]) for x in names}
+        return rows
+
+    feed = Feed(batches, hosts, rows_of)
+    try:
+        yield feed
+        for host in hosts.values():
+            host.check_error(wait=True)
+    finally:
+        feed.close()
+
+
+def rows_brought(
+    layers: ModelTables,
+    slots: Mapping[str, Any],
+    fetched: Mapping[Key, FetchedRows] | None,
+    lost_reads: Mapping[str, Mapping[str, Any]] | None = None,
+) -> tuple[dict[str, dict[str, Any]], dict[str, Any]]:
+    """Returns tables and slots by layer, with fetched rows; both are donated.
+
+    Args:
+      layers: tables of the model.
+      slots: slot variables by layer; layers may be missing.
+      fetched: exchanges by stack. None only checks the steps so far.
+      lost_reads: reads of missing rows in the latest lookup, by layer and stack.
+    """
+    stacks = {path: dict(tables.stacks) for path, tables in layers.items()}
+    new_slots = {path: dict(states) for path, states in slots.items()}
+    for path, tables in layers.items():
+        for name, rows in tables.stacks.items():
+            if not isinstance(rows, MappedRows):
+                continue
+            lost = ((lost_reads or {}).get(path) or {}).get(name, jnp.int32(0))
+            if fetched is None:
+                rows.host.check(rows, lost)
+                continue
+            state = new_slots.get(path, {}).get(name)
+            stacks[path][name], state = rows.host.exchange(
+                rows, state, fetched[path, name], lost
+            )
+            if state is not None:
+                new_slots[path][name] = state
+    return stacks, new_slots

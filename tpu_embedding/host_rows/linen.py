@@ -1,0 +1,49 @@
+"""`te.linen.host_rows`: batches whose rows are brought into a Linen state."""
+
+import functools
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
+
+from tpu_embedding.host_rows.bringing import Batch, open_feed, rows_brought
+from tpu_embedding.host_rows.feed import Key
+from tpu_embedding.host_rows.stack import FetchedRows
+from tpu_embedding.nn.linen.training import TrainState
+from tpu_embedding.nn.linen.variables import layer_tables, with_stacks
+
+
+def host_rows(
+    batches: Iterable[Batch],
+    state: TrainState,
+    *,
+    features_of: Callable[[Batch], Any],
+) -> Iterator[tuple[Batch, Callable[[TrainState], TrainState]]]:
+    """Yields batches, and functions that bring their rows into a Linen state.
+
+    `state = bring(state)` comes before the step of the batch, and donates the tables
+    and slot variables of the state. See `te.host_rows`.
+
+    Args:
+      batches: see `te.host_rows`.
+      state: the first state; its plans are read.
+      features_of: see `te.host_rows`.
+
+    Yields:
+      A batch and its function.
+
+    Example:
+      >>> import tpu_embedding as te
+      >>> for batch, bring in te.linen.host_rows(
+      ...     batches, state, features_of=lambda b: b["ids"]):  # doctest: +SKIP
+      ...     state, loss = train_step(bring(state), batch)
+    """
+
+    def bring(fetched: Mapping[Key, FetchedRows], state: TrainState) -> TrainState:
+        layers = layer_tables(state.variables)
+        stacks, slots = rows_brought(layers, state.slots, fetched)
+        return state.replace(
+            variables=with_stacks(state.variables, stacks), slots=slots
+        )
+
+    with open_feed(batches, layer_tables(state.variables), features_of) as feed:
+        for batch, fetched in feed:
+            yield batch, functools.partial(bring, fetched)
