@@ -27,7 +27,7 @@ from tpu_embedding.optimizers.probe import probe_rule
 from tpu_embedding.plan.plan import EmbeddingPlan, StackPlan, TablePlan
 from tpu_embedding.plan.shard_map import in_auto_axes, on_shards
 from tpu_embedding.rows import access, file_rows, packed_rows
-from tpu_embedding.rows.packed_rows import PackedRows, round_up
+from tpu_embedding.rows.packed_rows import PackedRows
 from tpu_embedding.tables import initial_values
 from tpu_embedding.update import apply, lazy_update, totals
 from tpu_embedding.xla import computed_apart, run_if
@@ -38,9 +38,12 @@ _BLOCK_BYTES: Final = 2**22
 
 def rows_of_record(stack: StackPlan) -> list[jax.ShapeDtypeStruct]:
     """Returns shape and dtype of a record's file rows: the table's, then the slots'."""
+    return [file_rows.file_row(_abstract_table(stack)), *stack.slots]
+
+
+def _abstract_table(stack: StackPlan) -> PackedRows:
     lines = jax.ShapeDtypeStruct((), stack.layout.stored_dtype)
-    table = PackedRows(lines=lines, layout=stack.layout)
-    return [file_rows.file_row(table), *stack.slots]
+    return PackedRows(lines=lines, layout=stack.layout)
 
 
 def columns_of(stack: StackPlan) -> list[slice]:
@@ -97,8 +100,9 @@ def fill_tables(
     """Writes the initial rows of a stack's tables, equal to `init_tables(plan, key)`.
 
     The devices hold a block at a time. An initializer that needs all rows at once
-    computes one whole table, split over the devices; XLA may round it differently in
-    another program. Rows between two tables stay as they are.
+    computes one whole table, split over the devices, and the host copies each device's
+    share. XLA may round it differently in another program. Rows between two tables stay
+    as they are.
 
     Args:
       store: records of the stack's rows.
@@ -107,64 +111,52 @@ def fill_tables(
       key: typed JAX random key.
     """
     for table in stack.tables:
-        # Each device computes one range of the rows, in blocks.
-        share = round_up(-(-table.num_rows // plan.num_shards), plan.num_shards)
-        row_bytes = packed_rows.LANE_BYTES * stack.dim
-        size = min(share, max(1, _BLOCK_BYTES // row_bytes))
-        lines_at = _initial_lines(table, share, size, stack, plan, key)
-        for start in range(0, share, size):
-            # The last block overlaps the one before, with equal values.
-            start = min(start, share - size)
-            for shard in lines_at(start).addressable_shards:
-                device = (shard.index[0].start or 0) // shard.data.shape[0]
-                first = device * share + start
-                count = max(0, min(size, table.num_rows - first))
-                lines = np.asarray(shard.data)
-                rows = file_rows.file_rows_of_lines(lines, stack.layout)[:count]
-                words, begin = words_of_file_rows(rows), table.row_offset + first
-                if count:
-                    store.write_range(begin, words, columns_of(stack)[0])
+        rows_of = _rows_by_block if table.row_initializer else _rows_at_once
+        for row, rows in rows_of(table, stack, plan, key):
+            words = words_of_file_rows(rows)
+            store.write_range(table.row_offset + row, words, columns_of(stack)[0])
 
 
-def _initial_lines(
-    table: TablePlan,
-    share: int,
-    size: int,
-    stack: StackPlan,
-    plan: EmbeddingPlan,
-    key: jax.Array,
-) -> Callable[[int], jax.Array]:
-    """Returns a function that computes lines of initial rows.
+def _rows_at_once(
+    table: TablePlan, stack: StackPlan, plan: EmbeddingPlan, key: jax.Array
+) -> Iterator[tuple[int, np.ndarray]]:
+    """Yields first row and initial rows of each device's share, as `file_row` says."""
+    compute = functools.partial(initial_values.logical_values, table, stack, plan)
+    values = jax.jit(in_auto_axes(compute, plan, stack.rows_spec))(key)
+    for shard in values.addressable_shards:
+        begin = shard.index[0].start or 0
+        if begin < table.num_rows:
+            rows = np.asarray(shard.data)[: table.num_rows - begin]
+            yield begin, file_rows.file_rows_of_values(rows, _abstract_table(stack))
 
-    On device `d` these are the `size` rows from `d * share + start` on, given `start`.
-    """
-    initializer, spec = table.row_initializer, stack.rows_spec
+
+def _rows_by_block(
+    table: TablePlan, stack: StackPlan, plan: EmbeddingPlan, key: jax.Array
+) -> Iterator[tuple[int, np.ndarray]]:
+    """Yields first row and initial rows of each block, as `file_row` says."""
+    initializer = table.row_initializer
+    assert initializer is not None
+    size = max(1, _BLOCK_BYTES // (packed_rows.LANE_BYTES * stack.dim))
+    size = packed_rows.round_up(size, stack.layout.rows_per_line)
     layout = dataclasses.replace(stack.layout, num_rows=size)
 
-    def compute(prepared: Any, start: Array) -> Array:
-        if initializer is None:
-            rows = jax.lax.dynamic_slice_in_dim(prepared, start, size)
-        else:
-            first = jax.lax.axis_index(stack.shard_axes) * share + start
-            row_ids = first + jnp.arange(size, dtype=jnp.int32)
-            row_ids = jnp.clip(row_ids, 0, table.num_rows - 1)
-            parameters = [values[0] for values in prepared.parameters]
-            table_key = threefry_key(prepared.keys[0])
-            rows = initializer.function(table_key, row_ids, stack.dim, *parameters)
-            initial_values.check_values(rows, (size, stack.dim), [table])
+    def compute(facts: Any, begin: Array) -> Array:
+        first = begin + jax.lax.axis_index(stack.shard_axes) * size
+        row_ids = first + jnp.arange(size, dtype=jnp.int32)
+        row_ids = jnp.clip(row_ids, 0, table.num_rows - 1)
+        parameters = [values[0] for values in facts.parameters]
+        table_key = threefry_key(facts.keys[0])
+        rows = initializer.function(table_key, row_ids, stack.dim, *parameters)
+        initial_values.check_values(rows, (size, stack.dim), [table])
         stored = computed_apart(packed_rows.store_rows(rows, layout))
         return packed_rows.pack_stored(stored, layout).lines
 
-    if initializer is None:
-        values = functools.partial(initial_values.logical_values, table, stack, plan)
-        prepare, prepared_spec = in_auto_axes(values, plan, spec), spec
-    else:
-        prepare = functools.partial(initial_values.facts_of_tables, [table])
-        prepared_spec = PartitionSpec()
-    prepared = jax.jit(prepare)(key)
-    specs = prepared_spec, PartitionSpec()
-    program = jax.jit(on_shards(compute, plan, in_specs=specs, out_specs=spec))
-    return lambda start: program(prepared, start)
+    facts = jax.jit(functools.partial(initial_values.facts_of_tables, [table]))(key)
+    specs = dict(in_specs=PartitionSpec(), out_specs=stack.rows_spec)
+    program = jax.jit(on_shards(compute, plan, **specs))
+    for begin in range(0, table.num_rows, size * stack.num_shards):
+        rows = file_rows.file_rows_of_lines(np.asarray(program(facts, begin)), layout)
+        yield begin, rows[: table.num_rows - begin]
 
 
 def fill_slots(
@@ -181,7 +173,7 @@ def fill_slots(
     Returns:
       The state of the stack, see `measured_state`.
     """
-    known, spec = _totals_of_store(store, stack, plan), stack.rows_spec
+    spec, known = stack.rows_spec, []
 
     def init(block: PackedRows, start: Array, known: list[Array]) -> list[PackedRows]:
         state = apply.init_block(block, start, totals.known_totals(known), stack)
@@ -191,6 +183,8 @@ def fill_slots(
     program = jax.jit(on_shards(init, plan, in_specs=specs, out_specs=spec))
     slots: Any = probe_rule(stack.optimizer, stack.dim).slots
     varies = any(slot.initial_value is None for slot in slots)
+    if varies:
+        known = _totals_of_store(store, stack, plan)
     for start, size in _blocks_of(stack):
         begin, end = _stack_rows(start, size, stack)
         new = slots
@@ -207,7 +201,7 @@ def fill_slots(
                 shape = end - begin, *slot.row.shape
                 rows = np.full(shape, slot.initial_value, slot.row.dtype)
             store.write_range(begin, words_of_file_rows(rows), words)
-    return _state_of_totals(known, stack, plan, slot_at)
+    return measured_state(store, stack, plan, slot_at)
 
 
 def measured_state(
@@ -222,16 +216,10 @@ def measured_state(
       slot_at: makes the leaf of slot variable `i`, in the order of `stack.slots`.
 
     Returns:
-      A state of the structure of `init_state`. Values that belong to no row are
+      A state of the structure of `init_state`. Counts, rates and totals are
       replicated over the devices, and equal `init_slots` bit for bit.
     """
-    known = _totals_of_store(store, stack, plan)
-    return _state_of_totals(known, stack, plan, slot_at)
 
-
-def _state_of_totals(
-    known: list[Any], stack: Any, plan: EmbeddingPlan, slot_at: Callable[[int], Any]
-) -> Any:
     def values(known: list[Array]) -> list[Array]:
         # They depend on rows through totals only.
         layout = dataclasses.replace(stack.layout, num_rows=apply.PADDING_ROWS)
@@ -242,7 +230,9 @@ def _state_of_totals(
         return [jnp.asarray(value) for value in lazy_update.values_of(state)]
 
     specs = dict(in_specs=PartitionSpec(), out_specs=PartitionSpec())
-    new_values = jax.jit(on_shards(values, plan, **specs))(known)
+    new_values = jax.jit(on_shards(values, plan, **specs))(
+        _totals_of_store(store, stack, plan)
+    )
     state = lazy_update.with_values(apply.abstract_state(stack), new_values)
     return lazy_update.with_slots(state, [slot_at(i) for i in range(len(stack.slots))])
 
@@ -251,7 +241,7 @@ def _totals_of_store(store: Any, stack: Any, plan: EmbeddingPlan) -> list[jax.Ar
     """Returns the totals that the rule asks for; see `totals.find_totals`. Global."""
 
     def add(total: Any, block: PackedRows, start: Array, known: list[Array]) -> Any:
-        # A total has its reduction for a key, and is empty before the first block.
+        # A total is `{reduction: sum so far}`, and empty before the first block.
         def request() -> Any:
             requests = totals.requests_of(
                 lambda rows, ask: apply.init_block(rows, start, ask, stack),
