@@ -201,7 +201,7 @@ def test_equals_all_rows_on_the_devices(name, dtype, num_devices, small_blocks):
 )
 def test_packed_rows_of_whole_blocks(name, dtype, dim, hardware):
     """Tables of several blocks of full size, with fewer rows than devices in one."""
-    sizes = 20_011, 2
+    sizes = 70_011, 2
     plan, stack = plan_of(
         RULES[name], dtype, 3 if dim == 3 else 2, sizes, dim, hardware=hardware
     )
