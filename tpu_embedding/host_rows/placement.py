@@ -179,3 +179,7 @@ class HostStorage(RowStorage):
     ) -> Any:
         """Returns a new state of the optimizer of cached rows."""
         return table.host.init_state(table)  # type: ignore[attr-defined]
+
+    def measured_state(self, table: PackedRows, state: Any) -> Any:
+        """Returns a state with totals over the present rows."""
+        return table.host.measured_state(table, state)  # type: ignore[attr-defined]
