@@ -1,0 +1,305 @@
+"""Nothing is silent: habits and mistakes that would lose rows raise."""
+
+import functools
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+import tpu_embedding as te
+from tests.conftest import mesh_of
+from tests.host_rows import models
+from tests.host_rows.models import (
+    batches,
+    evaluate,
+    expected,
+    feed,
+    fit,
+    make,
+    state_of,
+    train,
+)
+from tests.host_rows.twins import check_equal
+
+LOST = "that were not on their device"
+
+
+def test_a_step_without_the_loop():
+    """Its activations are NaN, it is counted, and the next loop raises."""
+    model, optimizer = make()
+    data = batches(12)
+    loss = train(model, optimizer, data[0])
+    assert np.isnan(loss)
+    missing = model.embedding.stats.missing_rows
+    assert int(missing["stack_0"]) == len(np.unique(data[0]["user"]))
+    with pytest.raises(ValueError, match=f"changed .* {LOST}.*from a checkpoint"):
+        fit(model, optimizer, data)
+    with pytest.raises(ValueError, match=LOST):  # It stays.
+        fit(model, optimizer, data)
+    with pytest.raises(ValueError, match=LOST):
+        model.embedding.embedding_tables()
+
+
+def test_an_evaluation_without_the_loop():
+    """The next loop raises at its start or end; nothing is lost, and it goes on."""
+    model, optimizer = make()
+    data = batches(12)
+    fit(model, optimizer, data[:4])
+    with pytest.raises(ValueError, match=LOST):
+        for batch in feed(data[4:], model, optimizer):
+            train(model, optimizer, batch)
+            assert np.isnan(evaluate(model, batches(1, seed=7)[0])).any()
+    trained = int(optimizer.dense.step.get_value())
+    assert trained < 12
+    fit(model, optimizer, data[trained:])
+    check_equal(state_of(model, optimizer), expected(12)[1])
+
+
+def test_the_last_batch_of_a_loop_is_checked():
+    model, optimizer = make()
+    data = batches(4)
+    with pytest.raises(ValueError, match=LOST):
+        for number, batch in enumerate(feed(data, model, optimizer)):
+            train(model, optimizer, batch)
+            if number == 3:
+                evaluate(model, batches(1, seed=7)[0])
+
+
+def test_features_of_that_leaves_out_ids():
+    model, optimizer = make()
+    with pytest.raises(ValueError, match=LOST):
+        for batch in feed(
+            batches(6),
+            model,
+            optimizer,
+            features_of=lambda batch: {"user": batch["user"][:, :2]},
+        ):
+            train(model, optimizer, batch)
+
+
+def test_losing_rows_is_found_at_the_next_batch():
+    model, optimizer = make()
+    drawn = feed(batches(9), model, optimizer)
+    next(drawn)
+    train(model, optimizer, batches(1, seed=7)[0])
+    next(drawn)  # The writer finds it meanwhile.
+    with pytest.raises(ValueError, match=LOST):
+        for _ in drawn:
+            host_of(model)._writer.submit(lambda: None).result()
+
+
+def host_of(model):
+    return model.embedding.tables.get_value()["stack_0"].host
+
+
+def test_training_goes_on_from_a_checkpoint(tmp_path):
+    model, optimizer = make()
+    data = batches(12)
+    fit(model, optimizer, data[:4])
+    te.save(tmp_path / "a", (model, optimizer))
+    train(model, optimizer, batches(1, seed=7)[0])
+    with pytest.raises(ValueError, match=LOST):
+        fit(model, optimizer, data[4:])
+    te.restore(tmp_path / "a", (model, optimizer))
+    losses = expected(4)[0] + fit(model, optimizer, data[4:])
+    check_equal((losses, state_of(model, optimizer)), expected(12))
+
+
+@pytest.mark.parametrize("number", [1, 3])
+def test_a_batch_that_does_not_fit(number):
+    """The batches before it have trained, and smaller ones train afterwards."""
+    model, optimizer = make()
+    data = batches(12)
+    large = {"user": np.arange(240, dtype=np.int32).reshape(8, 30)}
+    losses = []
+    with pytest.raises(ValueError, match=re.escape("'stack_0' (tables ['user'])")):
+        for batch in feed([*data[:number], large, *data], model, optimizer):
+            losses.append(float(train(model, optimizer, batch)))
+    assert len(losses) == number
+    losses += fit(model, optimizer, data[number:])
+    check_equal((losses, state_of(model, optimizer)), expected(12))
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [np.zeros((8, 3)), {"other": np.zeros((8, 3), np.int32)}],
+    ids=["floats", "other_key"],
+)
+def test_features_that_are_wrong(wrong):
+    """The error of a finder is raised at its batch, and the loop before it trains."""
+    model, optimizer = make()
+    data = batches(12)
+    mixed = [*data[:4], wrong]
+    losses = []
+    with pytest.raises((TypeError, ValueError)):
+        for batch in feed(mixed, model, optimizer):
+            losses.append(float(train(model, optimizer, batch)))
+    losses += fit(model, optimizer, data[len(losses) :])
+    check_equal((losses, state_of(model, optimizer)), expected(12))
+
+
+def test_a_model_made_inside_jit():
+    with pytest.raises(ValueError, match=r"outside of jax\.jit"):
+        fit(*nnx.jit(make)(), batches(3))
+
+
+def test_a_model_of_shapes(tmp_path):
+    """Its rows come from a checkpoint."""
+    model, optimizer = make()
+    data = batches(12)
+    fit(model, optimizer, data[:4])
+    te.save(tmp_path / "a", (model, optimizer))
+    abstract = nnx.eval_shape(make)
+    with pytest.raises((ValueError, TypeError, AttributeError)):
+        fit(*abstract, data)
+    graph, state = nnx.split(abstract)
+    plan = abstract[0].embedding.plan
+    restored = nnx.merge(graph, te.restore(tmp_path / "a", state, plan=plan))
+    losses = expected(4)[0] + fit(*restored, data[4:])
+    check_equal((losses, state_of(*restored)), expected(12))
+
+
+def test_the_first_optimizer_after_a_second():
+    model, first = make()
+    fit(model, first, batches(2))
+    second = te.Optimizer(model, optax.adam(1e-2))
+    with pytest.raises(ValueError, match="optimizer that was made last"):
+        fit(model, first, batches(2))
+    fit(model, second, batches(2))
+    with pytest.raises(ValueError, match="slot variables of an older optimizer"):
+        first.slot_values()
+
+
+def test_a_second_optimizer_starts_again():
+    states = []
+    for placement in (models.CACHE, te.Sharded()):
+        model, optimizer = make(placement)
+        fit(model, optimizer, batches(4))
+        optimizer = te.Optimizer(model, optax.adam(1e-2))
+        fit(model, optimizer, batches(12)[4:])
+        states.append(state_of(model, optimizer))
+    check_equal(*states)
+
+
+def test_a_loop_without_the_optimizer():
+    model, optimizer = make()
+    with pytest.raises(ValueError, match="pass the model together with the optimizer"):
+        fit(model, None, batches(2))
+    losses = fit(model, optimizer, batches(12))
+    check_equal((losses, state_of(model, optimizer)), expected(12))
+
+
+def test_a_model_without_an_optimizer():
+    model = models.Model(models.CACHE)
+    twin = models.Model(te.Sharded())
+    for batch in te.host_rows(batches(6), model, features_of=lambda batch: batch):
+        np.testing.assert_array_equal(evaluate(model, batch), evaluate(twin, batch))
+
+
+def test_models_without_rows_on_the_host():
+    model, optimizer = make(te.Sharded())
+    data = batches(6)
+    assert all(x is y for x, y in zip(feed(data, model, optimizer), data, strict=True))
+
+
+def test_models_without_a_layer():
+    with pytest.raises(ValueError, match="no TPUEmbedding layer"):
+        next(te.host_rows([], nnx.Linear(1, 1, rngs=nnx.Rngs(0)), features_of=len))
+
+
+TABLE = functools.partial(
+    te.TableConfig, vocabulary_size=100, dim=4, name="t", placement=models.CACHE
+)
+
+
+@pytest.mark.parametrize(
+    ("message", "options", "plan_options"),
+    [
+        (
+            "leave out te.optimizers.every_row",
+            {},
+            {"optimizer": te.optimizers.every_row(optax.adam(0.1))},
+        ),
+        (
+            "ids are row numbers",
+            {"vocabulary_size": te.Dynamic(capacity=64)},
+            {},
+        ),
+        ("leave backend out", {}, {"backend": "sparse_core"}),
+        ("float32 or bfloat16", {"dtype": "int8"}, {}),
+        (
+            "leave out use_ema",
+            {},
+            {"optimizer": te.optimizers.adafactor(0.1, use_ema=True)},
+        ),
+    ],
+    ids=["every_row", "dynamic", "sparse_core", "int8", "use_ema"],
+)
+def test_plans_of_what_is_not_supported(message, options, plan_options):
+    with pytest.raises(ValueError, match=rf"te.HostRows.*{message}.*'t'"):
+        te.make_plan(te.FeatureConfig(table=TABLE(**options)), **plan_options)
+
+
+def test_several_processes(monkeypatch):
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    with pytest.raises(ValueError, match=r"got 2 processes; use te\.Sharded"):
+        te.make_plan(te.FeatureConfig(table=TABLE()), mesh_of(1))
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("cache_rows", 0),
+        ("cache_rows", 1.5),
+        ("cache_rows", None),
+        ("window", 0),
+        ("window", 65),
+        ("directory", 3),
+    ],
+)
+def test_arguments(field, value):
+    with pytest.raises((TypeError, ValueError), match=rf"HostRows\.{field}"):
+        te.HostRows(**{"cache_rows": 10, field: value})
+
+
+def test_a_cache_larger_than_its_table():
+    """It holds all rows, and no more."""
+    model, optimizer = make(te.HostRows(cache_rows=10**9))
+    losses = fit(model, optimizer, batches(12))
+    assert host_of(model).slots_per_shard == models.ROWS // 2
+    check_equal((losses, state_of(model, optimizer)), expected(12))
+
+
+def test_a_missing_directory(tmp_path):
+    with pytest.raises(FileNotFoundError, match="nothing"):
+        make(te.HostRows(cache_rows=100, directory=tmp_path / "nothing"))
+
+
+def test_top_k():
+    model, _ = make()
+    queries = jnp.ones((2, models.DIM))
+    with pytest.raises((TypeError, ValueError), match="HostRows|all rows"):
+        te.nn.top_k(model.embedding, queries, 3)
+
+
+def test_a_table_of_one_row():
+    table = TABLE(vocabulary_size=1, placement=te.HostRows(cache_rows=1))
+    layer = te.TPUEmbedding(te.FeatureConfig(table=table), rngs=nnx.Rngs(0))
+    ids = np.zeros(4, np.int32)
+    for batch in te.host_rows([ids] * 9, layer, features_of=lambda ids: ids):
+        assert np.isfinite(layer(batch)).all()
+
+
+def test_empty_batches():
+    """Batches without ids, and a loop without batches."""
+    model, optimizer = make()
+    twin = make(te.Sharded())
+    nothing = {"user": np.full((8, 3), te.inputs.PADDING_ROW_ID)}
+    data = [nothing, nothing, *batches(3), nothing]
+    assert fit(model, optimizer, []) == []
+    assert fit(model, optimizer, data) == fit(*twin, data)
+    check_equal(state_of(model, optimizer), state_of(*twin))

@@ -1,0 +1,138 @@
+"""Without one of the rules that keep the order, rows are lost, and tests see it."""
+
+import dataclasses
+import threading
+
+import numpy as np
+import pytest
+
+import tpu_embedding as te
+from tests.host_rows import models
+from tests.host_rows.models import feed, make, train
+from tests.host_rows.twins import check_equal
+from tpu_embedding.host_rows import planner
+from tpu_embedding.host_rows.stack import HostStack
+from tpu_embedding.host_rows.store import RowStore
+
+CACHE = te.HostRows(cache_rows=80, window=1)
+
+
+def disjoint_batches(number, start=0):
+    """Batches of 24 rows; a row comes again after 5 batches, when it has left."""
+    return [
+        {"user": (np.arange(24, dtype=np.int32) + 24 * (i % 5)).reshape(8, 3) + start}
+        for i in range(number)
+    ]
+
+
+def trained(data, placement=CACHE, *, until_last=lambda: None):
+    """Trains on batches, one behind the draws, and returns the state."""
+    model, optimizer = make(placement)
+    drawn = []
+    for number, batch in enumerate(feed(data, model, optimizer)):
+        drawn.append(batch)
+        if number == len(data) - 1:
+            until_last()
+        if number:
+            train(model, optimizer, drawn[-2])
+    train(model, optimizer, drawn[-1])
+    return models.state_of(model, optimizer)
+
+
+@pytest.fixture
+def slow_writer(monkeypatch):
+    """Lets no write begin before the last batch is drawn."""
+    released = threading.Event()
+    write = RowStore.write
+
+    def slow_write(self, rows, records):
+        assert released.wait(timeout=300)
+        write(self, rows, records)
+
+    monkeypatch.setattr(RowStore, "write", slow_write)
+    return released
+
+
+def without_wait(monkeypatch):
+    plan = planner.Planner.plan
+    monkeypatch.setattr(
+        planner.Planner, "plan", lambda *args: plan(*args)._replace(wait_for=-1)
+    )
+
+
+def landed_before_the_write(monkeypatch):
+    write_back = HostStack._write_back
+
+    def write_back_late(self, batch, left):
+        with self._changed:
+            self._landed = batch
+            self._changed.notify_all()
+        write_back(self, batch, left)
+
+    monkeypatch.setattr(HostStack, "_write_back", write_back_late)
+
+
+@pytest.mark.parametrize("mutate", [without_wait, landed_before_the_write])
+def test_reads_before_the_write(monkeypatch, slow_writer, mutate):
+    """Rows that left and come back have their values of before."""
+    mutate(monkeypatch)
+    data = disjoint_batches(12)
+    found = trained(data, until_last=slow_writer.set)
+    expected = trained(data, te.Sharded())
+    with pytest.raises(AssertionError):
+        check_equal(found, expected)
+
+
+def test_the_reader_waits_for_the_write(monkeypatch):
+    """A write begins only when nothing else can go on."""
+    waits = threading.Event()
+    write, wait_for = RowStore.write, threading.Condition.wait_for
+    num_waits = 0
+
+    def slow_write(self, rows, records):
+        assert waits.wait(timeout=300)
+        write(self, rows, records)
+
+    def counted(self, predicate, timeout=None):
+        nonlocal num_waits
+        if not predicate():
+            num_waits += 1
+            waits.set()
+        return wait_for(self, predicate, timeout)
+
+    monkeypatch.setattr(RowStore, "write", slow_write)
+    monkeypatch.setattr(threading.Condition, "wait_for", counted)
+    data = disjoint_batches(12)
+    found = trained(data)
+    assert num_waits
+    check_equal(found, trained(data, te.Sharded()))
+
+
+def test_victims_among_unfinished_batches(monkeypatch):
+    monkeypatch.setattr(planner, "UNFINISHED_BATCHES", 1)
+    small = dataclasses.replace(CACHE, cache_rows=60)
+    with pytest.raises(ValueError, match="were not on their device"):
+        trained(disjoint_batches(12), small)
+
+
+@pytest.mark.parametrize("is_pinned", [True, False])
+def test_victims_among_the_rows_of_a_waiting_loop(monkeypatch, is_pinned):
+    """A batch that was drawn trains after an evaluation of many batches."""
+    if not is_pinned:
+        monkeypatch.setattr(planner.Planner, "pin", lambda *args: None)
+    model, optimizer = make(te.HostRows(cache_rows=100))
+
+    def train_after_evaluation():
+        for batch in feed(disjoint_batches(2), model, optimizer):
+            for other in feed(disjoint_batches(6, start=120), model, optimizer):
+                models.evaluate(model, other)
+            train(model, optimizer, batch)
+
+    if is_pinned:
+        train_after_evaluation()
+        twin = make(te.Sharded())
+        models.fit(*twin, disjoint_batches(2))
+        check_equal(models.state_of(model, optimizer), models.state_of(*twin))
+    else:
+        with pytest.raises(ValueError, match="were not on their device"):
+            train_after_evaluation()
