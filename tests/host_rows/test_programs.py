@@ -28,9 +28,9 @@ class Layout:
         placement = {}
         window = int(draw.choice([1, 2, 4, 20]))
         for i in range(draw.integers(1, 4)):
-            size = self.sizes[f"t{i}"] = int(draw.integers(1, 400))
-            valences = 3 * self.batch
-            least = num_devices * 3 * valences
+            self.sizes[f"t{i}"] = int(draw.integers(1, 400))
+            # Three batches, and the pinned one of a loop that waits.
+            least = num_devices * 4 * 3 * self.batch
             cache_rows = int(draw.choice([least, 2 * least, 10 * least]))
             placement[f"t{i}"] = te.HostRows(cache_rows=cache_rows, window=window)
             if i and draw.random() < 0.2:
@@ -114,7 +114,7 @@ class Program:
             for batch in self.host.batches(data):
                 number += 1
                 drawn.append(batch)
-                if self.draw.random() < 0.3:
+                if len(drawn) == 1 and self.draw.random() < 0.3:
                     self.operate()
                 if is_ahead and len(drawn) < 2:
                     continue
