@@ -263,7 +263,7 @@ class HostStack:
         """
         self.check_error()
         plan, slots = fetched.plan, slots_of(state)
-        if self._planned[:1] != [plan]:
+        if not self._planned or self._planned[0] is not plan:
             raise ValueError(
                 f"Rows of {self._owner} must be brought once for each batch, before the "
                 "next batch is drawn, got the rows of another batch; call bring first "
