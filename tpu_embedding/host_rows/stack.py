@@ -339,7 +339,8 @@ class HostStack:
             raise error
 
     def _check_version(self, table: MappedRows) -> None:
-        if (np.asarray(table.version) != self._version).any():
+        version = table.version
+        if version.is_deleted() or (np.asarray(version) != self._version).any():
             raise ValueError(self._stale("an older copy"))
 
     def _check_slots(self, slots: Sequence[Any]) -> None:
