@@ -80,7 +80,8 @@ def _swap_rows(
             words = records[:, first : first + num_words]
             values = _rows_of_words(words, rows.layout, rows.lines.dtype)
             lines = set_rows(rows, at, values).lines
-            new.append(dataclasses.replace(array, lines=lines))
+            version = array.version + 1
+            new.append(dataclasses.replace(array, lines=lines, version=version))
             first += num_words
         words = [_words_of_rows(x, y.layout) for x, y in zip(old, held, strict=True)]
         table: MappedRows = arrays[0]
@@ -89,9 +90,7 @@ def _swap_rows(
             slot_of_row = slot_of_row.at[row_ids].set(
                 slot, mode="drop", wrap_negative_indices=False
             )
-        new[0] = dataclasses.replace(
-            new[0], slot_of_row=slot_of_row, version=table.version + 1
-        )
+        new[0] = dataclasses.replace(new[0], slot_of_row=slot_of_row)
         return new, jnp.concatenate(words, axis=1)
 
     rows_spec = table.host.stack.rows_spec
