@@ -124,8 +124,8 @@ class HostStorage(RowStorage):
             )
         if backend.replaces_lookup or backend.replaces_update:
             return (
-                "te.HostRows needs backend='xla', since SparseCores find rows by their "
-                "place; leave backend out"
+                "te.HostRows needs backend='xla', which finds rows by their numbers; "
+                "leave backend out"
             )
         if table.config.dtype_name == "int8":
             return (
