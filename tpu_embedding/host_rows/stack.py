@@ -307,7 +307,7 @@ class HostStack:
             for rows, records in left:
                 records = np.asarray(records)
                 if self._error is None:  # Else they may be those of an old copy.
-                    self.store.write(rows, records)
+                    self._write_records(rows, records)
         except BaseException as error:
             self._error = self._error or error
         with self._changed:
