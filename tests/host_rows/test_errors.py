@@ -35,7 +35,9 @@ def test_a_step_without_the_loop():
     loss = train(model, optimizer, data[0])
     assert np.isnan(loss)
     missing = model.embedding.stats.missing_rows
-    assert int(missing["stack_0"]) == len(np.unique(data[0]["user"]))
+    # Both devices may ask for a row.
+    num_rows = len(np.unique(data[0]["user"]))
+    assert num_rows <= int(missing["stack_0"]) <= 2 * num_rows
     with pytest.raises(ValueError, match=f"changed .* {LOST}.*from a checkpoint"):
         fit(model, optimizer, data)
     with pytest.raises(ValueError, match=LOST):  # It stays.

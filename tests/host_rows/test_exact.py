@@ -106,26 +106,16 @@ def test_two_stacks():
 
 @pytest.mark.parametrize("num_devices", full_cases(DEVICES[:3], "2devices", "1devices"))
 def test_a_table_on_the_host_and_one_on_the_devices(num_devices):
-    host = Run(
-        plan=te.make_plan(
-            config_of({"a": CACHE, "b": te.Sharded()}),
-            mesh_of(num_devices),
-            optimizer=RULES["rowwise"],
-        )
-    )
-    twin = Run(
-        plan=te.make_plan(
-            # Of different stacks: the same row numbers.
-            config_of({"a": te.Sharded(), "b": te.Sharded(axes=("shard",))}),
-            mesh_of(num_devices),
-            optimizer=RULES["rowwise"],
-        )
-    )
-    for run in (host, twin):
-        for batch in run.batches(batches_of(run.plan, 12)):
-            run.train(batch)
-    assert len(host.hosts) == 1 and not host.missing
-    check_equal(host.state(), twin.state())
+    """They never share a stack, so here both runs have two."""
+
+    def config_of(placement):
+        on_host, on_devices = tables_of(placement), tables_of(te.Sharded(), dim=7)
+        tables = {"a": on_host["a"], "b": on_devices["b"], "c": on_host["a"]}
+        return {name: te.FeatureConfig(table=table) for name, table in tables.items()}
+
+    options = dict(optimizer=RULES["rowwise"])
+    host = twins(config_of, batches_of, CACHE, num_devices, **options)
+    assert len(host.hosts) == 1 and len(host.tables) == 2
 
 
 def ragged_config_of(placement):
@@ -154,7 +144,7 @@ def ragged_batches_of(plan, number):
             for _ in range(BATCH)
         ]
 
-    batches = []
+    raw = []
     for _ in range(number):
         weighted = lists(ROWS["b"])
         weights = [[float(draw.integers(-1, 3)) for _ in ids] for ids in weighted]
@@ -168,8 +158,11 @@ def ragged_batches_of(plan, number):
             name: te.RaggedIds.from_lists(ids, weights if name == "weighted" else None)
             for name, ids in features.items()
         }
-        batches.append(te.inputs.prepare_features(features, plan))
-    return batches
+        raw.append(features)
+    sizes = te.inputs.BufferSizes()
+    for features in raw:  # So that all have the size of the largest.
+        te.inputs.prepare_features(features, plan, sizes=sizes)
+    return [te.inputs.prepare_features(x, plan, sizes=sizes) for x in raw]
 
 
 @pytest.mark.parametrize(
@@ -215,7 +208,7 @@ def test_more_misses_than_an_exchange_holds(num_devices):
     )
     (stack,) = host.hosts.values()
     assert stack.planner.exchange_rows == 256
-    assert stack.num_fetched > 5 * 450
+    assert stack.num_fetched > 4 * 450
 
 
 @pytest.mark.parametrize("dim", full_cases([1, 40, 128, 200], "1", "128", "200"))

@@ -35,7 +35,11 @@ class Layout:
             placement[f"t{i}"] = te.HostRows(cache_rows=cache_rows, window=window)
             if i and draw.random() < 0.2:
                 placement[f"t{i}"] = te.Sharded()
-        dims = [int(draw.choice([1, 4, 6])) for _ in self.sizes]
+        # A table on the devices has a stack of its own, also in the twin.
+        dims = [
+            int(draw.choice([1, 4, 6])) if place != te.Sharded() else 3
+            for place in placement.values()
+        ]
         capacity = [None, None, 2][draw.integers(3)]
 
         def plan_of(placement):
@@ -57,7 +61,6 @@ class Layout:
                 capacity=capacity,
             )
 
-        # A table on the devices may be in a stack of its own, with other row numbers.
         self.host = Run(plan=plan_of(placement))
         self.twin = Run(plan=plan_of(dict.fromkeys(self.sizes, te.Sharded())))
 

@@ -189,7 +189,10 @@ def check_is_old(model, optimizer, directory):
         lambda: fit(model, optimizer, batches(3)),
         lambda: model.embedding.set_embedding_tables({"user": rows_of_ones()}),
     ):
-        with pytest.raises(ValueError, match="those of the latest exchange"):
+        with pytest.raises(
+            (ValueError, RuntimeError),
+            match="those of the latest exchange|Array has been deleted",
+        ):
             use()
     with pytest.raises(te.checkpoint.CheckpointError, match="cannot be written"):
         te.save(directory / "old", (model, optimizer))

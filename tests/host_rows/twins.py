@@ -123,7 +123,7 @@ def check_equal(first, second):
         for (path, a), (_, b) in zip(first, second, strict=True)
         if not np.array_equal(bits(a), bits(b))
     ]
-    assert not different
+    assert not different, different
 
 
 def bits(array):
