@@ -274,7 +274,6 @@ def test_a_state_of_an_earlier_step(tmp_path):
     check_is_old(model, optimizer, tmp_path)
 
 
-@pytest.mark.xfail(reason="slot variables have no version", strict=True)
 def test_slot_variables_of_an_old_copy():
     model, optimizer = make()
     data = batches(12)
@@ -285,7 +284,6 @@ def test_slot_variables_of_an_old_copy():
         old.slot_values()
 
 
-@pytest.mark.xfail(reason="slot variables have no version", strict=True)
 def test_slot_variables_of_an_earlier_step():
     model, optimizer = make()
     data = batches(12)

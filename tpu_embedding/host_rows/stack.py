@@ -314,6 +314,14 @@ class HostStack:
             self._landed = batch
             self._changed.notify_all()
 
+    def _write_records(self, rows: np.ndarray, records: np.ndarray) -> None:
+        num_words = records.shape[1]
+        if num_words == self._columns[-1].stop:
+            self.store.write(rows, records)
+        else:  # There is no optimizer yet: the store keeps the slot variables.
+            rows, records = rows[rows >= 0], records[rows >= 0]
+            self.store.write_words(rows, records, slice(0, num_words))
+
     def check(self, table: MappedRows, slots: Sequence[Any], lost_reads: Any) -> None:
         """Lets the writer reject an old copy of the rows, or steps that lost some.
 

@@ -1,0 +1,200 @@
+"""Linen states, explicit arrays, and models of several layers."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import linen as nn
+from flax import nnx, serialization
+
+import tpu_embedding as te
+from tests.conftest import mesh_of
+from tests.host_rows import models
+from tests.host_rows.models import ROWS, batches
+from tests.host_rows.test_exact import RULES
+from tests.host_rows.twins import Run, check_equal, zipf_ids
+
+
+def plan_of(placement, name="user"):
+    table = te.TableConfig(
+        vocabulary_size=ROWS, dim=4, name=name, combiner="sum", placement=placement
+    )
+    config = {"user": te.FeatureConfig(table=table)}
+    return te.make_plan(config, mesh_of(2), optimizer=RULES["adagrad"])
+
+
+class LinenModel(nn.Module):
+    plan: te.EmbeddingPlan
+
+    @nn.compact
+    def __call__(self, batch):
+        rows = te.linen.TPUEmbedding(self.plan, name="embedding")(batch)["user"]
+        return nn.Dense(1)(rows)[:, 0]
+
+
+@jax.jit
+def linen_step(state, batch):
+    def loss_of(variables):
+        return jnp.mean((state.apply_fn(variables, batch) - 1) ** 2)
+
+    loss, gradients = te.linen.value_and_grad(loss_of)(state.variables)
+    return state.apply_gradients(grads=gradients), loss
+
+
+def linen_state(placement, batch):
+    """Tables can't be made inside jit, which can't fill the host's memory."""
+    model = LinenModel(plan_of(placement))
+    variables = model.init(jax.random.key(0), batch)
+    return te.linen.TrainState.create(
+        apply_fn=model.apply, variables=variables, tx=optax.adam(0.01)
+    )
+
+
+def identity(batch):
+    return batch
+
+
+def linen_losses(state, data):
+    losses = []
+    for batch, bring in te.linen.host_rows(data, state, features_of=identity):
+        state, loss = linen_step(bring(state), batch)
+        losses.append(float(loss))
+    return state, losses
+
+
+def linen_values(state):
+    plan = te.linen.layer_tables(state.variables)["embedding"].plan
+    return {
+        "tables": te.linen.embedding_tables(state.variables),
+        "slots": te.functional.slot_values(state.slots["embedding"], plan, "all"),
+        "dense": jax.tree.map(np.asarray, state.variables["params"]),
+    }
+
+
+def test_linen(tmp_path):
+    data = batches(12)
+    twin, expected = linen_losses(linen_state(te.Sharded(), data[0]), data)
+    state = linen_state(models.CACHE, data[0])
+    state, losses = linen_losses(state, data[:7])
+    te.save(tmp_path / "a", state)
+    other = linen_state(te.HostRows(cache_rows=90), data[0])
+    other = te.restore(tmp_path / "a", other)
+    for saved in (state, other):
+        trained, later = linen_losses(saved, data[7:])
+        assert losses + later == expected
+        check_equal(linen_values(trained), linen_values(twin))
+
+
+def test_linen_states_are_not_serialized_in_part():
+    state = linen_state(models.CACHE, batches(1)[0])
+    for convert in (serialization.to_state_dict, serialization.to_bytes):
+        with pytest.raises((TypeError, ValueError), match=r"te\.save"):
+            convert(state)
+
+
+def test_linen_models_inside_jit():
+    data = batches(3)
+    model = LinenModel(plan_of(models.CACHE))
+    variables = jax.jit(model.init)(jax.random.key(0), data[0])
+    state = te.linen.TrainState.create(
+        apply_fn=model.apply, variables=variables, tx=optax.adam(0.01)
+    )
+    with pytest.raises(ValueError, match=r"outside of jax\.jit"):
+        linen_losses(state, data)
+
+
+class Towers(nnx.Module):
+    """Two layers; the second has a table on the devices as well."""
+
+    def __init__(self, placement, rngs):
+        self.user = te.TPUEmbedding(None, plan=plan_of(placement), rngs=rngs)
+        tables = {
+            name: te.TableConfig(
+                vocabulary_size=size, dim=4, name=name, placement=place, optimizer=rule
+            )
+            for name, size, place, rule in (
+                ("item", 200, placement, te.optimizers.adagrad(0.1)),
+                ("shop", 20, te.Sharded(), te.optimizers.sgd(0.1)),
+            )
+        }
+        config = {name: te.FeatureConfig(table=table) for name, table in tables.items()}
+        self.item = te.TPUEmbedding(config, mesh=mesh_of(2), rngs=rngs)
+
+    def __call__(self, batch):
+        user, item = self.user(batch["user"])["user"], self.item(batch["item"])
+        return jnp.sum(user * (item["item"] + item["shop"]), axis=1)
+
+
+def test_several_layers():
+    draw = np.random.default_rng(0)
+    data = [
+        {
+            "user": batch,
+            "item": {
+                "item": zipf_ids(draw, (8,), 200),
+                "shop": zipf_ids(draw, (8,), 20),
+            },
+        }
+        for batch in batches(12)
+    ]
+    results = []
+    for placement in (te.HostRows(cache_rows=90), te.Sharded()):
+        model = Towers(placement, nnx.Rngs(0))
+        optimizer = te.Optimizer(model, optax.adam(0.01))
+        losses = [
+            float(models.train(model, optimizer, batch))
+            for batch in te.host_rows(data, model, optimizer, features_of=identity)
+        ]
+        tables = [x.embedding_tables() for x in (model.user, model.item)]
+        results.append((losses, tables, optimizer.slot_values("all")))
+    check_equal(*results)
+
+
+def test_features_of_leaves_out_a_layer():
+    """Then its rows are not brought, and the first use raises."""
+    model = Towers(te.HostRows(cache_rows=90), nnx.Rngs(0))
+    optimizer = te.Optimizer(model, optax.adam(0.01))
+    item = {"item": np.arange(8) * 20, "shop": np.arange(8)}
+    data = [{"user": batch, "item": item} for batch in batches(4)]
+    with pytest.raises(ValueError, match="were not on their device"):
+        for batch in te.host_rows(
+            data, model, optimizer, features_of=lambda batch: {"user": batch["user"]}
+        ):
+            models.train(model, optimizer, batch)
+
+
+@pytest.mark.parametrize("key", ["users", "USER"])
+def test_features_of_an_unknown_layer(key):
+    model = Towers(te.HostRows(cache_rows=90), nnx.Rngs(0))
+    optimizer = te.Optimizer(model, optax.adam(0.01))
+    with pytest.raises(ValueError, match=key):
+        next(
+            te.host_rows(
+                batches(4), model, optimizer, features_of=lambda batch: {key: batch}
+            )
+        )
+
+
+def test_a_functional_loop_that_does_not_bring():
+    """Rows of another batch would come into the cache."""
+    run = Run(plan=plan_of(models.CACHE))
+    drawn = te.functional.host_rows(
+        batches(6), run.tables, run.plan, features_of=identity
+    )
+    next(drawn)
+    with pytest.raises(ValueError, match="host_rows"):
+        for batch, bring in drawn:
+            run.tables, run.slots = bring(run.tables, run.slots)
+            run.train(batch)
+
+
+def test_a_functional_loop_that_brings_twice():
+    run = Run(plan=plan_of(models.CACHE))
+    drawn = te.functional.host_rows(
+        batches(6), run.tables, run.plan, features_of=identity
+    )
+    _, bring = next(drawn)
+    run.tables, run.slots = bring(run.tables, run.slots)
+    with pytest.raises(ValueError, match="host_rows"):
+        bring(run.tables, run.slots)
