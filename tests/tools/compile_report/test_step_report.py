@@ -21,10 +21,11 @@ def report():
     return report_of_step()
 
 
-def report_of_step(**table_options):
+def report_of_step(num_rows=1000, placement=None):
     """Returns the report of a step on two CPU devices."""
-    options = {"vocabulary_size": 1000} | table_options
-    table = te.TableConfig(dim=16, name="table", **options)
+    table = te.TableConfig(
+        vocabulary_size=num_rows, dim=16, name="table", placement=placement
+    )
     plan = te.make_plan(
         {"f": te.FeatureConfig(table=table)}, mesh_of(2), optimizer="adagrad"
     )
@@ -64,15 +65,14 @@ def test_an_own_step_on_the_cpu(report):
 
 def test_rows_on_the_host():
     """The cache and its map are counted, and updated without a copy."""
-    report = report_of_step(
-        vocabulary_size=200_000, placement=te.HostRows(cache_rows=20_000)
-    )
+    report = report_of_step(200_000, te.HostRows(cache_rows=20_000))
     plan = report.plan
     cache, cached_map = 64 * 10_000, 4 * 100_000
     assert plan.table_bytes_per_device == cache + cached_map
     assert plan.slot_bytes_per_device == cache
     assert 0 <= report.memory.arguments - 2 * cache - cached_map < 1000
     assert 0 <= report.memory.arguments - report.memory.aliased < 1000
+    assert report.accesses is not None
     assert report.accesses.table_sized_copies == ()
     lines = compile_report.format_report(report).splitlines()
     assert "  maps of cached rows    390.62 KiB" in lines

@@ -28,7 +28,6 @@ from tpu_embedding.checkpoint.restoring import RestoreState, restore_state
 from tpu_embedding.checkpoint.saving import SaveState
 from tpu_embedding.extras import require_extra
 from tpu_embedding.host_rows.cached_rows import MappedRows
-from tpu_embedding.host_rows.initial import columns_of
 from tpu_embedding.host_rows.training import host_rows
 from tpu_embedding.inputs.buffer_sizes import BufferSizes
 from tpu_embedding.inputs.prepare import shard_batch
@@ -227,10 +226,10 @@ class _Run:
     def restore(self, existing_run: ExistingRun) -> None:
         """Restores the state, or finds that there is none to restore."""
         config, data, plan = self.config, self.data, self.plan
-        self.graph, abstract = run_steps.abstract_train_state(config, data, plan)
-        self.abstract = abstract
+        graph, abstract = run_steps.abstract_train_state(config, data, plan)
+        self.graph, self.abstract = graph, abstract
         self.evaluation_step = jax.jit(
-            run_steps.make_evaluation_step(self.graph, config.loss),
+            run_steps.make_evaluation_step(graph, config.loss),
             out_shardings=plan.replicated,
         )
         self.step = self.checkpoints.latest_step() or 0
@@ -308,14 +307,9 @@ class _Run:
         steps = range(self.step, max(self.step, config.num_steps))
         if self.evaluates_first and steps:
             self.evaluate()
-        with (
-            contextlib.closing(
-                run_steps.train_batches(config, self.data, self.plan, steps, self.sizes)
-            ) as ready,
-            contextlib.closing(
-                self.with_host_rows(ready, lambda ready: ready.features)
-            ) as batches,
-        ):
+        ready = run_steps.train_batches(config, self.data, self.plan, steps, self.sizes)
+        with_rows = self.with_host_rows(ready, lambda batch: batch.features)
+        with contextlib.closing(ready), contextlib.closing(with_rows) as batches:
             for step, batch, self.sizes_so_far, _ in meter.waiting(batches):
                 if profile is not None and step == profile[0]:
                     jax.profiler.start_trace(self.directory / run_directory.PROFILE_DIR)
@@ -354,27 +348,26 @@ class _Run:
           batches: batches of training or evaluation.
           features_of: returns the prepared features of a batch.
         """
+        if all(stack.storage.holds_all_rows for stack in self.plan.stacks):
+            yield from batches
+            return
         model, optimizer = nnx.merge(self.graph, self.state)
         layers = embedding_layers(model).values()
         tables = [rows for x in layers for rows in x.tables.get_value().values()]
         hosts = [rows.host for rows in tables if isinstance(rows, MappedRows)]
-        if not hosts:
-            yield from batches
-            return
+        row_bytes = [x.store.num_bytes // x.stack.num_rows for x in hosts]
 
         def total() -> np.ndarray:
-            counts = [
-                (x.num_ids, x.num_fetched, x.num_fetched * columns_of(x.stack)[-1].stop)
-                for x in hosts
-            ]
-            return np.sum(counts, axis=0)
+            return np.array(
+                [[x.num_ids for x in hosts], [x.num_fetched for x in hosts]]
+            )
 
         before = total()
         for batch in host_rows(batches, model, optimizer, features_of=features_of):
-            num_ids, num_fetched, num_words = total() - before
+            num_ids, num_fetched = total() - before
             self.exchanged = {
-                "hit_rate": 1 - num_fetched / max(1, num_ids),
-                "exchanged_bytes": 2 * 4 * num_words,
+                "hit_rate": 1 - num_fetched.sum() / max(1, num_ids.sum()),
+                "exchanged_bytes": 2 * num_fetched @ row_bytes,
             }
             self.state = nnx.state((model, optimizer))
             yield batch
