@@ -69,6 +69,9 @@ class _Package(_types.ModuleType):
 
     def __setattr__(self, name: str, value: _Any) -> None:
         if isinstance(value, _types.ModuleType) and name in __all__:
+            source, _ = _lazy_names(__name__)[name]
+            if value.__name__ == f"{__name__}.{name}" and source != __name__:
+                return  # The folder of the public function `host_rows`.
             _show_public_names_only(value)
         super().__setattr__(name, value)
 

@@ -19,11 +19,13 @@ FEW_BYTES = 2**20
 
 def compiled_init(plan):
     key = jax.ShapeDtypeStruct((), KEY.dtype, sharding=plan.replicated)
-    compiled = te.functional.init_tables.lower(plan, key).compile()
+    compiled = jax.jit(te.functional.init_tables).lower(plan, key).compile()
     tables = jax.eval_shape(te.functional.init_tables, plan, key)
-    slots = te.functional.init_slots.lower(
-        abstract_arrays(tables, plan), plan
-    ).compile()
+    slots = (
+        jax.jit(te.functional.init_slots)
+        .lower(abstract_arrays(tables, plan), plan)
+        .compile()
+    )
     return compiled, slots
 
 

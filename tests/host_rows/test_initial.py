@@ -1,5 +1,6 @@
 """The store starts with the bits of a run that has all rows on the devices."""
 
+import dataclasses
 from typing import Any, NamedTuple
 
 import jax
@@ -46,10 +47,10 @@ def measured():
     Its sums are plain float32 sums, whose bits depend on the order of the addends.
     """
 
-    def init(rows):
-        tables = table_rows(rows)
-        sums = tables.total(rows)
-        distances = rows - tables.per_row(sums) / 64
+    def init(params):
+        tables = table_rows(params)
+        sums = tables.total(params)
+        distances = params - tables.per_row(sums) / 64
         spread = tables.total(jnp.square(distances))
         least = tables.minimum(jnp.min(distances * tables.per_row(spread), axis=1))
         return MeasuredState(sums, spread, least, distances)
@@ -200,7 +201,7 @@ def test_equals_all_rows_on_the_devices(name, dtype, num_devices, small_blocks):
 )
 def test_packed_rows_of_whole_blocks(name, dtype, dim, hardware):
     """Tables of several blocks of full size, with fewer rows than devices in one."""
-    sizes = 20_011, 2
+    sizes = 70_011, 2
     plan, stack = plan_of(
         RULES[name], dtype, 3 if dim == 3 else 2, sizes, dim, hardware=hardware
     )
@@ -217,17 +218,9 @@ def test_totals_follow_the_rows_of_the_store(small_blocks):
     store.write_range(7, values, columns_of(stack)[0])
     after = measured_state(store, stack, plan, "slot {}".format)
     tables = te.functional.init_tables(plan, KEY)
-    tables = te.functional.with_table_values(
-        tables,
-        {
-            table.name: file_rows_of_words(
-                store.words[table.row_offset :][: table.num_rows, columns_of(stack)[0]],
-                rows_of_record(stack)[0],
-            )
-            for table in stack.tables
-        },
-        plan,
-    )
+    packed = tables[stack.name]
+    lines = packed.lines.at[7 % 3 * stack.rows_per_shard + 7 // 3].set(100)
+    tables[stack.name] = dataclasses.replace(packed, lines=lines)
     expected = te.functional.init_slots(tables, plan)[stack.name]
     assert_same_values(after, expected)
     assert float(after.squares.value[0] - before.squares.value[0]) > 29_000
@@ -270,7 +263,14 @@ def test_mesh_of_explicit_axes(small_blocks):
     rule = RULES["adafactor_ema"]
     mesh = jax.make_mesh((2, 2), ("x", "y"), devices=jax.devices()[:4])
     plan = te.make_plan(
-        te.FeatureConfig(table=te.TableConfig(vocabulary_size=70, dim=3, name="axes")),
+        [
+            te.FeatureConfig(
+                table=te.TableConfig(
+                    vocabulary_size=70, dim=3, name=f"axes_{i}", initializer=initializer
+                )
+            )
+            for i, initializer in enumerate([None, row_number])
+        ],
         mesh,
         optimizer=rule,
     )
@@ -290,10 +290,3 @@ def test_words_hold_file_rows(dtype, shape):
     assert words.dtype == np.uint32 and words.shape == (7, -(-num_bytes // 4))
     row = jax.ShapeDtypeStruct(shape, dtype)
     np.testing.assert_array_equal(file_rows_of_words(words, row), rows)
-
-
-def test_no_program_is_compiled_again(small_blocks):
-    plan, stack = plan_of(RULES["adafactor_ema"], sizes=(300, 200))
-    filled(plan, stack)
-    with jax.no_tracing():
-        filled(plan, stack)

@@ -192,8 +192,11 @@ def restarted_slots(
     for stack in plan.trained_stacks:
         is_set = np.array([table.name in names for table in stack.tables])
         if stack.name in slots and any(_derived_kinds(stack)) and any(is_set):
+            state, source = slots[stack.name], tables[stack.name]
+            if not stack.storage.holds_all_rows:
+                source = stack.storage.measured_state(source, state)
             result[stack.name] = _restarted_state(
-                slots[stack.name], tables[stack.name], is_set, stack, plan, kinds
+                state, source, is_set, stack, plan, kinds
             )
     return result
 
@@ -201,19 +204,24 @@ def restarted_slots(
 @functools.partial(jax.jit, static_argnames=("stack", "plan", "kinds"))
 def _restarted_state(
     state: Any,
-    table: PackedRows,
+    source: Any,
     is_set: jax.Array,
     stack: TrainedStackPlan,
     plan: EmbeddingPlan,
     kinds: tuple[DerivedKind, ...],
 ) -> Any:
-    """Returns the state of a stack with the derived state of some tables as new."""
+    """Returns the state of a stack with the derived state of some tables as new.
 
-    def restart_shard(state: Any, table: PackedRows, is_set: jax.Array) -> Any:
+    The source of the new state is the table, or a state that was made from it.
+    """
+    is_table = isinstance(source, PackedRows)
+
+    def restart_shard(state: Any, source: Any, is_set: jax.Array) -> Any:
         nodes, tree = jax.tree.flatten(
             state, is_leaf=lambda node: is_slot(node) or is_sum(node)
         )
-        new_nodes = tree.flatten_up_to(init_state(table, stack))
+        new_state = init_state(source, stack) if is_table else source
+        new_nodes = tree.flatten_up_to(new_state)
         rule_kinds = _derived_kinds(stack)
         # The rule's state comes last, after what is kept around it.
         num_before = len(nodes) - len(rule_kinds)
@@ -230,9 +238,9 @@ def _restarted_state(
     return on_shards(
         restart_shard,
         plan,
-        in_specs=(specs, stack.rows_spec, PartitionSpec()),
+        in_specs=(specs, stack.rows_spec if is_table else specs, PartitionSpec()),
         out_specs=specs,
-    )(state, table, is_set)
+    )(state, source, is_set)
 
 
 def _restarted_total(

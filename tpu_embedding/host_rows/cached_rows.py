@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, no_type_check
 
 import jax
 import jax.numpy as jnp
+from flax import serialization
 
 from tpu_embedding.rows.packed_rows import PackedRows, RowLayout, gather_in_bounds
 from tpu_embedding.types import PADDING_ROW_ID
@@ -139,6 +140,17 @@ class MappedRows(CachedRows):
         last = self.slot_of_row.shape[0] - 1
         slots = gather_in_bounds(self.slot_of_row, jnp.minimum(row_ids, last))
         return jnp.where(row_ids <= last, slots, PADDING_ROW_ID)
+
+
+def _reject_flax(*args: Any) -> Any:
+    raise ValueError(
+        "flax.serialization would save the cached rows of a table with te.HostRows "
+        "only; save all rows by te.save, and restore them by te.restore."
+    )
+
+
+for kind in (CachedRows, MappedRows):
+    serialization.register_serialization_state(kind, _reject_flax, _reject_flax)
 
 
 def layout_of_cache(layout: RowLayout, slots_per_shard: int) -> RowLayout:

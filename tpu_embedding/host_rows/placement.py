@@ -124,8 +124,8 @@ class HostStorage(RowStorage):
             )
         if backend.replaces_lookup or backend.replaces_update:
             return (
-                "te.HostRows needs backend='xla', since SparseCores find rows by their "
-                "place; leave backend out"
+                "te.HostRows needs backend='xla', which finds rows by their numbers; "
+                "leave backend out"
             )
         if table.config.dtype_name == "int8":
             return (
@@ -179,3 +179,7 @@ class HostStorage(RowStorage):
     ) -> Any:
         """Returns a new state of the optimizer of cached rows."""
         return table.host.init_state(table)  # type: ignore[attr-defined]
+
+    def measured_state(self, table: PackedRows, state: Any) -> Any:
+        """Returns a state with totals over the present rows."""
+        return table.host.measured_state(table, state)  # type: ignore[attr-defined]

@@ -181,8 +181,9 @@ class HostStack:
         slots = [self._empty_slot(i) for i in range(len(stack.slots))]
         return with_slots(state, slots)
 
-    def measured_state(self, state: Any) -> Any:
-        """Returns a state with totals over the present rows of the store."""
+    def measured_state(self, table: MappedRows, state: Any) -> Any:
+        """Returns a state with totals over the present rows, and the same slots."""
+        self._flush(table)
         slots = slots_of(state)
         stack: Any = self.stack
         return measured_state(self.store, stack, self.plan, lambda i: slots[i])
@@ -262,6 +263,12 @@ class HostStack:
         """
         self.check_error()
         plan, slots = fetched.plan, slots_of(state)
+        if self._planned[:1] != [plan]:
+            raise ValueError(
+                f"Rows of {self._owner} must be brought once for each batch, before the "
+                "next batch is drawn, got the rows of another batch; call bring first "
+                "in the loop over host_rows."
+            )
         self._check_slots(slots)
         if not self._is_verified:  # It waits for the devices, so once per pipeline.
             self._check_version(table)

@@ -585,7 +585,8 @@ def read_stack(
 
     def read_own_rows(table: PackedRows) -> Activations:
         def rows_at(row_ids: Int[Array, " ids"]) -> Float[Array, "ids dim"]:
-            rows = gather_rows(table, row_ids).astype(jnp.float32)
+            rows = table.where_held(gather_rows(table, row_ids), row_ids)
+            rows = rows.astype(jnp.float32)
             rows = quantize(rows, stack.quantization)
             is_row = row_ids < table.layout.num_rows
             return jnp.where(is_row[:, None], rows, 0.0)

@@ -235,7 +235,7 @@ def fetch_rows(
       Those without a request are undefined.
     """
     with jax.named_scope("gather"):
-        rows = gather_rows(table, row_ids)
+        rows = table.where_held(gather_rows(table, row_ids), row_ids)
         if stack.hardware.name == "cpu":
             # Else XLA fuses the gather into the exchange's slices, on one core.
             rows = computed_apart(rows)

@@ -369,7 +369,8 @@ def _plan_stack(
     )
     num_rows = offsets[-1] + tables[-1].num_rows
     backend = options.choose(first, num_rows, mesh, hardware)
-    storage = functools.reduce(RowStorage.joined, [t.storage for t in tables])
+    storages = [table.storage for table in tables]
+    storage = functools.reduce(lambda joined, x: joined.joined(x), storages)
     for table in tables:
         if problem := table.storage.problem(table, backend):
             raise ValueError(f"{problem}, got it for table {table.name!r}.")

@@ -111,6 +111,12 @@ def top_k(
     if not isinstance(rows, jax.Array):
         check_tables(tables, [stack])
         rows = tables[stack.name]
+        if not rows.holds_all_rows:
+            raise ValueError(
+                f"top_k needs all rows of table {member.name!r} on the devices, got a "
+                f"table with {stack.storage}; search an export, whose tables are "
+                "whole: te.export.load, or pass {name: layer.embedding_tables()[name]}."
+            )
     arrays = (rows, queries.astype(jnp.float32), excluded)
     sizes = {"k": operator.index(k), "stack": stack, "member": member, "plan": plan}
     if transform is None:

@@ -47,7 +47,7 @@ _RowFunction = TypeVar("_RowFunction", bound=Callable[..., Any])
 def _at_places(function: _RowFunction) -> _RowFunction:
     """Lets a function of row ids work on rows that the device holds in part.
 
-    Rows that it lacks read NaN. Changes to them are dropped.
+    Rows that it lacks read any values. Changes to them are dropped.
     """
 
     @functools.wraps(function)
@@ -55,9 +55,8 @@ def _at_places(function: _RowFunction) -> _RowFunction:
         if packed.holds_all_rows:
             return function(packed, row_ids, *values)
         result = function(packed.held_rows(), packed.places(row_ids), *values)
-        if isinstance(result, PackedRows):
-            return packed.with_held_rows(result, row_ids)
-        return packed.where_held(result, row_ids)
+        is_changed = isinstance(result, PackedRows)
+        return packed.with_held_rows(result, row_ids) if is_changed else result
 
     return cast(_RowFunction, run)
 

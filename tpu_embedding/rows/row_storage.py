@@ -66,3 +66,7 @@ class RowStorage:
     ) -> Any:
         """Returns the optimizer's state of a stack before the first step. Global."""
         raise NotImplementedError
+
+    def measured_state(self, table: PackedRows, state: Any) -> Any:
+        """Returns a state like the first one of the present rows; its slots stay."""
+        raise NotImplementedError

@@ -94,7 +94,7 @@ def _init_on_devices(plan: EmbeddingPlan, key: jax.Array) -> dict[str, Any]:
     return in_auto_axes(init, plan, specs)(key)
 
 
-class TableFacts(NamedTuple):
+class _Tables(NamedTuple):
     """Tables of a stack whose rows one function computes. Arrays have one entry each.
 
     Attributes:
@@ -122,7 +122,7 @@ def _init_stack(stack: StackPlan, plan: EmbeddingPlan, key: jax.Array) -> Packed
             by_function.setdefault(initializer.function, []).append(table)
     groups = [facts_of_tables(tables, key) for tables in by_function.values()]
 
-    def fill(groups: list[TableFacts]) -> PackedRows:
+    def fill(groups: list[_Tables]) -> PackedRows:
         layout = stack.layout
         zeros = jnp.zeros(layout.lines_shape, layout.stored_dtype)
         rows = PackedRows(lines=zeros, layout=layout)
@@ -153,13 +153,13 @@ def keys_of_tables(
     return jax.vmap(lambda words: key_words(_key_of_words(key, words)))(words)
 
 
-def facts_of_tables(tables: Sequence[TablePlan], key: jax.Array) -> TableFacts:
+def facts_of_tables(tables: Sequence[TablePlan], key: jax.Array) -> _Tables:
     """Returns the facts of tables whose initializers have one function."""
     keys = keys_of_tables(tables, key)
     initializers = [table.row_initializer for table in tables]
     scalars = [initializer.scalars for initializer in initializers if initializer]
     parameters = tuple(np.stack(values) for values in zip(*scalars, strict=True))
-    facts = TableFacts(
+    facts = _Tables(
         offsets=np.asarray([table.row_offset for table in tables], np.int32),
         sizes=np.asarray([t.num_rows for t in tables], np.int32),
         keys=keys,
@@ -172,38 +172,20 @@ def facts_of_tables(tables: Sequence[TablePlan], key: jax.Array) -> TableFacts:
 def _fill_tables(
     rows: PackedRows,
     function: RowFunction,
-    facts: TableFacts,
+    facts: _Tables,
     stack: StackPlan,
     tables: Sequence[TablePlan],
 ) -> PackedRows:
     """Writes the rows of this shard of some tables. Per shard."""
-    values_of = functools.partial(
-        values_of_rows, function=function, facts=facts, tables=tables
-    )
+
+    def values_of(i: Any, row_ids: Int[Array, " rows"]) -> Float[Array, "rows dim"]:
+        key = threefry_key(facts.keys[i])
+        parameters = [values[i] for values in facts.parameters]
+        values = function(key, row_ids, stack.dim, *parameters)
+        check_values(values, (row_ids.shape[0], stack.dim), tables)
+        return values
+
     return _fill_slabs(rows, values_of, facts.offsets, facts.sizes, stack)
-
-
-def values_of_rows(
-    i: Any,
-    row_ids: Int[Array, " rows"],
-    function: RowFunction,
-    facts: TableFacts,
-    tables: Sequence[TablePlan],
-) -> Float[Array, "rows dim"]:
-    """Returns initial values of some rows of table `i` of `tables`.
-
-    Args:
-      i: number of the table.
-      row_ids: rows of the table; all must be in bounds.
-      function: the function of the tables' row initializers.
-      facts: the tables' facts.
-      tables: tables of one `dim`.
-    """
-    dim = tables[0].config.dim
-    parameters = [values[i] for values in facts.parameters]
-    values = function(threefry_key(facts.keys[i]), row_ids, dim, *parameters)
-    _check_values(values, (row_ids.shape[0], dim), tables)
-    return values
 
 
 def _fill_slabs(
@@ -291,13 +273,13 @@ def logical_values(
     shape = (table.num_rows, stack.dim)
     key = _key_of_words(key, np.asarray(_words_of_name(table.name), np.uint32))
     values = initializer(key, shape, jnp.float32)
-    _check_values(values, shape, [table])
+    check_values(values, shape, [table])
     block = round_up(-(-shape[0] // stack.num_shards), stack.num_shards)
     values = jnp.pad(values, ((0, block * stack.num_shards - shape[0]), (0, 0)))
     return constrain(values, plan, stack.rows_spec)
 
 
-def _check_values(
+def check_values(
     values: Any, shape: tuple[int, int], tables: Sequence[TablePlan]
 ) -> None:
     """Rejects what an initializer returned unless it is float32 of the shape."""
