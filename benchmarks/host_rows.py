@@ -15,7 +15,7 @@ The same batches of zipf ids train four tables in turns:
 A time runs from one step's end to the next, and includes all work on the host. One step
 is always in flight, as in a loop that reads the loss of the step before. The first
 steps of a turn don't count: threads have read their rows in the turn of another table.
-The counts of hits are over the counted steps.
+CPU time is of all threads, and shows what other programs on the machine don't change.
 """
 
 import argparse
@@ -39,7 +39,7 @@ from measuring import report_results, run_fresh
 import tpu_embedding as te
 from tpu_embedding.host_rows import feed
 
-ROWS: Final = ("device", "host_rows", "host_rows_in_line", "dynamic")
+SIDES: Final = ("device", "host_rows", "host_rows_in_line", "dynamic")
 STACK: Final = "stack_0"
 TURN: Final = 20
 """Steps of a turn."""
@@ -81,20 +81,21 @@ TINY: Final = Shapes(
 
 
 class Step(NamedTuple):
-    """A step's time, and its unique rows that were not cached."""
+    """A step's times, and its unique rows that were not cached."""
 
     milliseconds: float
+    cpu_milliseconds: float
     missing: Any
 
 
-def plan_of(rows: str, shapes: Shapes) -> te.EmbeddingPlan:
+def plan_of(side: str, shapes: Shapes) -> te.EmbeddingPlan:
     """Plans the table with its rows in one of the places."""
     vocabulary: Any = shapes.rows
     placement = te.Sharded()
-    if rows == "dynamic":
+    if side == "dynamic":
         evict = te.dynamic.LeastRecentlyUsed()
         vocabulary = te.Dynamic(capacity=shapes.cache_rows, evict=evict)
-    elif rows != "device":
+    elif side != "device":
         placement = te.HostRows(cache_rows=shapes.cache_rows)
     table = te.TableConfig(
         vocabulary_size=vocabulary,
@@ -113,7 +114,7 @@ def jit_step(
 ) -> Any:
     """Looks up and updates, and returns the inserts of a dynamic table."""
     num_inserts = 0
-    if plan.stacks[0].tables[0].config.vocabulary.ids_are_rows is False:
+    if not plan.stacks[0].tables[0].config.vocabulary.ids_are_rows:
         found = te.functional.insert_ids(tables, slots, ids, plan)
         tables, slots, ids = found.tables, found.slots, found.features
         num_inserts = found.stats["table"].inserts
@@ -121,44 +122,49 @@ def jit_step(
     return tables, slots, activations, num_inserts
 
 
-def steps_of(rows: str, shapes: Shapes, batches: Sequence[np.ndarray]) -> Iterator[Any]:
+def steps_of(side: str, shapes: Shapes, batches: Sequence[np.ndarray]) -> Iterator[Any]:
     """Trains a table, and yields the `Step` after each of its batches."""
-    plan = plan_of(rows, shapes)
+    plan = plan_of(side, shapes)
     tables = te.functional.init_tables(plan, jax.random.key(0))
     slots = te.functional.init_slots(tables, plan)
     size = shapes.batch, shapes.dim
     cotangents = np.random.default_rng(1).standard_normal(size, np.float32)
     cotangents = te.inputs.shard_batch({"ids": cotangents}, plan)
     features: Any = ({"ids": batch} for batch in batches)
-    if rows == "dynamic":
+    if side == "dynamic":
         features = (te.inputs.prepare_features(x, plan) for x in features)
-    host, bring = None, lambda tables, slots: (tables, slots)
-    brought: Any = ((ids, bring) for ids in features)
-    if rows.startswith("host_rows"):
+    host, brought = None, ((ids, lambda *state: state) for ids in features)
+    if side.startswith("host_rows"):
         host = tables[STACK].host  # type: ignore[attr-defined]
         brought = te.functional.host_rows(
             features, tables, plan, features_of=lambda ids: ids
         )
     # The number of batches whose rows are read at a time: with 1, the next one only.
-    fetched = 1 if rows == "host_rows_in_line" else feed.BATCHES_FETCHED
-    before, num_fetched, end = None, 0, time.perf_counter()
+    fetched = 1 if side == "host_rows_in_line" else feed.BATCHES_FETCHED
+    before, num_fetched, start = None, 0, _now()
     while True:
         with mock.patch.object(feed, "BATCHES_FETCHED", fetched):
-            ids, bring = next(brought, (None, None))
-        if ids is None:
+            batch = next(brought, None)
+        if batch is None:
             return
+        ids, bring = batch
         tables, slots = bring(tables, slots)
         tables, slots, *results = jit_step(tables, slots, ids, cotangents, plan)
-        if rows == "host_rows_in_line":
+        if host is not None and fetched == 1:
             jax.block_until_ready(results)
             host.check_error(wait=True)
         jax.block_until_ready(before)
-        milliseconds = 1e3 * (time.perf_counter() - end)
+        times = _now() - start
         before, missing = results, results[1]  # An array waits for this step.
         if host is not None:
             missing, num_fetched = host.num_fetched - num_fetched, host.num_fetched
-        yield Step(milliseconds, missing)
-        end = time.perf_counter()
+        yield Step(float(times[0]), float(times[1]), missing)
+        start = _now()
+
+
+def _now() -> np.ndarray:
+    """Returns the time, and the CPU time of this process, in milliseconds."""
+    return 1e3 * np.array([time.perf_counter(), time.process_time()])
 
 
 def time_in_turns(shapes: Shapes, num_devices: int) -> list[dict[str, Any]]:
@@ -171,22 +177,22 @@ def time_in_turns(shapes: Shapes, num_devices: int) -> list[dict[str, Any]]:
         batch.reshape(shapes.batch, shapes.valence)
         for batch in zipf_batches(work, shapes.steps)
     ]
-    tables = {rows: steps_of(rows, shapes, batches) for rows in ROWS}
-    counted: dict[str, list[Step]] = {rows: [] for rows in ROWS}
+    tables = {side: steps_of(side, shapes, batches) for side in SIDES}
+    counted: dict[str, list[Step]] = {side: [] for side in SIDES}
     for turn in range(shapes.steps // TURN):
-        for rows, steps in tables.items():
+        for side, steps in tables.items():
             done = list(itertools.islice(steps, TURN))
             if turn * TURN >= shapes.warm_up:
-                counted[rows] += done[UNCOUNTED:]
+                counted[side] += done[UNCOUNTED:]
     unique = statistics.mean(len(np.unique(batch)) for batch in batches)
     return [
-        result_of(rows, num_devices, steps, unique, shapes)
-        for rows, steps in counted.items()
+        result_of(side, num_devices, steps, unique, shapes)
+        for side, steps in counted.items()
     ]
 
 
 def result_of(
-    rows: str, num_devices: int, steps: Sequence[Step], unique: float, shapes: Shapes
+    side: str, num_devices: int, steps: Sequence[Step], unique: float, shapes: Shapes
 ) -> dict[str, Any]:
     """Returns the result of a table."""
     milliseconds = [step.milliseconds for step in steps]
@@ -194,13 +200,14 @@ def result_of(
     missing = statistics.mean(int(step.missing) for step in steps)
     # A row and its accumulators come, and another row leaves.
     moved_bytes = (
-        2 * missing * 2 * 4 * shapes.dim if rows.startswith("host_rows") else 0
+        2 * missing * 2 * 4 * shapes.dim if side.startswith("host_rows") else 0
     )
     return {
-        "rows": rows,
+        "side": side,
         "devices": num_devices,
         "median_ms": median,
         "quartiles_ms": (low, high),
+        "cpu_ms": statistics.median(step.cpu_milliseconds for step in steps),
         "missing_rows": missing,
         "unique_rows": unique,
         "hit_rate": 1 - missing / (shapes.batch * shapes.valence),
@@ -236,6 +243,7 @@ def main() -> None:
         found = run_fresh(time_in_turns, shapes, num_devices)
         for row in found:
             row["ratio"] = row["median_ms"] / found[0]["median_ms"]
+            row["cpu_ratio"] = row["cpu_ms"] / found[0]["cpu_ms"]
         results += found
     report_results(
         arguments.json,
