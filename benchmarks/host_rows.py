@@ -1,4 +1,4 @@
-"""Times a train step on a table with `te.HostRows`, beside other places for its rows.
+"""Times a train step on a table with `te.HostRows`, against other places for its rows.
 
     python benchmarks/host_rows.py [--devices 1 8] [--json FILE]
     python benchmarks/record.py FILE
@@ -9,7 +9,7 @@ The same batches of zipf ids train four tables in turns:
 * `host_rows`: `te.HostRows`, whose threads read and write rows while steps run.
 * `host_rows_in_line`: the same, but each step waits for its rows to be read, and for
   the rows that left to be written.
-* `dynamic`: a `te.Dynamic` table of as many rows as the others cache. It forgets rows,
+* `dynamic`: a `te.Dynamic` table of the size of that cache. It forgets rows,
   so its results differ.
 
 A time runs from one step's end to the next, and includes all work on the host. One step
