@@ -13,6 +13,7 @@ from tpu_embedding.host_rows.feed import Feed, Key, RowsOfStacks
 from tpu_embedding.host_rows.planner import unique_rows
 from tpu_embedding.host_rows.stack import FetchedRows, HostStack
 from tpu_embedding.nn.model_tables import ModelTables
+from tpu_embedding.update.lazy_update import slots_of
 
 Batch = TypeVar("Batch")
 _NO_ROWS: Final = np.zeros(0, np.int32)
@@ -76,10 +77,10 @@ def rows_brought(
             if not isinstance(rows, MappedRows):
                 continue
             lost = ((lost_reads or {}).get(path) or {}).get(name, jnp.int32(0))
-            if fetched is None:
-                rows.host.check(rows, lost)
-                continue
             state = new_slots.get(path, {}).get(name)
+            if fetched is None:
+                rows.host.check(rows, slots_of(state), lost)
+                continue
             stacks[path][name], state = rows.host.exchange(
                 rows, state, fetched[path, name], lost
             )

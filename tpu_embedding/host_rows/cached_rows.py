@@ -32,12 +32,15 @@ class CachedRows(PackedRows):
         compiles again for the rows of another model.
       column: number of the array in the records of the host; 0 is the table.
       owner: number of the optimizer state that has the slot variable; 0 is the table.
+      version: int32 `[1]` per shard. The host counts along, and so notices an old copy
+        of the rows, whose slots have other rows.
     """
 
     holds_all_rows: ClassVar[bool] = False
 
     host: "HostStack"
     column: int
+    version: Any
     owner: int = 0
 
     def held_rows(self):
@@ -61,7 +64,8 @@ class CachedRows(PackedRows):
         return self.layout, self.host, self.column, self.owner
 
     def _leaves(self):
-        return {f"cached_{self.layout.leaf_name}": self.lines}
+        name = f"cached_{self.layout.leaf_name}"
+        return {name: self.lines, "version": self.version}
 
     def tree_flatten_with_keys(self):
         """Returns the arrays under their names, and what is static."""
@@ -73,6 +77,10 @@ class CachedRows(PackedRows):
         """Returns the arrays, and what is static."""
         return tuple(self._leaves().values()), self._static()
 
+    def zeros(self, sharding):
+        """Returns empty slots, if the arrays are shapes."""
+        return self.host.empty_slot(self.column)
+
     @classmethod
     def tree_unflatten(cls, static, leaves):
         """Returns the rows with these arrays."""
@@ -80,7 +88,7 @@ class CachedRows(PackedRows):
         fields = dict(zip(cls.ARRAYS, leaves, strict=True))
         return cls(layout=layout, host=host, column=column, owner=owner, **fields)
 
-    ARRAYS: ClassVar[tuple[str, ...]] = ("lines",)
+    ARRAYS: ClassVar[tuple[str, ...]] = ("lines", "version")
 
 
 @no_type_check
@@ -91,23 +99,19 @@ class MappedRows(CachedRows):
 
     Attributes:
       slot_of_row: int32 `[rows of the shard]`; -1 for a row that is on the host only.
-      version: int32 `[1]` per shard. The host counts along, and so notices an old copy
-        of the rows, whose slots have other rows.
       num_lost: int32 `[1]` per shard, changes that were dropped because the shard lacks
         the row.
     """
 
-    ARRAYS: ClassVar[tuple[str, ...]] = ("lines", "slot_of_row", "version", "num_lost")
+    ARRAYS: ClassVar[tuple[str, ...]] = ("lines", "version", "slot_of_row", "num_lost")
 
     slot_of_row: Any
-    version: Any
     num_lost: Any
 
     def _leaves(self):
         return {
             **super()._leaves(),
             "slot_of_row": self.slot_of_row,
-            "version": self.version,
             "num_lost": self.num_lost,
         }
 

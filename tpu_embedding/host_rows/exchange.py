@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, UInt32
 
+from tpu_embedding.hardware import HardwareInfo
 from tpu_embedding.host_rows.cached_rows import CachedRows, MappedRows
 from tpu_embedding.plan.plan import EmbeddingPlan
 from tpu_embedding.plan.shard_map import on_shards
@@ -21,7 +22,6 @@ from tpu_embedding.rows.packed_rows import RowLayout
 from tpu_embedding.xla import read_before_write
 
 
-@functools.partial(jax.jit, static_argnames="plan", donate_argnums=(0, 1))
 def swap_rows(
     table: MappedRows,
     slots: Sequence[CachedRows],
@@ -42,6 +42,30 @@ def swap_rows(
     Returns:
       The table, its slot variables, and the records that were in the slots.
     """
+    return swap_program(plan.hardware)(table, slots, moves, records, plan)
+
+
+@functools.cache
+def swap_program(hardware: HardwareInfo) -> Any:
+    """Returns `swap_rows`, jitted with the options of the hardware.
+
+    Without them, TPUs don't add to packed rows on SparseCore.
+    """
+    return jax.jit(
+        _swap_rows,
+        static_argnames="plan",
+        donate_argnums=(0, 1),
+        compiler_options=dict(hardware.compiler_options),
+    )
+
+
+def _swap_rows(
+    table: MappedRows,
+    slots: Sequence[CachedRows],
+    moves: Int[Array, " moves"],
+    records: UInt32[Array, "rows words"],
+    plan: EmbeddingPlan,
+) -> tuple[MappedRows, list[CachedRows], UInt32[Array, "rows words"]]:
     spec = plan.sample_spec
     arrays = [table, *slots]
 
@@ -56,7 +80,8 @@ def swap_rows(
             words = records[:, first : first + num_words]
             values = _rows_of_words(words, rows.layout, rows.lines.dtype)
             lines = set_rows(rows, at, values).lines
-            new.append(dataclasses.replace(array, lines=lines))
+            version = array.version + 1
+            new.append(dataclasses.replace(array, lines=lines, version=version))
             first += num_words
         words = [_words_of_rows(x, y.layout) for x, y in zip(old, held, strict=True)]
         table: MappedRows = arrays[0]
@@ -65,9 +90,7 @@ def swap_rows(
             slot_of_row = slot_of_row.at[row_ids].set(
                 slot, mode="drop", wrap_negative_indices=False
             )
-        new[0] = dataclasses.replace(
-            new[0], slot_of_row=slot_of_row, version=table.version + 1
-        )
+        new[0] = dataclasses.replace(new[0], slot_of_row=slot_of_row)
         return new, jnp.concatenate(words, axis=1)
 
     rows_spec = table.host.stack.rows_spec

@@ -99,7 +99,8 @@ class HostStack:
         self.feed: Feed | None = None
         self.num_ids = self.num_fetched = 0
         self._columns = columns_of(stack)
-        self._version = secrets.randbits(30)
+        # Of each array, by column.
+        self._versions = np.full(len(self._columns), secrets.randbits(30), np.int32)
         self._is_filled = self._is_verified = False
         self._executed = self._landed = -1
         self._planned: list[BatchPlan] = []
@@ -147,21 +148,40 @@ class HostStack:
 
     def empty_rows(self) -> MappedRows:
         """Returns the rows of the table with an empty cache."""
-        stack, sharding = self.stack, self.plan.rows_sharding(self.stack)
-        num_shards = stack.num_shards
-
-        def full(size: int, value: int) -> jax.Array:
-            return jnp.full(num_shards * size, value, jnp.int32, device=sharding)
-
+        layout = self.stack.layout
         return MappedRows(
-            lines=self._empty_lines(stack.layout, stack.layout.stored_dtype),
-            slot_of_row=full(stack.rows_per_shard, -1),
-            version=full(1, self._version),
-            num_lost=full(1, 0),
-            layout=stack.layout,
+            lines=self._empty_lines(layout, layout.stored_dtype),
+            version=self._full(1, self._versions[0]),
+            slot_of_row=self._full(self.stack.rows_per_shard, -1),
+            num_lost=self._full(1, 0),
+            layout=layout,
             host=self,
             column=0,
         )
+
+    def empty_slot(self, column: int) -> CachedRows:
+        """Returns a slot variable with an empty cache."""
+        row = self.stack.slots[column - 1]
+        layout = self.stack.layout.slot_layout(row)
+        return CachedRows(
+            lines=self._empty_lines(layout, row.dtype),
+            version=self._full(1, self._versions[column]),
+            layout=layout,
+            host=self,
+            column=column,
+            owner=self.owner,
+        )
+
+    def _full(self, size: int, value: Any) -> jax.Array:
+        """Returns integers, `[size]` per shard."""
+        sharding = self.plan.rows_sharding(self.stack)
+        shape = self.stack.num_shards * size
+        return jnp.full(shape, value, jnp.int32, device=sharding)
+
+    def _empty_lines(self, layout: Any, dtype: Any) -> jax.Array:
+        first, *rest = layout_of_cache(layout, self.slots_per_shard).lines_shape
+        shape = (self.stack.num_shards * first, *rest)
+        return jnp.zeros(shape, dtype, device=self.plan.rows_sharding(self.stack))
 
     def init_state(self, table: MappedRows) -> Any:
         """Fills the store with new slot variables, and returns the state of the rule.
@@ -173,12 +193,14 @@ class HostStack:
         if not isinstance(table.lines, Tracer):
             self._check_filled()
             self._flush(table)
-            state = fill_slots(self.store, stack, self.plan, self._empty_slot)
+            state = fill_slots(
+                self.store, stack, self.plan, lambda i: self.empty_slot(i + 1)
+            )
             return with_slots(state, [self._reloaded(x) for x in slots_of(state)])
         state = jax.tree.map(
             lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), abstract_state(stack)
         )
-        slots = [self._empty_slot(i) for i in range(len(stack.slots))]
+        slots = [self.empty_slot(i + 1) for i in range(len(stack.slots))]
         return with_slots(state, slots)
 
     def measured_state(self, table: MappedRows, state: Any) -> Any:
@@ -187,19 +209,6 @@ class HostStack:
         slots = slots_of(state)
         stack: Any = self.stack
         return measured_state(self.store, stack, self.plan, lambda i: slots[i])
-
-    def _empty_slot(self, i: int) -> CachedRows:
-        row = self.stack.slots[i]
-        layout = self.stack.layout.slot_layout(row)
-        lines = self._empty_lines(layout, row.dtype)
-        return CachedRows(
-            lines=lines, layout=layout, host=self, column=i + 1, owner=self.owner
-        )
-
-    def _empty_lines(self, layout: Any, dtype: Any) -> jax.Array:
-        first, *rest = layout_of_cache(layout, self.slots_per_shard).lines_shape
-        shape = (self.stack.num_shards * first, *rest)
-        return jnp.zeros(shape, dtype, device=self.plan.rows_sharding(self.stack))
 
     # A pipeline: claim, then fetch in its reader, and exchange in the main thread.
 
@@ -262,25 +271,27 @@ class HostStack:
             have used rows that were not there.
         """
         self.check_error()
-        plan, slots = fetched.plan, slots_of(state)
-        if self._planned[:1] != [plan]:
+        plan = fetched.plan
+        slots: Any = slots_of(state)
+        if not self._planned or self._planned[0] is not plan:
             raise ValueError(
-                f"Rows of {self._owner} must be brought once for each batch, before the "
-                "next batch is drawn, got the rows of another batch; call bring first "
+                f"Rows of {self._owner} must be brought once for each batch, before "
+                "the next batch is drawn, got the rows of another batch; call bring first "
                 "in the loop over host_rows."
             )
         self._check_slots(slots)
         if not self._is_verified:  # It waits for the devices, so once per pipeline.
-            self._check_version(table)
+            for rows in (table, *slots):
+                self._check_version(rows)
             self._is_verified = True
-        self.check(table, lost_reads)
+        self.check(table, slots, lost_reads)
         self._planned.pop(0)
         left = []
         for exchange, arrays in zip(plan.exchanges, fetched.arrays, strict=True):
             table, slots, records = swap_rows(table, slots, *arrays, self.plan)
             records.copy_to_host_async()
             left.append((exchange.evicted_rows.reshape(-1), records))
-            self._version += 1
+            self._versions += 1
             shard, lane = np.nonzero(exchange.fetched_rows >= 0)
             places = exchange.slots[shard, lane] * self.stack.num_shards + shard
             self._held[places] = exchange.fetched_rows[shard, lane]
@@ -303,18 +314,20 @@ class HostStack:
             self._landed = batch
             self._changed.notify_all()
 
-    def check(self, table: MappedRows, lost_reads: Any) -> None:
+    def check(self, table: MappedRows, slots: Sequence[Any], lost_reads: Any) -> None:
         """Lets the writer reject an old copy of the rows, or steps that lost some.
 
         The next exchange, or the end of the pipeline, raises the error.
         """
-        facts = _facts_of(table.version, table.num_lost, lost_reads)
-        self._writer.submit(self._check_facts, facts, self._version)
+        versions = [rows.version for rows in (table, *slots)]
+        facts = _facts_of(versions, table.num_lost, lost_reads)
+        expected = self._versions[: len(versions), None].copy()
+        self._writer.submit(self._check_facts, facts, expected)
 
-    def _check_facts(self, facts: jax.Array, version: int) -> None:
-        versions, lost_changes, (lost_reads, *_) = np.asarray(facts)
-        if (versions != version).any():
-            self._error = ValueError(self._stale("an older copy"))
+    def _check_facts(self, facts: jax.Array, expected: np.ndarray) -> None:
+        *versions, lost_changes, (lost_reads, *_) = np.asarray(facts)
+        if (versions != expected).any():
+            self._error = ValueError(self._stale())
         elif lost_reads or lost_changes.any():
             text = (
                 f"Steps have read {lost_reads} and changed {lost_changes.sum()} rows "
@@ -338,9 +351,11 @@ class HostStack:
         if error is not None:
             raise error
 
-    def _check_version(self, table: MappedRows) -> None:
-        if (np.asarray(table.version) != self._version).any():
-            raise ValueError(self._stale("an older copy"))
+    def _check_version(self, rows: Any) -> None:
+        version, expected = rows.version, self._versions[rows.column]
+        is_old = version.is_deleted() or (np.asarray(version) != expected).any()
+        if is_old or (rows.column and rows.owner != self.owner):
+            raise ValueError(self._stale())
 
     def _check_slots(self, slots: Sequence[Any]) -> None:
         expected = [self.owner] * len(self.stack.slots) if self.owner else []
@@ -365,11 +380,12 @@ class HostStack:
         names = [table.name for table in self.stack.tables]
         return f"tables {names} with te.HostRows"
 
-    def _stale(self, got: str) -> str:
+    def _stale(self) -> str:
         return (
             f"Cached rows of {self._owner} must be those of the latest exchange, "
-            f"got {got}, such as of a copy of the model or of another checkpointer; "
-            "use the model that te.host_rows trains, and save it by te.save."
+            "got older ones, such as of a copy of the model or of another "
+            "checkpointer; use the model that te.host_rows trains, and save it by "
+            "te.save."
         )
 
     # Streams of all rows, for checkpoints, exports and users.
@@ -423,12 +439,9 @@ class HostStack:
         with self._changed:
             self._changed.wait_for(lambda: self._landed == self._executed)
         self.check_error()
-        if isinstance(rows, MappedRows):
-            self._check_version(rows)
-        elif rows.owner != self.owner:
-            raise ValueError(self._stale("slot variables of an older optimizer"))
         if not (self._held >= 0).any():
             return
+        self._check_version(rows)
         column = self._columns[rows.column]
         cache, cached = self._cache(rows)
         for blocks in read_blocks(cached, cache, self.plan):
@@ -450,12 +463,12 @@ class HostStack:
 
         if (self._held >= 0).any():
             cached = write_blocks(cached, cache, self.plan, read)
-        rows = dataclasses.replace(rows, lines=cached.lines)
+        self._versions[rows.column] += 1
+        version = self._full(1, self._versions[rows.column])
+        rows = dataclasses.replace(rows, lines=cached.lines, version=version)
         if isinstance(rows, MappedRows):
-            self._version += 1
             self._error = None  # Rows that were lost have values again.
-            version, num_lost = rows.version + 1, jnp.zeros_like(rows.num_lost)
-            rows = dataclasses.replace(rows, version=version, num_lost=num_lost)
+            rows = dataclasses.replace(rows, num_lost=jnp.zeros_like(rows.num_lost))
         return rows
 
     def _cache(self, rows: CachedRows) -> tuple[StackPlan, PackedRows]:
@@ -480,5 +493,5 @@ class HostStack:
 
 
 @jax.jit
-def _facts_of(version: jax.Array, num_lost: jax.Array, lost_reads: Any) -> jax.Array:
-    return jnp.stack([version, num_lost, jnp.full_like(version, lost_reads)])
+def _facts_of(versions: list[Any], num_lost: Any, lost_reads: Any) -> jax.Array:
+    return jnp.stack([*versions, num_lost, jnp.full_like(num_lost, lost_reads)])
