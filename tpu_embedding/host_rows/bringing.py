@@ -4,7 +4,6 @@ import contextlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, Final, TypeVar
 
-import jax.numpy as jnp
 import numpy as np
 
 from tpu_embedding.host_rows.batch_rows import rows_of_batch
@@ -79,7 +78,7 @@ def rows_brought(
     ]
     # All checks come first: an exchange donates its arrays.
     for path, name, rows, state in on_host:
-        lost = ((lost_reads or {}).get(path) or {}).get(name, jnp.int32(0))
+        lost = ((lost_reads or {}).get(path) or {}).get(name, np.int32(0))
         coming = None if fetched is None else fetched[path, name]
         rows.host.check(rows, state, lost, coming)
     for path, name, rows, state in on_host:

@@ -14,6 +14,7 @@ from typing import Any, Final, Generic, NamedTuple, TypeVar
 import numpy as np
 
 from tpu_embedding.host_rows.stack import FetchedRows, HostStack
+from tpu_embedding.host_rows.worker import Worker
 
 BATCHES_FETCHED: Final = 3
 """Batches whose rows are on their way: the next one, and two for the reader to do."""
@@ -59,8 +60,9 @@ class Feed(Generic[Batch]):
         )
         # A loop may be one batch ahead of its steps.
         self._handed_out: collections.deque[RowsOfStacks] = collections.deque(maxlen=2)
+        self._fetched_last: dict[Key, FetchedRows] = {}
         self._stopped = threading.Event()
-        self._reader = ThreadPoolExecutor(1, thread_name_prefix="host_rows_reader")
+        self._reader = Worker("host_rows_reader")
         # NumPy releases Python's lock: several batches at a time are faster.
         self._finders = ThreadPoolExecutor(thread_name_prefix="host_rows_finder")
 
@@ -85,10 +87,13 @@ class Feed(Generic[Batch]):
             )
         if not self._coming:
             raise StopIteration
+        for key, rows in self._fetched_last.items():
+            self._hosts[key].check_brought(rows)
         fetched = self._fetched[0].result()
         self._fetched.popleft()
         batch, rows = self._coming.popleft()
         self._handed_out.append(rows.result())
+        self._fetched_last = fetched
         return batch, fetched
 
     def _start(self) -> None:
@@ -126,7 +131,7 @@ class Feed(Generic[Batch]):
         self._stopped.set()
         for host in self._hosts.values():
             host.wake()
-        self._reader.submit(lambda: None).result()
+        self._reader.wait()
 
     def pin(self, host: HostStack) -> None:
         """Keeps rows of the last two batches, which may have to train, in a cache."""
@@ -147,4 +152,4 @@ class Feed(Generic[Batch]):
                 host.claim(None)
         self._unpin()
         self._finders.shutdown(cancel_futures=True)
-        self._reader.shutdown()
+        self._reader.close()

@@ -81,11 +81,10 @@ class HostRows(Placement):
         return mesh_axes
 
     def storage(self, num_rows: int) -> RowStorage:
-        """Returns the storage of a table; no more rows are cached than it has."""
+        """Returns the storage of a table."""
         directory = None if self.directory is None else os.fspath(self.directory)
-        cache_rows = min(self.cache_rows, num_rows)
         return HostStorage(
-            cache_rows=cache_rows, directory=directory, window=self.window
+            cache_rows=self.cache_rows, directory=directory, window=self.window
         )
 
 
@@ -152,7 +151,7 @@ class HostStorage(RowStorage):
         """Returns the layout of the cache of a shard."""
         assert layout.contents is not None
         slots_per_shard = -(-self.cache_rows // layout.contents.num_shards)
-        return layout_of_cache(layout, slots_per_shard)
+        return layout_of_cache(layout, min(slots_per_shard, layout.num_rows))
 
     def bytes_per_device(self, stack: "StackPlan") -> int:
         """Returns the memory of the map from rows to slots."""
@@ -160,12 +159,13 @@ class HostStorage(RowStorage):
 
     def notes(self, stack: "StackPlan") -> Iterator[str]:
         """Yields what the host holds, and what the devices cache."""
-        share = self.cache_rows / stack.num_rows
+        cache_rows = min(self.cache_rows, stack.num_rows)
+        share = cache_rows / stack.num_rows
         where = self.directory or "host memory"
         num_bytes = 4 * stack.num_rows * columns_of(stack)[-1].stop
         yield (
             f"{stack.num_rows:,} rows in {where}, {format_bytes(num_bytes)}; "
-            f"{self.cache_rows:,} of them ({share:.1%}) cached on devices, whose map "
+            f"{cache_rows:,} of them ({share:.1%}) cached on devices, whose map "
             f"of rows takes {format_bytes(self.bytes_per_device(stack))} on each"
         )
 

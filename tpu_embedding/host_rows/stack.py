@@ -12,11 +12,9 @@ Nothing is lost, by two rules:
 
 import dataclasses
 import functools
-import pathlib
 import secrets
 import threading
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -40,11 +38,12 @@ from tpu_embedding.host_rows.initial import (
 )
 from tpu_embedding.host_rows.planner import BatchPlan, Exchange, Planner
 from tpu_embedding.host_rows.store import RowStore
+from tpu_embedding.host_rows.worker import Worker
 from tpu_embedding.plan.plan import EmbeddingPlan, StackPlan, TablePlan
 from tpu_embedding.rows.file_rows import file_row
 from tpu_embedding.rows.packed_rows import PackedRows, StackContents, TableRange
 from tpu_embedding.rows.row_storage import RowStorage
-from tpu_embedding.tables.line_exchange import LineExchange, Window
+from tpu_embedding.tables.line_exchange import UNUSED, LineExchange, Window
 from tpu_embedding.tables.row_stream import (
     ReadTableRows,
     RowBlock,
@@ -115,10 +114,8 @@ class HostStack:
     @functools.cached_property
     def store(self) -> RowStore:
         """Records of all rows: the table's, then the slot variables'."""
-        directory, path = self.stack.storage.directory, None  # type: ignore
-        if directory is not None:
-            path = str(pathlib.Path(directory) / f"{self.stack.name}.rows")
-        return RowStore(self.stack.num_rows, self._columns[-1].stop, path)
+        directory = self.stack.storage.directory  # type: ignore[attr-defined]
+        return RowStore(self.stack.num_rows, self._columns[-1].stop, directory)
 
     @functools.cached_property
     def planner(self) -> Planner:
@@ -137,15 +134,16 @@ class HostStack:
         return np.full(self.slots_per_shard * self.stack.num_shards, -1, np.int32)
 
     @functools.cached_property
-    def _writer(self) -> ThreadPoolExecutor:
-        return ThreadPoolExecutor(1, thread_name_prefix="host_rows_writer")
+    def _writer(self) -> Worker:
+        return Worker("host_rows_writer")
 
     def init_rows(self, key: jax.Array) -> MappedRows:
         """Fills the store with new rows, and returns an empty cache of them."""
-        if not isinstance(key, Tracer):  # Else only shapes are wanted.
+        rows = self.empty_rows()
+        if not isinstance(rows.lines, Tracer):  # Else only shapes are wanted.
             fill_tables(self.store, self.stack, self.plan, key)
             self._is_filled[0] = True
-        return self.empty_rows()
+        return rows
 
     def empty_rows(self) -> MappedRows:
         """Returns the rows of the table with an empty cache."""
@@ -288,11 +286,7 @@ class HostStack:
         self, fetched: FetchedRows, table: MappedRows, slots: Sequence[Any]
     ) -> None:
         if not self._planned or self._planned[0] is not fetched.plan:
-            raise ValueError(
-                f"Rows of {self._owner} must be brought once for each batch, before "
-                "the next batch is drawn, got the rows of another batch; call bring "
-                "first in the loop over host_rows."
-            )
+            raise self._wrong_order()
         num_slots = len(self.stack.slots) if any(self._is_filled[1:]) else 0
         if [slot.owner for slot in slots] != [self.owner] * num_slots:
             raise ValueError(
@@ -307,6 +301,18 @@ class HostStack:
                 self.check_current(rows)
             self._is_verified = True
 
+    def check_brought(self, fetched: FetchedRows) -> None:
+        """Rejects that a batch is drawn before the rows of the one before came."""
+        if fetched.plan.batch > self._executed:
+            raise self._wrong_order()
+
+    def _wrong_order(self) -> ValueError:
+        return ValueError(
+            f"Rows of {self._owner} must be brought once for each batch, before the "
+            "next batch is drawn, got the rows of another batch; call bring first in "
+            "the loop over host_rows."
+        )
+
     def exchange(
         self, table: MappedRows, state: Any, fetched: FetchedRows
     ) -> tuple[MappedRows, Any]:
@@ -318,17 +324,22 @@ class HostStack:
           fetched: from `fetch`.
         """
         plan = self._planned.pop(0)
+        self._executed = plan.batch
         slots: Any = slots_of(state)
         left = []
-        for exchange, arrays in zip(plan.exchanges, fetched.arrays, strict=True):
-            table, slots, records = swap_rows(table, slots, *arrays, self.plan)
-            records.copy_to_host_async()
-            left.append((exchange.evicted_rows.reshape(-1), records))
-            self._versions += 1
-            shard, lane = np.nonzero(exchange.fetched_rows >= 0)
-            places = exchange.slots[shard, lane] * self.stack.num_shards + shard
-            self._held[places] = exchange.fetched_rows[shard, lane]
-        self._executed = plan.batch
+        try:
+            for exchange, arrays in zip(plan.exchanges, fetched.arrays, strict=True):
+                table, slots, records = swap_rows(table, slots, *arrays, self.plan)
+                records.copy_to_host_async()
+                left.append((exchange.evicted_rows.reshape(-1), records))
+                self._versions += 1
+                shard, lane = np.nonzero(exchange.fetched_rows >= 0)
+                places = exchange.slots[shard, lane] * self.stack.num_shards + shard
+                self._held[places] = exchange.fetched_rows[shard, lane]
+        except BaseException as error:  # The donated arrays are lost.
+            self._error = self._error or self._incomplete(error)
+            self._landed = plan.batch
+            raise
         self.num_ids += plan.num_rows
         self.num_fetched += plan.num_fetched
         self._writer.submit(self._write_back, plan.batch, left)
@@ -359,17 +370,19 @@ class HostStack:
         *versions, lost_changes, (lost_reads, *_) = np.asarray(facts)
         if (versions != expected).any():
             self._error = ValueError(self._stale())
-        elif lost_reads or lost_changes.any():
-            text = (
-                f"Steps have read {lost_reads} and changed {lost_changes.sum()} rows "
-                f"of {self._owner} that were not on their device: lookups gave NaN, "
-                "and changes are lost. Look up only what features_of of te.host_rows "
-                "returns, and train on each batch before the next but two is drawn."
-            )
-            if lost_changes.any():
-                self._error = ValueError(f"{text} Continue from a checkpoint.")
-            else:
-                self._lost_reads = ValueError(text)
+        elif lost_changes.any():
+            self._error = self._lost(lost_reads, lost_changes.sum())
+        elif lost_reads:
+            self._lost_reads = self._lost(lost_reads, 0)
+
+    def _lost(self, reads: int, changes: int) -> ValueError:
+        end = " Continue from a checkpoint." if changes else ""
+        return ValueError(
+            f"Steps have read {reads} and changed {changes} rows of {self._owner} that "
+            "were not on their device: lookups gave NaN, and changes are lost. Look up "
+            "only what features_of of te.host_rows returns, and train on each batch "
+            f"before the next but two is drawn.{end}"
+        )
 
     def check_error(self, wait: bool = False) -> None:
         """Raises the error of the writer, after all its work if `wait` is True.
@@ -377,7 +390,7 @@ class HostStack:
         An error that lost rows stays until all rows are replaced.
         """
         if wait:
-            self._writer.submit(lambda: None).result()
+            self._writer.wait()
         error, self._lost_reads = self._error or self._lost_reads, None
         if error is not None:
             raise error
@@ -392,6 +405,9 @@ class HostStack:
         self.check_error(wait=True)
         if self._is_old(rows):
             raise ValueError(self._stale())
+        if isinstance(rows, MappedRows) and np.asarray(rows.num_lost).any():
+            self._error = self._lost(0, int(np.asarray(rows.num_lost).sum()))
+            raise self._error
 
     def _check_filled(self, column: int) -> None:
         if not self._is_filled[column]:
@@ -405,6 +421,12 @@ class HostStack:
     def _owner(self) -> str:
         names = [table.name for table in self.stack.tables]
         return f"tables {names} with te.HostRows"
+
+    def _incomplete(self, error: BaseException | None = None) -> ValueError:
+        return ValueError(
+            f"Rows of {self._owner} are incomplete, since an exchange or a restore "
+            f"ended early ({error!r}); restore a checkpoint by te.restore."
+        )
 
     def _stale(self) -> str:
         return (
@@ -440,8 +462,9 @@ class HostStack:
         After an error, all rows must be replaced, as `te.restore` does.
         """
         self.claim(None)  # Readers may have read old rows.
+        pieces = [piece for window in windows for piece in window.pieces]
         num_rows = sum(table.num_rows for table in self.stack.tables)
-        is_partial = sum(x.num_rows for x in windows) < num_rows
+        is_partial = sum(n for name, _, n in pieces if name != UNUSED) < num_rows
         is_table = isinstance(rows, MappedRows)
         if is_partial or not is_table or not (self._error or self._is_old(rows)):
             self._flush(rows)
@@ -450,16 +473,20 @@ class HostStack:
             no_slots = jnp.full_like(rows.slot_of_row, -1)
             rows = dataclasses.replace(rows, slot_of_row=no_slots)
         column = self._columns[rows.column]
+        self._error = self._incomplete()
         for window in windows:
             words = words_of_file_rows(new_rows(window, exchange, read))
             self.store.write_range(window.start, words, column)
-        self._is_filled[rows.column] = True
-        return self._reloaded(rows)
+        self._is_filled[rows.column] |= not is_partial
+        rows = self._reloaded(rows)
+        self._error = None
+        return rows
 
     def empty(self) -> None:
         """Empties the caches, for devices that have no rows or wrong ones."""
         self.claim(None)
         self._held.fill(-1)
+        self._versions += 1
         self.planner.reset(self._executed + 1)
 
     def _flush(self, rows: CachedRows) -> None:
@@ -495,7 +522,6 @@ class HostStack:
         version = self._full(1, self._versions[rows.column])
         rows = dataclasses.replace(rows, lines=cached.lines, version=version)
         if isinstance(rows, MappedRows):
-            self._error = None  # Rows that were lost have values again.
             rows = dataclasses.replace(rows, num_lost=jnp.zeros_like(rows.num_lost))
         return rows
 

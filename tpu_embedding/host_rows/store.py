@@ -5,12 +5,10 @@ reads everything that is stored for a row. The files of this folder write their 
 for what a record means; this file only moves bytes.
 """
 
-import contextlib
 import functools
 import mmap
 import os
-import pathlib
-import weakref
+import tempfile
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Final
@@ -33,25 +31,21 @@ class RowStore:
     Args:
       num_rows: rows of the stack.
       words: 4-byte words of a record.
-      path: file to make and map, for tables larger than the host's memory. It is
-        scratch space that `close` removes: after a crash, training continues from a
-        checkpoint. `None` keeps the records in memory, and Linux provides each page
-        when it is first written.
+      directory: directory of a file to map, for tables larger than the host's memory.
+        The file has no name, and its space is free when the store or the process ends:
+        after a crash, training continues from a checkpoint. `None` keeps the records
+        in memory, and Linux provides each page when it is first written.
 
     Raises:
-      FileExistsError: if the file exists.
       OSError: if the file can't be made, or the disk has too little space for it.
     """
 
-    def __init__(self, num_rows: int, words: int, path: str | None = None):
+    def __init__(self, num_rows: int, words: int, directory: str | None = None):
         self._map = None
-        if path is None:
+        if directory is None:
             self._records = np.empty((num_rows, words), np.uint32)
             return
-        _make_file(path, 4 * num_rows * words)
-        self._remove_file = weakref.finalize(self, _remove_file, path)
-        with open(path, "r+b") as file:
-            self._map = mmap.mmap(file.fileno(), 0)
+        self._map = _mapped_file(directory, 4 * num_rows * words)
         if hasattr(mmap, "MADV_RANDOM"):
             # Linux would read 128 KiB for each row.
             self._map.madvise(mmap.MADV_RANDOM)
@@ -152,13 +146,6 @@ class RowStore:
 
         self._in_slices(write_slice, len(values))
 
-    def close(self) -> None:
-        """Frees the records, and removes the file. The store can't be used again."""
-        self._records = self._records[:0].copy()
-        if self._map is not None:
-            self._map = None
-            self._remove_file()
-
     def _has(self, rows: np.ndarray) -> bool:
         return not len(rows) or int(rows.max()) < len(self._records)
 
@@ -191,33 +178,21 @@ def _num_cores() -> int:
     return os.cpu_count() or 1
 
 
-def _make_file(path: str, num_bytes: int) -> None:
-    """Makes a file, with its space on the disk reserved.
+def _mapped_file(directory: str, num_bytes: int) -> mmap.mmap:
+    """Maps a new file without a name, whose space on the disk is reserved.
 
     A mapped file without space ends the process when a page of it is written.
     """
     try:
-        file = open(path, "xb")
-    except FileExistsError:
-        raise FileExistsError(
-            f"HostRows.directory must not have a file {path!r}, but has. Another run "
-            "may be using it. If none is, a run that crashed has left it: remove it."
-        ) from None
-    with file:
-        try:
+        with tempfile.TemporaryFile(dir=directory) as file:
             if hasattr(os, "posix_fallocate"):
                 os.posix_fallocate(file.fileno(), 0, num_bytes)
             else:
                 file.truncate(num_bytes)
-        except OSError as error:
-            _remove_file(path)
-            raise OSError(
-                error.errno,
-                f"HostRows.directory needs {num_bytes:,} bytes for the file {path!r}: "
-                f"{error.strerror}. Use a larger disk, or fewer rows",
-            ) from None
-
-
-def _remove_file(path: str) -> None:
-    with contextlib.suppress(FileNotFoundError):
-        pathlib.Path(path).unlink()
+            return mmap.mmap(file.fileno(), num_bytes)
+    except OSError as error:
+        raise OSError(
+            error.errno,
+            f"HostRows.directory must be a directory with room for {num_bytes:,} "
+            f"bytes, got {directory!r}: {error.strerror}. Use a larger disk, or fewer rows",
+        ) from None
