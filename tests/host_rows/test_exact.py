@@ -11,7 +11,7 @@ import pytest
 import tpu_embedding as te
 from tests.conftest import mesh_of
 from tests.host_rows.twins import Run, check_equal, twins, zipf_ids
-from tests.tiers import each_once, full_cases
+from tests.tiers import full_cases, matrix, quick_cases
 
 ROWS = {"a": 301, "b": 133}  # Two tables of a stack, with gaps for 2, 3 and 8 devices.
 BATCH = 10
@@ -69,7 +69,14 @@ def batches_of(plan, number, seed=0, size=BATCH):
 
 @pytest.mark.parametrize(
     ("rule", "num_devices", "dtype"),
-    each_once(RULES, DEVICES, ["float32", "bfloat16"]),
+    quick_cases(
+        matrix(RULES, DEVICES, ["float32", "bfloat16"]),
+        "momentum-1devices-float32",
+        "adagrad-2devices-bfloat16",
+        "adafactor-3devices-float32",
+        "adam-8devices-bfloat16",
+        every_case=True,
+    ),
 )
 def test_rules(rule, num_devices, dtype):
     host = twins(
@@ -84,6 +91,7 @@ def test_rules(rule, num_devices, dtype):
     assert stack.num_fetched > stack.slots_per_shard * num_devices  # Rows have left.
 
 
+@pytest.mark.full
 def test_two_stacks():
     """Their caches and exchanges differ; rows of one are in a batch more rarely."""
 
@@ -212,6 +220,7 @@ def test_more_misses_than_an_exchange_holds(num_devices):
 
 
 @pytest.mark.parametrize("dim", full_cases([1, 40, 128, 200], "1", "128", "200"))
+@pytest.mark.full
 def test_dims(dim):
     """Rows that share a line, fill one, or take several."""
     twins(

@@ -94,6 +94,7 @@ def test_linen_states_are_not_serialized_in_part():
             convert(state)
 
 
+@pytest.mark.full
 def test_linen_models_inside_jit():
     data = batches(3)
     model = LinenModel(plan_of(models.CACHE))
@@ -126,6 +127,7 @@ class Towers(nnx.Module):
         return jnp.sum(user * (item["item"] + item["shop"]), axis=1)
 
 
+@pytest.mark.full
 def test_several_layers():
     draw = np.random.default_rng(0)
     data = [
@@ -151,6 +153,7 @@ def test_several_layers():
     check_equal(*results)
 
 
+@pytest.mark.full
 def test_features_of_leaves_out_a_layer():
     """Then its rows are not brought, and the first use raises."""
     model = Towers(te.HostRows(cache_rows=90), nnx.Rngs(0))

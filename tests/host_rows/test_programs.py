@@ -40,6 +40,8 @@ class Layout:
             int(draw.choice([1, 4, 6])) if place != te.Sharded() else 3
             for place in placement.values()
         ]
+        # Some batches lack the other features.
+        self.some = list(self.sizes)[: draw.integers(1, len(self.sizes) + 1)]
         capacity = [None, None, 2][draw.integers(3)]
 
         def plan_of(placement):
@@ -80,9 +82,8 @@ class Layout:
                 batch = {
                     name: (ids % n).astype(np.int32) for name, n in self.sizes.items()
                 }
-            # Not all features are in each batch.
-            names = [name for name in batch if draw.random() < 0.9]
-            batches.append({name: batch[name] for name in names or batch})
+            names = self.some if draw.random() < 0.2 else batch
+            batches.append({name: batch[name] for name in names})
         return batches
 
 

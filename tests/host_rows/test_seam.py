@@ -91,6 +91,7 @@ needs_proc = pytest.mark.skipif(
 
 
 @needs_proc
+@pytest.mark.full
 def test_short_loops_leave_nothing(tmp_path):
     """Neither those that end, nor those that are left or closed."""
     model, optimizer = make(te.HostRows(cache_rows=100, directory=tmp_path))
