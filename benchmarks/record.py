@@ -27,6 +27,8 @@ FIGURES: Final[dict[str, tuple[str, ...]]] = {
     "step_time": ("median_ms", "compile_seconds"),
     "table_size": ("median_ms", "ratio"),
     "memory_tables": ("median_ms", "ratio"),
+    "host_rows": ("median_ms", "ratio", "cpu_ms", "hit_rate", "moved_bytes"),
+    "host_rows_planner": ("deduplicate_ns", "enter_ns", "plan_ns", "all_ns"),
     "peers": ("train_ms", "train_ratio", "forward_ms", "forward_ratio"),
     "compile_time": ("trace_seconds", "compile_seconds", "ratio"),
     "checkpoint_speed": ("seconds", "ratio", "cpu_seconds", "extra_bytes"),
@@ -72,10 +74,12 @@ def _show(field: str, value: float) -> str:
     if field.endswith("per_second"):
         return f"{value:,.0f} samples/s"
     texts = {
+        "ns": f"{value:.1f} ns",
         "ms": f"{value:,.2f} ms",
         "seconds": f"{value:.2f} s",
         "bytes": f"{value / 1e6:,.0f} MB",
         "ratio": f"ratio {value:.2f}",
+        "rate": f"{value:.1%}",
     }
     return f"{name} {texts[unit]}".strip()
 

@@ -16,6 +16,8 @@ KEYS: Final[dict[str, tuple[str, ...]]] = {
     "step_time": ("backend", "devices"),
     "table_size": ("devices", "rows"),
     "memory_tables": ("rows",),
+    "host_rows": ("side", "devices"),
+    "host_rows_planner": ("rows", "ids", "shards", "threads"),
     "peers": ("setting", "peer", "device"),
     "compile_time": ("tables", "features"),
     "checkpoint_speed": ("work", "side", "devices"),

@@ -61,6 +61,8 @@ def test_peers_run_in_turns_and_agree(tmp_path):
         ("checkpoint_speed.py", ["--rounds", "1", "--gb", "0.05"]),
         ("compile_time.py", ["--rounds", "1"]),
         ("device_count.py", ["--setting", "T0", "--devices", "1", "2"]),
+        ("host_rows.py", ["--tiny", "--devices", "1", "2"]),
+        ("host_rows_planner.py", ["--tiny", "--steps", "2"]),
         ("input_speed.py", ["--gb", "0.03", "--windows", "1"]),
         ("first_step.py", ["--rounds", "1"]),
         ("step_time.py", ["--small", "--devices", "2", "--rounds", "1"]),

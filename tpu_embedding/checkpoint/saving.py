@@ -50,6 +50,7 @@ from tpu_embedding.checkpoint.state_file import (
     write_state_file,
 )
 from tpu_embedding.plan.plan import EmbeddingPlan
+from tpu_embedding.update.lazy_update import is_slot
 
 
 class StateHandler(ocp.AsyncCheckpointHandler):
@@ -115,6 +116,10 @@ class SaveState(ocp.args.CheckpointArgs):
     def __post_init__(self):
         # The user's errors are raised here, and the disk's errors later.
         self.parts = SplitState(self.state, self.plan)
+        for layer in self.parts.layers:
+            for rows in jax.tree.leaves((layer.tables, layer.slots), is_leaf=is_slot):
+                if is_slot(rows):
+                    rows.check_current()
         self.description = description_as_json(self.description)
 
 

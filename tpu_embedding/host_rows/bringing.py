@@ -13,7 +13,6 @@ from tpu_embedding.host_rows.feed import Feed, Key, RowsOfStacks
 from tpu_embedding.host_rows.planner import unique_rows
 from tpu_embedding.host_rows.stack import FetchedRows, HostStack
 from tpu_embedding.nn.model_tables import ModelTables
-from tpu_embedding.update.lazy_update import slots_of
 
 Batch = TypeVar("Batch")
 _NO_ROWS: Final = np.zeros(0, np.int32)
@@ -79,18 +78,22 @@ def rows_brought(
     """
     stacks = {path: dict(tables.stacks) for path, tables in layers.items()}
     new_slots = {path: dict(states) for path, states in slots.items()}
-    for path, tables in layers.items():
-        for name, rows in tables.stacks.items():
-            if not isinstance(rows, MappedRows):
-                continue
-            lost = ((lost_reads or {}).get(path) or {}).get(name, jnp.int32(0))
-            state = new_slots.get(path, {}).get(name)
-            if fetched is None:
-                rows.host.check(rows, slots_of(state), lost)
-                continue
-            stacks[path][name], state = rows.host.exchange(
-                rows, state, fetched[path, name], lost
-            )
-            if state is not None:
-                new_slots[path][name] = state
+    on_host = [
+        (path, name, rows, new_slots.get(path, {}).get(name))
+        for path, tables in layers.items()
+        for name, rows in tables.stacks.items()
+        if isinstance(rows, MappedRows)
+    ]
+    # All checks come first: an exchange donates its arrays.
+    for path, name, rows, state in on_host:
+        lost = ((lost_reads or {}).get(path) or {}).get(name, jnp.int32(0))
+        coming = None if fetched is None else fetched[path, name]
+        rows.host.check(rows, state, lost, coming)
+    for path, name, rows, state in on_host:
+        if fetched is None:
+            break
+        brought, state = rows.host.exchange(rows, state, fetched[path, name])
+        stacks[path][name] = brought
+        if state is not None:
+            new_slots[path][name] = state
     return stacks, new_slots

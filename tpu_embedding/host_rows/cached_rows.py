@@ -77,6 +77,10 @@ class CachedRows(PackedRows):
         """Returns the arrays, and what is static."""
         return tuple(self._leaves().values()), self._static()
 
+    def check_current(self):
+        """Raises ValueError if the host has newer rows than these."""
+        self.host.check_current(self)
+
     def zeros(self, sharding):
         """Returns empty slots, if the arrays are shapes."""
         return self.host.empty_slot(self.column)

@@ -57,7 +57,8 @@ class Feed(Generic[Batch]):
         self._fetched: collections.deque[Future[dict[Key, FetchedRows]]] = (
             collections.deque()
         )
-        self._handed_out: RowsOfStacks = {}
+        # A loop may be one batch ahead of its steps.
+        self._handed_out: collections.deque[RowsOfStacks] = collections.deque(maxlen=2)
         self._stopped = threading.Event()
         self._reader = ThreadPoolExecutor(1, thread_name_prefix="host_rows_reader")
         # NumPy releases Python's lock: several batches at a time are faster.
@@ -87,15 +88,14 @@ class Feed(Generic[Batch]):
         fetched = self._fetched[0].result()
         self._fetched.popleft()
         batch, rows = self._coming.popleft()
-        self._handed_out = rows.result()
+        self._handed_out.append(rows.result())
         return batch, fetched
 
     def _start(self) -> None:
         """Starts, or goes on after another pipeline or new values of the tables."""
-        for key, host in self._hosts.items():
+        for host in self._hosts.values():
             host.claim(self)
-            if key in self._handed_out:
-                host.planner.unpin(self._handed_out[key])
+        self._unpin()
         self._next_to_enter = {
             key: host.planner.next_batch for key, host in self._hosts.items()
         }
@@ -129,17 +129,22 @@ class Feed(Generic[Batch]):
         self._reader.submit(lambda: None).result()
 
     def pin(self, host: HostStack) -> None:
-        """Keeps the rows of the last batch in a cache, since it may have to train."""
-        for key, rows in self._handed_out.items():
-            if self._hosts[key] is host:
-                host.planner.pin(rows)
+        """Keeps rows of the last two batches, which may have to train, in a cache."""
+        for rows_of_stacks in self._handed_out:
+            for key, rows in rows_of_stacks.items():
+                if self._hosts[key] is host:
+                    host.planner.pin(rows)
+
+    def _unpin(self) -> None:
+        for rows_of_stacks in self._handed_out:
+            for key, rows in rows_of_stacks.items():
+                self._hosts[key].planner.unpin(rows)
 
     def close(self) -> None:
         """Ends the pipeline, at the end of the batches or before."""
-        for key, host in self._hosts.items():
+        for host in self._hosts.values():
             if host.feed is self:
                 host.claim(None)
-            if key in self._handed_out:
-                host.planner.unpin(self._handed_out[key])
+        self._unpin()
         self._finders.shutdown(cancel_futures=True)
         self._reader.shutdown()

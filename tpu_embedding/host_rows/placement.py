@@ -165,7 +165,8 @@ class HostStorage(RowStorage):
         num_bytes = 4 * stack.num_rows * columns_of(stack)[-1].stop
         yield (
             f"{stack.num_rows:,} rows in {where}, {format_bytes(num_bytes)}; "
-            f"{self.cache_rows:,} of them ({share:.1%}) cached on devices"
+            f"{self.cache_rows:,} of them ({share:.1%}) cached on devices, whose map "
+            f"of rows takes {format_bytes(self.bytes_per_device(stack))} on each"
         )
 
     def init_rows(

@@ -101,7 +101,8 @@ class HostStack:
         self._columns = columns_of(stack)
         # Of each array, by column.
         self._versions = np.full(len(self._columns), secrets.randbits(30), np.int32)
-        self._is_filled = self._is_verified = False
+        self._is_filled = [False] * len(self._columns)
+        self._is_verified = False
         self._executed = self._landed = -1
         self._planned: list[BatchPlan] = []
         self._error: BaseException | None = None
@@ -143,7 +144,7 @@ class HostStack:
         """Fills the store with new rows, and returns an empty cache of them."""
         if not isinstance(key, Tracer):  # Else only shapes are wanted.
             fill_tables(self.store, self.stack, self.plan, key)
-            self._is_filled = True
+            self._is_filled[0] = True
         return self.empty_rows()
 
     def empty_rows(self) -> MappedRows:
@@ -189,10 +190,12 @@ class HostStack:
         Slot variables of an earlier state are lost, and its arrays no longer fit.
         """
         stack: Any = self.stack
-        self.owner += 1
-        if not isinstance(table.lines, Tracer):
-            self._check_filled()
+        if not isinstance(table.lines, Tracer):  # Else only shapes are wanted.
+            self._check_filled(0)
+            self.claim(None)  # Readers may have read old slot variables.
             self._flush(table)
+            self.owner += 1
+            self._is_filled = [True] * len(self._columns)
             state = fill_slots(
                 self.store, stack, self.plan, lambda i: self.empty_slot(i + 1)
             )
@@ -218,7 +221,6 @@ class HostStack:
         Rows of the batch that it handed out last stay in the cache until it goes on.
         """
         if feed is not None:
-            self._check_filled()
             self._is_verified = False
         before, self.feed = self.feed, feed
         if before is not None:
@@ -255,37 +257,68 @@ class HostStack:
         sharding = self.plan.rows_sharding(self.stack)
         return jax.device_put((moves.reshape(-1), records), sharding)
 
-    def exchange(
-        self, table: MappedRows, state: Any, fetched: FetchedRows, lost_reads: Any
-    ) -> tuple[MappedRows, Any]:
-        """Brings the rows of the next batch to the devices, and donates the arrays.
+    def check(
+        self,
+        table: MappedRows,
+        state: Any,
+        lost_reads: Any,
+        fetched: FetchedRows | None = None,
+    ) -> None:
+        """Raises an error before rows are brought, or lets the writer find it.
+
+        Old copies of the rows, and steps that lost some, are found when the devices
+        have run the steps so far. The next check, or the end, raises the error.
 
         Args:
           table: rows of the table.
           state: state of the optimizer; None if the table has none.
-          fetched: from `fetch`.
-          lost_reads: int32 scalar, reads of missing rows since the last exchange.
-
-        Raises:
-          ValueError: if the arrays are not those of the last exchange, or steps
-            have used rows that were not there.
+          lost_reads: int32 scalar, reads of missing rows since the last check.
+          fetched: what is brought next, from `fetch`. Nothing at the end.
         """
         self.check_error()
-        plan = fetched.plan
-        slots: Any = slots_of(state)
-        if not self._planned or self._planned[0] is not plan:
+        slots = slots_of(state)
+        if fetched is not None:
+            self._check_order(fetched, table, slots)
+        versions = [rows.version for rows in (table, *slots)]
+        facts = _facts_of(versions, table.num_lost, lost_reads)
+        expected = self._versions[: len(versions), None].copy()
+        self._writer.submit(self._check_facts, facts, expected)
+
+    def _check_order(
+        self, fetched: FetchedRows, table: MappedRows, slots: Sequence[Any]
+    ) -> None:
+        if not self._planned or self._planned[0] is not fetched.plan:
             raise ValueError(
                 f"Rows of {self._owner} must be brought once for each batch, before "
-                "the next batch is drawn, got the rows of another batch; call bring first "
-                "in the loop over host_rows."
+                "the next batch is drawn, got the rows of another batch; call bring "
+                "first in the loop over host_rows."
             )
-        self._check_slots(slots)
+        num_slots = len(self.stack.slots) if any(self._is_filled[1:]) else 0
+        if [slot.owner for slot in slots] != [self.owner] * num_slots:
+            raise ValueError(
+                f"Rows of {self._owner} travel with their slot variables, got "
+                f"{len(slots)} slot variables of {num_slots} of the latest "
+                "optimizer; pass the model together with the optimizer that was made "
+                "last for it."
+            )
         if not self._is_verified:  # It waits for the devices, so once per pipeline.
             for rows in (table, *slots):
-                self._check_version(rows)
+                self._check_filled(rows.column)
+                self.check_current(rows)
             self._is_verified = True
-        self.check(table, slots, lost_reads)
-        self._planned.pop(0)
+
+    def exchange(
+        self, table: MappedRows, state: Any, fetched: FetchedRows
+    ) -> tuple[MappedRows, Any]:
+        """Brings the rows of the next batch to the devices, and donates the arrays.
+
+        Args:
+          table: rows of the table, after `check`.
+          state: state of the optimizer; None if the table has none.
+          fetched: from `fetch`.
+        """
+        plan = self._planned.pop(0)
+        slots: Any = slots_of(state)
         left = []
         for exchange, arrays in zip(plan.exchanges, fetched.arrays, strict=True):
             table, slots, records = swap_rows(table, slots, *arrays, self.plan)
@@ -322,16 +355,6 @@ class HostStack:
             rows, records = rows[rows >= 0], records[rows >= 0]
             self.store.write_words(rows, records, slice(0, num_words))
 
-    def check(self, table: MappedRows, slots: Sequence[Any], lost_reads: Any) -> None:
-        """Lets the writer reject an old copy of the rows, or steps that lost some.
-
-        The next exchange, or the end of the pipeline, raises the error.
-        """
-        versions = [rows.version for rows in (table, *slots)]
-        facts = _facts_of(versions, table.num_lost, lost_reads)
-        expected = self._versions[: len(versions), None].copy()
-        self._writer.submit(self._check_facts, facts, expected)
-
     def _check_facts(self, facts: jax.Array, expected: np.ndarray) -> None:
         *versions, lost_changes, (lost_reads, *_) = np.asarray(facts)
         if (versions != expected).any():
@@ -359,24 +382,19 @@ class HostStack:
         if error is not None:
             raise error
 
-    def _check_version(self, rows: Any) -> None:
+    def _is_old(self, rows: Any) -> bool:
         version, expected = rows.version, self._versions[rows.column]
         is_old = version.is_deleted() or (np.asarray(version) != expected).any()
-        if is_old or (rows.column and rows.owner != self.owner):
+        return is_old or (rows.column > 0 and rows.owner != self.owner)
+
+    def check_current(self, rows: Any) -> None:
+        """Rejects rows that are not those of the latest exchange, or have lost some."""
+        self.check_error(wait=True)
+        if self._is_old(rows):
             raise ValueError(self._stale())
 
-    def _check_slots(self, slots: Sequence[Any]) -> None:
-        expected = [self.owner] * len(self.stack.slots) if self.owner else []
-        if [slot.owner for slot in slots] != expected:
-            raise ValueError(
-                f"Rows of {self._owner} travel with their slot variables, got "
-                f"{len(slots)} slot variables of {len(expected)} of the latest "
-                "optimizer; pass the model together with the optimizer that was made "
-                "last for it."
-            )
-
-    def _check_filled(self) -> None:
-        if not self._is_filled:
+    def _check_filled(self, column: int) -> None:
+        if not self._is_filled[column]:
             raise ValueError(
                 f"{self._owner} must be made outside of jax.jit, nnx.jit and "
                 "jax.eval_shape, which can't fill the host's memory, got rows that "
@@ -402,7 +420,7 @@ class HostStack:
         self, rows: CachedRows, windows: Sequence[Window], exchange: LineExchange
     ) -> Iterator[list[RowBlock]]:
         """Yields the blocks of windows, after a flush of the cached rows."""
-        self._check_filled()
+        self._check_filled(rows.column)
         self._flush(rows)
         column = self._columns[rows.column]
         for window in windows:
@@ -423,9 +441,11 @@ class HostStack:
         """
         self.claim(None)  # Readers may have read old rows.
         num_rows = sum(table.num_rows for table in self.stack.tables)
-        if self._error is None or sum(x.num_rows for x in windows) < num_rows:
+        is_partial = sum(x.num_rows for x in windows) < num_rows
+        is_table = isinstance(rows, MappedRows)
+        if is_partial or not is_table or not (self._error or self._is_old(rows)):
             self._flush(rows)
-        elif isinstance(rows, MappedRows):
+        else:
             self.empty()
             no_slots = jnp.full_like(rows.slot_of_row, -1)
             rows = dataclasses.replace(rows, slot_of_row=no_slots)
@@ -433,7 +453,7 @@ class HostStack:
         for window in windows:
             words = words_of_file_rows(new_rows(window, exchange, read))
             self.store.write_range(window.start, words, column)
-        self._is_filled = True
+        self._is_filled[rows.column] = True
         return self._reloaded(rows)
 
     def empty(self) -> None:
@@ -449,7 +469,7 @@ class HostStack:
         self.check_error()
         if not (self._held >= 0).any():
             return
-        self._check_version(rows)
+        self.check_current(rows)
         column = self._columns[rows.column]
         cache, cached = self._cache(rows)
         for blocks in read_blocks(cached, cache, self.plan):

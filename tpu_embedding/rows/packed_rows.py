@@ -324,6 +324,9 @@ class PackedRows:
         """Replaces the rows of windows, as `row_stream.write_blocks` does."""
         raise NotImplementedError
 
+    def check_current(self):
+        """Raises ValueError if the host has newer rows than these."""
+
     def zeros(self, sharding):
         """Returns rows of zeros on devices, if the lines are a shape."""
         lines = jnp.zeros(self.lines.shape, self.lines.dtype, device=sharding)

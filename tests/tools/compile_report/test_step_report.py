@@ -18,8 +18,14 @@ from tpu_embedding.tools.compile_report.step_report import refused_memory
 
 @pytest.fixture(scope="module")
 def report():
-    """Report of a step on two CPU devices."""
-    table = te.TableConfig(vocabulary_size=1000, dim=16, name="table")
+    return report_of_step()
+
+
+def report_of_step(num_rows=1000, placement=None):
+    """Returns the report of a step on two CPU devices."""
+    table = te.TableConfig(
+        vocabulary_size=num_rows, dim=16, name="table", placement=placement
+    )
     plan = te.make_plan(
         {"f": te.FeatureConfig(table=table)}, mesh_of(2), optimizer="adagrad"
     )
@@ -55,6 +61,25 @@ def test_an_own_step_on_the_cpu(report):
     text = compile_report.format_report(report)
     assert "train step on laptop: 2 devices" in text
     assert "the memory of the device is not known" in text
+
+
+def test_rows_on_the_host():
+    """The cache and its map are counted, and updated without a copy."""
+    report = report_of_step(200_000, te.HostRows(cache_rows=20_000))
+    plan = report.plan
+    cache, cached_map = 64 * 10_000, 4 * 100_000
+    assert plan.table_bytes_per_device == cache + cached_map
+    assert plan.slot_bytes_per_device == cache
+    assert 0 <= report.memory.arguments - 2 * cache - cached_map < 1000
+    assert 0 <= report.memory.arguments - report.memory.aliased < 1000
+    assert report.accesses is not None
+    assert report.accesses.table_sized_copies == ()
+    lines = compile_report.format_report(report).splitlines()
+    assert "  maps of cached rows    390.62 KiB" in lines
+    assert (
+        "stack_0: 200,000 rows in host memory, 24.41 MiB; 20,000 of them (10.0%) "
+        "cached on devices, whose map of rows takes 390.62 KiB on each"
+    ) in lines
 
 
 @pytest.mark.parametrize(

@@ -40,7 +40,7 @@ class Recorded:
 def test_batches_come_in_order_and_are_read_ahead():
     data = Recorded()
     batches = train_batches(CONFIG, data, PLAN, range(3, 9))
-    for wanted, (step, batch, _) in zip(range(3, 7), batches, strict=False):
+    for wanted, (step, batch, *_) in zip(range(3, 7), batches, strict=False):
         assert step == wanted
         np.testing.assert_array_equal(batch.labels, DATA.train_batch(step).labels)
     batches.close()
@@ -101,5 +101,5 @@ def test_a_process_reads_its_samples_only(monkeypatch):
         next(train_batches(CONFIG, data, PLAN, range(2, 3)))
     assert data.steps == [(2, range(12, 24))]
     # A data set without the method reads whole batches.
-    ((_, batch, _),) = train_batches(CONFIG, Recorded(), PLAN, range(2, 3))
+    ((_, batch, *_),) = train_batches(CONFIG, Recorded(), PLAN, range(2, 3))
     np.testing.assert_array_equal(batch.labels, DATA.train_batch(2).labels)

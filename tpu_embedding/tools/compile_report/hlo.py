@@ -15,6 +15,7 @@ from typing import Any, Final
 import jax
 
 from tpu_embedding.plan.plan import EmbeddingPlan
+from tpu_embedding.rows.packed_rows import LANE_BYTES
 
 _DIMS: Final = re.compile(r"\b[a-z]\w*\[([^\]]*)\]")
 _COMPUTATION: Final = re.compile(r"^(ENTRY )?%?([\w.\-]+) \(.*\{\s*$")
@@ -194,10 +195,10 @@ class TableAccesses:
       argument_bytes: size of all inputs.
       alias_bytes: size of the inputs that are updated in place.
       temporary_bytes: temporaries at a time, also on SparseCores.
-      table_sized_copies: copies within HBM of an array as large as a stacked table or
-        slot variable, or larger than all of them. XLA may keep small tables on the chip
-        during a step; copies there and back are not reported, nor are those below 64
-        KiB per device.
+      table_sized_copies: copies within HBM of an array as large as a stacked table, a
+        slot variable or a map of cached rows, or larger than all of them. XLA may keep
+        small tables on the chip during a step; copies there and back are not reported,
+        nor are those below 64 KiB per device.
       table_sized_passes: other instructions that write an array of that size, except
         scatters in place. Only an optimizer that updates every row needs them.
       table_sized_all_gathers: all-gathers whose result has that size.
@@ -235,11 +236,13 @@ def inspect_program(
     assert text is not None
     memory = compiled.memory_analysis()
     assert memory is not None
-    sizes = {
-        math.prod(layout.lines_shape)
-        for stack in plan.stacks
-        for layout in (stack.layout, *map(stack.layout.slot_layout, stack.slots))
-    }
+    sizes = set()
+    for stack in plan.stacks:
+        on_devices = stack.storage.device_layout(stack.layout)
+        layouts = (on_devices, *map(on_devices.slot_layout, stack.slots))
+        sizes |= {math.prod(layout.lines_shape) for layout in layouts}
+        # The map of cached rows, or nothing.
+        sizes.add(stack.storage.bytes_per_device(stack) // LANE_BYTES)
     instructions = list(parse_module(text).unfused_instructions())
     large = [
         instruction

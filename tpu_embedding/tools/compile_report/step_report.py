@@ -219,9 +219,11 @@ def format_report(report: CompileReport) -> str:
     if accesses is None:
         return "\n".join(lines)
     tables, slots = plan.table_bytes_per_device, plan.slot_bytes_per_device
+    maps = sum(stack.storage.bytes_per_device(stack) for stack in plan.stacks)
     sizes = {
-        "tables": tables,
+        "tables": tables - maps,
         "slot variables": slots,
+        **({"maps of cached rows": maps} if maps else {}),
         "other arguments": memory.arguments - tables - slots,
         "results in new memory": memory.outputs,
         "temporaries": memory.temporaries,

@@ -12,11 +12,13 @@ import math
 import pathlib
 import signal
 import threading
-from collections.abc import Iterator
-from typing import Any, Final, Literal
+from collections.abc import Callable, Generator, Iterable, Iterator
+from typing import Any, Final, Literal, TypeVar
 
 import jax
+import numpy as np
 import orbax.checkpoint as ocp
+from flax import nnx
 from jax.sharding import Mesh
 
 from tpu_embedding import distributed
@@ -25,12 +27,15 @@ from tpu_embedding.checkpoint.records import errors_of_reading
 from tpu_embedding.checkpoint.restoring import RestoreState, restore_state
 from tpu_embedding.checkpoint.saving import SaveState
 from tpu_embedding.extras import require_extra
+from tpu_embedding.host_rows.cached_rows import MappedRows
+from tpu_embedding.host_rows.training import host_rows
 from tpu_embedding.inputs.buffer_sizes import BufferSizes
 from tpu_embedding.inputs.prepare import shard_batch
+from tpu_embedding.nn.training import embedding_layers
 from tpu_embedding.paths import is_local_path, local_path
 from tpu_embedding.plan.plan import EmbeddingPlan
 from tpu_embedding.strings.string_ids import save_vocabularies
-from tpu_embedding.tools.data.batch import DataError, Dataset
+from tpu_embedding.tools.data.batch import Batch, DataError, Dataset
 from tpu_embedding.tools.train import run_directory, run_steps
 from tpu_embedding.tools.train.losses import LOSSES, Metrics, merge_batches, values_of
 from tpu_embedding.tools.train.origin import RunOrigin
@@ -46,6 +51,8 @@ from tpu_embedding.tools.train.run_directory import CHECKPOINTS_DIR, RunDirector
 
 _SIZES: Final = "buffer_sizes"
 """Key of the sizes of ragged features in the description of a checkpoint."""
+
+_Item = TypeVar("_Item")
 
 ExistingRun = Literal["refuse", "resume"]
 """Treatment of a checkpoint in the output directory: raise an error, or continue from
@@ -214,12 +221,13 @@ class _Run:
         self.tells_events = False
         # Batches are prepared ahead, so `sizes` runs ahead of the sizes after `step`.
         self.sizes, self.sizes_so_far = BufferSizes(), {}
+        self.exchanged: dict[str, Any] = {}
 
     def restore(self, existing_run: ExistingRun) -> None:
         """Restores the state, or finds that there is none to restore."""
         config, data, plan = self.config, self.data, self.plan
         graph, abstract = run_steps.abstract_train_state(config, data, plan)
-        self.train_step = run_steps.make_train_step(graph, abstract, config, plan)
+        self.graph, self.abstract = graph, abstract
         self.evaluation_step = jax.jit(
             run_steps.make_evaluation_step(graph, config.loss),
             out_shardings=plan.replicated,
@@ -261,6 +269,10 @@ class _Run:
         self.report.line(str(plan) if verbose else format_tables(plan))
         if self.state is None:
             _, self.state = run_steps.init_train_state(config, data, plan)
+        # Rows on the host are a static part of the state, so shapes need the same.
+        structure = jax.tree.structure(self.state)
+        abstract = structure.unflatten(jax.tree.leaves(self.abstract))
+        self.train_step = run_steps.make_train_step(self.graph, abstract, config, plan)
 
     def tell(self, kind: RunEventKind, /, **values: Any) -> None:
         """Calls the config's `on_event`, on the first process of a training."""
@@ -295,15 +307,15 @@ class _Run:
         steps = range(self.step, max(self.step, config.num_steps))
         if self.evaluates_first and steps:
             self.evaluate()
-        with contextlib.closing(
-            run_steps.train_batches(config, self.data, self.plan, steps, self.sizes)
-        ) as batches:
-            for step, batch, self.sizes_so_far in meter.waiting(batches):
+        ready = run_steps.train_batches(config, self.data, self.plan, steps, self.sizes)
+        with_rows = self.with_host_rows(ready, lambda batch: batch.features)
+        with contextlib.closing(ready), contextlib.closing(with_rows) as batches:
+            for step, batch, self.sizes_so_far, _ in meter.waiting(batches):
                 if profile is not None and step == profile[0]:
                     jax.profiler.start_trace(self.directory / run_directory.PROFILE_DIR)
                 self.state, metrics = self.train_step(self.state, batch)
                 self.step = done = step + 1
-                meter.add(done, metrics)
+                meter.add(done, metrics | self.exchanged)
                 if profile is not None and done == profile[1]:
                     jax.block_until_ready(metrics)
                     jax.profiler.stop_trace()
@@ -323,6 +335,45 @@ class _Run:
             self.checkpoints.wait_until_finished()
         return "done" if self.step >= config.num_steps else "stopped"
 
+    def with_host_rows(
+        self, batches: Iterable[_Item], features_of: Callable[[_Item], Any]
+    ) -> Generator[_Item, None, None]:
+        """Yields batches once their rows of tables with `te.HostRows` are in the state.
+
+        Batches are drawn ahead if there are such tables, and only then. `exchanged`
+        gets the figures of each batch: `hit_rate`, the share of its distinct rows that
+        the devices had, and `exchanged_bytes`, the size of other rows, there and back.
+
+        Args:
+          batches: batches of training or evaluation.
+          features_of: returns the prepared features of a batch.
+        """
+        if all(stack.storage.holds_all_rows for stack in self.plan.stacks):
+            yield from batches
+            return
+        model, optimizer = nnx.merge(self.graph, self.state)
+        layers = embedding_layers(model).values()
+        tables = [rows for x in layers for rows in x.tables.get_value().values()]
+        hosts = [rows.host for rows in tables if isinstance(rows, MappedRows)]
+        row_bytes = [x.store.num_bytes // x.stack.num_rows for x in hosts]
+
+        def total() -> np.ndarray:
+            return np.array(
+                [[x.num_ids for x in hosts], [x.num_fetched for x in hosts]]
+            )
+
+        before = total()
+        for batch in host_rows(batches, model, optimizer, features_of=features_of):
+            num_ids, num_fetched = total() - before
+            self.exchanged = {
+                "hit_rate": 1 - num_fetched.sum() / max(1, num_ids.sum()),
+                "exchanged_bytes": 2 * num_fetched @ row_bytes,
+            }
+            self.state = nnx.state((model, optimizer))
+            yield batch
+            nnx.update((model, optimizer), self.state)
+            before = total()  # Evaluations exchange rows in between.
+
     def _save(self) -> None:
         """Starts to save the state; the next step may then donate it."""
         state = SaveState(self.state, self.plan, {_SIZES: self.sizes_so_far})
@@ -334,15 +385,17 @@ class _Run:
         # New sizes each time, so a resumed run sums in the same order.
         sizes = BufferSizes()
 
-        def evaluated() -> Iterator[Metrics]:
+        def prepared() -> Iterator[Batch]:
             for number, batch in enumerate(self.data.evaluation_batches()):
                 owner = f"Evaluation batch {number}"
                 run_steps.check_values(batch, self.config, owner)
-                prepared = run_steps.prepare_batch(
+                yield run_steps.prepare_batch(
                     batch, self.plan, sizes, model=self.config.model
                 )
-                on_devices = shard_batch(prepared, self.plan)
-                yield self.evaluation_step(self.state, on_devices)
+
+        def evaluated() -> Iterator[Metrics]:
+            for batch in self.with_host_rows(prepared(), lambda batch: batch.features):
+                yield self.evaluation_step(self.state, shard_batch(batch, self.plan))
 
         self.tell("evaluation_start")
         metrics = values_of(merge_batches(evaluated()))

@@ -197,6 +197,11 @@ class RunConfig:
       tables_split_over: devices that the rows of a table are split over: `"all"`, or
         `"slice"`, the devices of a slice, with a copy of the table in each. A table's
         own placement wins.
+      cache_rows: rows of each table that all devices cache together, while the host
+        keeps all rows; see `te.HostRows`. 0 keeps all rows on the devices. A table's
+        own placement wins.
+      rows_directory: a directory for mapped files of such tables; None keeps their rows
+        in the host's memory.
       seed: seed of the data and the initial values, from 0 to 2**32 - 1.
       log_every: steps per line of progress.
       evaluate_every: steps between evaluations; 0 evaluates only at the end.
@@ -224,6 +229,8 @@ class RunConfig:
     capacity: int | None = None
     backend: BackendName | SparseCore = "xla"
     tables_split_over: Literal["all", "slice"] = "all"
+    cache_rows: int = 0
+    rows_directory: str | None = None
     seed: int = 0
     log_every: int = 100
     evaluate_every: int = 0
@@ -234,6 +241,11 @@ class RunConfig:
 
     def __post_init__(self):
         problems = [*broken_rules(self, _RULES)]
+        if self.tables_split_over == "slice" and self.cache_rows:
+            problems.append(
+                "RunConfig.tables_split_over must be 'all' with cache_rows, since "
+                "te.HostRows keeps one copy of a table, got 'slice'"
+            )
         if self.target is not None:
             loss = LOSSES[self.loss]
             metrics = loss.metrics
@@ -262,6 +274,7 @@ class RunConfig:
 _RULES: Final = {
     "batch_size": int_rule(1),
     "num_steps": int_rule(1),
+    "cache_rows": int_rule(0),
     "seed": int_rule(0, 2**32 - 1),  # JAX would take the lower bits of a larger one.
     "log_every": int_rule(1),
     "evaluate_every": int_rule(0),

@@ -10,7 +10,7 @@ import collections
 import concurrent.futures
 import dataclasses
 from collections.abc import Callable, Generator, Mapping, Sequence
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -23,6 +23,7 @@ from tpu_embedding.config import Sharded
 from tpu_embedding.functional import find_ids
 from tpu_embedding.functional.steps import finite_rates
 from tpu_embedding.gradients import all_finite
+from tpu_embedding.host_rows.placement import HostRows
 from tpu_embedding.inputs.buffer_sizes import BufferSizes
 from tpu_embedding.inputs.prepare import Samples, prepare_features, shard_batch
 from tpu_embedding.metrics import Mean
@@ -42,14 +43,31 @@ READ_AHEAD: Final = 2
 """Batches that are prepared, or on the devices, before the loop asks for them."""
 
 
+class ReadyBatch(NamedTuple):
+    """A training batch that was read ahead.
+
+    Attributes:
+      step: number of its step.
+      batch: the batch on the devices.
+      sizes_so_far: `BufferSizes.to_json` after the batch. A checkpoint keeps it, as
+        batches are prepared ahead.
+      features: features of the batch on the host, prepared.
+    """
+
+    step: int
+    batch: Batch
+    sizes_so_far: Any
+    features: Any
+
+
 def train_batches(
     config: RunConfig,
     data: Dataset,
     plan: EmbeddingPlan,
     steps: range,
     sizes: BufferSizes | None = None,
-) -> Generator[tuple[int, Batch, Any], None, None]:
-    """Yields each step's number, its batch on the devices, and the buffer sizes so far.
+) -> Generator[ReadyBatch, None, None]:
+    """Yields the batch of each step.
 
     A thread prepares the next batches while the caller uses the current one. In a job
     of several processes, each one reads the samples of its own devices if the data set
@@ -61,10 +79,6 @@ def train_batches(
       plan: plan of the embedding layer.
       steps: numbers of the steps, from 0.
       sizes: buffer sizes after the steps before. By default, the first batch sets them.
-
-    Yields:
-      Number of the step; its batch; and `BufferSizes.to_json` after that batch, which a
-      checkpoint keeps, as batches are prepared ahead.
 
     Raises:
       DataError: if the data are damaged, or ids are outside their tables.
@@ -78,7 +92,7 @@ def train_batches(
     )
     can_split = can_split and len(process_samples) < config.batch_size
 
-    def make(step: int) -> tuple[Batch, Any]:
+    def make(step: int) -> ReadyBatch:
         if can_split and isinstance(data, PartialDataset):
             batch, samples = data.train_part(step, process_samples), "process"
         else:
@@ -86,26 +100,25 @@ def train_batches(
         check_values(batch, config, f"Training batch {step}")
         options = {"samples": samples, "model": config.model}
         prepared = prepare_batch(batch, plan, sizes, **options)
-        return shard_batch(prepared, plan, samples=samples), sizes.to_json()
+        on_devices = shard_batch(prepared, plan, samples=samples)
+        return ReadyBatch(step, on_devices, sizes.to_json(), prepared.features)
 
-    for step, (batch, sizes_so_far) in _ahead(make, steps):
-        yield step, batch, sizes_so_far
+    yield from _ahead(make, steps)
 
 
 def _ahead(
-    make: Callable[[int], Any], steps: Sequence[int]
-) -> Generator[tuple[int, Any], None, None]:
+    make: Callable[[int], ReadyBatch], steps: Sequence[int]
+) -> Generator[ReadyBatch, None, None]:
     """Yields the results of a function in order; a thread makes the next one."""
     thread = concurrent.futures.ThreadPoolExecutor(max_workers=1)
     pending: collections.deque[Any] = collections.deque()
     try:
         for step in steps:
-            pending.append((step, thread.submit(make, step)))
+            pending.append(thread.submit(make, step))
             if len(pending) > READ_AHEAD:
-                first, made = pending.popleft()
-                yield first, made.result()
-        for step, made in pending:
-            yield step, made.result()
+                yield pending.popleft().result()
+        for made in pending:
+            yield made.result()
     finally:
         # Several processes prepare the same batches, as they agree on their sizes.
         thread.shutdown(cancel_futures=jax.process_count() == 1)
@@ -210,7 +223,10 @@ def make_run_plan(
     mesh = choose_mesh(mesh)
     features = config.model.feature_config(data)
     placement = None
-    if config.tables_split_over == "slice" and SLICE_AXIS in mesh.axis_names:
+    if config.cache_rows:
+        directory = config.rows_directory
+        placement = HostRows(cache_rows=config.cache_rows, directory=directory)
+    elif config.tables_split_over == "slice" and SLICE_AXIS in mesh.axis_names:
         axes = tuple(axis for axis in mesh.axis_names if axis != SLICE_AXIS)
         placement = Sharded(axes=axes)
     return make_plan(
