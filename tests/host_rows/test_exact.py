@@ -71,10 +71,8 @@ def batches_of(plan, number, seed=0, size=BATCH):
     ("rule", "num_devices", "dtype"),
     quick_cases(
         matrix(RULES, DEVICES, ["float32", "bfloat16"]),
-        "momentum-1devices-float32",
         "adagrad-2devices-bfloat16",
-        "adafactor-3devices-float32",
-        "adam-8devices-bfloat16",
+        "rowwise-3devices-float32",
         every_case=True,
     ),
 )
@@ -113,6 +111,7 @@ def test_two_stacks():
 
 
 @pytest.mark.parametrize("num_devices", full_cases(DEVICES[:3], "2devices", "1devices"))
+@pytest.mark.full
 def test_a_table_on_the_host_and_one_on_the_devices(num_devices):
     """They never share a stack, so here both runs have two."""
 
@@ -187,6 +186,7 @@ def test_ragged_and_weighted_ids(num_devices):
 
 
 @pytest.mark.parametrize("num_devices", full_cases(DEVICES[1:], "2devices", "8devices"))
+@pytest.mark.full
 def test_several_rounds(num_devices):
     options = dict(optimizer=RULES["ftrl"], capacity=2)
     host = twins(config_of, batches_of, CACHE, num_devices, **options)

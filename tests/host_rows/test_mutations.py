@@ -122,6 +122,7 @@ def test_victims_among_unfinished_batches(monkeypatch):
 
 
 @pytest.mark.parametrize("is_pinned", full_cases([True, False], "True"))
+@pytest.mark.full
 def test_victims_among_the_rows_of_a_waiting_loop(monkeypatch, is_pinned):
     """A batch that was drawn trains after an evaluation of many batches."""
     if not is_pinned:

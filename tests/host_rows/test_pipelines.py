@@ -80,6 +80,7 @@ def test_loops_left_early_continue(way):
     check_trained(model, optimizer, losses, 12)
 
 
+@pytest.mark.full
 def test_a_drawn_batch_is_trained_after_the_loop():
     model, optimizer = make()
     data = batches(12)
@@ -131,6 +132,7 @@ def test_gradients_of_several_batches(number):
     check_equal(*results)
 
 
+@pytest.mark.full
 def test_too_many_batches_before_a_step():
     """An update with rows that have left raises, never silently loses them."""
     model, optimizer = make()
@@ -147,6 +149,7 @@ def test_too_many_batches_before_a_step():
         fit(model, optimizer, data[:1])
 
 
+@pytest.mark.full
 def test_two_loops_in_turn():
     """Each goes on where it was, after the other."""
     model, optimizer = make()
@@ -168,6 +171,7 @@ def test_window_longer_than_the_cache():
     check_trained(model, optimizer, fit(model, optimizer, batches(40)), 40)
 
 
+@pytest.mark.full
 def test_largest_working_set():
     data = batches(12)
     sizes = [
