@@ -189,6 +189,7 @@ def check_is_old(model, optimizer, directory):
     """Checks that no use of the rows of an old copy is silent."""
     for use in (
         model.embedding.embedding_tables,
+        lambda: te.save(directory / "old", (model, optimizer)),
         lambda: te.export.save_tables(model, directory / "old_tables"),
         lambda: fit(model, optimizer, batches(3)),
     ):
@@ -197,8 +198,6 @@ def check_is_old(model, optimizer, directory):
             match="those of the latest exchange|Array has been deleted",
         ):
             use()
-    with pytest.raises(te.checkpoint.CheckpointError, match="cannot be written"):
-        te.save(directory / "old", (model, optimizer))
 
 
 @pytest.mark.parametrize("way", full_cases([0, 1], "1"))
