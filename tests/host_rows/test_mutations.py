@@ -127,7 +127,7 @@ def test_victims_among_the_rows_of_a_waiting_loop(monkeypatch, is_pinned):
     """A batch that was drawn trains after an evaluation of many batches."""
     if not is_pinned:
         monkeypatch.setattr(planner.Planner, "pin", lambda *args: None)
-    model, optimizer = make(te.HostRows(cache_rows=100))
+    model, optimizer = make(te.HostRows(cache_rows=120))
 
     def train_after_evaluation():
         for batch in feed(disjoint_batches(2), model, optimizer):
