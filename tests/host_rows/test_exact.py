@@ -11,7 +11,7 @@ import pytest
 import tpu_embedding as te
 from tests.conftest import mesh_of
 from tests.host_rows.twins import Run, check_equal, twins, zipf_ids
-from tests.tiers import each_once, full_cases
+from tests.tiers import full_cases, matrix, quick_cases
 
 ROWS = {"a": 301, "b": 133}  # Two tables of a stack, with gaps for 2, 3 and 8 devices.
 BATCH = 10
@@ -69,7 +69,12 @@ def batches_of(plan, number, seed=0, size=BATCH):
 
 @pytest.mark.parametrize(
     ("rule", "num_devices", "dtype"),
-    each_once(RULES, DEVICES, ["float32", "bfloat16"]),
+    quick_cases(
+        matrix(RULES, DEVICES, ["float32", "bfloat16"]),
+        "adagrad-2devices-bfloat16",
+        "rowwise-3devices-float32",
+        every_case=True,
+    ),
 )
 def test_rules(rule, num_devices, dtype):
     host = twins(
@@ -84,6 +89,7 @@ def test_rules(rule, num_devices, dtype):
     assert stack.num_fetched > stack.slots_per_shard * num_devices  # Rows have left.
 
 
+@pytest.mark.full
 def test_two_stacks():
     """Their caches and exchanges differ; rows of one are in a batch more rarely."""
 
@@ -105,6 +111,7 @@ def test_two_stacks():
 
 
 @pytest.mark.parametrize("num_devices", full_cases(DEVICES[:3], "2devices", "1devices"))
+@pytest.mark.full
 def test_a_table_on_the_host_and_one_on_the_devices(num_devices):
     """They never share a stack, so here both runs have two."""
 
@@ -179,6 +186,7 @@ def test_ragged_and_weighted_ids(num_devices):
 
 
 @pytest.mark.parametrize("num_devices", full_cases(DEVICES[1:], "2devices", "8devices"))
+@pytest.mark.full
 def test_several_rounds(num_devices):
     options = dict(optimizer=RULES["ftrl"], capacity=2)
     host = twins(config_of, batches_of, CACHE, num_devices, **options)
@@ -212,6 +220,7 @@ def test_more_misses_than_an_exchange_holds(num_devices):
 
 
 @pytest.mark.parametrize("dim", full_cases([1, 40, 128, 200], "1", "128", "200"))
+@pytest.mark.full
 def test_dims(dim):
     """Rows that share a line, fill one, or take several."""
     twins(

@@ -10,6 +10,7 @@ import tpu_embedding as te
 from tests.host_rows import models
 from tests.host_rows.models import feed, make, train
 from tests.host_rows.twins import check_equal
+from tests.tiers import full_cases
 from tpu_embedding.host_rows import planner
 from tpu_embedding.host_rows.stack import HostStack
 from tpu_embedding.host_rows.store import RowStore
@@ -61,18 +62,22 @@ def without_wait(monkeypatch):
 
 
 def landed_before_the_write(monkeypatch):
-    write_back = HostStack._write_back
+    exchange = HostStack.exchange
 
-    def write_back_late(self, batch, left):
+    def exchange_and_land(self, *args):
+        result = exchange(self, *args)
         with self._changed:
-            self._landed = batch
+            self._landed = self._executed
             self._changed.notify_all()
-        write_back(self, batch, left)
+        return result
 
-    monkeypatch.setattr(HostStack, "_write_back", write_back_late)
+    monkeypatch.setattr(HostStack, "exchange", exchange_and_land)
 
 
-@pytest.mark.parametrize("mutate", [without_wait, landed_before_the_write])
+@pytest.mark.parametrize(
+    "mutate",
+    full_cases([without_wait, landed_before_the_write], "landed_before_the_write"),
+)
 def test_reads_before_the_write(monkeypatch, slow_writer, mutate):
     """Rows that left and come back have their values of before."""
     mutate(monkeypatch)
@@ -83,6 +88,7 @@ def test_reads_before_the_write(monkeypatch, slow_writer, mutate):
         check_equal(found, expected)
 
 
+@pytest.mark.full
 def test_the_reader_waits_for_the_write(monkeypatch):
     """A write begins only when nothing else can go on."""
     waits = threading.Event()
@@ -110,17 +116,18 @@ def test_the_reader_waits_for_the_write(monkeypatch):
 
 def test_victims_among_unfinished_batches(monkeypatch):
     monkeypatch.setattr(planner, "UNFINISHED_BATCHES", 1)
-    small = dataclasses.replace(CACHE, cache_rows=60)
+    small = dataclasses.replace(CACHE, cache_rows=40)
     with pytest.raises(ValueError, match="were not on their device"):
         trained(disjoint_batches(12), small)
 
 
-@pytest.mark.parametrize("is_pinned", [True, False])
+@pytest.mark.parametrize("is_pinned", full_cases([True, False], "True"))
+@pytest.mark.full
 def test_victims_among_the_rows_of_a_waiting_loop(monkeypatch, is_pinned):
     """A batch that was drawn trains after an evaluation of many batches."""
     if not is_pinned:
         monkeypatch.setattr(planner.Planner, "pin", lambda *args: None)
-    model, optimizer = make(te.HostRows(cache_rows=100))
+    model, optimizer = make(te.HostRows(cache_rows=120))
 
     def train_after_evaluation():
         for batch in feed(disjoint_batches(2), model, optimizer):

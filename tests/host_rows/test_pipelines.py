@@ -10,6 +10,7 @@ import tpu_embedding as te
 from tests.host_rows import models
 from tests.host_rows.models import batches, evaluate, expected, feed, fit, make, train
 from tests.host_rows.twins import check_equal
+from tests.tiers import full_cases
 
 
 def check_trained(model, optimizer, losses, number, **options):
@@ -51,7 +52,12 @@ def interrupted(way, data):
         yield batch
 
 
-@pytest.mark.parametrize("way", ["break", "close", "body raises", "loader raises"])
+@pytest.mark.parametrize(
+    "way",
+    full_cases(
+        ["break", "close", "body raises", "loader raises"], "close", "body raises"
+    ),
+)
 def test_loops_left_early_continue(way):
     model, optimizer = make()
     data, losses = batches(12), []
@@ -74,6 +80,7 @@ def test_loops_left_early_continue(way):
     check_trained(model, optimizer, losses, 12)
 
 
+@pytest.mark.full
 def test_a_drawn_batch_is_trained_after_the_loop():
     model, optimizer = make()
     data = batches(12)
@@ -86,7 +93,7 @@ def test_a_drawn_batch_is_trained_after_the_loop():
     check_trained(model, optimizer, losses, 12)
 
 
-@pytest.mark.parametrize("mode", ["exact", "stale"])
+@pytest.mark.parametrize("mode", full_cases(["exact", "stale"], "stale"))
 def test_pipelined_steps(mode):
     results = []
     for placement in (models.CACHE, te.Sharded()):
@@ -111,6 +118,7 @@ def add_gradients(model, optimizer, *batches):
 
 
 @pytest.mark.parametrize("number", [2, 3])
+@pytest.mark.full
 def test_gradients_of_several_batches(number):
     """The rows of a batch and of the two before it are there."""
     results = []
@@ -124,6 +132,7 @@ def test_gradients_of_several_batches(number):
     check_equal(*results)
 
 
+@pytest.mark.full
 def test_too_many_batches_before_a_step():
     """An update with rows that have left raises, never silently loses them."""
     model, optimizer = make()
@@ -140,6 +149,7 @@ def test_too_many_batches_before_a_step():
         fit(model, optimizer, data[:1])
 
 
+@pytest.mark.full
 def test_two_loops_in_turn():
     """Each goes on where it was, after the other."""
     model, optimizer = make()
@@ -154,12 +164,14 @@ def test_two_loops_in_turn():
     check_trained(model, optimizer, losses, 12)
 
 
+@pytest.mark.full
 def test_window_longer_than_the_cache():
     placement = te.HostRows(cache_rows=100, window=64)
     model, optimizer = make(placement)
     check_trained(model, optimizer, fit(model, optimizer, batches(40)), 40)
 
 
+@pytest.mark.full
 def test_largest_working_set():
     data = batches(12)
     sizes = [
@@ -194,6 +206,7 @@ def test_files_of_tables(tmp_path):
         make(placement)
 
 
+@pytest.mark.full
 def test_batches_that_devices_hold():
     model, optimizer = make()
     data = [jax.tree.map(jax.device_put, batch) for batch in batches(12)]

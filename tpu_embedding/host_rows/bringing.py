@@ -37,6 +37,13 @@ def open_feed(
         features = features_of(batch)
         if len(plans) == 1:
             features = dict.fromkeys(plans, features)
+        elif not isinstance(features, Mapping) or not set(features) <= set(plans):
+            got = list(features) if isinstance(features, Mapping) else type(features)
+            raise ValueError(
+                "host_rows: features_of must return a dict by the path of each layer "
+                f"that looks up, some of {sorted(plans)}, because the model has "
+                f"several layers, got {got}."
+            )
         rows = dict.fromkeys(hosts, _NO_ROWS)
         for path, plan in plans.items():
             names = [name for key, name in hosts if key == path]

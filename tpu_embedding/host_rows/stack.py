@@ -443,6 +443,7 @@ class HostStack:
     ) -> Iterator[list[RowBlock]]:
         """Yields the blocks of windows, after a flush of the cached rows."""
         self._check_filled(rows.column)
+        self.check_current(rows)  # Also if nothing is cached.
         self._flush(rows)
         column = self._columns[rows.column]
         for window in windows:

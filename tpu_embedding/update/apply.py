@@ -65,7 +65,7 @@ writer of its rows to new rows and a new state."""
 def init_state(table: PackedRows, stack: TrainedStackPlan) -> Any:
     """Returns the optimizer's state for a stacked table. Per shard.
 
-    Totals are summed block by block. `host_rows` sums blocks of rows in host memory in
+    Totals are summed block by block. A storage that holds rows elsewhere sums blocks in
     the same order, so both get the same bits.
     """
     totals: list[Array] = []
