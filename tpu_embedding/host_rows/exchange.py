@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, UInt32
 
+from tpu_embedding.hardware import HardwareInfo
 from tpu_embedding.host_rows.cached_rows import CachedRows, MappedRows
 from tpu_embedding.plan.plan import EmbeddingPlan
 from tpu_embedding.plan.shard_map import on_shards
@@ -21,7 +22,6 @@ from tpu_embedding.rows.packed_rows import RowLayout
 from tpu_embedding.xla import read_before_write
 
 
-@functools.partial(jax.jit, static_argnames="plan", donate_argnums=(0, 1))
 def swap_rows(
     table: MappedRows,
     slots: Sequence[CachedRows],
@@ -42,6 +42,30 @@ def swap_rows(
     Returns:
       The table, its slot variables, and the records that were in the slots.
     """
+    return swap_program(plan.hardware)(table, slots, moves, records, plan)
+
+
+@functools.cache
+def swap_program(hardware: HardwareInfo) -> Any:
+    """Returns `swap_rows`, jitted with the options of the hardware.
+
+    Without them, TPUs don't add to packed rows on SparseCore.
+    """
+    return jax.jit(
+        _swap_rows,
+        static_argnames="plan",
+        donate_argnums=(0, 1),
+        compiler_options=dict(hardware.compiler_options),
+    )
+
+
+def _swap_rows(
+    table: MappedRows,
+    slots: Sequence[CachedRows],
+    moves: Int[Array, " moves"],
+    records: UInt32[Array, "rows words"],
+    plan: EmbeddingPlan,
+) -> tuple[MappedRows, list[CachedRows], UInt32[Array, "rows words"]]:
     spec = plan.sample_spec
     arrays = [table, *slots]
 

@@ -591,23 +591,28 @@ def read_stack(
             return jnp.where(is_row[:, None], rows, 0.0)
 
         sums = pool(rows_at, routing.keys, poolings, stack.gathers)
-        return samples_of(sums, poolings), jnp.int32(1)
+        missing = table.num_missing(routing.keys)
+        return samples_of(sums, poolings), jnp.int32(1), missing
 
     def read_rounds(table: PackedRows) -> Activations:
         sent = sent_ids(routing, stack)
 
-        def read_round(current: Round) -> list[Array]:
+        def read_round(current: Round) -> tuple[list[Array], Any]:
             rows = fetch_rows(table, current.requests, stack)
-            return pool_buffer(rows, sent.positions(current), poolings, stack.gathers)
+            positions = sent.positions(current)
+            sums = pool_buffer(rows, positions, poolings, stack.gathers)
+            return sums, table.num_missing(current.requests)
 
-        def add_round(sums: list[Array], current: Round) -> list[Array]:
-            return jax.tree.map(jnp.add, sums, read_round(current))
+        def add_round(total: Any, current: Round) -> Any:
+            return jax.tree.map(jnp.add, total, read_round(current))
 
-        sums, rounds = fold_later_rounds(add_round, read_round(sent.first), sent, stack)
-        return samples_of(sums, poolings), rounds
+        (sums, missing), rounds = fold_later_rounds(
+            add_round, read_round(sent.first), sent, stack
+        )
+        return samples_of(sums, poolings), rounds, missing
 
     owns_all_rows = routing.sent is None and stack.num_shards == 1
-    activations, rounds = stack.backend.look_up(
+    activations, rounds, missing = stack.backend.look_up(
         table,
         routing.backend_ids,
         poolings,
@@ -619,26 +624,11 @@ def read_stack(
     if sent is not None:
         counts["num_ids"] = sent.unique.first_positions[-1:]
         counts["requested_rows"] = jnp.diff(sent.unique.first_ranks)[None]
-    if not table.holds_all_rows:
-        counts["missing_rows"] = _num_missing(table, routing, stack)[None]
+    if missing is not None:
+        counts["missing_rows"] = missing[None]
     return StackLookup(
         activations=activations, routing=routing, rounds=rounds[None], **counts
     )
-
-
-def _num_missing(
-    table: PackedRows, routing: StackRouting, stack: StackPlan
-) -> Int[Array, ""]:
-    """Counts the reads of rows that this device owns and lacks, over all rounds."""
-    if routing.sent is None:
-        return table.num_missing(routing.keys)
-    total, _ = fold_later_rounds(
-        lambda total, current: total + table.num_missing(current.requests),
-        table.num_missing(routing.sent.first.requests),
-        routing.sent,
-        stack,
-    )
-    return total
 
 
 def sent_ids(routing: StackRouting, stack: StackPlan) -> SentIds:

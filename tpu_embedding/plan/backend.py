@@ -29,8 +29,9 @@ if TYPE_CHECKING:
     from tpu_embedding.plan.plan import StackPlan, TrainedStackPlan
     from tpu_embedding.rows.row_gradients import Sealed
 
-Activations = tuple[list[Float[Array, "_ dim"]], Int[Array, ""]]
-"""The activations of each feature of a stack, and the rounds of the exchange."""
+Activations = tuple[list[Float[Array, "_ dim"]], Int[Array, ""], Int[Array, ""] | None]
+"""The activations of each feature of a stack, the rounds of the exchange, and the
+reads of rows that the device owns and lacks; see `PackedRows.num_missing`."""
 
 ReadRows = Callable[[PackedRows], Activations]
 """Looks up the rows of a batch in a table."""
@@ -105,7 +106,7 @@ class Backend:
         otherwise: ReadRows,
         stack: "StackPlan",
     ) -> Activations:
-        """Returns activations, and the rounds: 0 if the exchange did not run.
+        """Returns activations, rounds, and missing rows; 0 rounds without an exchange.
 
         Args:
           table: this shard's rows.

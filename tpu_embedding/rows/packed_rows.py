@@ -313,8 +313,8 @@ class PackedRows:
         return rows
 
     def num_missing(self, row_ids):
-        """Returns how many rows the lines lack; padding does not count."""
-        return jnp.int32(0)
+        """Returns how many rows the lines lack, without padding; None if never any."""
+        return None
 
     def read_windows(self, windows, exchange):
         """Yields the blocks of windows, as `row_stream.read_blocks` does."""

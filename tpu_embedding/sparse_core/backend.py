@@ -262,14 +262,14 @@ class SparseCoreBackend(Backend):
             rows = rows_of_lines(table.lines, table.layout)
             sums = operations.lookup(ids.ids, rows, ids.sizes)
             activations = samples.by_feature(sums, self.cores, poolings, stack.dim)
-            return activations, jnp.int32(0)
+            return activations, jnp.int32(0), None
 
         (fits,) = ids.fits
         if self.has_exchange:
             return jax.lax.cond(fits, look_up_rows, otherwise, table)
-        activations, _ = look_up_rows(table)
+        activations, *_ = look_up_rows(table)
         activations = [jnp.where(fits, x, jnp.nan) for x in activations]
-        return activations, 1 - fits.astype(jnp.int32)
+        return activations, 1 - fits.astype(jnp.int32), None
 
     @jax.named_scope("update")
     def update(

@@ -1,0 +1,204 @@
+"""Exchange and step of `te.HostRows`, compiled: in place, and rows on SparseCore.
+
+Nothing is allocated: tables are shapes only, and the rows on the host are not there.
+"""
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import tpu_embedding as te
+from tests.compiled.test_train_step import TOPOLOGIES, WITH_SPARSE_CORE
+from tests.conftest import mesh_of
+from tests.tiers import full_cases, quick_cases
+from tpu_embedding.host_rows.exchange import swap_program, words_per_row
+from tpu_embedding.rows.packed_rows import PackedRows
+from tpu_embedding.tools import compile_report
+from tpu_embedding.update.lazy_update import slots_of
+
+functional = te.functional
+
+# More than the 128 MiB of VMEM of a v5e or v6e; a smaller cache XLA may move there.
+CACHE_LINES = 300_000
+ROWS_PER_DEVICE = 100_000_000
+"""More than the elements of a cache, so that copies of the map are seen as well."""
+
+EXCHANGE_ROWS = 8192
+IDS_PER_SAMPLE = 8
+BATCH_PER_DEVICE = 4096
+RULES = {
+    "adagrad": te.optimizers.adagrad(0.1),
+    "lazy_adam": te.optimizers.lazy_adam(0.1),
+    "rowwise_adagrad": te.optimizers.rowwise_adagrad(0.1),
+    "sgd": te.optimizers.sgd(0.1),
+    "adagrad_bfloat16": te.optimizers.adagrad(0.1),
+}
+
+
+def make_plans(mesh, dim, rule, rows_per_device=ROWS_PER_DEVICE):
+    """Returns the plan of a table on the host, and of one of the cache's size."""
+    dtype = "bfloat16" if rule.endswith("bfloat16") else "float32"
+    rows_per_line = 1 if mesh.devices.flat[0].platform == "cpu" else max(1, 128 // dim)
+    if dtype == "bfloat16":
+        rows_per_line *= 2
+    cache_rows = CACHE_LINES * rows_per_line * mesh.size
+
+    def plan_of(num_rows, placement):
+        table = te.TableConfig(
+            vocabulary_size=num_rows,
+            dim=dim,
+            dtype=dtype,
+            combiner="sum",
+            name="user",
+            placement=placement,
+        )
+        feature = te.FeatureConfig(table=table)
+        return te.make_plan(feature, mesh, optimizer=RULES[rule])
+
+    on_host = plan_of(rows_per_device * mesh.size, te.HostRows(cache_rows=cache_rows))
+    return on_host, plan_of(cache_rows, None)
+
+
+def abstract_state(plan):
+    tables = jax.eval_shape(lambda: functional.init_tables(plan, jax.random.key(0)))
+    slots = jax.eval_shape(lambda x: functional.init_slots(x, plan), tables)
+    return compile_report.abstract_arrays((tables, slots), plan)
+
+
+def compile_exchange(plan):
+    (stack,) = plan.stacks
+    tables, slots = abstract_state(plan)
+    table, slots = tables[stack.name], slots_of(slots[stack.name])
+    words = sum(words_per_row(rows.layout) for rows in (table, *slots))
+    size = plan.num_shards * EXCHANGE_ROWS
+    sharding = plan.rows_sharding(stack)
+    moves = jax.ShapeDtypeStruct((3 * size,), jnp.int32, sharding=sharding)
+    records = jax.ShapeDtypeStruct((size, words), jnp.uint32, sharding=sharding)
+    program = swap_program(plan.hardware)
+    return program.lower(table, slots, moves, records, plan).compile()
+
+
+def compile_step(plan):
+    def step(tables, slots, ids):
+        result = functional.lookup(tables, ids, plan)
+        cotangents = jnp.tanh(result.activations)
+        gradients = functional.compute_gradients(result.routing, cotangents, plan)
+        new = functional.apply_gradients(tables, slots, gradients, plan)
+        return *new, result.stats
+
+    shape = (plan.num_shards * BATCH_PER_DEVICE, IDS_PER_SAMPLE)
+    ids = compile_report.abstract_batch(jax.ShapeDtypeStruct(shape, jnp.int32), plan)
+    options = plan.compiler_options
+    jitted = jax.jit(step, donate_argnums=(0, 1), compiler_options=options)
+    return jitted.lower(*abstract_state(plan), ids).compile()
+
+
+def bytes_of_rows(plan):
+    """Returns the bytes per device of cache, slot variables and map."""
+    trees = jax.tree.leaves(
+        abstract_state(plan), is_leaf=lambda leaf: isinstance(leaf, PackedRows)
+    )
+    arrays = jax.tree.leaves([x for x in trees if isinstance(x, PackedRows)])
+    return sum(x.size * x.dtype.itemsize for x in arrays) // plan.num_shards
+
+
+def check(compiled, on_host, cache):
+    """Asserts what holds for both programs on every device; returns the report."""
+    # The report takes the sizes of arrays from the plan of the cache.
+    report = compile_report.inspect_program(compiled, cache)
+    assert report.table_sized_copies == ()
+    assert report.table_sized_passes == ()
+    assert report.table_sized_all_gathers == ()
+    assert report.sparse_core_relayouts == 0
+    assert -(2**12) <= report.alias_bytes - bytes_of_rows(on_host) < 64 * 1024
+    return report
+
+
+def check_exchange(on_host, cache):
+    report = check(compile_exchange(on_host), on_host, cache)
+    # They grow with the rows of an exchange, not with the cache or the map.
+    assert report.temporary_bytes < 72e6
+    assert report.all_to_alls == 0
+    if on_host.hardware.name in WITH_SPARSE_CORE:
+        assert report.sparse_core_gathers > 0
+        # Whole lines are set on the TensorCore, and exact in every bit.
+        shares_lines = on_host.stacks[0].layout.rows_per_line > 1
+        assert (report.sparse_core_scatters > 0) == shares_lines
+
+
+def check_step(on_host, cache):
+    report = check(compile_step(on_host), on_host, cache)
+    without_map = compile_report.inspect_program(compile_step(cache), cache)
+    # XLA keeps at most three more buffers of rows at a time.
+    lanes = max(128, on_host.stacks[0].layout.lanes_per_line)
+    rows_bytes = 4 * lanes * BATCH_PER_DEVICE * IDS_PER_SAMPLE
+    more_bytes = report.temporary_bytes - without_map.temporary_bytes
+    assert more_bytes < 3 * rows_bytes + 4e6
+    assert report.all_to_alls == without_map.all_to_alls
+    assert report.sparse_core_scatters == without_map.sparse_core_scatters
+    more_gathers = report.sparse_core_gathers - without_map.sparse_core_gathers
+    # Lookup and update read the map once each, and once in the loops of later rounds.
+    map_reads = 2 if on_host.num_shards == 1 else 4
+    has_sparse_core = on_host.hardware.name in WITH_SPARSE_CORE
+    assert more_gathers == (map_reads if has_sparse_core else 0)
+
+
+EXCHANGES = [
+    ("v6e", 32, "adagrad"),
+    ("v5e", 8, "lazy_adam"),
+    ("v5p", 8, "sgd"),
+    ("v5p", 128, "rowwise_adagrad"),
+    ("v6e", 128, "rowwise_adagrad"),
+    ("v6e", 200, "adagrad"),
+    ("tpu7x", 32, "lazy_adam"),
+    ("v5p", 32, "adagrad_bfloat16"),
+]
+
+
+@pytest.mark.tpu_compiler
+@pytest.mark.parametrize(
+    ("generation", "dim", "rule"),
+    quick_cases(EXCHANGES, "v6e-32-adagrad", every_case=True),
+)
+def test_an_exchange_is_in_place_on_tpu(generation, dim, rule):
+    mesh = compile_report.topology_mesh(TOPOLOGIES[generation])
+    check_exchange(*make_plans(mesh, dim, rule))
+
+
+@pytest.mark.tpu_compiler
+def test_a_step_on_one_chip_is_in_place():
+    devices = compile_report.topology_mesh(TOPOLOGIES["v6e"])
+    mesh = jax.sharding.Mesh(devices.devices.reshape(-1)[:1], devices.axis_names)
+    check_step(*make_plans(mesh, 128, "sgd"))
+
+
+STEPS = [
+    ("v6e", 32, "adagrad"),
+    ("v5e", 8, "sgd"),
+    ("v5p", 128, "rowwise_adagrad"),
+    ("tpu7x", 200, "lazy_adam"),
+    ("v6e", 32, "adagrad_bfloat16"),
+]
+
+
+@pytest.mark.full
+@pytest.mark.tpu_compiler
+@pytest.mark.parametrize(
+    ("generation", "dim", "rule"), full_cases(STEPS, "v6e-32-adagrad")
+)
+def test_a_step_is_in_place_on_tpu(generation, dim, rule):
+    mesh = compile_report.topology_mesh(TOPOLOGIES[generation])
+    check_step(*make_plans(mesh, dim, rule))
+
+
+@pytest.mark.parametrize(
+    ("num_devices", "rule"),
+    quick_cases(
+        [(1, "lazy_adam"), (8, "rowwise_adagrad"), (3, "adagrad_bfloat16")],
+        "8-rowwise_adagrad",
+    ),
+)
+def test_programs_for_the_cpu_are_in_place(num_devices, rule):
+    on_host, cache = make_plans(mesh_of(num_devices), 16, rule)
+    check_exchange(on_host, cache)
+    check_step(on_host, cache)
