@@ -26,9 +26,6 @@ ROWS_PER_DEVICE = 100_000_000
 EXCHANGE_ROWS = 8192
 IDS_PER_SAMPLE = 8
 BATCH_PER_DEVICE = 4096
-MAP_READS = 4
-"""Lookup and update read the map once, in the first round and in later ones."""
-
 RULES = {
     "adagrad": te.optimizers.adagrad(0.1),
     "lazy_adam": te.optimizers.lazy_adam(0.1),
@@ -132,14 +129,18 @@ def check_exchange(on_host, cache):
 def check_step(on_host, cache):
     report = check(compile_step(on_host), on_host, cache)
     without_map = compile_report.inspect_program(compile_step(cache), cache)
-    assert report.temporary_bytes < 1.2 * without_map.temporary_bytes + 40e6
+    # XLA keeps at most three more buffers of rows at a time.
+    lanes = max(128, on_host.stacks[0].layout.lanes_per_line)
+    rows_bytes = 4 * lanes * BATCH_PER_DEVICE * IDS_PER_SAMPLE
+    more_bytes = report.temporary_bytes - without_map.temporary_bytes
+    assert more_bytes < 3 * rows_bytes + 4e6
     assert report.all_to_alls == without_map.all_to_alls
     assert report.sparse_core_scatters == without_map.sparse_core_scatters
     more_gathers = report.sparse_core_gathers - without_map.sparse_core_gathers
-    if on_host.hardware.name not in WITH_SPARSE_CORE:
-        assert more_gathers == 0
-    elif on_host.num_shards > 1:
-        assert more_gathers == MAP_READS
+    # Lookup and update read the map once each, and once in the loops of later rounds.
+    map_reads = 2 if on_host.num_shards == 1 else 4
+    has_sparse_core = on_host.hardware.name in WITH_SPARSE_CORE
+    assert more_gathers == (map_reads if has_sparse_core else 0)
 
 
 EXCHANGES = [
