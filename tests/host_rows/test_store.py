@@ -1,10 +1,7 @@
 """A store returns the records that were written, from memory and from a mapped file."""
 
 import errno
-import gc
 import os
-import subprocess
-import sys
 
 import numpy as np
 import pytest
@@ -26,9 +23,7 @@ def threads(request, monkeypatch):
 
 @pytest.fixture(params=[False, True], ids=["memory", "mapped"])
 def store(request, tmp_path):
-    store = RowStore(NUM_ROWS, WORDS, str(tmp_path / "rows") if request.param else None)
-    yield store
-    store.close()
+    return RowStore(NUM_ROWS, WORDS, str(tmp_path) if request.param else None)
 
 
 def random_records(seed, count):
@@ -106,45 +101,19 @@ def test_a_failing_slice_raises(store, threads):
         store._in_slices(fail, 100)
 
 
-def test_sizes_and_close(tmp_path):
-    path = tmp_path / "rows"
-    for file in (None, str(path)):
-        store = RowStore(NUM_ROWS, WORDS, file)
+def test_files_have_no_name(tmp_path):
+    stores = [RowStore(NUM_ROWS, WORDS, str(tmp_path)) for _ in range(2)]
+    for number, store in enumerate(stores):
+        store.write(np.arange(NUM_ROWS), np.full((NUM_ROWS, WORDS), number, np.uint32))
+    for number, store in enumerate(stores):
         assert store.num_bytes == 4 * NUM_ROWS * WORDS
-        assert path.exists() == (file is not None)
-        if file:
-            assert path.stat().st_size == store.num_bytes
-        store.close()
-        store.close()
-        assert store.num_bytes == 0 and not path.exists()
-
-
-def test_the_file_goes_with_the_store_or_the_process(tmp_path):
-    path = tmp_path / "rows"
-    store = RowStore(NUM_ROWS, WORDS, str(path))
-    assert path.exists()
-    del store
-    gc.collect()
-    assert not path.exists()
-    code = (
-        "import sys\nfrom tpu_embedding.host_rows.store import RowStore\n"
-        "store = RowStore(10, 2, sys.argv[1])"
-    )
-    subprocess.run([sys.executable, "-c", code, str(path)], check=True)
-    assert not path.exists()
-
-
-def test_an_existing_file_is_kept_and_named(tmp_path):
-    path = tmp_path / "rows"
-    path.write_text("of another run")
-    with pytest.raises(FileExistsError, match=f"{path}.*remove it"):
-        RowStore(NUM_ROWS, WORDS, str(path))
-    assert path.read_text() == "of another run"
+        assert (store.read_range(0, NUM_ROWS, slice(0, WORDS)) == number).all()
+    assert not any(tmp_path.iterdir())
 
 
 def test_a_missing_directory_is_an_error(tmp_path):
     with pytest.raises(FileNotFoundError, match="absent"):
-        RowStore(NUM_ROWS, WORDS, str(tmp_path / "absent" / "rows"))
+        RowStore(NUM_ROWS, WORDS, str(tmp_path / "absent"))
 
 
 def test_a_full_disk_is_an_error_before_training(tmp_path, monkeypatch):
@@ -153,5 +122,5 @@ def test_a_full_disk_is_an_error_before_training(tmp_path, monkeypatch):
 
     monkeypatch.setattr(os, "posix_fallocate", full, raising=False)
     with pytest.raises(OSError, match="20,000 bytes.*No space left.*larger disk"):
-        RowStore(NUM_ROWS, WORDS, str(tmp_path / "rows"))
+        RowStore(NUM_ROWS, WORDS, str(tmp_path))
     assert not any(tmp_path.iterdir())

@@ -14,7 +14,7 @@ from typing import Any, Final, Generic, NamedTuple, TypeVar
 import numpy as np
 
 from tpu_embedding.host_rows.stack import FetchedRows, HostStack
-from tpu_embedding.host_rows.worker import Worker
+from tpu_embedding.host_rows.worker import ENDING, Worker
 
 BATCHES_FETCHED: Final = 3
 """Batches whose rows are on their way: the next one, and two for the reader to do."""
@@ -146,7 +146,16 @@ class Feed(Generic[Batch]):
                 self._hosts[key].planner.unpin(rows)
 
     def close(self) -> None:
-        """Ends the pipeline, at the end of the batches or before."""
+        """Ends the pipeline, at the end of the batches or before.
+
+        The garbage collector may call it in any thread. In one of a pipeline, which
+        must not wait for itself, the next claim does the rest.
+        """
+        if ENDING is None or ENDING.is_set():  # Python has cleared this module.
+            return
+        if threading.current_thread().name.startswith("host_rows"):
+            self._stopped.set()
+            return
         for host in self._hosts.values():
             if host.feed is self:
                 host.claim(None)

@@ -15,7 +15,7 @@ import functools
 import secrets
 import threading
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 import jax
 import jax.numpy as jnp
@@ -38,7 +38,7 @@ from tpu_embedding.host_rows.initial import (
 )
 from tpu_embedding.host_rows.planner import BatchPlan, Exchange, Planner
 from tpu_embedding.host_rows.store import RowStore
-from tpu_embedding.host_rows.worker import Worker
+from tpu_embedding.host_rows.worker import ENDING, Worker
 from tpu_embedding.plan.plan import EmbeddingPlan, StackPlan, TablePlan
 from tpu_embedding.rows.file_rows import file_row
 from tpu_embedding.rows.packed_rows import PackedRows, StackContents, TableRange
@@ -57,6 +57,10 @@ from tpu_embedding.update.lazy_update import slots_of, with_slots
 
 if TYPE_CHECKING:
     from tpu_embedding.host_rows.feed import Feed
+
+
+_SECONDS_BETWEEN_LOOKS: Final = 0.2
+"""Time after which a reader that waits looks whether the process ends."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -238,11 +242,11 @@ class HostStack:
         plan = self.planner.plan(rows)
         self._planned.append(plan)
         with self._changed:
-            self._changed.wait_for(
-                lambda: self._landed >= plan.wait_for or stopped.is_set()
-            )
-        arrays = [] if stopped.is_set() else list(map(self._send, plan.exchanges))
-        return FetchedRows(plan, arrays)
+            while self._landed < plan.wait_for:
+                if stopped.is_set() or ENDING.is_set():
+                    return FetchedRows(plan, [])
+                self._changed.wait(_SECONDS_BETWEEN_LOOKS)
+        return FetchedRows(plan, list(map(self._send, plan.exchanges)))
 
     def wake(self) -> None:
         """Makes a reader look whether it was stopped."""
@@ -367,7 +371,11 @@ class HostStack:
             self.store.write_words(rows, records, slice(0, num_words))
 
     def _check_facts(self, facts: jax.Array, expected: np.ndarray) -> None:
-        *versions, lost_changes, (lost_reads, *_) = np.asarray(facts)
+        try:
+            *versions, lost_changes, (lost_reads, *_) = np.asarray(facts)
+        except BaseException as error:  # A step has failed on the devices.
+            self._error = self._error or self._incomplete(error)
+            return
         if (versions != expected).any():
             self._error = ValueError(self._stale())
         elif lost_changes.any():
@@ -486,6 +494,7 @@ class HostStack:
     def empty(self) -> None:
         """Empties the caches, for devices that have no rows or wrong ones."""
         self.claim(None)
+        self._writer.wait()  # It would write old rows to the store later.
         self._held.fill(-1)
         self._versions += 1
         self.planner.reset(self._executed + 1)

@@ -194,5 +194,6 @@ def _mapped_file(directory: str, num_bytes: int) -> mmap.mmap:
         raise OSError(
             error.errno,
             f"HostRows.directory must be a directory with room for {num_bytes:,} "
-            f"bytes, got {directory!r}: {error.strerror}. Use a larger disk, or fewer rows",
+            f"bytes, got {directory!r}: {error.strerror}. Use a larger disk, or "
+            "fewer rows",
         ) from None

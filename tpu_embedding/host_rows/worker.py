@@ -1,11 +1,17 @@
 """A thread that makes calls one after the other."""
 
+import atexit
 import queue
 import threading
 import weakref
 from collections.abc import Callable
 from concurrent.futures import Future
-from typing import Any
+from typing import Any, Final
+
+ENDING: Final = threading.Event()
+"""Set when the process ends: calls that wait for something must return."""
+
+_SECONDS_TO_END: Final = 5
 
 
 class Worker:
@@ -16,10 +22,12 @@ class Worker:
     """
 
     def __init__(self, name: str):
-        calls: queue.SimpleQueue[Any] = queue.SimpleQueue()
-        self._calls = calls
-        threading.Thread(target=_work, args=(calls,), name=name, daemon=True).start()
-        self.close = weakref.finalize(self, calls.put, None)
+        self._calls: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        arguments = (self._calls,)
+        thread = threading.Thread(target=_work, args=arguments, name=name, daemon=True)
+        thread.start()
+        _threads[thread] = self._calls
+        self.close = weakref.finalize(self, self._calls.put, None)
 
     def submit(self, function: Callable[..., Any], *args: Any) -> Future[Any]:
         """Calls a function after all calls so far; returns its future result."""
@@ -32,11 +40,25 @@ class Worker:
         self.submit(lambda: None).result()
 
 
+_threads: "weakref.WeakKeyDictionary[threading.Thread, queue.SimpleQueue[Any]]" = (
+    weakref.WeakKeyDictionary()
+)
+
+
 def _work(calls: "queue.SimpleQueue[Any]") -> None:
-    while (call := calls.get()) is not None:
+    while (call := calls.get()) is not None and not ENDING.is_set():
         future, function, args = call
         try:
             future.set_result(function(*args))
         except BaseException as error:
             future.set_exception(error)
         del call, future, function, args  # They may hold the rows of a batch.
+
+
+@atexit.register
+def _end_all() -> None:
+    """Ends all threads: Python may not stop one that runs C++ code."""
+    ENDING.set()
+    for thread, calls in list(_threads.items()):
+        calls.put(None)
+        thread.join(_SECONDS_TO_END)
