@@ -180,7 +180,7 @@ def test_the_first_optimizer_after_a_second():
     with pytest.raises(ValueError, match="optimizer that was made last"):
         fit(model, first, batches(2))
     fit(model, second, batches(2))
-    with pytest.raises(ValueError, match="those of the latest exchange"):
+    with pytest.raises(ValueError, match="come from the latest exchange"):
         first.slot_values()
 
 

@@ -3,7 +3,7 @@
 import dataclasses
 import os
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any, ClassVar, Final, Self
+from typing import TYPE_CHECKING, Any, ClassVar, Final
 
 import jax
 
@@ -103,8 +103,9 @@ class HostStorage(RowStorage):
         """Tables of a stack share files and the window."""
         return self.directory, self.window
 
-    def joined(self, other: Self) -> Self:
+    def joined(self, other: RowStorage) -> RowStorage:
         """Returns the storage of all these rows."""
+        assert isinstance(other, HostStorage)
         return dataclasses.replace(self, cache_rows=self.cache_rows + other.cache_rows)
 
     def problem(self, table: "NamedTable", backend: "Backend") -> str | None:

@@ -354,7 +354,7 @@ class HostStack:
         try:
             for rows, records in left:
                 records = np.asarray(records)
-                if self._error is None:  # Else they may be those of an old copy.
+                if self._error is None:  # Else an old copy may have sent them.
                     self._write_records(rows, records)
         except BaseException as error:
             self._error = self._error or error
@@ -366,7 +366,7 @@ class HostStack:
         num_words = records.shape[1]
         if num_words == self._columns[-1].stop:
             self.store.write(rows, records)
-        else:  # There is no optimizer yet: the store keeps the slot variables.
+        else:  # Without an optimizer, the store keeps slot variables.
             rows, records = rows[rows >= 0], records[rows >= 0]
             self.store.write_words(rows, records, slice(0, num_words))
 
@@ -409,7 +409,7 @@ class HostStack:
         return is_old or (rows.column > 0 and rows.owner != self.owner)
 
     def check_current(self, rows: Any) -> None:
-        """Rejects rows that are not those of the latest exchange, or have lost some."""
+        """Rejects rows older than the latest exchange, and rows with lost changes."""
         self.check_error(wait=True)
         if self._is_old(rows):
             raise ValueError(self._stale())
@@ -438,7 +438,7 @@ class HostStack:
 
     def _stale(self) -> str:
         return (
-            f"Cached rows of {self._owner} must be those of the latest exchange, "
+            f"Cached rows of {self._owner} must come from the latest exchange, "
             "got older ones, such as of a copy of the model or of another "
             "checkpointer; use the model that te.host_rows trains, and save it by "
             "te.save."

@@ -7,7 +7,7 @@ a stack rows of another class, see `PackedRows.holds_all_rows`.
 
 import dataclasses
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any, ClassVar, Self
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import jax
 
@@ -33,8 +33,8 @@ class RowStorage:
         """Tables share a stack only if their keys, hashable, are equal."""
         return None
 
-    def joined(self, other: Self) -> Self:
-        """Returns the storage of a stack, from those of its tables with equal keys."""
+    def joined(self, other: "RowStorage") -> "RowStorage":
+        """Returns the storage of a stack whose tables have equal keys."""
         return self
 
     def problem(self, table: "NamedTable", backend: "Backend") -> str | None:
