@@ -1,7 +1,9 @@
 """Keeps programs that tests compile: on disk for later runs, in memory not for long."""
 
+import gc
 import itertools
 import os
+import pathlib
 
 import jax
 import pytest
@@ -45,6 +47,10 @@ def reset_cache() -> None:
 
 
 TESTS_PER_CACHE = 300
+TESTS_PER_LOOK = 5
+MAX_MAPS = 25_000
+"""Linux allows a process 65,530 maps of memory."""
+MAPS = pathlib.Path("/proc/self/maps")
 _tests_run = itertools.count(1)
 
 
@@ -56,5 +62,10 @@ def _drop_compiled_programs():
     of the operating system, which ends it within the compiler.
     """
     yield
-    if next(_tests_run) % TESTS_PER_CACHE == 0:
+    number = next(_tests_run)
+    has_many_maps = False
+    if number % TESTS_PER_LOOK == 0 and MAPS.exists():
+        has_many_maps = MAPS.read_bytes().count(b"\n") > MAX_MAPS
+    if has_many_maps or number % TESTS_PER_CACHE == 0:
         jax.clear_caches()
+        gc.collect()

@@ -159,6 +159,7 @@ class Feed(Generic[Batch]):
         for host in self._hosts.values():
             if host.feed is self:
                 host.claim(None)
+            host.end_writer()
         self._unpin()
         self._finders.shutdown(cancel_futures=True)
         self._reader.close()

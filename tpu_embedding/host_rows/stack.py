@@ -392,12 +392,18 @@ class HostStack:
             f"before the next but two is drawn.{end}"
         )
 
+    def end_writer(self) -> None:
+        """Ends the writer's thread after all its work; the next work starts another."""
+        if writer := vars(self).pop("_writer", None):
+            writer.wait()
+            writer.close()
+
     def check_error(self, wait: bool = False) -> None:
         """Raises the error of the writer, after all its work if `wait` is True.
 
         An error that lost rows stays until all rows are replaced.
         """
-        if wait:
+        if wait and "_writer" in vars(self):
             self._writer.wait()
         error, self._lost_reads = self._error or self._lost_reads, None
         if error is not None:
@@ -494,7 +500,7 @@ class HostStack:
     def empty(self) -> None:
         """Empties the caches, for devices that have no rows or wrong ones."""
         self.claim(None)
-        self._writer.wait()  # It would write old rows to the store later.
+        self.end_writer()  # It would write old rows to the store later.
         self._held.fill(-1)
         self._versions += 1
         self.planner.reset(self._executed + 1)
