@@ -49,7 +49,7 @@ def swap_rows(
 def swap_program(hardware: HardwareInfo) -> Any:
     """Returns `swap_rows`, jitted with the options of the hardware.
 
-    Without them, TPUs don't add to packed rows on SparseCore.
+    Without them, TPUs add to packed rows on the TensorCore.
     """
     return jax.jit(
         _swap_rows,

@@ -34,6 +34,7 @@ def host_rows(
       A batch and its function.
 
     Example:
+      >>> import jax
       >>> import numpy as np
       >>> import tpu_embedding as te
       >>> table = te.TableConfig(

@@ -241,11 +241,16 @@ class HostStack:
         """
         plan = self.planner.plan(rows)
         self._planned.append(plan)
+
+        def is_over() -> bool:
+            has_landed = self._landed >= plan.wait_for
+            return has_landed or stopped.is_set() or ENDING.is_set()
+
         with self._changed:
-            while self._landed < plan.wait_for:
-                if stopped.is_set() or ENDING.is_set():
-                    return FetchedRows(plan, [])
-                self._changed.wait(_SECONDS_BETWEEN_LOOKS)
+            while not self._changed.wait_for(is_over, _SECONDS_BETWEEN_LOOKS):
+                pass
+        if self._landed < plan.wait_for or stopped.is_set():  # Nobody wants it.
+            return FetchedRows(plan, [])
         return FetchedRows(plan, list(map(self._send, plan.exchanges)))
 
     def wake(self) -> None:
