@@ -73,7 +73,6 @@ def batches_of(plan, number, seed=0, size=BATCH):
         matrix(RULES, DEVICES, ["float32", "bfloat16"]),
         "adagrad-2devices-bfloat16",
         "rowwise-3devices-float32",
-        every_case=True,
     ),
 )
 def test_rules(rule, num_devices, dtype):

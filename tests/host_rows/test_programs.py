@@ -2,6 +2,7 @@
 
 import functools
 
+import jax
 import numpy as np
 import pytest
 
@@ -209,10 +210,17 @@ def test_random_programs(seed, tmp_path):
     Program(seed, tmp_path).run()
 
 
-@pytest.mark.full
-def test_many_random_programs(tmp_path):
-    for seed in range(10, 200):
+@pytest.mark.parametrize(
+    "seeds",
+    [
+        pytest.param(range(10, 40), marks=pytest.mark.full, id="some"),
+        pytest.param(range(40, 200), marks=pytest.mark.exhaustive, id="many"),
+    ],
+)
+def test_many_random_programs(seeds, tmp_path):
+    for seed in seeds:
         if seed % PROGRAMS_PER_LAYOUT == 0:
+            jax.clear_caches()  # Compiled programs map memory.
             layout_of.cache_clear()
         (tmp_path / str(seed)).mkdir()
         try:
