@@ -125,7 +125,7 @@ def _ahead(
     unique_of: Callable[[np.ndarray], np.ndarray],
     batches: list[np.ndarray],
 ) -> Iterator[np.ndarray]:
-    """Yields the unique rows of batches, and starts those of two later batches."""
+    """Yields the unique rows of batches, and starts on two later batches."""
     started = (threads.submit(unique_of, batch) for batch in batches)
     waiting = collections.deque(itertools.islice(started, 2))
     while waiting:

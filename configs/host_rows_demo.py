@@ -1,6 +1,6 @@
-"""Trains a table of 20 million rows, of which 8 devices cache one million.
+"""Trains a table of 20 million rows; 8 devices cache one million of them.
 
-The host's memory has all rows, and the devices those of the latest batches. The result
+The host's memory has all rows, the devices have the rows of recent batches. The result
 is the same, bit by bit, as with all rows on the devices (cache_rows=0).
 
 Command: tpu-embedding train host_rows_demo --devices 8

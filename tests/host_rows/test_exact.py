@@ -1,4 +1,4 @@
-"""Bits equal those of the same training with all rows on the devices.
+"""Bits equal the same training with all rows on the devices.
 
 Tables, slot variables, totals, counts and the activations of every step are compared.
 """

@@ -241,7 +241,7 @@ class Program:
 
 
 def random_rows(random, num_rows, size):
-    """Returns sorted unique rows, of which low ones are frequent."""
+    """Returns sorted unique rows; low ones are frequent."""
     rows = num_rows ** random.random(size)
     return unique_rows([np.minimum(rows.astype(np.int32) - 1, num_rows - 1)])
 

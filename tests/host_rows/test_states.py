@@ -316,7 +316,7 @@ def test_states_of_flax_serialization():
 
 @pytest.mark.full
 def test_pickle():
-    """Pickled rows would lack those of the host."""
+    """Pickled rows would lack the rows of the host."""
     model, optimizer = make()
     fit(model, optimizer, batches(3))
     with pytest.raises((AttributeError, TypeError, pickle.PicklingError)):

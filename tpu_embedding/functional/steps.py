@@ -488,7 +488,7 @@ def init_slots(tables: dict[str, PackedRows], plan: EmbeddingPlan) -> dict[str, 
 def _init_on_devices(
     tables: dict[str, PackedRows], plan: EmbeddingPlan
 ) -> dict[str, Any]:
-    """Returns the state of each stack of which devices hold all rows."""
+    """Returns the state of each stack whose rows are all on devices."""
     return {
         stack.name: on_shards(
             functools.partial(init_state, stack=stack),

@@ -1,4 +1,4 @@
-"""Rows of which each device holds some, in slots of a cache, and the host holds all.
+"""Rows on the host; each device holds some of them, in slots of a cache.
 
 A row keeps its number, its owner and its place in every sort. Only `rows/access.py`
 turns numbers into slots. So sums, rules and random bits see the numbers that they see

@@ -533,7 +533,7 @@ class StackLookup:
       requested_rows: int32 `[1, num_shards]`, rows that the shard asks of each owner,
         in all rounds together.
       missing_rows: int32 `[1]`, reads of rows that this device owns and lacks. It is
-        None for a table of which it has all rows.
+        None if it has all rows of its shard.
     """
 
     activations: list[Float[Array, "_ dim"]]

@@ -75,7 +75,7 @@ def init_tables(plan: EmbeddingPlan, key: jax.Array) -> dict[str, Any]:
 
 @functools.partial(jax.jit, static_argnames="plan")
 def _init_on_devices(plan: EmbeddingPlan, key: jax.Array) -> dict[str, Any]:
-    """Returns the stacks of which devices hold all rows."""
+    """Returns the stacks whose rows are all on devices."""
     stacks = [stack for stack in plan.stacks if stack.storage.holds_all_rows]
 
     def init(key: jax.Array) -> dict[str, Any]:
