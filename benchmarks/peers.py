@@ -21,6 +21,7 @@ installed beside this package. Peers that are not are left out, and the output s
 
 import argparse
 import collections
+import os
 import pathlib
 import sys
 import tempfile
@@ -41,6 +42,8 @@ from sides import OURS, SIDES
 from step_check import start_checked, write_batches
 
 METHODS: Final = ("train", "forward")
+HUGE_PAGES: Final = {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}
+"""Variables of all sides; see docs/guides/speed.md."""
 
 
 def main() -> None:
@@ -167,6 +170,7 @@ class Comparison:
             self._setting,
             self._batches,
             python=self._pythons.get(name, sys.executable),
+            environment=os.environ | HUGE_PAGES,
         )
         return side
 

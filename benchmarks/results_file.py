@@ -14,6 +14,7 @@ KEYS: Final[dict[str, tuple[str, ...]]] = {
     "compiler_estimate": ("topology", "library"),
     "partition_estimate": ("topology", "case"),
     "step_time": ("backend", "devices"),
+    "gather_speed": ("dim",),
     "table_size": ("devices", "rows"),
     "memory_tables": ("rows",),
     "host_rows": ("side", "devices"),

@@ -8,4 +8,6 @@ cd "$(dirname "$0")/.."
 source scripts/setup.sh
 help_on_request "$@"
 setup_environment "${EXTRAS-train}"
+# Huge pages for tables in host memory; see docs/guides/speed.md.
+export GLIBC_TUNABLES="${GLIBC_TUNABLES-glibc.malloc.hugetlb=1}"
 exec tpu-embedding train "$@"

@@ -1,10 +1,25 @@
-"""Running sums, and values held until the next, in blocks."""
+"""Running sums, values held until the next, and copies that keep every bit."""
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from tpu_embedding.xla import forward_fill, running_sum
+from tpu_embedding.xla import (
+    copied_in_vectors,
+    forward_fill,
+    running_sum,
+    zeros_unless,
+)
+
+NASTY_WORDS = (0, 1, -1, 0x7F800001, -(2**31), 2**31 - 1, 0x7F800000, -0x800000)
+"""Bits of zeros, a denormal, NaNs and infinities, and the ends of int32."""
+
+
+def _rows_of_bits(length):
+    words = np.random.default_rng(length).integers(-(2**31), 2**31, (9, length))
+    words.flat[: len(NASTY_WORDS)] = NASTY_WORDS[: words.size]
+    return words.astype(np.int32)
 
 
 def _hold(values):
@@ -24,3 +39,28 @@ def test_equals_numpy(size, running, expected):
     result = running(jnp.asarray(values))
     assert result.dtype == jnp.int32
     np.testing.assert_array_equal(result, expected(values.copy()))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "int32", "int8", "bfloat16"])
+@pytest.mark.parametrize("length", [1, 16, 23, 24, 31, 32, 40, 51, 52, 64, 65, 200])
+def test_copies_keep_every_bit(length, dtype):
+    words = _rows_of_bits(length)
+    rows = words.view(dtype) if dtype in ("float32", "int32") else words.astype(dtype)
+    order = np.random.default_rng(0).integers(0, 9, 40)
+    copied = jax.jit(lambda rows: copied_in_vectors(rows[order]))(rows)
+    assert copied.dtype == rows.dtype
+    assert np.asarray(copied).tobytes() == rows[order].tobytes()
+
+
+def test_copies_of_other_shapes():
+    for shape in [(70,), (3, 32, 32), (0, 32)]:
+        values = np.ones(shape, np.float32)
+        np.testing.assert_array_equal(jax.jit(copied_in_vectors)(values), values)
+
+
+def test_zeros_unless():
+    rows = _rows_of_bits(40).view(np.float32)
+    is_row = np.arange(9) % 3 > 0
+    result = np.asarray(jax.jit(zeros_unless)(is_row, rows))
+    assert result[is_row].tobytes() == rows[is_row].tobytes()
+    assert not result[~is_row].view(np.int32).any()

@@ -36,7 +36,7 @@ def check(poolings, dim=3, gathers="whole"):
     np.testing.assert_array_equal(np.concatenate(pooled), expected)
 
 
-@pytest.mark.parametrize("gathers", ["whole", "fused"])
+@pytest.mark.parametrize("gathers", ["whole", "fused", "by_feature"])
 @pytest.mark.parametrize("case", NATURAL)
 def test_features(case, gathers):
     poolings = [pooling_of(form) for form in NATURAL[case]]

@@ -8,10 +8,10 @@ from tests.conftest import mesh_of
 
 FORMS = {
     # The devices, hardware, options; if ids are sent, and the forms.
-    "one device": (1, None, {}, False, "fused", "blocks"),
-    "eight devices": (8, None, {}, True, "fused", "whole"),
-    "copies": (8, None, {"placement": te.Replicated()}, False, "fused", "whole"),
-    "asked for rounds": (1, None, {"capacity": 4}, True, "fused", "whole"),
+    "one device": (1, None, {}, False, "by_feature", "blocks"),
+    "eight devices": (8, None, {}, True, "by_feature", "whole"),
+    "copies": (8, None, {"placement": te.Replicated()}, False, "by_feature", "whole"),
+    "asked for rounds": (1, None, {"capacity": 4}, True, "by_feature", "whole"),
     "one GPU": (1, "gpu", {}, False, "fused", "whole"),
     "one chip": (1, "v5p", {}, False, "whole", "whole"),
     "eight chips": (8, "v6e", {}, True, "whole", "whole"),

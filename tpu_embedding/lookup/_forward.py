@@ -45,7 +45,7 @@ from tpu_embedding.plan.plan import StackPlan
 from tpu_embedding.rows.access import gather_lines, gather_rows
 from tpu_embedding.rows.packed_rows import PackedRows
 from tpu_embedding.types import PADDING_ROW_ID, AxisSize
-from tpu_embedding.xla import read_before_write
+from tpu_embedding.xla import read_before_write, zeros_unless
 
 _MAX_UNROLLED_VALENCE: Final = 128
 """Valence up to which each id of a sample is an addition of its own in the program."""
@@ -420,11 +420,11 @@ def pool(
       poolings: the features of the stack.
       gathers: form of the gathers.
     """
-    if all(pooling.is_copy for pooling in poolings):
+    sizes = [pooling.num_ids for pooling in poolings]
+    if gathers != "by_feature" and all(pooling.is_copy for pooling in poolings):
         # One array for all features: compile time grows with the number of arrays.
         return [rows_at(positions)]
-    sizes = [pooling.num_ids for pooling in poolings]
-    if gathers == "fused":
+    if gathers != "whole":
         positions_by_feature = split_by_feature(positions, sizes)
         return [
             gather_and_pool(pooling, rows_at, feature_positions)
@@ -589,7 +589,7 @@ def read_stack(
             rows = rows.astype(jnp.float32)
             rows = quantize(rows, stack.quantization)
             is_row = row_ids < table.layout.num_rows
-            return jnp.where(is_row[:, None], rows, 0.0)
+            return zeros_unless(is_row, rows)
 
         sums = pool(rows_at, routing.keys, poolings, stack.gathers)
         missing = table.num_missing(routing.keys)

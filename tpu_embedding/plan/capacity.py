@@ -109,12 +109,15 @@ def _bucket_size(capacity: int) -> int:
     return round_up(capacity + 1, _SUBLANES if is_small else LANES)
 
 
-Gathers = Literal["whole", "fused"]
+Gathers = Literal["whole", "fused", "by_feature"]
 """The gathers that bring rows to samples:
 
 * `"whole"`: one gather for all ids, which writes its result to memory. XLA:TPU compiles
   and starts one large gather faster than many small ones, and writes each of them.
-* `"fused"`: one gather per id of a sample. XLA:CPU and XLA:GPU fuse it with the sum.
+* `"fused"`: one gather per id of a sample, which XLA fuses with the sum. Features
+  without sums share one gather.
+* `"by_feature"`: as `"fused"`, and one gather per feature without a sum. XLA:CPU would
+  write the rows of a shared gather to memory, and copy them to the features.
 """
 
 Updates = Literal["whole", "blocks"]
@@ -123,6 +126,13 @@ Updates = Literal["whole", "blocks"]
 * `"whole"`: all at once.
 * `"blocks"`: in a loop over blocks of ids, whose rows stay in the cache of a CPU.
 """
+
+
+def choose_gathers(hardware: HardwareInfo) -> Gathers:
+    """Returns the form of the gathers on a kind of device."""
+    if hardware.is_tpu:
+        return "whole"
+    return "by_feature" if hardware.name == "cpu" else "fused"
 
 
 def choose_updates(

@@ -34,7 +34,7 @@ from tpu_embedding.plan.backend import (
     BackendOptions,
     backend_options,
 )
-from tpu_embedding.plan.capacity import choose_updates
+from tpu_embedding.plan.capacity import choose_gathers, choose_updates
 from tpu_embedding.plan.features import flatten_config, plan_features
 from tpu_embedding.plan.mesh_options import choose_hardware, choose_mesh
 from tpu_embedding.plan.plan import (
@@ -384,7 +384,7 @@ def _plan_stack(
         layout=_layout(table_plans, first.num_shards, hardware, backend),
         quantization=first.config.quantization_config,
         capacity=capacity,
-        gathers="whole" if hardware.is_tpu else "fused",
+        gathers=choose_gathers(hardware),
         updates=choose_updates(
             hardware,
             first.optimizer,

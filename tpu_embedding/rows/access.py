@@ -13,7 +13,7 @@ from typing import Any, Final, NamedTuple, TypeVar, cast
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int, Shaped
+from jaxtyping import Array, Bool, Int, Shaped
 
 from tpu_embedding.rows.packed_rows import (
     PackedRows,
@@ -31,10 +31,7 @@ from tpu_embedding.rows.packed_rows import (
     unpack_rows,
     unpack_stored,
 )
-from tpu_embedding.xla import as_variables, run_if
-
-_VECTOR_STEPS: Final = {32: 3, 64: 1}
-"""Row length to the operations per element that keep XLA:CPU from unrolling a copy."""
+from tpu_embedding.xla import copied_in_vectors, run_if
 
 _MAX_LOST_ROUNDINGS: Final = 8
 """Rounding steps of a new value that `replace_rows` may lose; a moving average loses
@@ -88,13 +85,7 @@ def gather_lines(
       lines: the lines; for a buffer, one row per line.
       positions: numbers of lines; all must be in bounds.
     """
-    gathered = gather_in_bounds(lines, positions)
-    is_short = gathered.ndim == 2 and gathered.shape[1] in _VECTOR_STEPS
-    if not is_short or gathered.dtype != jnp.float32:
-        return gathered
-    return jax.lax.platform_dependent(
-        gathered, cpu=_in_vectors, default=lambda rows: rows
-    )
+    return copied_in_vectors(gather_in_bounds(lines, positions))
 
 
 @_at_places
@@ -274,23 +265,6 @@ def _lines_of_rows(
         return first_lines
     offsets = jnp.arange(layout.lines_per_row, dtype=jnp.int32)
     return (first_lines[:, None] + offsets[None]).reshape(-1)
-
-
-def _in_vectors(lines: Float[Array, "ids lanes"]) -> Float[Array, "ids lanes"]:
-    """Clamps the bits of gathered rows to the range of int32, which changes none.
-
-    XLA:CPU (jax 0.12) unrolls the copy of a row of up to 64 floats to single elements.
-    So many instructions per row leave few reads of memory in flight. A loop with enough
-    operations per element is not unrolled: it reads and writes vectors, in a third of
-    the time. The bounds are hidden from XLA. Rows of 24 or 48 floats gain
-    nothing, shorter ones take longer, and longer ones are copied in vectors anyway.
-    """
-    int32 = jnp.iinfo(jnp.int32)
-    low, high = as_variables((jnp.int32(int32.min), jnp.int32(int32.max)))
-    words = jax.lax.bitcast_convert_type(lines, jnp.int32)
-    for step in range(_VECTOR_STEPS[lines.shape[1]]):
-        words = jnp.minimum(words, high) if step % 2 else jnp.maximum(words, low)
-    return jax.lax.bitcast_convert_type(words, jnp.float32)
 
 
 @_at_places
