@@ -27,8 +27,10 @@ from tpu_embedding.lookup._forward import (
 from tpu_embedding.lookup._rounds import quantize
 from tpu_embedding.plan.features import FeaturePlan, InputPlan
 from tpu_embedding.plan.plan import EmbeddingPlan
+from tpu_embedding.rows.access import gather_lines
 from tpu_embedding.rows.file_rows import SCALE_AND_BIAS_BYTES
 from tpu_embedding.types import PADDING_ROW_ID
+from tpu_embedding.xla import zeros_unless
 
 
 @jax.tree_util.register_dataclass
@@ -91,8 +93,9 @@ def rows_of_table(
       table: see `serve`.
       row_ids: in bounds, or padding.
     """
-    rows = table.at[row_ids].get(mode="fill", fill_value=0)
-    return _decode(rows) if table.dtype == jnp.uint8 else rows.astype(jnp.float32)
+    rows = gather_lines(table, jnp.minimum(row_ids, table.shape[0] - 1))
+    rows = _decode(rows) if table.dtype == jnp.uint8 else rows.astype(jnp.float32)
+    return zeros_unless(row_ids != PADDING_ROW_ID, rows)
 
 
 def _decode(rows: UInt8[Array, "ids bytes"]) -> Float[Array, "ids dim"]:
