@@ -9,7 +9,7 @@ from tests.conftest import mesh_of
 FORMS = {
     # The devices, hardware, options; if ids are sent, and the forms.
     "one device": (1, None, {}, False, "by_feature", "blocks"),
-    "eight devices": (8, None, {}, True, "by_feature", "whole"),
+    "eight devices": (8, None, {}, True, "fused", "whole"),
     "copies": (8, None, {"placement": te.Replicated()}, False, "by_feature", "whole"),
     "asked for rounds": (1, None, {"capacity": 4}, True, "by_feature", "whole"),
     "one GPU": (1, "gpu", {}, False, "fused", "whole"),

@@ -425,6 +425,7 @@ def pool(
         # One array for all features: compile time grows with the number of arrays.
         return [rows_at(positions)]
     if gathers != "whole":
+        rows_at = jax.jit(rows_at)  # Traced once for all features of a size.
         positions_by_feature = split_by_feature(positions, sizes)
         return [
             gather_and_pool(pooling, rows_at, feature_positions)

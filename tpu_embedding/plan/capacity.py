@@ -117,7 +117,8 @@ Gathers = Literal["whole", "fused", "by_feature"]
 * `"fused"`: one gather per id of a sample, which XLA fuses with the sum. Features
   without sums share one gather.
 * `"by_feature"`: as `"fused"`, and one gather per feature without a sum. XLA:CPU would
-  write the rows of a shared gather to memory, and copy them to the features.
+  write the rows of a shared gather to memory, and copy them to the features. (Gathers
+  from an exchange buffer gain nothing, as its rows are in the cache.)
 """
 
 Updates = Literal["whole", "blocks"]
@@ -128,11 +129,12 @@ Updates = Literal["whole", "blocks"]
 """
 
 
-def choose_gathers(hardware: HardwareInfo) -> Gathers:
-    """Returns the form of the gathers on a kind of device."""
+def choose_gathers(hardware: HardwareInfo, num_shards: int) -> Gathers:
+    """Returns the form of the gathers of a stack of that many shards."""
     if hardware.is_tpu:
         return "whole"
-    return "by_feature" if hardware.name == "cpu" else "fused"
+    reads_table = num_shards == 1
+    return "by_feature" if hardware.name == "cpu" and reads_table else "fused"
 
 
 def choose_updates(

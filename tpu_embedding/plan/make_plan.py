@@ -384,7 +384,7 @@ def _plan_stack(
         layout=_layout(table_plans, first.num_shards, hardware, backend),
         quantization=first.config.quantization_config,
         capacity=capacity,
-        gathers=choose_gathers(hardware),
+        gathers=choose_gathers(hardware, first.num_shards),
         updates=choose_updates(
             hardware,
             first.optimizer,
