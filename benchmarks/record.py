@@ -29,6 +29,7 @@ FIGURES: Final[dict[str, tuple[str, ...]]] = {
     "memory_tables": ("median_ms", "ratio"),
     "host_rows": ("median_ms", "ratio", "cpu_ms", "hit_rate", "moved_bytes"),
     "host_rows_planner": ("deduplicate_ns", "enter_ns", "plan_ns", "all_ns"),
+    "gather_speed": ("ours_ms", "plain_ms", "ratio"),
     "peers": ("train_ms", "train_ratio", "forward_ms", "forward_ratio"),
     "compile_time": ("trace_seconds", "compile_seconds", "ratio"),
     "checkpoint_speed": ("seconds", "ratio", "cpu_seconds", "extra_bytes"),
