@@ -14,7 +14,7 @@ from typing import Any, Final
 
 from tpu_embedding.paths import is_local_path, local_path
 from tpu_embedding.tools.data.batch import DataError, required_files
-from tpu_embedding.tools.data.csv_clicks import open_csv
+from tpu_embedding.tools.data.csv_text import open_csv
 from tpu_embedding.tools.train.reporting import changes
 from tpu_embedding.tools.train.run_config import (
     ConfigError,
