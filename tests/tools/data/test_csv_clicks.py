@@ -14,7 +14,7 @@ from tpu_embedding.strings.string_ids import (
     load_vocabularies,
     save_vocabularies,
 )
-from tpu_embedding.tools.data import csv_clicks
+from tpu_embedding.tools.data import csv_text
 from tpu_embedding.tools.data.batch import DataError
 from tpu_embedding.tools.train import CsvSource
 from tpu_embedding.types import PADDING_ROW_ID
@@ -152,7 +152,7 @@ def test_rows_of_several_blocks(tmp_path, monkeypatch):
     source = CsvSource(label="label", split="last", min_count=1, numbers=("row",))
     one = source.open(tmp_path / "clicks.csv", batch_size=4, seed=0)
     for size in (7, 999, 1000):
-        monkeypatch.setattr(csv_clicks, "BLOCK_ROWS", size)
+        monkeypatch.setattr(csv_text, "BLOCK_ROWS", size)
         several = source.open(tmp_path / "clicks.csv", batch_size=4, seed=0)
         assert several.description == one.description
         for name, vocabulary in one.vocabularies.items():
