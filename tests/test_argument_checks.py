@@ -161,7 +161,7 @@ OPTIMIZERS = {
     "unknown option": (
         lambda x: te.optimizers.with_options(optax.sgd(0.1), clip=1.0),
         "'clip'",
-        "there is no option",
+        "unknown option",
         "clip_weight_min",
     ),
 }

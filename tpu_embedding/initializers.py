@@ -250,7 +250,7 @@ def rowwise(initializer: Initializer) -> RowInitializer:
 
     Use it for an initializer that is not of this module and draws each row by itself,
     to need no memory for a whole table. Each row has a key of its own, so the values
-    differ from those of one call for the table.
+    differ from one call for the whole table.
 
     Args:
       initializer: `(key, shape, dtype)`. It is asked for the shape `(1, dim)`, so its
@@ -388,7 +388,7 @@ def _truncated_normal_rows(
     stddev: jax.Array,
     mean: jax.Array,
 ) -> Float[Array, "rows dim"]:
-    # A normal value lies within two deviations with this probability.
+    # A normal value is within two deviations with this probability.
     probability = math.erf(2 / math.sqrt(2))
     values = jax.lax.erf_inv(probability * _symmetric(row_bits(key, row_ids, dim)))
     return mean + stddev * jnp.clip(math.sqrt(2) * values, -2.0, 2.0)

@@ -125,7 +125,7 @@ class VocabularyInputs:
     ) -> Any:
         """Returns a batch with `RowIds` for its features that need rows.
 
-        It changes no table: a new id has no row. One call answers for all features
+        It changes no table: a new id lacks a row. One call answers for all features
         with these inputs.
         """
         return features

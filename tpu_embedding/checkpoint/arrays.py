@@ -177,7 +177,7 @@ def open_checkpoint(directory: str | os.PathLike[str]) -> Iterator[OpenCheckpoin
       directory: from `te.save`, or of one step of a `CheckpointManager`.
 
     Raises:
-      CheckpointError: if there is no checkpoint, or its description is damaged.
+      CheckpointError: if the checkpoint is missing, or its description is damaged.
     """
     root = state_directory(directory)
     with contextlib.ExitStack() as ends:
@@ -337,7 +337,7 @@ def read_table(
         tables = checkpoint.record.tables
         if table not in tables:
             raise CheckpointError(
-                f"The checkpoint {checkpoint.root} has no table {table!r}, only "
+                f"The checkpoint {checkpoint.root} lacks table {table!r}, only "
                 f"{sorted(tables)}."
             )
         arrays = tables[table].arrays

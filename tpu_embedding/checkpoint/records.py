@@ -120,7 +120,7 @@ class ArrayRecord:
 
     @property
     def row(self) -> tuple[Any, ...]:
-        """Type and shape of a row; of the whole array if it has no rows."""
+        """Type and shape of a row; of the whole array without rows."""
         return self.dtype, self.shape[1:] if self.has_rows else self.shape
 
     def __str__(self) -> str:
@@ -250,7 +250,7 @@ def state_directory(directory: str | os.PathLike[str]) -> epath.Path:
       directory: from `te.save`, or of one step of a `CheckpointManager`.
 
     Raises:
-      CheckpointError: if there is no checkpoint.
+      CheckpointError: if the checkpoint is missing.
     """
     path = checkpoint_path(directory)
     for item in STATE_ITEMS:

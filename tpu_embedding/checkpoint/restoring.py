@@ -479,7 +479,7 @@ def _restarted_slots(layer: LayerState, restored: Collection[str]) -> dict[str, 
     """
     fresh = init_slots(dict(layer.tables), layer.plan)
     trained = {table.name for x in layer.plan.trained_stacks for table in x.tables}
-    # Shapes have no values that could stay.
+    # Shapes hold nothing that could stay.
     if trained <= set(restored) or _is_abstract(layer.slots):
         return fresh
     slots = dict(layer.slots or {})

@@ -239,8 +239,8 @@ def describe(directory: str | os.PathLike[str]) -> CheckpointRecord:
       directory: from `te.save`, or of one step of a `CheckpointManager`.
 
     Raises:
-      CheckpointError: if there is no checkpoint, its description is damaged, or it is
-        in the directory of another step.
+      CheckpointError: if the checkpoint is missing, its description is damaged, or it
+        is in the directory of another step.
     """
     root = state_directory(directory)
     return read_state_file(root, root)

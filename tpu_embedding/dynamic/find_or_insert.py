@@ -403,7 +403,7 @@ def _groups_of_turn(
 ) -> tuple[Int[Array, " size"], Int[Array, " size"], Int[Array, " size"]]:
     """Returns bucket, first admitted id and number of ids of the groups of a turn.
 
-    A position after all groups has no ids, and any bucket.
+    A position after all groups is empty, and has any bucket.
     """
     group = turn * size + jnp.arange(size, dtype=jnp.int32)
     in_bounds = jnp.minimum(group, groups.buckets.shape[0] - 1)

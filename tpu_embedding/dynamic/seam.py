@@ -56,7 +56,7 @@ class DynamicInputs(VocabularyInputs):
     text_to_ids = "te.inputs.fingerprint_ids"
 
     def read(self, ids: Any, feature: FeaturePlan) -> Any:
-        """Returns ids that are words already as uint64; all others as they are.
+        """Returns ids that are words already as uint64; other ids as they are.
 
         Raises:
           TypeError: if the rows of the ids are known already, or an array of JAX may

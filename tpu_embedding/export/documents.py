@@ -81,7 +81,7 @@ def check_new_directory(path: pathlib.Path) -> None:
         is_free = not path.exists() or (path.is_dir() and not any(path.iterdir()))
     except OSError as error:
         raise ExportError(
-            f"{path} must be a new directory: {error}; export to another one."
+            f"{path} must be a new directory: {error}; choose another name."
         ) from error
     if not is_free:
         raise ExportError(

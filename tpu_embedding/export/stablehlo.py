@@ -129,7 +129,8 @@ def save_tables(
     A dynamic table `NAME` has 64 rows per bucket, in the order of its buckets; a
     learned default row is the last one. Its ids are a tensor `NAME:ids`, uint32
     `[buckets, 128]`: the upper words of the 64 ids of a bucket, and then the lower
-    ones. All ones stand for no id. The host holds all of these ids, but never all rows.
+    ones. All ones mark an empty position. The host holds all of these ids, but
+    never all rows.
 
     Args:
       model: owns `TPUEmbedding` layers, or is one.

@@ -12,7 +12,7 @@ float32, lower bytes first. A byte `q` means `scale * q + bias`.
 Rows are in their natural order. A dynamic table has 64 rows per bucket in the order of
 its buckets, then its default row if there is one. Its ids are a tensor of their own: a
 line of 128 uint32 per bucket, the upper words of its 64 ids and then the lower ones.
-All ones stand for no id.
+All ones mark an empty position.
 """
 
 import dataclasses
@@ -70,7 +70,7 @@ def create_file(path: pathlib.Path, specs: Mapping[str, TensorSpec]) -> None:
       specs: name to shape and dtype of each tensor.
 
     Raises:
-      ExportError: if a dtype has no name in such files, or the header is too long.
+      ExportError: if such files cannot name a dtype, or the header is too long.
       OSError: if the disk is full.
     """
     header, end = {}, 0

@@ -282,7 +282,7 @@ def finalize_variable_values(
     """Sets variables to the moving averages that `adafactor(use_ema=True)` keeps.
 
     It is `finalize_variable_values` of Keras' optimizers. A row that was not looked up
-    in the latest steps has an average that lags behind; it is caught up first. The pass
+    in the latest steps has an outdated average; it is caught up first. The pass
     is in place if the caller's `jit` donates tables and slots. For a whole model there
     is `tpu_embedding.Optimizer.finalize_variable_values`.
 

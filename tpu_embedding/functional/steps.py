@@ -72,7 +72,7 @@ class Routing:
       shapes: per lookup.
       plan: plan of the batch's features.
       raw_feature: the first feature whose rows `lookup` had to find, if there is one.
-        New ids have no rows, so such a batch cannot be trained on.
+        New ids lack rows, so such a batch cannot be trained on.
     """
 
     stacks: dict[str, StackRouting]

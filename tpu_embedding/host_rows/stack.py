@@ -503,7 +503,7 @@ class HostStack:
         return rows
 
     def empty(self) -> None:
-        """Empties the caches, for devices that have no rows or wrong ones."""
+        """Empties the caches, for devices whose rows are missing or wrong."""
         self.claim(None)
         self.end_writer()  # It would write old rows to the store later.
         self._held.fill(-1)

@@ -32,7 +32,7 @@ class RowStore:
       num_rows: rows of the stack.
       words: 4-byte words of a record.
       directory: directory of a file to map, for tables larger than the host's memory.
-        The file has no name, and its space is free when the store or the process ends:
+        The file is unnamed, and its space is free when the store or the process ends:
         after a crash, training continues from a checkpoint. `None` keeps the records
         in memory, and Linux provides each page when it is first written.
 

@@ -331,7 +331,7 @@ def _coordinates(ids: SparseIds, feature: FeaturePlan) -> tuple[np.ndarray, np.n
             is_outside = ((given < 0) | (given >= np.asarray(shape))).any(axis=1)
             i = int(is_outside.argmax())
             raise ValueError(
-                f"indices of feature {feature.name!r} must lie within dense_shape "
+                f"indices of feature {feature.name!r} must be within dense_shape "
                 f"{shape}, got {given[i].tolist()} at value {i}."
             )
     # Copies of the columns, in fewer bits, are faster to compare than the columns.

@@ -58,7 +58,7 @@ def checked_schedule(
 
     def schedule(count: Any) -> Any:
         rate = value(count)
-        # Checks the type and shape only: under jit, a rate has no value yet.
+        # Checks the type and shape only: under jit, a rate is not known yet.
         check_hyperparameters(owner, **{f"{name}(step)": real_scalar(rate)})
         return rate
 

@@ -325,7 +325,7 @@ def with_options(
     check_rule("with_options", rule)
     if unknown := sorted(set(options) - set(_OPTION_NAMES)):
         raise TypeError(
-            f"with_options: there is no option {unknown[0]!r}. The options are "
+            f"with_options: unknown option {unknown[0]!r}. The options are "
             f"{', '.join(_OPTION_NAMES)}."
         )
     if learning_rate is not None:

@@ -300,7 +300,7 @@ class SplitRule:
     """A rule, traced for a number of rows, in two halves.
 
     Attributes:
-      value_program: maps the scalars of the state, which belong to no row, to the
+      value_program: maps the scalars of the state, shared by all rows, to the
         hyperparameters and the new scalars.
       row_program: maps gradient, rows, `is_touched`, slot variables and hyperparameters
         to updates and new slot variables.

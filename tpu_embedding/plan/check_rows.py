@@ -71,7 +71,7 @@ def check_stack(rows: PackedRows, stack: StackPlan) -> None:
       stack: stack of the plan.
 
     Raises:
-      TypeError: if `jax.jit` traces the rows, which then have no values.
+      TypeError: if `jax.jit` traces the rows, which then lack values.
       ValueError: if they have other places than in the plan.
     """
     if isinstance(rows.lines, Tracer):

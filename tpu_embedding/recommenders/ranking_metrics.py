@@ -44,7 +44,7 @@ class Ranks(NamedTuple):
 class _TopK(Mean):
     """A weighted mean, over samples, of a value of the best `k` candidates.
 
-    A sample without a relevant candidate has no value, and counts for nothing. The
+    A sample without a relevant candidate is undefined, and counts for nothing. The
     metric is defined if the total weight of all other samples is not 0.
 
     Attributes:

@@ -284,7 +284,7 @@ def expand(
 
     Returns:
       Values of each position, of the same type: `[batch, ...]` or `[batch, positions,
-      ...]`, like the index. Zeros where there is no id.
+      ...]`, like the index. Zeros for padding.
 
     Raises:
       ValueError: if the devices do not divide the values.

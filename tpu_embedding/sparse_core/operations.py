@@ -39,7 +39,7 @@ def unavailable_reason(
       >>> unavailable_reason(hardware_by_name("v5e"), 4)
       'v5e has no SparseCores that XLA can use'
       >>> unavailable_reason(hardware_by_name("v5p"), 12)
-      '48 SparseCores are no power of two'
+      '48 SparseCores must be a power of two'
       >>> unavailable_reason(hardware_by_name("cpu"), 3)  # in plain JAX
     """
     if hardware.is_tpu and not hardware.cores_per_device:
@@ -48,7 +48,7 @@ def unavailable_reason(
         return f"the operations exchange no rows between the {num_slices} slices"
     num_cores = hardware.cores_per_device * num_devices
     if num_cores & (num_cores - 1):
-        return f"{num_cores} SparseCores are no power of two"
+        return f"{num_cores} SparseCores must be a power of two"
     if num_cores > MAX_PARTITIONS:
         return f"libtpu takes up to {MAX_PARTITIONS:,} SparseCores, not {num_cores:,}"
     if hardware.is_tpu and jax.__version_info__ < (0, 12):
@@ -66,7 +66,7 @@ def lookup(
 
     Args:
       ids: from `partition_ids`; no count of any device may exceed its limit.
-      table: rows of this device, those of each core one after the other.
+      table: rows of this device, core after core.
       sizes: number of samples, and the limits that the counts were compared with.
 
     Returns:

@@ -79,7 +79,7 @@ class _AskedRows(NamedTuple):
     Attributes:
       rows: row of this device; the number of its rows, if another device owns the row
         or the position is unused.
-      samples: sample among those of all devices.
+      samples: sample, numbered over all devices.
       gains: factor of the row; 0 in unused positions.
       is_defined: False if a SparseCore's result is undefined on some device.
     """
@@ -93,7 +93,7 @@ class _AskedRows(NamedTuple):
 def _asked_rows(
     ids: PartitionedIds, num_rows: int, sizes: OperationSizes
 ) -> _AskedRows:
-    """Gathers the ids of all devices, and finds those of this device's rows."""
+    """Gathers the ids of all devices, and finds the ids of this device's rows."""
     cores, axes = sizes.cores, sizes.axes
     device, rows_per_core = jax.lax.axis_index(axes), num_rows // cores
     core, partitions = _groups_of_positions(ids, sizes)

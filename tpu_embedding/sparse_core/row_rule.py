@@ -56,8 +56,8 @@ class RowRule:
 
     Attributes:
       num_slots: slot variables of the rule.
-      num_hyperparameters: values that belong to no row and that rows need.
-      values: takes the leaves of the state that belong to no row, such as the step
+      num_hyperparameters: values shared by all rows that rows need.
+      values: takes the leaves of the state that all rows share, such as the step
         count, in the order of the state. Returns the hyperparameters, float32
         scalars, and the new leaves.
       rows: takes gradients, rows and slot variables `[n, width]`, then the
@@ -170,7 +170,7 @@ def _check_rows(program: Program, num_slots: int, num_hyperparameters: int) -> N
 
 
 def _check_uniform(aval: Any, is_uniform: bool) -> None:
-    """Rejects a value that belongs to no row, unless it is a scalar."""
+    """Rejects a value shared by all rows, unless it is a scalar."""
     if not is_uniform:
         raise _NotElementwiseError(
             f"a value of shape {aval.shape} differs between the elements of a row"
@@ -195,7 +195,7 @@ def _check_elementwise(equation: Equation) -> None:
 def _compute_values(
     split: SplitRule, scalars: Sequence[Any]
 ) -> tuple[tuple[Array, ...], list[Array]]:
-    """Computes what belongs to no row; see `RowRule.values`."""
+    """Computes what all rows share; see `RowRule.values`."""
     hyperparameters, new_scalars = split.values(scalars)
     converted = tuple(jnp.ravel(x)[0].astype(jnp.float32) for x in hyperparameters)
     return converted or (jnp.zeros(()),), new_scalars

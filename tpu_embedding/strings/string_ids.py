@@ -107,7 +107,7 @@ def hash_ids(
     that share a bucket of one.
 
     `keras.layers.Hashing(num_bins, mask_value=mask)` keeps bin 0 for the mask, and adds
-    1 to the others. `hash_ids(strings, num_bins - 1, padding=mask)` gives its bins less
+    1 to other bins. `hash_ids(strings, num_bins - 1, padding=mask)` gives its bins less
     1: use it with the rows of a Keras table from row 1 on. Masked strings look up
     nothing here, where Keras reads row 0.
 
@@ -236,7 +236,7 @@ class Vocabulary:
 
         Raises:
           TypeError: if a token is not a str, or the tokens are one string.
-          ValueError: if there are no tokens, too many, or duplicates.
+          ValueError: if tokens are missing, exceed the limit, or are duplicates.
         """
         if not _is_int(num_oov_buckets) or not 0 <= num_oov_buckets <= MAX_IDS:
             raise ValueError(
@@ -397,7 +397,7 @@ class Vocabulary:
 
         Raises:
           TypeError: if an element is not a string.
-          ValueError: if a string is unknown, and there are no buckets for it or
+          ValueError: if a string is unknown, and has no bucket, or
             `unknown="error"`; if several buckets share it and it is longer than 65,536
             bytes; or if `unknown` is neither choice.
         """

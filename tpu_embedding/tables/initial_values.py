@@ -248,7 +248,7 @@ def _rows_per_slab(layout: RowLayout) -> int:
     """Returns the rows per block of a pass over all rows of a shard.
 
     A pass reads or writes some blocks at a time, and nothing larger. Rows take whole
-    lines there, as XLA:TPU may lay out an array of short rows.
+    lines there, as XLA:TPU may tile an array of short rows.
 
     Args:
       layout: packing of the rows of one shard.

@@ -344,7 +344,7 @@ def _exchanged(parts: Array, exchange: LineExchange) -> Array:
 
 
 def _merged(old: Array, new: Array, begin: Any, end: Any, layout: RowLayout) -> Array:
-    """Takes rows `begin` to `end` from the new lines, all others from the old ones."""
+    """Takes rows `begin` to `end` from the new lines, the rest from the old ones."""
     line = jax.lax.broadcasted_iota(jnp.int32, old.shape, 0)
     first_row = layout.row_of(line)
     lane = 0 if layout.is_flat else jax.lax.broadcasted_iota(jnp.int32, old.shape, 1)

@@ -5,7 +5,7 @@ state)`, which `DRIVERS` finds: here those that run on touched rows, in `every_r
 those that run on all. All of it is per shard, and in place where donated.
 
 A gradient comes in rounds, which are applied one after the other. Their rows are
-different, so the result equals one update with all rows. Values that belong to no row,
+different, so the result equals one update with all rows. Values shared by all rows,
 such as the step count and the learning rate, advance once per step. If a learning rate
 is not finite, the step moves no row.
 """
@@ -126,7 +126,7 @@ def state_around(rule_state: Any, stack: TrainedStackPlan) -> Any:
 def state_without_rows(state: Any, stack: TrainedStackPlan) -> Any:
     """Returns the state of a stack after a step that did not touch its rows.
 
-    Values that belong to no row advance, as they do in any other step. So they count
+    Values shared by all rows advance, as they do in any other step. So they count
     the same steps for all tables, whichever of them share a stack. Slot variables take
     no part: XLA has nothing to copy, and devices communicate nothing.
 
@@ -235,7 +235,7 @@ def update_in_sequence(
     """Runs the rule once per occurrence of a row, in the order of the samples.
 
     It takes as many passes as the most frequent row has occurrences. All occurrences of
-    a row are in one round. Values that belong to no row advance once per step.
+    a row are in one round. Values shared by all rows advance once per step.
     """
     stack = writer.stack
     step = start_step(stack.optimizer, state, stack.dim)

@@ -3,7 +3,7 @@
 A rule is written, or taken from optax, as if the table were a dense `[rows, dim]`
 array. A `RuleStep` gathers the touched rows of table and slot variables, runs the rule
 on them, and adds the differences back in place. So rules know nothing of row ids,
-shards, packing or rounds. Values that belong to no row are computed once per step.
+shards, packing or rounds. Values shared by all rows are computed once per step.
 """
 
 import dataclasses
@@ -131,7 +131,7 @@ def init_rule(
 class RuleStep:
     """One step of a rule. It exists while a step is traced.
 
-    What belongs to no row is computed before the rows, which may come in rounds. A rule
+    What all rows share is computed before the rows, which may come in rounds. A rule
     that asks for totals runs as a whole instead: its values depend on the totals, and
     are the same for all rows of a step.
 
@@ -253,7 +253,7 @@ def start_step(
     dim: int,
     form: Updates = "whole",
 ) -> RuleStep:
-    """Starts a step of a rule: computes what belongs to no row.
+    """Starts a step of a rule: computes what all rows share.
 
     Args:
       optimizer: see `lift_to_rows`.
@@ -350,7 +350,7 @@ def abstract_rule_state(optimizer: RowOptimizer, layout: RowLayout) -> Any:
 
 
 def values_of(state: Any) -> list[Any]:
-    """Returns what belongs to no row in a lifted optimizer's state, such as counts."""
+    """Returns what all rows share in a lifted optimizer's state, such as counts."""
     leaves = jax.tree.leaves(state, is_leaf=is_slot)
     return [leaf for leaf in leaves if not is_slot(leaf)]
 

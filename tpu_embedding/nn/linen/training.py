@@ -57,7 +57,7 @@ def value_and_grad(
       layer. The variables are all collections of `model.init`.
 
     Raises:
-      ValueError: when called, if the variables have no tables, or the loss calls a
+      ValueError: when called, if the variables lack tables, or the loss calls a
         layer inside a transformation.
 
     Example:
@@ -154,7 +154,7 @@ class TrainState(struct.PyTreeNode):
           **fields: of a subclass.
 
         Raises:
-          ValueError: if the variables have no tables; or if `tx` collects the gradients
+          ValueError: if the variables lack tables; or if `tx` collects the gradients
             of several steps, as `optax.MultiSteps` does, and tables do not.
         """
         check_rule("te.linen.TrainState", tx, "tx", DENSE_EXAMPLE)

@@ -131,7 +131,7 @@ def rowwise_adagrad(
     `initial_accumulator_value=0.0` and `epsilon=1e-8`.
 
     Rows lose weight only in steps that look them up. Without weight decay, the result
-    equals the dense rule. optax has no row-wise Adagrad.
+    equals the dense rule. optax lacks row-wise Adagrad.
 
     Args:
       learning_rate: scalar, or schedule of the step counted from 0.

@@ -45,7 +45,7 @@ def partial_rowwise_adam(
     Source: `PARTIAL_ROWWISE_ADAM` of FBGEMM, with its defaults.
 
     A row that the step does not look up keeps its moments and values, and loses no
-    weight. optax has no row-wise Adam.
+    weight. optax lacks row-wise Adam.
 
     Args:
       learning_rate: scalar, or schedule of the step counted from 0.
@@ -194,7 +194,7 @@ def rowwise_rmsprop(
     `ms` of `rmsprop`.
 
     Source: `rowwise_rmsprop_ar` of FBGEMM with `ar_alpha=0`, whose epsilon is outside
-    the root. optax has no row-wise RMSProp.
+    the root. optax lacks row-wise RMSProp.
 
     Args:
       learning_rate: scalar, or schedule of the step counted from 0.

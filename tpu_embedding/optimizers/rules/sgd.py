@@ -27,7 +27,7 @@ def sgd(
 
         w -= learning_rate * g
 
-    There are no slot variables.
+    It keeps no slot variables.
 
     Source: `tf.tpu.experimental.embedding.SGD`. The result equals `optax.sgd` on the
     dense gradient, because a row that the step does not look up has gradient zero.
@@ -146,7 +146,7 @@ def assign() -> optax.GradientTransformation:
         w = g
 
     The sum is over samples, features and devices. A row with gradient 0 becomes 0. A
-    row that the step does not look up stays. There are no slot variables and no
+    row that the step does not look up stays. It has neither slot variables nor a
     learning rate.
 
     Source: `AssignParameters` of TensorFlow's `optimization_parameters.proto`. Under

@@ -61,7 +61,7 @@ class CompileReport:
       accesses: what the program does with its tables; None if it does not fit.
       trace_seconds: time to trace and lower the step, in Python.
       compile_seconds: time of the compiler.
-      refusal: the compiler's error if the step does not fit, or "".
+      rejection: the compiler's error if the step does not fit, or "".
     """
 
     name: str
@@ -71,7 +71,7 @@ class CompileReport:
     accesses: TableAccesses | None
     trace_seconds: float
     compile_seconds: float
-    refusal: str
+    rejection: str
 
     @property
     def title(self) -> str:
@@ -129,12 +129,12 @@ def compile_report(
     begin = time.perf_counter()
     lowered = step.lower(*arguments)
     lowered_at = time.perf_counter()
-    refusal, accesses = "", None
+    rejection, accesses = "", None
     try:
         compiled = lowered.compile()
     except jax.errors.JaxRuntimeError as error:
-        refusal = str(error).splitlines()[0]
-        memory = refused_memory(refusal, plan.hardware)
+        rejection = str(error).splitlines()[0]
+        memory = refused_memory(rejection, plan.hardware)
         if memory is None:
             raise
     else:
@@ -148,7 +148,7 @@ def compile_report(
         accesses=accesses,
         trace_seconds=lowered_at - begin,
         compile_seconds=time.perf_counter() - lowered_at,
-        refusal=refusal,
+        rejection=rejection,
     )
 
 
@@ -173,17 +173,17 @@ def memory_of(compiled: jax.stages.Compiled, hardware: HardwareInfo) -> Memory:
     )
 
 
-def refused_memory(refusal: str, hardware: HardwareInfo) -> Memory | None:
+def refused_memory(rejection: str, hardware: HardwareInfo) -> Memory | None:
     """Returns the memory of a program that the compiler rejected for its size.
 
     Args:
-      refusal: first line of the compiler's error.
+      rejection: first line of the compiler's error.
       hardware: hardware of the devices.
 
     Returns:
       Memory that does not fit; None if the error is about something else.
     """
-    if "RESOURCE_EXHAUSTED" not in refusal or "HBM" not in refusal.upper():
+    if "RESOURCE_EXHAUSTED" not in rejection or "HBM" not in rejection.upper():
         return None
     return Memory(required=None, capacity=hardware.device_memory_bytes, fits=False)
 
@@ -214,8 +214,8 @@ def format_report(report: CompileReport) -> str:
         "",
         verdict,
     ]
-    if report.refusal:
-        lines.append(report.refusal)
+    if report.rejection:
+        lines.append(report.rejection)
     if accesses is None:
         return "\n".join(lines)
     tables, slots = plan.table_bytes_per_device, plan.slot_bytes_per_device

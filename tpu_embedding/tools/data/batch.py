@@ -202,7 +202,7 @@ def required_files(data_dir: Any, files: str) -> pathlib.Path:
       files: what the source reads, for errors.
 
     Raises:
-      DataError: if there is no path, or nothing exists there.
+      DataError: if the path is None, or nothing exists there.
     """
     if data_dir is None:
         raise DataError(f"This config reads {files}: pass their path with --data-dir.")

@@ -364,7 +364,7 @@ class ParquetSource:
           seed: seed of the order of the row groups.
 
         Raises:
-          DataError: if there is no file, or one is damaged or lacks a column; or if
+          DataError: if a file is missing or damaged or lacks a column; or if
             pyarrow is not installed.
         """
         directory = required_files(data_dir, "Parquet files")
