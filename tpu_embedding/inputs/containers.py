@@ -216,7 +216,7 @@ def _read_lists(items: list[Any], owner: str, what: What) -> HostIds:
     if not all(map(_is_list, items)):
         i = [_is_list(item) for item in items].index(False)
         raise ValueError(
-            f"{what} of {owner} must be lists of one depth, got {items[i]!r} beside "
+            f"{what} of {owner} must be lists of one depth, got {items[i]!r} among "
             "lists; write [x] for a sample with one id, [] for one without."
         )
     rows = [

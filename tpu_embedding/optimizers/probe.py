@@ -554,8 +554,8 @@ def _check_row_local(
             raise _mixes_rows()
     if rule.split.scalars_depend_on_rows:
         raise NotRowLocalError(
-            "The optimizer is not row-local: a value of its state that belongs to no "
-            "row depends on the rows of this step's ids, and each device has others. "
+            "The optimizer is not row-local: a value of its state that all rows "
+            "share depends on the rows of this step's ids, and each device has others. "
             "Norms are such values, and the flags of optax.zero_nans: write "
             "optax.stateless(lambda gradient, rows: jnp.nan_to_num(gradient)) instead. "
             "Or apply this optimizer to the dense parameters only."

@@ -419,8 +419,8 @@ def _cut_into_minibatches(
     zero = jnp.int32(0)
     none = jnp.zeros((MAX_MINIBATCHES, num_groups), jnp.int32)
     state = _CutState(zero, zero, ids.bounds[:-1], zero, none, none, jnp.bool_(False))
-    # XLA:CPU may deadlock if a collective within a loop runs at the same
-    # time as another. So the first minibatch, usually the only one, is cut outside of it.
+    # XLA:CPU may deadlock if a collective within a loop runs at the same time as
+    # another. So the first minibatch, usually the only one, is cut outside of it.
     state = jax.lax.while_loop(is_unfinished, cut, cut(state))
     is_complete = state.next_row >= num_rows
     return _Cut(
