@@ -54,7 +54,7 @@ WRONG_IDS = {
     "a mark of another library": ([[1, -1]], ValueError, "te.inputs.PADDING_ROW_ID"),
     "64 bits": ([2**32 + 3], ValueError, f"got {2**32 + 3}"),
     "unsigned 64 bits": (np.array([2**63], np.uint64), ValueError, f"got {2**63}"),
-    "lists beside ids": ([[1, 2], 3], ValueError, "got 3 beside lists"),
+    "lists beside ids": ([[1, 2], 3], ValueError, "got 3 among lists"),
     "uneven outer lists": ([[[1]], [[1], [2]]], ValueError, "within these lists"),
     "masked": (MASKED, TypeError, "got a masked array; write .filled(2147483647)"),
     "DenseIds of lists": (

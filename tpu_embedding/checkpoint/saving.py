@@ -285,8 +285,8 @@ def restore(
     Raises:
       CheckpointError: if the checkpoint or a file is missing or damaged, or
         checkpoint and state differ; the message lists every difference, and what to do
-        about it. The arrays of `state` keep their values, unless files are overwritten in place or
-        removed while rows are being written.
+        about it. The arrays of `state` keep their values, unless files are overwritten
+        in place or removed while rows are being written.
       ValueError: if an argument is wrong, or the plan of some tables is not known.
 
     Example:

@@ -425,7 +425,8 @@ def _layout(
     if layout.num_rows * num_shards >= PADDING_ROW_ID:
         raise ValueError(
             f"TableConfig.vocabulary_size of table {tables[0].name!r} is "
-            f"{num_rows}, which is too near 2**31 for {num_shards} shards; cut it in two."
+            f"{num_rows}, which exceeds the limit of 2**31 rows in {num_shards} "
+            "shards; cut it in two."
         )
     return layout
 
