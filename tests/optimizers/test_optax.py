@@ -80,7 +80,7 @@ REFUSED = {
     "lbfgs": NO_LOSS,
     "noisy_sgd": MIXES,
     "novograd": MIXES,
-    "sm3": "belongs to no row depends on the rows.*to the dense parameters only",
+    "sm3": "all rows share depends on the rows.*to the dense parameters only",
     "dowg": MIXES,
     "muon": MIXES,
     "prodigy": MIXES,
@@ -92,7 +92,7 @@ REFUSED = {
     "MultiSteps": IN_TIME,
     "scale_by_factored_rms": r"part \.v_row has shape.*te\.optimizers\.adafactor",
     "scale_by_trust_ratio": MIXES,
-    "zero_nans": "belongs to no row.*jnp.nan_to_num",
+    "zero_nans": "all rows share.*jnp.nan_to_num",
     "reduce_on_plateau": NO_LOSS,
 }
 

@@ -116,7 +116,7 @@ REFUSED = {
     "integers": ({"a": np.zeros((20, 4), int)}, {}, "must be floating"),
     "names": ({"x": np.zeros((20, 4))}, {}, "no table of the model.*rename="),
     "tables": (WHOLE, {"tables": ["c"]}, "tables names 'c'"),
-    "rename": (WHOLE, {"rename": {"a": "x"}}, "has no table 'x'"),
+    "rename": (WHOLE, {"rename": {"a": "x"}}, "table 'x'"),
     "slots": (WHOLE, SLOT | {"tables": ["a"]}, r"'accumulators': 'float64\[20\]'"),
     "slot": (WHOLE, {"slots": {"m": "v"}}, "must name a slot of the table"),
     "ids": (WHOLE, {"ids": {"a": np.arange(20)}}, "te.Dynamic vocabulary need each"),
