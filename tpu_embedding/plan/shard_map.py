@@ -92,6 +92,14 @@ def on_plan_mesh(batch: Any, plan: EmbeddingPlan) -> Any:
     return jax.tree.map(place, batch)
 
 
+def replicated_type(array: jax.Array) -> jax.Array:
+    """Returns an array whose type, on a mesh of `Explicit` axes, has no split axis."""
+    mesh: Any = jax.typeof(array).sharding.mesh
+    if AxisType.Explicit not in mesh.axis_types:
+        return array
+    return jax.sharding.reshard(array, NamedSharding(mesh, PartitionSpec()))
+
+
 @contextlib.contextmanager
 def unchecked_values() -> Iterator[None]:
     """Turns `jax_debug_nans` and `jax_debug_infs` off.
