@@ -112,6 +112,83 @@ def test_a_model_without_an_optimizer_is_traced_once(of_model):
     assert len(traces) == 1
 
 
+class Small(nnx.Module):
+    """A model whose table has padding on most numbers of devices."""
+
+    def __init__(self, optimizer, num_devices):
+        self.embedding = te.TPUEmbedding(
+            te.FeatureConfig(table=TABLE),
+            optimizer,
+            mesh=mesh_of(num_devices),
+            rngs=nnx.Rngs(0),
+        )
+        self.linear = nnx.Linear(2, 1, rngs=nnx.Rngs(0))
+
+    def __call__(self, ids):
+        return self.linear(self.embedding(ids))
+
+
+def values_of(model):
+    return {**model.embedding.embedding_tables(), "kernel": model.linear.kernel[...]}
+
+
+TABLES = te.nn.EmbeddingTables
+
+
+@pytest.mark.parametrize("num_devices", [1, 8])
+def test_averages_of_the_parameters(num_devices):
+    rule = te.optimizers.with_ema(te.optimizers.adagrad(0.5), momentum=0.5)
+    tx = te.optimizers.with_ema(optax.sgd(0.1), momentum=0.5)
+    model = Small(rule, num_devices)
+    optimizer, expected = te.Optimizer(model, tx), None
+    for step in range(3):
+        loss, gradients = te.value_and_grad(loss_fn)(model, np.arange(step, step + 4))
+        optimizer.update(model, gradients)
+        new = values_of(model)
+        expected = expected or new
+        expected = jax.tree.map(lambda old, x: 0.5 * old + 0.5 * x, expected, new)
+    averaged = nnx.clone(model)
+    nnx.clone(optimizer).finalize_variable_values(averaged)
+    jax.tree.map(np.testing.assert_array_equal, values_of(model), new)
+    found = values_of(averaged)
+    # Powers of one half, added in another order.
+    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, 1e-5), found, expected)
+
+
+def test_a_checkpoint_of_the_parameters(tmp_path):
+    model, other = Small("adagrad", 2), Small("adagrad", 2)
+    other.embedding.set_embedding_tables({"t": np.zeros((9, 2))})
+    te.save(tmp_path / "step", (model, te.Optimizer(model, optax.sgd(0.1))))
+    te.restore(tmp_path / "step", (other, te.Optimizer(other, optax.sgd(0.1))))
+    jax.tree.map(np.testing.assert_array_equal, values_of(other), values_of(model))
+
+
+@pytest.mark.parametrize("num_devices", [1, 8])
+def test_norm_and_number_of_the_parameters(num_devices):
+    model = Small("adagrad", num_devices)
+    norm = optax.tree.norm(nnx.state(model, (nnx.Param, TABLES)))
+    squares = [np.sum(np.square(x)) for x in values_of(model).values()]  # the bias is 0
+    np.testing.assert_allclose(norm, np.sqrt(sum(squares)), rtol=1e-6)
+    dense = sum(x.size for x in jax.tree.leaves(nnx.state(model, nnx.Param)))
+    tables = [x.config for s in model.embedding.plan.stacks for x in s.tables]
+    num_numbers = dense + sum(x.vocabulary_size * x.dim for x in tables)
+    assert num_numbers == 3 + 9 * 2
+
+
+def test_what_optax_and_flax_do_with_gradients():
+    """Their functions raise, and name the function to use."""
+    model = Small("adagrad", 2)
+    loss, gradients = te.value_and_grad(loss_fn)(model, np.arange(4))
+    with pytest.raises(TypeError, match=r"te\.gradients\.global_norm"):
+        jax.jit(optax.tree.norm)(gradients)
+    with pytest.raises(TypeError, match=r"te\.gradients\.scale"):
+        jax.tree.map(lambda x: 2 * x, gradients)
+    dense = nnx.Optimizer(model, optax.sgd(0.1), wrt=nnx.Param)
+    with pytest.raises(ValueError, match=r"te\.value_and_grad to te\.Optimizer"):
+        dense.update(model, gradients)
+    assert te.gradients.global_norm(gradients) > 0
+
+
 def pooled(rows, combiner):
     return {"sum": np.sum, "mean": np.mean}[combiner](rows, axis=1)
 

@@ -11,6 +11,7 @@ from flax import nnx
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import tpu_embedding as te
+from tests.conftest import mesh_of
 from tests.lookup.placements import assert_replicas_equal, mesh_of_shape
 
 full = pytest.mark.full
@@ -172,6 +173,25 @@ def test_explicit_axes_outside_of_jit_and_of_the_context_of_the_mesh():
         found.append((value, layer.embedding_tables()["a"]))
     np.testing.assert_allclose(found[0][0], found[1][0], rtol=1e-5)
     np.testing.assert_allclose(found[0][1], found[1][1], rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("size", [1, 8])
+def test_a_batch_on_explicit_axes_is_taken_as_it_is(size):
+    config = te.FeatureConfig(table=te.TableConfig(vocabulary_size=99, dim=4, name="a"))
+    mesh = jax.make_mesh((size,), ("data",), devices=jax.devices()[:size])
+    ids = np.arange(16, dtype=np.int32)
+    batch = jax.device_put(ids, NamedSharding(mesh, PartitionSpec("data")))
+    for own_mesh in (mesh, mesh_of(size)):
+        plan = te.make_plan(config, own_mesh, optimizer="adagrad")
+        layer = te.TPUEmbedding(None, plan=plan, rngs=nnx.Rngs(0))
+        expected = layer.embedding_tables()["a"][ids]
+        np.testing.assert_array_equal(layer(batch), expected)
+        tables = layer.tables.get_value()
+        for ids_on_mesh in (batch, te.inputs.shard_batch(batch, plan)):
+            found = te.functional.lookup(tables, ids_on_mesh, plan).activations
+            np.testing.assert_array_equal(found, expected)
+    with pytest.raises(ValueError, match=r"mesh of the tables.*'data'.*mesh=mesh"):
+        nnx.eval_shape(lambda layer, ids: layer(ids), layer, batch)
 
 
 def collectives_of(text):

@@ -8,6 +8,7 @@ from flax import nnx
 
 import tpu_embedding as te
 from tests.conftest import mesh_of
+from tpu_embedding.recommenders import best_rows
 
 MOVIES = te.TableConfig(vocabulary_size=21, dim=4, name="movies")
 USERS = te.TableConfig(vocabulary_size=9, dim=4, name="users")
@@ -104,3 +105,45 @@ def test_retrieval_in_a_loss_gives_tables_no_gradient(model):
     with_scores = values(1.0)
     assert with_scores
     jax.tree.map(np.testing.assert_array_equal, with_scores, values(0.0))
+
+
+GENRES = np.arange(21, dtype=np.int32) % 9
+
+
+@pytest.mark.parametrize("num_devices", [1, 8])
+@pytest.mark.parametrize("is_explicit", [False, True], ids=["auto", "explicit"])
+def test_a_tower_over_several_tables(num_devices, is_explicit, monkeypatch):
+    monkeypatch.setattr(best_rows, "ROWS_PER_BLOCK", 8)
+    mesh = mesh_of(num_devices)
+    if is_explicit:
+        mesh = jax.make_mesh((num_devices,), ("data",), devices=mesh.devices.flat)
+    features = {
+        name: te.FeatureConfig(table=table)
+        for name, table in {"movie": MOVIES, "genre": USERS}.items()
+    }
+    layer = te.TPUEmbedding(features, mesh=mesh, rngs=nnx.Rngs(0))
+    queries = np.random.default_rng(0).normal(size=(5, 4)).astype(np.float32)
+    excluded = np.array([[3], [0], [1], [20], [7]], np.int32)
+
+    @nnx.jit
+    def best(layer, queries):
+        def tower(numbers):
+            rows = layer({"movie": numbers, "genre": jnp.asarray(GENRES)[numbers]})
+            return rows["movie"] * rows["genre"]
+
+        return te.nn.top_k_of_tower(tower, queries, 3, num_items=21, excluded=excluded)
+
+    tables = layer.embedding_tables()
+    scores = queries @ (tables["movies"] * tables["users"][GENRES]).T
+    np.put_along_axis(scores, excluded, -np.inf, axis=1)
+    wanted = np.argsort(-scores, axis=1)[:, :3]
+    found = best(layer, queries)
+    np.testing.assert_array_equal(found.ids, wanted)
+    expected = np.take_along_axis(scores, wanted, axis=1)
+    np.testing.assert_allclose(found.scores, expected, rtol=1e-5, atol=1e-6)
+    with pytest.raises(ValueError, match="from 1 to 21.*got 22"):
+        te.nn.top_k_of_tower(
+            lambda i: jnp.asarray(queries)[i], queries, 22, num_items=21
+        )
+    with pytest.raises(ValueError, match=r"\[5, 4\] and \[1, 1\]"):
+        te.nn.top_k_of_tower(lambda i: i[:, None], queries, 2, num_items=21)

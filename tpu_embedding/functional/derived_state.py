@@ -1,9 +1,10 @@
 """Sets table values together with the optimizer state that is derived from them.
 
 Most slot variables start with a number. A few start from the values of their table:
-the moving averages of `adafactor(use_ema=True)`, and the sum of squares from which
-Adafactor takes the scale of a table. When a table's values are set, this state restarts
-from the new values. `finalize_variable_values` sets tables to their moving averages.
+the moving averages of `with_ema` and `adafactor(use_ema=True)`, and the sum of squares
+from which Adafactor takes the scale of a table. When a table's values are set, this
+state restarts from the new values. `finalize_variable_values` sets tables to their
+moving averages.
 """
 
 import functools
@@ -15,12 +16,12 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec
 
+from tpu_embedding.optimizers.averages import AveragesState, catch_up
 from tpu_embedding.optimizers.probe import probe_rule
 from tpu_embedding.optimizers.rules.adafactor import (
     AdafactorState,
     CollectedGradients,
     CompensatedSum,
-    catch_up,
     compensated_sum,
     is_sum,
 )
@@ -279,20 +280,20 @@ def _rows_of_block(start: Any, size: int, stack: TrainedStackPlan) -> TableRows:
 def finalize_variable_values(
     params: Any, state: Any, plan: EmbeddingPlan | None = None
 ) -> tuple[Any, Any]:
-    """Sets variables to the moving averages that `adafactor(use_ema=True)` keeps.
+    """Sets variables to the moving averages that their optimizer keeps.
 
-    It is `finalize_variable_values` of Keras' optimizers. A row that was not looked up
-    in the latest steps has an outdated average; it is caught up first. The pass
-    is in place if the caller's `jit` donates tables and slots. For a whole model there
+    `te.optimizers.with_ema` and `adafactor(use_ema=True)` keep them. It is
+    `finalize_variable_values` of Keras' optimizers. A row that was not looked up in the
+    latest steps has an outdated average; it is caught up first. The pass is in
+    place if the caller's `jit` donates tables and slots. For a whole model there
     is `tpu_embedding.Optimizer.finalize_variable_values`.
 
     Args:
       params: with a plan, tables: stack name to packed rows. Without one, a pytree of
         dense parameters, as the optimizer's `init` took it.
       state: with a plan, slots: stack name to optimizer state. Without one, the state
-        of the optimizer of the dense parameters, which may have
-        `adafactor(use_ema=True)` anywhere in it. Variables whose optimizer keeps no
-        averages stay as they are.
+        of the optimizer of the dense parameters, which may have averages anywhere in
+        it. Variables whose optimizer keeps no averages stay as they are.
       plan: plan of the layer. Leave it out for dense parameters.
 
     Returns:
@@ -308,7 +309,7 @@ def finalize_variable_values(
       >>> table = te.TableConfig(vocabulary_size=10, dim=4, name="movie")
       >>> plan = te.make_plan(
       ...     te.FeatureConfig(table=table),
-      ...     optimizer=te.optimizers.adafactor(0.1, use_ema=True),
+      ...     optimizer=te.optimizers.with_ema(te.optimizers.adagrad(0.1)),
       ... )
       >>> tables = te.functional.init_tables(plan, jax.random.key(0))
       >>> slots = te.functional.init_slots(tables, plan)
@@ -330,7 +331,8 @@ def has_averages(state: Any) -> bool:
 
 
 def _is_averaged(node: Any) -> bool:
-    return isinstance(node, AdafactorState) and bool(jax.tree.leaves(node.averages))
+    is_state = isinstance(node, AdafactorState | AveragesState)
+    return is_state and bool(jax.tree.leaves(node.averages))
 
 
 @functools.partial(jax.jit, static_argnames="plan")
@@ -353,22 +355,22 @@ def _finalize_shard(
 ) -> tuple[PackedRows, Any]:
     """Sets all rows, and their averages, to the averages as the table stores them."""
     nodes = jax.tree.leaves(state, is_leaf=_is_averaged)
-    (adafactor,) = filter(_is_averaged, nodes)
+    (averaged,) = filter(_is_averaged, nodes)
     # A step that only collected its gradient left the rows as they were, and their
     # averages also take it in.
     is_kept_gradient = lambda node: isinstance(node, KeptGradientState)  # noqa: E731
     nodes = jax.tree.leaves(state, is_leaf=is_kept_gradient)
-    count = adafactor.count + sum(x.step for x in filter(is_kept_gradient, nodes))
+    count = averaged.count + sum(x.step for x in filter(is_kept_gradient, nodes))
 
     def finalize_block(
         start: Any, size: int, table: PackedRows, averages: PackedRows, squares: Any
     ) -> tuple[PackedRows, PackedRows, Any]:
-        missed_steps = count - read_block(adafactor.average_counts, start, size)
+        missed_steps = count - read_block(averaged.average_counts, start, size)
         values = catch_up(
             read_block(averages, start, size),
             read_block(table, start, size),
             missed_steps[:, None],
-            adafactor.average_momentum,
+            averaged.average_momentum,
         )
         stored = store_rows(values, table.layout)
         values = load_rows(stored, table.layout)
@@ -380,19 +382,21 @@ def _finalize_shard(
         )
 
     blocks = blocks_of(
-        [x.layout for x in (table, adafactor.averages, adafactor.average_counts)]
+        [x.layout for x in (table, averaged.averages, averaged.average_counts)]
     )
     no_squares = jnp.zeros(len(stack.tables))
-    carry = finalize_block(*blocks.first, table, adafactor.averages, no_squares)
+    carry = finalize_block(*blocks.first, table, averaged.averages, no_squares)
     table, averages, squares = blocks.loop(
         lambda start, carry: finalize_block(start, blocks.size, *carry), carry
     )
-    squares = compensated_sum(across_shards(stack)(squares, "sum"))
-    finalized = adafactor._replace(averages=averages, squares=squares)
+    finalized = averaged._replace(averages=averages)
+    if isinstance(finalized, AdafactorState):
+        squares = compensated_sum(across_shards(stack)(squares, "sum"))
+        finalized = finalized._replace(squares=squares)
     state = jax.tree.map(
-        lambda x: finalized if x is adafactor else x,
+        lambda x: finalized if x is averaged else x,
         state,
-        is_leaf=lambda x: x is adafactor,
+        is_leaf=lambda x: x is averaged,
     )
     return table, state
 
@@ -437,6 +441,6 @@ def _finalize_dense(params: Any, state: Any, waiting_steps: Any = 0) -> tuple[An
     def new_average(value: Any, average: Any) -> Any:
         return value if hasattr(average, "dtype") else average
 
-    is_node = lambda x: isinstance(x, AdafactorState | CollectedGradients)  # noqa: E731
+    is_node = lambda x: _is_averaged(x) or isinstance(x, CollectedGradients)  # noqa: E731
     state = jax.tree.map(finalize_node, state, is_leaf=is_node)
     return params, state

@@ -46,7 +46,12 @@ from tpu_embedding.optimizers.table_rows import model_gradient_context
 from tpu_embedding.plan.check_rows import check_slots, check_tables
 from tpu_embedding.plan.features import FeaturePlan
 from tpu_embedding.plan.plan import EmbeddingPlan, TrainedStackPlan
-from tpu_embedding.plan.shard_map import in_auto_axes, on_shards, unchecked_values
+from tpu_embedding.plan.shard_map import (
+    in_auto_axes,
+    on_plan_mesh,
+    on_shards,
+    unchecked_values,
+)
 from tpu_embedding.rows.packed_rows import PackedRows
 from tpu_embedding.rows.row_gradients import Sealed, empty_gradient
 from tpu_embedding.types import LookupStats
@@ -201,7 +206,7 @@ def route(features: Any, plan: EmbeddingPlan) -> Routing:
       (2, 4)
     """
     plan = plan.for_batch(features)
-    leaves = row_numbers(features, plan)
+    leaves = on_plan_mesh(row_numbers(features, plan), plan)
     shapes = _feature_shapes(leaves, plan)
     for i, ids in enumerate(leaves):
         if not all(isinstance(array, jax.Array) for array in jax.tree.leaves(ids)):

@@ -142,7 +142,7 @@ class HostStorage(RowStorage):
         if any(slot.starts_from_rows for slot in slots):
             return (
                 "te.HostRows cannot keep moving averages of all rows; leave out "
-                "use_ema of the optimizer"
+                "use_ema of the optimizer, or te.optimizers.with_ema"
             )
         if any(slot.row.dtype.itemsize != 4 for slot in slots):
             return "te.HostRows needs slot variables of 32 bits"

@@ -39,6 +39,10 @@ if TYPE_CHECKING:
     )
     from tpu_embedding.recommenders.ranking_losses import list_mle_loss as list_mle_loss
     from tpu_embedding.recommenders.ranking_losses import pairwise_loss as pairwise_loss
+    from tpu_embedding.recommenders.ranking_losses import (
+        sampled_softmax as sampled_softmax,
+    )
     from tpu_embedding.recommenders.retrieval import top_k as top_k
+    from tpu_embedding.recommenders.retrieval import top_k_of_tower as top_k_of_tower
 
 __getattr__ = _import_when_used(__name__)

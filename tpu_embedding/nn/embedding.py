@@ -223,6 +223,16 @@ _ATTRIBUTES: Final = {
 class TPUEmbedding(ShortRepr):
     """Embedding tables sharded over a mesh, looked up inside any `nnx.Module`.
 
+    The tables are `te.nn.EmbeddingTables`, not `nnx.Param`, so
+    `nnx.state(model, nnx.Param)` leaves them out. Four habits need another line:
+
+    * a moving average: `te.optimizers.with_ema(rule)`, and
+      `te.Optimizer.finalize_variable_values` of a copy;
+    * a checkpoint: `te.save(directory, (model, optimizer))`;
+    * the norm of the weights:
+      `optax.tree.norm(nnx.state(model, (nnx.Param, te.nn.EmbeddingTables)))`;
+    * the number of parameters: add `vocabulary_size * dim` of each table.
+
     Attributes:
       plan: stacking, sharding and packing; `print(layer.plan)` shows it.
       tables: the stacked tables.

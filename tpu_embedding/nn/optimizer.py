@@ -198,7 +198,10 @@ class Optimizer(ShortRepr):
         return result.features
 
     def finalize_variable_values(self, model: nnx.Module) -> None:
-        """Sets the model to the moving averages that `adafactor` keeps of it.
+        """Sets the model to the moving averages that its optimizers keep.
+
+        `te.optimizers.with_ema` adds them to any optimizer. To evaluate the averages in
+        between, finalize `nnx.clone(model)` with `nnx.clone(optimizer)`.
 
         Call it after the last step, as Keras does at the end of `fit`. Tables and dense
         parameters whose optimizer keeps no averages stay as they are. Donate both under
@@ -211,7 +214,7 @@ class Optimizer(ShortRepr):
           >>> import jax.numpy as jnp
           >>> import tpu_embedding as te
           >>> table = te.TableConfig(vocabulary_size=10, dim=4, name="movie")
-          >>> rule = te.optimizers.adafactor(0.1, use_ema=True)
+          >>> rule = te.optimizers.with_ema(te.optimizers.adagrad(0.1))
           >>> layer = te.TPUEmbedding(
           ...     te.FeatureConfig(table=table), rule, rngs=nnx.Rngs(0)
           ... )

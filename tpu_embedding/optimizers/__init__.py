@@ -16,6 +16,7 @@ optax and FBGEMM. A user needs four things first:
    `with_hyperparameters`, or `tpu_embedding.nn.set_each_step` with a function.
 4. **Options.** Most optimizers take the keyword arguments of `with_options`: bounds of
    gradients and rows, weight decay, dtype and initial values of slot variables.
+   `with_ema` adds moving averages of the rows.
 
 An *optimizer* is the value that the user passes. A *rule* is its arithmetic on rows.
 *Slot variables* are its state.
@@ -26,6 +27,7 @@ The files, in the order in which a reader may want them:
 * `row_optimizer`: types of optimizers, and the drivers: touched rows, every row, or
   once per occurrence.
 * `learning_rates`: rates, and values that change between steps.
+* `averages`: moving averages of rows, for any optimizer.
 * `resolve`: optimizers by name, and how the layer applies an optimizer. `probe` runs it
   on a few rows.
 * `rule_split`: splits a rule into values of a step and arithmetic on rows.
@@ -34,6 +36,7 @@ The files, in the order in which a reader may want them:
 * `keras`: translation of Keras' optimizers and learning rate schedules.
 """
 
+from tpu_embedding.optimizers.averages import with_ema as with_ema
 from tpu_embedding.optimizers.keras import from_keras_config as from_keras_config
 from tpu_embedding.optimizers.learning_rates import (
     with_hyperparameters as with_hyperparameters,

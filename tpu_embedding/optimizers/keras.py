@@ -20,7 +20,9 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+from tpu_embedding.optimizers.averages import with_ema
 from tpu_embedding.optimizers.checks import (
+    RANGES,
     check_hyperparameters,
     equal_calls_are_one,
     flag,
@@ -274,8 +276,6 @@ _WITHOUT_EQUIVALENT: Final[Mapping[str, str]] = {
     "adaptive_epsilon": "set it to False, or use optax.adam, which scales epsilon so",
     "clipnorm": _CLIP_THE_MODEL,
     "global_clipnorm": _CLIP_THE_MODEL,
-    "use_ema": "set it to False, and average checkpoints instead; only Adafactor keeps "
-    "a moving average of the rows here",
 }
 """What to do instead of each field that has no equivalent, except in Adafactor."""
 
@@ -313,10 +313,10 @@ def from_keras_config(
     configurations, whatever Keras' backend is. A schedule of your own class is called
     with the step in each compiled step, so JAX must be able to trace it.
 
-    Fields with an equivalent are `weight_decay`, `clipvalue`, `loss_scale_factor` and
-    `gradient_accumulation_steps`. Fields without one are
-    `clipnorm`, `global_clipnorm`, `use_ema` and `amsgrad`; Adafactor takes the first
-    three. `name`, `jit_compile` and `is_legacy_optimizer` do not change numbers. With
+    Fields with an equivalent are `weight_decay`, `clipvalue`, `loss_scale_factor`,
+    `gradient_accumulation_steps` and `use_ema` (`with_ema`). Fields without one are
+    `clipnorm`, `global_clipnorm` and `amsgrad`; Adafactor takes the first two.
+    `name`, `jit_compile` and `is_legacy_optimizer` do not change numbers. With
     `loss_scale_factor`, multiply the loss by it, as Keras does. The layer collects the
     gradients of several steps (`every_row`); the bare optimizer does not.
 
@@ -429,9 +429,19 @@ def _translate(
         and not weight_decay
         and steps == 1
     )
-    if rows == "touched" or rests_without_gradient:
+    overwrite_frequency = common["ema_overwrite_frequency"]
+    overwrites = common["use_ema"] and overwrite_frequency is not None
+    if rows == "every" and (overwrites or not rests_without_gradient):
+        rule = every_row(rule, gradient_steps=steps)
+    if not common["use_ema"]:
         return rule
-    return every_row(rule, gradient_steps=steps)
+    is_tf_keras = not _OF_TF_KERAS.isdisjoint(values)
+    return with_ema(
+        rule,
+        momentum=common["ema_momentum"],
+        overwrite_frequency=overwrite_frequency,
+        start="initial_values" if is_tf_keras else "first_update",
+    )
 
 
 def _sgd(rate: Any, momentum: float, nesterov: bool) -> optax.GradientTransformation:
@@ -490,6 +500,20 @@ def _problems(class_key: str, values: Mapping[str, Any], rows: str) -> Iterator[
         if _is_on(value):
             yield f"{field}={value!r}: {instead.format(value=value)}"
     steps = values.get("gradient_accumulation_steps")
+    frequency = values.get("ema_overwrite_frequency")
+    if values.get("use_ema") and frequency is not None:
+        if problem := RANGES["ema_overwrite_frequency"](frequency).problem:
+            yield f"ema_overwrite_frequency={frequency!r}: must be {problem}"
+        elif rows == "touched" or steps:
+            yield (
+                f"ema_overwrite_frequency={frequency!r}: it replaces all rows, which "
+                "needs rows='every' without gradient_accumulation_steps; or set it to "
+                "None, and call finalize_variable_values at the end"
+            )
+    if values.get("use_ema"):
+        momentum = values.get("ema_momentum", 0.99)
+        if problem := RANGES["ema_momentum"](momentum).problem:
+            yield f"ema_momentum={momentum!r}: must be {problem}"
     if steps and (steps != int(steps) or steps < 2):
         yield (
             f"gradient_accumulation_steps={steps!r}: must be None or an integer of at "

@@ -148,6 +148,19 @@ def _resolve(rule: optax.GradientTransformation, dim: int) -> RowOptimizer:
             "occurrence of an id. Remove in_sequence or "
             "use_gradient_accumulation=False."
         )
+    if optimizer.averages == "overwriting" and not optimizer.moves_every_row:
+        raise ValueError(
+            "with_ema: overwrite_frequency replaces all rows of a table by their "
+            "averages, but the rule moves touched rows only. Write with_ema("
+            "te.optimizers.every_row(rule), overwrite_frequency=...), or leave it out "
+            "and call finalize_variable_values at the end."
+        )
+    if optimizer.averages != "none" and find_state(probed.state, ("AdafactorState",)):
+        raise ValueError(
+            "with_ema: rule must not be adafactor, whose scale follows its own "
+            "averages. Write te.optimizers.adafactor(..., use_ema=True, ema_momentum="
+            "..., ema_overwrite_frequency=...)."
+        )
     steps = optimizer.gradient_steps
     if optimizer.takes_model_norm and steps > 1:
         raise ValueError(

@@ -8,7 +8,7 @@ declare one; they must be the outermost wrapper, and a plan rejects them inside 
 import dataclasses
 import operator
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import optax
 
@@ -100,6 +100,7 @@ class RowOptimizer:
       sets_rows: whether the rule sets rows without reading them, as `assign` does.
       takes_totals: whether the rule asks for totals over the rows of a table. The plan
         finds it out.
+      averages: whether `with_ema` keeps averages of the rows, and overwrites them.
       named: the name that a table gives instead of a rule, and its learning rate, as
         text; rules that differ in it alone are equal.
     """
@@ -109,6 +110,7 @@ class RowOptimizer:
     takes_model_norm: bool = False
     sets_rows: bool = False
     takes_totals: bool = False
+    averages: Literal["none", "kept", "overwriting"] = "none"
     named: str = dataclasses.field(default="", compare=False)
 
     @property
@@ -204,6 +206,12 @@ def wrap_rule(
     if not isinstance(rule, DeclaredRule):
         return wrap(rule)
     inner = rule.row_optimizer
+    if inner.averages != "none":
+        raise ValueError(
+            "with_ema must be the outermost wrapper of an optimizer, because it "
+            "averages the rows after all updates, got a rule that has it inside. Write "
+            "with_ema(with_options(rule, ...))."
+        )
     wrapped = dataclasses.replace(
         inner, transformation=wrap(inner.transformation), sets_rows=False
     )
@@ -215,9 +223,9 @@ def _check_not_wrapped(inner: RowOptimizer) -> None:
     if inner == plain:
         return
     raise NotRowLocalError(
-        "every_row, in_sequence, and rules that ask for a norm of the step must be the "
-        "outermost of an optimizer: a wrapper of optax around them hides the rows that "
-        "they are for. Write every_row(optax.chain(...)) instead of "
+        "every_row, in_sequence, with_ema, and rules that ask for a norm of the step "
+        "must be the outermost of an optimizer: a wrapper of optax around them hides "
+        "the rows that they are for. Write every_row(optax.chain(...)) instead of "
         "optax.chain(..., every_row(...)), and so for optax.inject_hyperparams."
     )
 
@@ -258,6 +266,12 @@ def every_row(
     check_rule("every_row", rule)
     check_hyperparameters("every_row", gradient_steps=int_from(1, gradient_steps))
     steps, inner = operator.index(gradient_steps), row_optimizer_of(rule)
+    if steps > 1 and inner.averages != "none":
+        raise ValueError(
+            "every_row: gradient_steps must be 1 around with_ema, whose averages "
+            f"advance in each step, got {steps}. Write with_ema(every_row(rule, "
+            f"gradient_steps={steps}))."
+        )
     match inner.driver:
         case InSequence():
             raise _every_row_in_sequence()
@@ -297,7 +311,13 @@ def in_sequence(rule: optax.GradientTransformation) -> optax.GradientTransformat
       InSequence()
     """
     check_rule("in_sequence", rule)
-    if row_optimizer_of(rule).moves_every_row:
+    inner = row_optimizer_of(rule)
+    if inner.averages != "none":
+        raise ValueError(
+            "in_sequence: rule must not have with_ema, which averages the rows once "
+            "per step. Remove in_sequence or with_ema."
+        )
+    if inner.moves_every_row:
         raise _every_row_in_sequence()
     return declare(rule, driver=InSequence())
 

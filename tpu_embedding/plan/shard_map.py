@@ -62,6 +62,44 @@ def on_shards(
     return in_auto_axes(run, plan, out_specs)
 
 
+def on_plan_mesh(batch: Any, plan: EmbeddingPlan) -> Any:
+    """Returns a batch on the plan's mesh: arrays of another `Explicit` mesh move there.
+
+    Args:
+      batch: pytree; leaves other than arrays of JAX stay.
+      plan: gives the mesh.
+
+    Raises:
+      ValueError: under `jit`, where an array cannot change its mesh.
+    """
+
+    def place(array: Any) -> Any:
+        if not isinstance(array, jax.Array):
+            return array
+        mesh: Any = jax.typeof(array).sharding.mesh
+        if AxisType.Explicit not in mesh.axis_types or mesh == plan.mesh.abstract_mesh:
+            return array
+        if isinstance(array, Tracer):
+            raise ValueError(
+                f"A batch must be on the mesh of the tables, {plan.mesh}, got an array "
+                f"on {mesh}. Make the layer with it: te.TPUEmbedding(..., mesh=mesh), "
+                "or te.make_plan(..., mesh); or under jax.set_mesh(mesh)."
+            )
+        divides = array.ndim > 0 and len(array) % plan.num_shards == 0
+        spec = plan.sample_spec if divides else PartitionSpec()
+        return jax.device_put(array, NamedSharding(plan.mesh, spec))
+
+    return jax.tree.map(place, batch)
+
+
+def replicated_type(array: jax.Array) -> jax.Array:
+    """Returns an array whose type, on a mesh of `Explicit` axes, has no split axis."""
+    mesh: Any = jax.typeof(array).sharding.mesh
+    if AxisType.Explicit not in mesh.axis_types:
+        return array
+    return jax.sharding.reshard(array, NamedSharding(mesh, PartitionSpec()))
+
+
 @contextlib.contextmanager
 def unchecked_values() -> Iterator[None]:
     """Turns `jax_debug_nans` and `jax_debug_infs` off.

@@ -147,21 +147,21 @@ def _search(
             ids = jnp.where(ids < member.num_rows, ids, PADDING_ROW_ID)
             return _quantized(rows_of_table(table, ids), stack), ids
 
-        best = _best_of_device(queries, read, member.num_rows, num_best, transform)
-        return _merged(best, excluded, k)
+        best = best_of_device(queries, read, member.num_rows, num_best, transform)
+        return merged(best, excluded, k)
     replica_spec = PartitionSpec(stack.replica_axes)
     device_spec = PartitionSpec((*stack.replica_axes, *stack.shard_axes))
 
     def search_shard(rows: PackedRows, queries: Array, excluded: Array) -> TopK:
         read = _reader_of_shard(rows, stack, member)
         num_rows = -(-member.num_rows // stack.num_shards)
-        best = _best_of_device(queries, read, num_rows, num_best, transform)
+        best = best_of_device(queries, read, num_rows, num_best, transform)
         if stack.num_shards > 1:  # Each device merges its share of the queries.
             best = jax.tree.map(
                 lambda x: jax.lax.all_to_all(x, stack.shard_axes, 0, 1, tiled=True),
                 best,
             )
-        return _merged(best, excluded, k)
+        return merged(best, excluded, k)
 
     def run(rows: PackedRows, queries: Array, excluded: Array) -> TopK:
         # Devices share the queries equally; queries of zeros fill up.
@@ -279,7 +279,7 @@ def _quantized(rows: Float[Array, "n dim"], stack: StackPlan) -> Float[Array, "n
     return rows if stack.quantization is None else quantize(rows, stack.quantization)
 
 
-def _best_of_device(
+def best_of_device(
     queries: Float[Array, "queries query_dim"],
     read: ReadRows,
     num_rows: int,
@@ -319,7 +319,7 @@ def _best_of_device(
     return jax.lax.fori_loop(0, math.ceil(num_rows / size), add_block, none)
 
 
-def _merged(best: TopK, excluded: Int[Array, "queries n"], k: int) -> TopK:
+def merged(best: TopK, excluded: Int[Array, "queries n"], k: int) -> TopK:
     """Sorts the best rows of several devices; of equal scores the lower id is first."""
     scores, ids = best
     if excluded.shape[1]:  # XLA:CPU of jax 0.11 crashes on an empty comparison.

@@ -1,4 +1,4 @@
-"""Losses for models that rank: in-batch softmax, pairwise and listwise losses.
+"""Losses for models that rank: sampled softmax, pairwise and listwise losses.
 
 Each returns one value per list, or per sample, so weights and means stay with the
 caller. `optax.losses.ranking_softmax_loss` is a further listwise loss.
@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
+from tpu_embedding.optimizers.checks import check_hyperparameters, int_from
 from tpu_embedding.recommenders.metric import float32_in_order
 from tpu_embedding.recommenders.ranking_metrics import Ranks
 
@@ -28,6 +29,7 @@ def in_batch_softmax(
     log_probabilities: Float[Array, " batch"] | None = None,
     *,
     item_ids: Int[Array, " batch"] | None = None,
+    num_hard_negatives: int | None = None,
 ) -> tuple[Float[Array, " batch"], Ranks]:
     """Returns the log-softmax and ranks of each query's own item in its batch. Global.
 
@@ -52,6 +54,9 @@ def in_batch_softmax(
         default, all items are equally frequent.
       item_ids: id of the item of each sample. Samples with the same item are then not
         negatives of each other. Without ids they are, as in the paper.
+      num_hard_negatives: number of negatives per query that enter the softmax, at least
+        1: the ones with the highest `s`, as in `tasks.Retrieval` of TensorFlow
+        Recommenders. Defaults to all. Ranks count all.
 
     Returns:
       `log_softmax`, at most 0, and the `te.metrics.Ranks` of each sample's own item:
@@ -60,7 +65,7 @@ def in_batch_softmax(
       a score of the sample is NaN.
 
     Raises:
-      ValueError: if shapes differ.
+      ValueError: if shapes differ, or `num_hard_negatives` is not a positive int.
 
     Example:
       >>> queries = jnp.array([[1.0, 0.0], [0.0, 0.0]])
@@ -84,22 +89,136 @@ def in_batch_softmax(
     scores = queries @ items.T
     if log_probabilities is not None:
         scores = scores - jnp.asarray(log_probabilities)[None, :]
-    own = jnp.diagonal(scores)
-    is_candidate = jnp.ones(scores.shape, bool)
+    is_negative = ~jnp.eye(len(queries), dtype=bool)
     if item_ids is not None:
         ids = _where_given(item_ids)
-        is_same = ids[:, None] == ids[None, :]
-        is_candidate = ~is_same | jnp.eye(len(ids), dtype=bool)
-        scores = jnp.where(is_candidate, scores, -jnp.inf)
-    log_softmax = own - jax.nn.logsumexp(scores, axis=1)
-    is_nan = jnp.any(jnp.isnan(scores), axis=1)
+        is_negative &= ids[:, None] != ids[None, :]
+    own = jnp.diagonal(scores)
+    return _softmax_of_own(owner, own, scores, is_negative, num_hard_negatives)
 
-    def count(compare: Callable[[Array, Array], Array]) -> Array:
-        is_counted = is_candidate & compare(scores, own[:, None])
-        num_items = jnp.sum(is_counted, axis=1)
-        return jnp.where(is_nan, jnp.nan, num_items).astype(jnp.float32)
 
-    return log_softmax, Ranks(count(jnp.greater), count(jnp.equal))
+def sampled_softmax(
+    queries: Float[Array, "batch dim"],
+    items: Float[Array, "batch dim"],
+    negatives: Float[Array, "negatives dim"],
+    *,
+    item_log_probabilities: Float[Array, " batch"] | None = None,
+    negative_log_probabilities: Float[Array, " negatives"] | None = None,
+    item_ids: Int[Array, " batch"] | None = None,
+    negative_ids: Int[Array, " negatives"] | None = None,
+    num_hard_negatives: int | None = None,
+) -> tuple[Float[Array, " batch"], Ranks]:
+    """Returns the log-softmax and ranks of each query's item among sampled negatives.
+
+    All queries share the negatives, which you sample and look up. `q` is the expected
+    number of times that a batch of negatives contains an item. Its correction makes the
+    softmax an estimate of the softmax over all items:
+
+        s_i = <queries_i, items_i> - log q(items_i)
+        s_ij = <queries_i, negatives_j> - log q(negatives_j)
+        log_softmax_i = s_i - log(exp(s_i) + sum over j of exp(s_ij))
+
+    The loss is the mean of `-log_softmax`. Source: Jean et al., "On Using Very Large
+    Target Vocabulary for Neural Machine Translation" (ACL 2015), as
+    `tf.nn.sampled_softmax_loss`. With ids, a negative that is the query's own item, an
+    *accidental hit*, is left out, as in TensorFlow by default.
+
+    Args:
+      queries: one query vector per sample. Global.
+      items: vector of the item that each sample chose.
+      negatives: vectors of the sampled items.
+      item_log_probabilities: natural logarithm of `q` for the item of each sample.
+      negative_log_probabilities: natural logarithm of `q` for each sampled item. Both
+        are given or neither, which is right if all items are sampled equally often.
+      item_ids: id of the item of each sample.
+      negative_ids: id of each sampled item. Both are given or neither.
+      num_hard_negatives: see `in_batch_softmax`.
+
+    Returns:
+      `log_softmax` and ranks, as `in_batch_softmax` returns them: the ranks are from 0
+      to the number of negatives.
+
+    Raises:
+      ValueError: if shapes differ, one array of a pair is missing, or
+        `num_hard_negatives` is not a positive int.
+
+    Example:
+      >>> queries = items = jnp.ones((1, 2))
+      >>> negatives = jnp.array([[1.0, 1.0], [0.0, 0.0]])
+      >>> log_softmax, ranks = sampled_softmax(
+      ...     queries, items, negatives, item_ids=jnp.array([7]),
+      ...     negative_ids=jnp.array([7, 3]),
+      ... )
+      >>> round(float(jnp.exp(log_softmax[0])), 4)  # e**2 / (e**2 + 1)
+      0.8808
+    """
+    owner = "sampled_softmax"
+    _check_shapes(owner, "[batch, dim]", queries=queries, items=items)
+    _check_shapes(
+        owner,
+        "[batch]",
+        samples=jnp.zeros(len(queries)),
+        item_log_probabilities=item_log_probabilities,
+        item_ids=item_ids,
+    )
+    queries, items, negatives = map(jnp.asarray, (queries, items, negatives))
+    if negatives.ndim != 2 or negatives.shape[1] != queries.shape[1]:
+        raise ValueError(
+            f"te.nn.{owner}: negatives must have the shape [negatives, "
+            f"{queries.shape[1]}], as wide as queries, got {list(negatives.shape)}."
+        )
+    _check_shapes(
+        owner,
+        "[negatives]",
+        samples=negatives[:, 0],
+        negative_log_probabilities=negative_log_probabilities,
+        negative_ids=negative_ids,
+    )
+    for name, pair in {
+        "log_probabilities": (item_log_probabilities, negative_log_probabilities),
+        "ids": (item_ids, negative_ids),
+    }.items():
+        if (pair[0] is None) != (pair[1] is None):
+            raise ValueError(
+                f"te.nn.{owner}: item_{name} and negative_{name} must be given "
+                "together, got one of them. Pass both, or leave both out."
+            )
+    own, scores = jnp.sum(queries * items, axis=1), queries @ negatives.T
+    if item_log_probabilities is not None:
+        own = own - jnp.asarray(item_log_probabilities)
+        scores = scores - jnp.asarray(negative_log_probabilities)[None, :]
+    is_negative = jnp.ones(scores.shape, bool)
+    if item_ids is not None:
+        hits = _where_given(item_ids)[:, None] == _where_given(negative_ids)[None, :]
+        is_negative = ~jnp.asarray(hits)
+    return _softmax_of_own(owner, own, scores, is_negative, num_hard_negatives)
+
+
+def _softmax_of_own(
+    owner: str,
+    own: Float[Array, " batch"],
+    scores: Float[Array, "batch negatives"],
+    is_negative: Bool[Array, "batch negatives"],
+    num_hard_negatives: int | None,
+) -> tuple[Float[Array, " batch"], Ranks]:
+    """Returns the log-softmax and ranks of a score among the negatives' scores."""
+    if num_hard_negatives is not None:
+        check = int_from(1, num_hard_negatives)
+        check_hyperparameters(f"te.nn.{owner}", num_hard_negatives=check)
+    is_nan = jnp.isnan(own) | jnp.any(jnp.isnan(scores) & is_negative, axis=1)
+    scores = jnp.where(is_negative, scores, -jnp.inf)
+    hard = scores
+    if num_hard_negatives is not None and num_hard_negatives < scores.shape[1]:
+        hard, _ = jax.lax.top_k(scores, num_hard_negatives)
+    all_scores = jnp.concatenate([own[:, None], hard], axis=1)
+    log_softmax = own - jax.nn.logsumexp(all_scores, axis=1)
+
+    def count(compare: Callable[[Array, Array], Array], num_own: int) -> Array:
+        is_counted = is_negative & compare(scores, own[:, None])
+        num_items = jnp.sum(is_counted, axis=1, dtype=jnp.float32) + num_own
+        return jnp.where(is_nan, jnp.nan, num_items)
+
+    return log_softmax, Ranks(count(jnp.greater, 0), count(jnp.equal, 1))
 
 
 def pairwise_loss(

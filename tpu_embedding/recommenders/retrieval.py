@@ -7,7 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
 from tpu_embedding import functional
 from tpu_embedding.argument_checks import ArgumentType, check_type
@@ -15,11 +15,15 @@ from tpu_embedding.config import FeatureConfig
 from tpu_embedding.functional.serving_lookup import ServedCall
 from tpu_embedding.nn.embedding import TPUEmbedding
 from tpu_embedding.plan.plan import EmbeddingPlan
+from tpu_embedding.plan.shard_map import replicated_type
 from tpu_embedding.recommenders.best_rows import (
     TopK,
+    best_of_device,
     checked_exclusions,
     find_table,
+    merged,
 )
+from tpu_embedding.types import PADDING_ROW_ID
 
 _LAYER = ArgumentType(TPUEmbedding, "a te.TPUEmbedding")
 
@@ -124,6 +128,68 @@ def _top_k_with_module(
     return functional.top_k(
         tables, queries, plan, k, table=table, transform=by_module, **options
     )
+
+
+def top_k_of_tower(
+    tower: Callable[[Int[Array, " n"]], Float[Array, "n dim"]],
+    queries: Float[Array, "queries dim"],
+    k: int,
+    *,
+    num_items: int,
+    excluded: Any = None,
+) -> TopK:
+    """Returns the `k` items whose vectors have the largest products with each query.
+
+    Unlike `top_k`, it takes items whose vectors come from rows of several tables, or
+    from other features. It is exact: the tower computes the vectors of all items, some
+    thousands at a time. Call it within `nnx.jit`, and outside of losses.
+
+    Args:
+      tower: maps numbers of items, int32 `[n]`, to vectors `[n, dim]`, such as
+        `lambda numbers: model.items({"item": numbers, "genre": genres[numbers]})`. It
+        must treat each item alone.
+      queries: converted to float32. Global.
+      k: number of items, from 1 to `num_items`.
+      num_items: number of items, which are numbered from 0.
+      excluded: integers `[queries, n]`, items that must not be returned for a query;
+        see `te.functional.top_k`.
+
+    Returns:
+      `scores` and `ids`, the numbers of the items, as `top_k` returns them.
+
+    Raises:
+      ValueError: if `k`, the width of the queries or `excluded` do not fit.
+
+    Example:
+      >>> vectors = jnp.array([[1.0, 0.0], [0.0, 1.0], [0.5, 0.7]])
+      >>> queries = jnp.array([[1.0, 0.0]])
+      >>> top_k_of_tower(lambda i: vectors[i], queries, k=2, num_items=3).ids.tolist()
+      [[0, 2]]
+    """
+    queries = replicated_type(jnp.asarray(queries, jnp.float32))
+    item = jax.ShapeDtypeStruct((1,), jnp.int32)
+    shape = jax.eval_shape(tower, item).shape
+    if not 1 <= k <= num_items:
+        raise ValueError(
+            f"te.nn.top_k_of_tower: k must be from 1 to {num_items}, the number of "
+            f"items, got {k}."
+        )
+    if len(shape) != 2 or queries.ndim != 2 or queries.shape[1] != shape[1]:
+        raise ValueError(
+            "te.nn.top_k_of_tower: queries must be [queries, dim] and tower(numbers) "
+            f"[n, dim], got {list(queries.shape)} and {list(shape)} of one item."
+        )
+    excluded = checked_exclusions(excluded, queries.shape[0])
+
+    def read(numbers: Array) -> tuple[Array, Array]:
+        vectors = tower(jnp.minimum(numbers, num_items - 1)).astype(jnp.float32)
+        return replicated_type(vectors), jnp.where(
+            numbers < num_items, numbers, PADDING_ROW_ID
+        )
+
+    num_best = min(k + excluded.shape[1], num_items)
+    best = best_of_device(queries, read, num_items, num_best, None)
+    return merged(best, excluded, k)
 
 
 def _recorded_tables(layer: TPUEmbedding, table: str | None) -> Mapping[str, Array]:

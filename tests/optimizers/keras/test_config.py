@@ -191,7 +191,10 @@ REFUSED = {
         keras_3("sgd", **PLAIN, clipnorm=1.0),
         r"clipnorm=1.0: .*te.gradients.clip_by_global_norm\(gradients, 1.0\)",
     ),
-    "use_ema": (keras_3("sgd", **{**PLAIN, "use_ema": True}), "use_ema=True: .*checkp"),
+    "ema_overwrite_frequency": (
+        keras_3("sgd", **{**PLAIN, "use_ema": True, "ema_overwrite_frequency": 0}),
+        "ema_overwrite_frequency=0: must be an int.*at least 1",
+    ),
     "gradient_accumulation_steps": (
         keras_3("sgd", **PLAIN, gradient_accumulation_steps=1),
         "gradient_accumulation_steps=1: must be None or an integer of at least 2",

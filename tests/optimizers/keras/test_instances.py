@@ -107,8 +107,8 @@ WRONG = {
         "one of Keras' classes",
     ),
     "a field without one": (
-        Adagrad({**keras_3("adagrad"), "use_ema": True}),
-        "use_ema=True: .*only Adafactor",
+        Adagrad({**keras_3("adagrad"), "clipnorm": 1.0}),
+        "clipnorm=1.0: .*clip_by_global_norm",
     ),
     # As Keras 3 writes a rate that is a function without arguments.
     "a callable rate": (

@@ -260,7 +260,7 @@ class TrainState(struct.PyTreeNode):
     def finalize_variable_values(self) -> "TrainState":
         """Returns the state with variables set to their moving averages.
 
-        These are the averages that `adafactor(use_ema=True)` keeps. Tables and dense
+        `with_ema` and `adafactor(use_ema=True)` keep them. Tables and dense
         parameters of other optimizers stay as they are.
         """
         stacks, slots, params, opt_state = finalize_model_values(

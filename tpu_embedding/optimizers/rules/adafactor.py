@@ -9,10 +9,6 @@ One state serves tables and dense arrays of any rank. Keras factors the last two
 an array of rank 2 or more, and keeps the second moments of other arrays as they are.
 Tables have rank 2. Their totals are over all rows, and a step may skip rows.
 
-A row that stays still for `k` steps changes its moving average `a` in closed form,
-`a = momentum**k * a + (1 - momentum**k) * row`. So averages are updated in the steps
-that move their row, and caught up when they are read.
-
 Totals are compensated float32 sums, accurate over millions of small additions.
 """
 
@@ -24,6 +20,7 @@ import jax.numpy as jnp
 import optax
 
 from tpu_embedding.optimizers.array_rules import for_each_array
+from tpu_embedding.optimizers.averages import Averages, EMAStart
 from tpu_embedding.optimizers.checks import PASSED, finite, positive_bound
 from tpu_embedding.optimizers.learning_rates import learning_rate_at
 from tpu_embedding.optimizers.options import public_optimizer
@@ -145,90 +142,6 @@ class AdafactorState(NamedTuple):
     averages: Any = None
     average_counts: Any = None
     average_momentum: Any = None
-
-
-EMAStart = Literal["first_update", "initial_values"]
-
-
-@dataclasses.dataclass(frozen=True)
-class Averages:
-    """The moving averages of `adafactor`; see its arguments.
-
-    Attributes:
-      momentum: `ema_momentum`.
-      overwrite_frequency: `ema_overwrite_frequency`.
-      start: `ema_start`.
-      gradient_steps: steps of one update. The averages advance in each of them.
-    """
-
-    momentum: Any
-    overwrite_frequency: Any
-    start: EMAStart
-    gradient_steps: int
-
-    def init(self, state: AdafactorState, array: Any) -> AdafactorState:
-        """Returns the state with averages that start at the values of an array."""
-        is_table = array.ndim == 2
-        return state._replace(
-            averages=jnp.array(array, jnp.float32),
-            average_counts=jnp.zeros(array.shape[0], jnp.int32) if is_table else None,
-            average_momentum=jnp.asarray(self.momentum, jnp.float32),
-        )
-
-    def update(
-        self, old: Any, new: Any, state: AdafactorState, tables: TableRows | None
-    ) -> tuple[Any, AdafactorState]:
-        """Averages the values after an update.
-
-        Args:
-          old: values before the update.
-          new: values after it.
-          state: state before the update.
-          tables: the tables of the rows; None for a dense array.
-
-        Returns:
-          The new values, which are the averages where these replace them, and the state
-          with the new averages.
-        """
-        missed, counts = 0, state.average_counts
-        if tables is not None:
-            new = tables.stored(old, new - old)
-            missed = (state.count - counts)[:, None]
-            counts = jnp.broadcast_to(state.count + 1, counts.shape)
-        missed = missed + self.gradient_steps - 1
-        momentum = jnp.asarray(self.momentum, jnp.float32)
-        averages = catch_up(state.averages, old, missed, momentum)
-        weight = momentum
-        if self.start == "first_update":
-            weight = jnp.where(state.count == 0, 0.0, momentum)
-        averages = weight * averages + (1 - weight) * new
-        state = state._replace(
-            averages=averages, average_counts=counts, average_momentum=momentum
-        )
-        if self.overwrite_frequency is None:
-            return new, state
-        overwrites = (state.count + 1) % self.overwrite_frequency == 0
-        return jnp.where(overwrites, averages, new), state
-
-
-def catch_up(
-    averages: jax.Array, rows: jax.Array, missed_steps: Any, momentum: Any
-) -> jax.Array:
-    """Returns averages after steps in which their rows stayed as they are.
-
-    Args:
-      averages: float32, of any shape.
-      rows: values that are averaged, of the same shape.
-      missed_steps: number of steps, non-negative; broadcast against the rows.
-      momentum: decay of the averages, in [0, 1].
-
-    Example:
-      >>> catch_up(jnp.zeros(1), jnp.ones(1), 2, 0.5).tolist()
-      [0.75]
-    """
-    missed_steps = jnp.asarray(missed_steps, jnp.float32)
-    weight = jnp.power(jnp.asarray(momentum, jnp.float32), missed_steps)
-    return weight * averages + (1 - weight) * rows
 
 
 AdafactorMode = Literal["lazy", "exact"]
@@ -362,11 +275,12 @@ def adafactor(
     of a model. An array of rank 2 or more is factored over its last two axes. One of
     rank 0 or 1 keeps its second moments as they are.
 
-    `use_ema` keeps a moving average of each row. Rows that a step does not look up stay
-    as they are, so their averages follow in closed form, when they are next touched or
-    read. `tpu_embedding.Optimizer.finalize_variable_values` sets a model to its
-    averages after training. `tpu_embedding.functional.finalize_variable_values` does so
-    for tables or dense arrays alone.
+    `use_ema` keeps a moving average of each row, as `with_ema` does. Rows that a step
+    does not look up stay as they are, so their averages follow in closed form, when
+    they are next touched or read. `tpu_embedding.Optimizer.finalize_variable_values`
+    sets a model to its averages after training.
+    `tpu_embedding.functional.finalize_variable_values` does so for tables or dense
+    arrays alone.
 
     `global_clipnorm` takes the norm of all gradients of a model, tables and dense
     parameters together, as the loss gives them. `tpu_embedding.Optimizer`, and
@@ -562,7 +476,8 @@ class _Adafactor:
             alpha = tables.per_row(alpha)[:, None]
         new, state = decayed - alpha * scaled.values, scaled.state
         if self.averages is not None:
-            new, state = self.averages.update(old, new, state, tables)
+            stored = new if tables is None else tables.stored(old, new - old)
+            new, state = self.averages.update(old, stored, state)
         updates = new - old
         if tables is not None:
             # The sum follows the values that the table will hold, as they are rounded.

@@ -1,0 +1,193 @@
+"""Moving averages of rows around any optimizer, and of adafactor with its own."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+import tpu_embedding as te
+from tests.optimizers.rules.test_adafactor_averages import (
+    SIZES,
+    plan_of,
+    rows_after_each_step,
+)
+
+opt = te.optimizers
+NAMES = tuple(SIZES)
+RULES = {
+    "sgd": (opt.sgd(0.3), 2, {}),
+    "later rounds": (opt.adagrad(0.3), 2, {"capacity": 1}),
+    "packed": (opt.momentum(0.3, 0.9), 2, {"hardware": "v5p"}),
+    "optax": (optax.adam(0.1), 3, {}),
+    "options": (opt.adam(0.1, clip_weight_max=0.5, slot_dtype=jnp.bfloat16), 1, {}),
+    "every row": (opt.every_row(opt.adam(0.1)), 3, {}),
+    "collected": (opt.every_row(opt.adam(0.1), gradient_steps=2), 2, {}),
+}
+
+
+def final_rows(tables, slots, plan):
+    tables, slots = te.functional.finalize_variable_values(tables, slots, plan)
+    return te.functional.unstack_tables(tables, plan), tables, slots
+
+
+@pytest.mark.parametrize("start", ["first_update", "initial_values"])
+@pytest.mark.parametrize("case", RULES)
+def test_averages_equal_averages_of_the_whole_table_in_every_step(case, start):
+    rule, num_devices, options = RULES[case]
+    if start == "initial_values" and case not in ("sgd", "collected"):
+        pytest.skip("covered by the other cases")
+    averaged_rule = opt.with_ema(rule, momentum=0.7, start=start)
+    plan = plan_of(NAMES, averaged_rule, num_devices, **options)
+    alone = rows_after_each_step(plan_of(NAMES, rule, num_devices, **options), NAMES, 5)
+    steps_of_update = 2 if case == "collected" else 1
+    expected = {}
+    steps = rows_after_each_step(plan, NAMES, 5)
+    for i, ((tables, slots, rows), (_, _, same)) in enumerate(
+        zip(steps, alone, strict=True)
+    ):
+        is_first = start == "first_update" and i <= steps_of_update
+        for name in NAMES:
+            # XLA may fuse a product and a sum in one of both programs.
+            np.testing.assert_allclose(rows[name], same[name], rtol=1e-6, atol=1e-7)
+            momentum = 0.0 if i == 0 or is_first else 0.7
+            old = expected.get(name, 0.0)
+            expected[name] = momentum * old + (1 - momentum) * rows[name]
+        if i not in (1, 5):
+            continue
+        found, tables, slots = final_rows(tables, slots, plan)
+        again, _, _ = final_rows(tables, slots, plan)
+        for name in NAMES:
+            # Closed form of several steps: powers of the momentum.
+            np.testing.assert_allclose(
+                found[name], expected[name], rtol=1e-5, atol=1e-6
+            )
+            np.testing.assert_allclose(again[name], found[name], rtol=1e-6, atol=1e-7)
+
+
+def test_averages_overwrite_all_rows():
+    rule = opt.with_ema(
+        opt.every_row(opt.sgd(0.3)), momentum=0.7, overwrite_frequency=2
+    )
+    plan, alone = plan_of(NAMES, rule, 2), plan_of(NAMES, opt.sgd(0.3), 2)
+    averages = {}
+    before = None
+    steps = rows_after_each_step(plan, NAMES, 4)
+    plain = rows_after_each_step(alone, NAMES, 4)
+    for i, ((_, _, rows), (_, _, sgd)) in enumerate(zip(steps, plain, strict=True)):
+        for name in NAMES:
+            if i:  # The gradients do not depend on the rows.
+                update = sgd[name] - before[1][name]
+                new = before[0][name] + update
+                momentum = 0.0 if i == 1 else 0.7
+                averages[name] = momentum * averages[name] + (1 - momentum) * new
+                want = averages[name] if i % 2 == 0 else new
+                # float32 sums in another order
+                np.testing.assert_allclose(rows[name], want, rtol=1e-5, atol=1e-6)
+            else:
+                averages[name] = rows[name]
+        before = rows, sgd
+
+
+def test_adafactor_has_the_averages_of_the_wrapper():
+    own = opt.adafactor(0.3, use_ema=True, ema_momentum=0.7)
+    params = {"bias": jnp.ones(3), "kernel": jnp.ones((3, 2))}
+    final = []
+    for rule in (own, opt.with_ema(opt.adafactor(0.3), momentum=0.7)):
+        values, state = params, rule.init(params)
+        for step in range(3):
+            gradients = jax.tree.map(lambda x, i=step: x + i, params)
+            updates, state = rule.update(gradients, state, values)
+            values = optax.apply_updates(values, updates)
+        final.append(te.functional.finalize_variable_values(values, state)[0])
+    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-6), *final)
+
+
+def test_averages_of_dense_parameters_keep_the_norm_of_the_model():
+    """The wrapped rule sees the whole pytree, and not one array after the other."""
+    rule = optax.chain(optax.clip_by_global_norm(1.0), optax.sgd(1.0))
+    params = {"a": jnp.ones(2), "b": jnp.ones((2, 2)), "c": jnp.ones(())}
+    averaged = opt.with_ema(rule)
+    expected, _ = rule.update(params, rule.init(params), params)
+    found, _ = averaged.update(params, averaged.init(params), params)
+    jax.tree.map(np.testing.assert_array_equal, found, expected)
+
+
+def test_slots_are_named_averages_and_restart_from_values_that_are_set():
+    table = te.TableConfig(vocabulary_size=5, dim=2, name="t")
+    model = te.TPUEmbedding(
+        te.FeatureConfig(table=table), opt.with_ema(opt.adagrad(0.1)), rngs=nnx.Rngs(0)
+    )
+    optimizer = te.Optimizer(model, optax.sgd(0.1))
+    optimizer.set_embedding_tables(model, {"t": np.ones((5, 2))})
+    slots = optimizer.slot_values()["t"]
+    assert {"accumulators", "averages", "average_counts"} == set(slots)
+    np.testing.assert_array_equal(slots["averages"], 1)
+    with pytest.raises(ValueError, match="'t'.*must be set together"):
+        model.set_embedding_tables({"t": np.ones((5, 2))})
+
+
+def test_equal_calls_share_a_stack():
+    assert opt.with_ema(opt.adagrad(0.1)) is opt.with_ema(
+        opt.adagrad(0.1), momentum=0.99
+    )
+
+
+@pytest.mark.parametrize(
+    ("make", "match"),
+    {
+        "not a rule": (lambda: opt.with_ema(3), "with_ema: rule.*got 3"),
+        "momentum": (lambda: opt.with_ema(opt.sgd(1), momentum=2), "momentum.*got 2"),
+        "frequency": (
+            lambda: opt.with_ema(opt.sgd(1), overwrite_frequency=0),
+            "overwrite_frequency.*got 0",
+        ),
+        "start": (lambda: opt.with_ema(opt.sgd(1), start="x"), "start.*got 'x'"),
+        "twice": (lambda: opt.with_ema(opt.with_ema(opt.sgd(1))), "outermost"),
+        "options": (
+            lambda: opt.with_options(opt.with_ema(opt.sgd(1)), clipvalue=1.0),
+            "outermost",
+        ),
+        "sequence inside": (
+            lambda: opt.with_ema(opt.in_sequence(opt.sgd(1))),
+            "in_sequence",
+        ),
+        "sequence": (lambda: opt.in_sequence(opt.with_ema(opt.sgd(1))), "in_sequence"),
+        "steps": (
+            lambda: opt.every_row(opt.with_ema(opt.sgd(1)), gradient_steps=2),
+            r"got 2.*with_ema\(every_row",
+        ),
+        "steps and frequency": (
+            lambda: opt.with_ema(
+                opt.every_row(opt.sgd(1), gradient_steps=2), overwrite_frequency=3
+            ),
+            "got 3 and 2",
+        ),
+        "touched rows": (
+            lambda: opt.check_row_local(
+                opt.with_ema(opt.sgd(1), overwrite_frequency=3), dim=2
+            ),
+            "overwrite_frequency.*every_row",
+        ),
+        "adafactor": (
+            lambda: opt.check_row_local(opt.with_ema(opt.adafactor(1.0)), dim=2),
+            "use_ema=True",
+        ),
+        "chain": (
+            lambda: opt.check_row_local(
+                optax.chain(opt.with_ema(opt.sgd(1)), optax.scale(2.0)), dim=2
+            ),
+            "with_ema.*outermost",
+        ),
+        "no rows": (
+            lambda: (rule := opt.with_ema(opt.sgd(1))).update(
+                jnp.ones((1, 2)), rule.init(jnp.ones((1, 2)))
+            ),
+            "params must be given",
+        ),
+    }.values(),
+)
+def test_what_cannot_be_averaged(make, match):
+    with pytest.raises((TypeError, ValueError), match=match):
+        make()

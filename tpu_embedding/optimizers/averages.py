@@ -1,0 +1,232 @@
+"""Moving averages of rows, as Keras' `use_ema` keeps them for every optimizer.
+
+A row that stays still for `k` steps changes its moving average `a` in closed form,
+`a = momentum**k * a + (1 - momentum**k) * row`. So averages are updated in the steps
+that move their row, and caught up when they are read.
+"""
+
+import dataclasses
+from typing import Any, Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from tpu_embedding.optimizers.array_rules import for_each_array
+from tpu_embedding.optimizers.checks import (
+    RANGES,
+    check_hyperparameters,
+    check_rule,
+    equal_calls_are_one,
+    one_of,
+    or_none,
+)
+from tpu_embedding.optimizers.row_optimizer import (
+    InSequence,
+    declare,
+    row_optimizer_of,
+    wrap_rule,
+)
+
+EMAStart = Literal["first_update", "initial_values"]
+
+
+class AveragesState(NamedTuple):
+    """State of the averages of `with_ema`.
+
+    Attributes:
+      count: updates so far.
+      averages: moving averages, of the shape of the array.
+      average_counts: `[rows]`, the `count` at the latest update of the row's average;
+        None for a dense array of a rank other than 2.
+      average_momentum: decay of the averages.
+    """
+
+    count: jax.Array
+    averages: Any = None
+    average_counts: Any = None
+    average_momentum: Any = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Averages:
+    """The moving averages of the rows of a table, or of a dense array.
+
+    A state is a named tuple with the fields of `AveragesState`, and maybe more.
+
+    Attributes:
+      momentum: decay of the averages.
+      overwrite_frequency: updates after which the averages replace the rows; None means
+        never.
+      start: see `with_ema`.
+      gradient_steps: steps of one update. The averages advance in each of them.
+    """
+
+    momentum: Any
+    overwrite_frequency: Any
+    start: EMAStart
+    gradient_steps: int
+
+    def init(self, state: Any, array: Any) -> Any:
+        """Returns the state with averages that start at the values of an array."""
+        is_table = array.ndim == 2
+        return state._replace(
+            averages=jnp.array(array, jnp.float32),
+            average_counts=jnp.zeros(array.shape[0], jnp.int32) if is_table else None,
+            average_momentum=jnp.asarray(self.momentum, jnp.float32),
+        )
+
+    def update(self, old: Any, new: Any, state: Any) -> tuple[Any, Any]:
+        """Averages the values after an update.
+
+        Args:
+          old: values before the update.
+          new: values after it.
+          state: state before the update.
+
+        Returns:
+          The new values, which are the averages where these replace them, and the state
+          with the new averages.
+        """
+        missed, counts = 0, state.average_counts
+        if counts is not None:
+            missed = (state.count - counts)[:, None]
+            counts = jnp.broadcast_to(state.count + 1, counts.shape)
+        missed = missed + self.gradient_steps - 1
+        momentum = jnp.asarray(self.momentum, jnp.float32)
+        averages = catch_up(state.averages, old, missed, momentum)
+        weight = momentum
+        if self.start == "first_update":
+            weight = jnp.where(state.count == 0, 0.0, momentum)
+        averages = weight * averages + (1 - weight) * new
+        state = state._replace(
+            averages=averages, average_counts=counts, average_momentum=momentum
+        )
+        if self.overwrite_frequency is None:
+            return new, state
+        overwrites = (state.count + 1) % self.overwrite_frequency == 0
+        return jnp.where(overwrites, averages, new), state
+
+
+def catch_up(
+    averages: jax.Array, rows: jax.Array, missed_steps: Any, momentum: Any
+) -> jax.Array:
+    """Returns averages after steps in which their rows stayed as they are.
+
+    Args:
+      averages: float32, of any shape.
+      rows: values that are averaged, of the same shape.
+      missed_steps: number of steps, non-negative; broadcast against the rows.
+      momentum: decay of the averages, in [0, 1].
+
+    Example:
+      >>> catch_up(jnp.zeros(1), jnp.ones(1), 2, 0.5).tolist()
+      [0.75]
+    """
+    missed_steps = jnp.asarray(missed_steps, jnp.float32)
+    weight = jnp.power(jnp.asarray(momentum, jnp.float32), missed_steps)
+    return weight * averages + (1 - weight) * rows
+
+
+@equal_calls_are_one
+def with_ema(
+    rule: optax.GradientTransformation,
+    *,
+    momentum: float = 0.99,
+    overwrite_frequency: int | None = None,
+    start: EMAStart = "first_update",
+) -> optax.GradientTransformation:
+    """Adds a moving average of each row to any optimizer: Keras' `use_ema`.
+
+    After each step, for every row `w` of the table::
+
+        average = momentum * average + (1 - momentum) * w
+
+    The averages are a slot variable, `[rows, dim]`, next to an int32 per row. A step
+    touches only the averages of the rows that it moves. Other rows stay as they are, so
+    their averages follow in closed form when they are next touched, or read. The result
+    equals an average of the whole table in each step, up to rounding.
+
+    `te.Optimizer.finalize_variable_values` sets a model to its averages, and
+    `te.functional.finalize_variable_values` does so for tables or dense arrays alone.
+    Evaluate the averages on a copy: `nnx.clone` copies model and optimizer. The same
+    wrapper works around the optimizer of the dense parameters.
+
+    It must be the outermost wrapper. `adafactor` has these averages as its own options.
+    Averages of a narrow table use its new rows before they are rounded.
+
+    Args:
+      rule: an optimizer of this package, or a row-local optax transformation.
+      momentum: decay of the averages, in [0, 1]. Keras' `ema_momentum`.
+      overwrite_frequency: number of steps after which the averages replace all rows, at
+        least 1. Keras' `ema_overwrite_frequency`. Defaults to never. All rows move, so
+        a table needs `with_ema(every_row(rule), overwrite_frequency=...)`.
+      start: `"first_update"` starts the averages at the rows after the first step, as
+        Keras 3 does. `"initial_values"` starts them at the rows before it, as
+        `tf_keras` does.
+
+    Returns:
+      The optimizer with its averages.
+
+    Raises:
+      TypeError: if `rule` is not a transformation.
+      ValueError: if a value is out of its range; if the rule has averages already, or
+        runs once per occurrence of an id; if `overwrite_frequency` is combined with
+        `gradient_steps`. When a plan is made, if the rule is Adafactor, or
+        `overwrite_frequency` lacks `every_row`.
+
+    Example:
+      >>> rule = with_ema(optax.sgd(1.0), momentum=0.5)
+      >>> rows = jnp.zeros((1, 2))
+      >>> state = rule.init(rows)
+      >>> for _ in range(2):
+      ...     updates, state = rule.update(-jnp.ones((1, 2)), state, rows)
+      ...     rows = rows + updates
+      >>> rows.tolist(), state[1].averages.tolist()
+      ([[2.0, 2.0]], [[1.5, 1.5]])
+    """
+    check_rule("with_ema", rule)
+    check_hyperparameters(
+        "with_ema",
+        momentum=RANGES["ema_momentum"](momentum),
+        overwrite_frequency=or_none(
+            RANGES["ema_overwrite_frequency"], overwrite_frequency
+        ),
+        start=one_of(start, EMAStart),
+    )
+    inner = row_optimizer_of(rule)
+    if isinstance(inner.driver, InSequence):
+        raise ValueError(
+            "with_ema: rule must run once per row and step, got one that runs once per "
+            "occurrence of an id. Remove in_sequence or use_gradient_accumulation="
+            "False."
+        )
+    if overwrite_frequency is not None and inner.gradient_steps > 1:
+        raise ValueError(
+            "with_ema: overwrite_frequency must be None with gradient_steps, got "
+            f"{overwrite_frequency} and {inner.gradient_steps}. Keras would overwrite "
+            "the rows in steps without an update as well. Leave one out, and call "
+            "finalize_variable_values at the end."
+        )
+    kept = Averages(momentum, overwrite_frequency, start, inner.gradient_steps)
+
+    def init(array: Any) -> AveragesState:
+        return kept.init(AveragesState(jnp.zeros((), jnp.int32)), array)
+
+    def update(update: Any, state: Any, array: Any) -> tuple[Any, AveragesState]:
+        if array is None:
+            raise ValueError(
+                "with_ema: params must be given to update, got None. Write "
+                "rule.update(gradients, state, params)."
+            )
+        old = jnp.asarray(array, jnp.float32)
+        new, state = kept.update(old, old + update, state)
+        # Otherwise the rule's own update keeps its bits.
+        if overwrite_frequency is not None:
+            update = (new - old).astype(update.dtype)
+        return update, state._replace(count=state.count + 1)
+
+    averaging = for_each_array(init, update)
+    wrapped = wrap_rule(rule, lambda inner: optax.chain(inner, averaging))
+    averages = "kept" if overwrite_frequency is None else "overwriting"
+    return declare(wrapped, averages=averages)
