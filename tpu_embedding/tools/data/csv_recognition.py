@@ -192,8 +192,20 @@ def fitted(column: Column, values: np.ndarray, is_trained: np.ndarray) -> Column
         parts = ("weekday", "hour") if np.ptp(values % DAY_SECONDS) else ("weekday",)
         column = dataclasses.replace(column, newest=float(values.max()), parts=parts)
         values = (column.newest - values) / DAY_SECONDS
-    num_buckets = max(1, min(NUM_BUCKETS, len(values) // _MIN_BUCKET_ROWS))
+    num_buckets = min(NUM_BUCKETS, len(values) // _MIN_BUCKET_ROWS)
+    if num_buckets < 2:
+        return column
+    different, counts = np.unique(values, return_counts=True)
+    most = counts.argmax()
+    frequent = different[most : most + 2]  # It gets a bucket, up to the next number.
+    others = values
+    if counts[most] > len(values) / 2:
+        others = values[values != frequent[0]]
     shares = np.linspace(0, 1, num_buckets + 1)[1:-1]
-    edges = np.unique(np.quantile(values, shares, method="lower"))
-    edges = edges[edges > values.min()].tolist()
-    return dataclasses.replace(column, edges=tuple(edges))
+    edges = np.quantile(others, shares, method="lower") if others.size else []
+    if len(others) < len(values):
+        edges = np.concatenate([edges, frequent])
+    edges = np.unique(edges)
+    return dataclasses.replace(
+        column, edges=tuple(edges[edges > values.min()].tolist())
+    )
