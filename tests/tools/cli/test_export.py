@@ -85,7 +85,7 @@ def test_a_csv_file_is_trained_exported_and_served_strings(tmp_path, capsys):
     run += ["--label", "click", "--set", "num_steps=2", "--set", "model.dim=4"]
     assert cli.main(["train", str(path), *run]) == 0
     shown = capsys.readouterr().out
-    assert re.search(r"^age +number +9 +-$", shown, re.MULTILINE)
+    assert re.search(r"^age +number +9 +9 +numbers$", shown, re.MULTILINE)
     assert re.search(r"^user +Adagrad +9 +4 +288 B +1$", shown, re.MULTILINE)
     assert re.search(r"^result: auc 0\.\d+$", shown, re.MULTILINE)
     assert "packing" not in shown
@@ -94,8 +94,11 @@ def test_a_csv_file_is_trained_exported_and_served_strings(tmp_path, capsys):
     assert cli.main(["inspect", str(tmp_path / "run")]) == 0
     served = te.export.load(tmp_path / "run" / "served", unknown_strings="error")
     batch = {"user": ["u3", ""], "tags": [["4", "0"], []]}
+    buckets = {"age (bucket)": [3, int(te.inputs.PADDING_ROW_ID)]}
+    batch |= buckets
     outputs = served(batch, {"age": [3.5, float("nan")]})
     spaced = {"user": ["u3 ", " "], "tags": [[" 4", "0\t"], []]}
+    spaced |= buckets
     again = served(spaced, {"age": [3.5, float("nan")]})
     np.testing.assert_array_equal(again["predictions"], outputs["predictions"])
     assert ((outputs["predictions"] > 0) & (outputs["predictions"] < 1)).all()

@@ -103,6 +103,12 @@ class Export:
             example = (batch.features, batch.dense)
             options = {"dtype": self.dtype, "batch_size": self.batch_size}
             if self.format == "stablehlo":
+                # The feature of many columns takes ids.
+                vocabularies = {
+                    name: vocabulary
+                    for name, vocabulary in (vocabularies or {}).items()
+                    if name in batch.features
+                }
                 save(model, output, *example, vocabularies=vocabularies, **options)
             else:
                 save_tensorflow(model, output, *example, **options)
