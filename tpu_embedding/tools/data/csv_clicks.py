@@ -6,6 +6,7 @@ Cells are read in blocks, and columns keep few bytes per cell.
 import collections
 import dataclasses
 import pathlib
+import typing
 from collections.abc import Sequence
 from typing import Any, Final, Literal
 
@@ -26,20 +27,33 @@ from tpu_embedding.tools.data.csv_columns import (
     MISSING,
     NUMBER,
     Kind,
-    read_labels,
     read_numbers,
 )
+from tpu_embedding.tools.data.csv_labels import LabelColumn, Task, describe_labels
 from tpu_embedding.tools.data.csv_strings import Strings
-from tpu_embedding.tools.data.csv_text import read_blocks
+from tpu_embedding.tools.data.csv_text import find_encoding, read_blocks
 from tpu_embedding.tools.data.teacher import splitmix64
 from tpu_embedding.types import FeatureIds
 
+
+def _is_encoding(name: str | None) -> bool:
+    try:
+        return name is None or bool("".encode(name) or True)
+    except (LookupError, ValueError):
+        return False
+
+
 _RULES: Final = {
+    "task": Rule(
+        lambda x: x in (None, *typing.get_args(Task)),
+        f"one of {typing.get_args(Task)} or None",
+    ),
+    "encoding": Rule(_is_encoding, "the name of an encoding, such as cp1252, or None"),
     "held_out": Rule(lambda x: 0 < x < 1, "between 0 and 1"),
     "separator": Rule(bool, "a text of a character or more"),
     "delimiter": Rule(
-        lambda x: x is None or (len(x) == 1 and x not in ' "\r\n'),
-        "one character other than a blank, a quote and a line break, or None",
+        lambda x: x is None or (x and not set(x) & set('"\r\n')),
+        "a text without quotes and line breaks, or None",
     ),
 }
 
@@ -57,6 +71,9 @@ class CsvClicks(BlockDataset):
       vocabulary_sizes: rows of its table.
       number_scales: mean and standard deviation over the training rows of each column
         of numbers, on the scale of `signed_log`.
+      num_classes: classes of the label, or None if it is not one of several classes.
+      label_scale: mean and standard deviation of the training rows' labels, for a
+        regression; otherwise None.
       description: a line about the rows, and a table of the columns.
     """
 
@@ -71,8 +88,20 @@ class CsvClicks(BlockDataset):
           batch_size: samples per batch.
           seed: seed of the order, and of the held-out rows.
         """
-        kinds, numbers, strings = _read_columns(path, source)
-        is_held_out = source.is_held_out(len(numbers[source.label]), seed)
+        source, kinds, numbers, strings = _read_columns(path, source)
+        labels = numbers[source.label]
+        is_labelled = ~np.isnan(labels)
+        num_labels = int(is_labelled.sum())
+        is_held_out = np.zeros_like(is_labelled)
+        is_held_out[is_labelled] = source.is_held_out(num_labels, seed)
+        is_trained = is_labelled & ~is_held_out
+        self.num_classes, self.label_scale = None, None
+        if source.task == "classes":
+            self.num_classes = len(source.classes)
+        elif source.task == "regression":
+            trained = labels[is_trained].astype(np.float64)
+            self.label_scale = float(trained.mean()), float(trained.std()) or 1.0
+        self._labels = labels[is_trained], labels[is_held_out]
         features: dict[str, FeatureIds] = {}
         self.vocabularies: dict[str, Vocabulary] = {}
         shown = [("column", "kind", "distinct values", "table rows")]
@@ -83,7 +112,7 @@ class CsvClicks(BlockDataset):
                 distinct = f"{len(np.unique(values[~np.isnan(values)])):,}"
             elif name in strings:
                 num_strings, vocabulary, ids = strings.pop(name).encode(
-                    ~is_held_out, source.min_count
+                    is_trained, source.min_count
                 )
                 distinct, size = f"{num_strings:,}", "none: no value repeats"
                 if vocabulary is not None:
@@ -95,16 +124,20 @@ class CsvClicks(BlockDataset):
                 f"{path} must have a category that occurs {source.min_count} "
                 "times; lower data.min_count, or name its column by data.categories."
             )
-        labels = numbers.pop(source.label)
+        del numbers[source.label]
         self.vocabulary_sizes = {
             name: v.vocabulary_size for name, v in self.vocabularies.items()
         }
         self.number_scales = {
-            name: _scale(values[~is_held_out]) for name, values in numbers.items()
+            name: _scale(values[is_trained]) for name, values in numbers.items()
         }
+        read_as = f"read as {source.encoding}; data.encoding names another\n"
+        dropped = f"dropped {len(labels) - num_labels:,} rows without a label\n"
         self.description = (
-            f"{path.name}: {len(labels):,} rows, {is_held_out.sum():,} of them "
-            f"held out; {labels.mean():.1%} of the labels are 1\n"
+            f"{path.name}: {num_labels:,} rows, {is_held_out.sum():,} of them "
+            f"held out\n{describe_labels(source, labels[is_labelled])}\n"
+            f"{'' if source.encoding in (None, 'utf-8') else read_as}"
+            f"{'' if num_labels == len(labels) else dropped}"
             f"{format_table(shown, num_left_aligned=2)}\n"
             "change a kind by --set data.categories=COLUMN, data.numbers, data.lists "
             "or data.ignored"
@@ -114,11 +147,25 @@ class CsvClicks(BlockDataset):
             features=features, dense=numbers or None, labels=labels, weights=weights
         )
         super().__init__(
-            _Rows(rows, np.flatnonzero(~is_held_out)),
+            _Rows(rows, np.flatnonzero(is_trained)),
             batch_size=batch_size,
             evaluation_reader=_Rows(rows, np.flatnonzero(is_held_out)),
             seed=seed,
         )
+
+    def constant_loss(self) -> float:
+        """Returns the held-out RMSE of the training labels' mean, for a regression.
+
+        For classes, it is the log loss of their shares in the training rows.
+        """
+        trained, held_out = self._labels
+        if self.num_classes is None:
+            return float(np.sqrt(np.mean((held_out - trained.mean(dtype=float)) ** 2)))
+        # A class that only held-out rows have counts as half a row.
+        counts = np.bincount(trained.astype(int), minlength=self.num_classes)
+        counts = np.maximum(counts, 0.5)
+        shares = counts / counts.sum()
+        return float(-np.log(shares[held_out.astype(int)]).mean())
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -129,20 +176,33 @@ class CsvSource:
     named in no field are recognised from the first rows. Cells with the separator are
     lists. A column is one of numbers if all its cells are numbers, and some of them
     have a decimal point: ASCII digits, with a sign and an exponent if you like. All
-    others are categories: texts, integers, `true` and `false`, `1e3`, `10_24`. A label
-    and a column named in `numbers` may also have the words `true`, for 1, and `false`.
+    others are categories: texts, integers, `true` and `false`, `1e3`, `10_24`. A column
+    named in `numbers` may also have the words `true`, for 1, and `false`.
+
+    The label selects the task. Two values make a binary task; the positive value is the
+    one that means yes (`1`, `true`, `yes`, `y`, `positive`, `>50K`), or else the
+    greater number, or else the rarer text. Numbers with fractions, and more than 20
+    integers, make a regression. Others are classes. A row without a label is dropped.
 
     Attributes:
-      label: name of the column of labels, 0 or 1.
+      label: name of the column of labels.
+      task: what to predict, or None to recognise it: `"binary"`, `"classes"`, or
+        `"regression"`.
+      positive: value of the label that counts as 1; all others count as 0.
+      classes: values of the label, in the order of the model's outputs. By default,
+        all that the file has.
       positive_from: smallest number in the label's column that counts as 1, for
-        ratings; smaller ones count as 0. By default, the column holds 0 and 1.
+        ratings; smaller ones count as 0.
       categories: columns of categories, one string or integer per row.
       numbers: columns of numbers.
       lists: columns of several categories per row.
       ignored: columns that the model does not see.
       separator: text between the elements of a list.
-      delimiter: character between the fields of a row. By default, it is the one of
-        comma, tab and semicolon that the first line has most.
+      delimiter: text between the fields of a row. By default, it is the one of comma,
+        tab, semicolon, `|`, `::` and blanks that gives the first lines equal numbers
+        of fields. A blank stands for any number of blanks.
+      encoding: name of the file's encoding. By default, UTF-8 is tried, then UTF-16,
+        then Windows' Latin-1.
       column_names: names of the columns, if the first line is a row already.
       min_count: occurrences in the training rows that a string needs for a table row
         of its own.
@@ -152,6 +212,9 @@ class CsvSource:
     """
 
     label: str
+    task: Task | None = None
+    positive: str | None = None
+    classes: tuple[str, ...] = ()
     positive_from: float | None = None
     categories: tuple[str, ...] = ()
     numbers: tuple[str, ...] = ()
@@ -159,6 +222,7 @@ class CsvSource:
     ignored: tuple[str, ...] = ()
     separator: str = "|"
     delimiter: str | None = None
+    encoding: str | None = None
     column_names: tuple[str, ...] = ()
     min_count: int = 2
     held_out: float = 0.1
@@ -264,15 +328,22 @@ class CsvSource:
 
 def _read_columns(
     path: pathlib.Path, source: CsvSource
-) -> tuple[dict[str, Kind], dict[str, np.ndarray], dict[str, Strings]]:
+) -> tuple["CsvSource", dict[str, Kind], dict[str, np.ndarray], dict[str, Strings]]:
     """Returns the kind of each column, numbers and labels, and strings, by column.
 
-    Numbers are float64 `[rows]`, and labels float32 `[rows]`.
+    Numbers are float64 `[rows]`, and labels float32 `[rows]`, NaN where one is missing.
+    The source that it returns has the task.
     """
     kinds: dict[str, Kind] = {}
     strings: dict[str, Strings] = {}
+    labels = LabelColumn(path, source.label)
     blocks: dict[str, list[np.ndarray]] = collections.defaultdict(list)
-    for block in read_blocks(path, source.delimiter, source.column_names):
+    source = dataclasses.replace(
+        source, encoding=source.encoding or find_encoding(path)
+    )
+    for block in read_blocks(
+        path, source.delimiter, source.column_names, encoding=source.encoding
+    ):
         if not kinds:
             source.check_columns(path, list(block.cells))
             kinds = {name: source.kind_of(name, x) for name, x in block.cells.items()}
@@ -285,19 +356,14 @@ def _read_columns(
             if name in strings:
                 strings[name].add(block.cells[name])
             elif kind == "label":
-                labels = read_labels(block, name, source.positive_from)
-                blocks[name].append(labels)
+                labels.add(block)
             elif kind == "number":
                 blocks[name].append(read_numbers(block, name))
     # A column's blocks are freed before the next column is joined.
     numbers = {name: np.concatenate(blocks.pop(name)) for name in list(blocks)}
-    labels = numbers[source.label]
-    if len(np.unique(labels)) < 2:
-        raise DataError(
-            f"{path}, column {source.label!r}: the labels of {len(labels)} rows must "
-            "hold both 0 and 1; give rows of both kinds."
-        )
-    return kinds, numbers, strings
+    source = dataclasses.replace(source, **labels.fields(source))
+    numbers[source.label] = labels.labels(source)
+    return source, kinds, numbers, strings
 
 
 class _Rows:
