@@ -1,6 +1,7 @@
 """Labels of CSV files: tasks, positive values, classes, and wrong labels."""
 
 import dataclasses
+import pathlib
 
 import numpy as np
 import pytest
@@ -13,7 +14,7 @@ from tpu_embedding.tools.train import CsvSource
 NAN = float("nan")
 
 
-def column_of(cells, path="f.csv"):
+def column_of(cells, path=pathlib.Path("f.csv")):
     column = LabelColumn(path, "y")
     for start in range(0, len(cells), 5):  # Several blocks.
         some = cells[start : start + 5]

@@ -68,7 +68,7 @@ def cells_of(path, **settings):
         names = []
         for name in ("user", "city"):
             tokens = ("", "[UNK]", *data.vocabularies[name].tokens)
-            names.append([tokens[i] for i in batch.features[name]])
+            names.append([tokens[i] for i in np.asarray(batch.features[name])])
         rows += list(zip(*names, batch.labels.tolist(), strict=True))
     # A held-out string that training lacks is unknown.
     return [(u, c, y) for u, c, y in rows[: data.num_train_samples + 1]]

@@ -207,9 +207,10 @@ def test_labels_of_a_csv_file_beat_a_constant(tmp_path, case):
     settings = ("data.label=y", "data.column_names=a y", "num_steps=120")
     origin = RunOrigin(config=path, settings=settings, data_dir=path)
     config = origin.load()
+    assert config.target is not None
     assert (config.loss, config.target.metric) == (loss, metric)
     result = train(config, tmp_path / "run", data_dir=path, origin=origin)
-    assert result.target_met
+    assert result.target_met and result.metrics
     data = config.data.open(tmp_path / "f.dat", batch_size=32, seed=0)
     assert result.metrics[metric] < 0.2 * data.constant_loss()
     # The record tells task and classes without the data.
