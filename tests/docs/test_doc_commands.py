@@ -57,7 +57,7 @@ def check_cli(words):
     parsed = parse(words)
     if words[0] in ("doctor", "export", "inspect"):
         return
-    is_path = parsed.config.endswith((".py", ".csv")) or parsed.config.startswith(
-        "runs/"
-    )
+    is_path = parsed.config.endswith(
+        (".py", ".csv", ".dat")
+    ) or parsed.config.startswith("runs/")
     assert is_path or parsed.config in list_configs(), parsed.config

@@ -51,7 +51,7 @@ def strings_of(data, name, ids):
 
 def test_columns_are_recognised(tmp_path):
     data = open_text(tmp_path)
-    assert [line.split() for line in data.description.splitlines()[2:9]] == [
+    assert [line.split() for line in data.description.splitlines()[3:10]] == [
         ["user", "category", "2", "4", *"integers, 2 different".split()],
         ["country", "category", "3", "3", "texts"],
         ["tags", "list", "3", "4", "cells", "have", "'|'"],
@@ -60,7 +60,9 @@ def test_columns_are_recognised(tmp_path):
         ["row", "id", "ignored", "6", "-", *"no value occurs 2 times".split()],
         ["click", "label", "-", "-", "data.label"],
     ]
-    assert "6 rows, 1 of them held out; 50.0% of the labels are 1" in data.description
+    first, second = data.description.splitlines()[:2]
+    assert first == "clicks.csv: 6 rows, 1 of them held out"
+    assert second == "predicts click = '1' (50.0% of the rows)"
     assert set(data.vocabulary_sizes) == {"user", "country", "tags", "age"}
 
 
@@ -349,23 +351,18 @@ def test_held_out_rows_are_random_and_repeatable(tmp_path):
 
 WRONG = {
     "empty file": ("", {}, "got an empty file"),
-    "no rows": (TEXT.split("\n")[0], {}, "must hold both 0 and 1"),
+    "no rows": (TEXT.split("\n")[0], {}, "must have two different values"),
     "no label column": (TEXT, dict(label="y"), "no column 'y' for a label.*--label"),
     "no such column": (TEXT, dict(numbers=("cost",)), "no column 'cost' for a number"),
     "label is a rating": (
         TEXT.replace("r5,true", "r5,4"),
-        {},
-        "line 7, column 'click': a value must be 0 or 1, got '4'.*Parquet",
+        dict(task="binary", classes=("0", "1"), positive="1"),
+        "line 7, column 'click': a label must be one of .'0', '1'.*got '4'",
     ),
-    "label is missing": (
-        TEXT.replace("r4,1", "r4,"),
-        {},
-        "line 6.*must be 0 or 1, got ''",
-    ),
-    "rating is missing": (
-        TEXT.replace("r4,1", "r4,NA"),
+    "rating is a word": (
+        TEXT.replace("r4,1", "r4,good"),
         dict(positive_from=1),
-        "line 6.*must be a number, got 'NA'",
+        "line 6, column 'click': a label must be a number.*got 'good'",
     ),
     "underscore in a number": (
         TEXT.replace("-2e1", "10_24"),
@@ -382,7 +379,7 @@ WRONG = {
         {},
         "clicks.csv, line 4: a field that begins with a quote",
     ),
-    "ragged row": (TEXT.replace(",r2,0", ",r2"), {}, r"line 3.*7 fields.*got .'4'"),
+    "ragged row": (TEXT.replace(",r2,0", ",r2"), {}, r"line 3.*7 fields.*got 6: .'4'"),
     "text among numbers": (
         TEXT,
         dict(numbers=("user", "country")),
@@ -404,23 +401,17 @@ WRONG = {
         {},
         "line 3: a field that begins with a quote.*expected after",
     ),
-    "line break in a field": (
-        TEXT.replace("DE, east", "DE,\n east"),
-        {},
-        "line 4: a field.*got: a field of several lines; remove the quote",
-    ),
-    "label of words": (
-        "click,a\nyes,1\nno,1\n",
-        {},
-        "line 2, column 'click': a value must be 0 or 1, got 'yes'.*by --label",
-    ),
     "equal names": (TEXT.replace("age", "user"), {}, "must have different names"),
     "nothing repeats": (
         TEXT,
         dict(min_count=9),
         "category that occurs 9 times",
     ),
-    "no UTF-8": (TEXT.replace("FR", "\udce9"), {}, "must be a CSV file in UTF-8"),
+    "no UTF-8": (
+        TEXT.replace("FR", "\udce9"),
+        dict(encoding="utf-8"),
+        "must be a CSV file in its encoding.*data.encoding",
+    ),
 }
 
 
@@ -437,8 +428,10 @@ def test_wrong_files(tmp_path, text, changes, message):
     [
         (dict(held_out=1.0), "held_out must be between 0 and 1, got 1.0"),
         (dict(separator=""), "separator must be a text of"),
-        (dict(delimiter="::"), "delimiter must be one character.*got '::'"),
-        (dict(delimiter='"'), "delimiter must be one character"),
+        (dict(delimiter=""), "delimiter must be a text"),
+        (dict(delimiter='"'), "delimiter must be a text without quotes"),
+        (dict(encoding="utf-9"), "encoding must be the name of an encoding"),
+        (dict(task="ranking"), "task must be"),
         (dict(numbers=("a",), lists=("a",)), "must name a column for one kind"),
         (dict(min_count=0), "min_count must be at least 1"),
     ],

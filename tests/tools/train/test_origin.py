@@ -73,7 +73,7 @@ def test_recorded_data_are_passed_again(tmp_path):
 
 def test_a_csv_file_records_its_settings(tmp_path):
     path = tmp_path / "clicks.CSV"
-    path.write_text("a,b\n" * 40)
+    path.write_text("x,y,b\n" + "1,2,no\n1,2,yes\n" * 20)
     settings = ("seed=3", "model.hidden_sizes=7 5", "data.lists=x y", "data.label=b")
     origin = RunOrigin(config=str(path), settings=settings, data_dir=str(path))
     assert origin.export_options() == ["--data-dir", str(path)]
@@ -84,6 +84,7 @@ def test_a_csv_file_records_its_settings(tmp_path):
         write_records(tmp_path, run)
         kept = config_of_run(tmp_path, data_dir="moved.tsv")
         assert (kept.data, kept.model, kept.seed) == (wanted.data, wanted.model, 3)
+        assert (kept.data.task, kept.data.positive) == ("binary", "yes")
 
 
 FORGED = {
@@ -167,7 +168,7 @@ def test_the_config_of_a_csv_file_follows_its_rows(
 
 def test_settings_of_a_csv_file(tmp_path):
     path = tmp_path / "clicks.csv"
-    path.write_text("a,b\n")
+    path.write_text("x,y z,is click\n1,2,1\n1,3,0\n")
     settings = ("data.label='is click'", "data.separator=' '", "data.lists=x 'y z'")
     data = RunOrigin(config=str(path), settings=settings).load().data
     assert (data.label, data.separator, data.lists) == ("is click", " ", ("x", "y z"))

@@ -35,6 +35,13 @@ class _Run(ConfigCommand):
     label: str | None = None
     """Column of the labels of a CSV file: short for --set data.label=NAME."""
 
+    positive: str | None = None
+    """Value of the label to predict: short for --set data.positive=VALUE."""
+
+    columns: str | None = None
+    """Names of the columns of a file without a header, with commas between them: short
+    for --set data.column_names="NAME NAME"."""
+
     devices: int | None = None
     """Emulates so many CPU devices, over all processes, instead of the machine's."""
 
@@ -54,8 +61,14 @@ class _Run(ConfigCommand):
     def origin(self) -> RunOrigin:
         """Returns what the run is started with."""
         settings, data_dir = self.set, self.data_dir
-        if self.label is not None:
-            settings = (f"data.label={shlex.quote(self.label)}", *settings)
+        names = None if self.columns is None else self.columns.split(",")
+        for key, values in (
+            ("label", self.label and [self.label]),
+            ("positive", self.positive and [self.positive]),
+            ("column_names", names),
+        ):
+            if values:
+                settings = (f"data.{key}={shlex.join(values)}", *settings)
         if data_dir is None and is_csv(self.config):
             data_dir = self.config
         return RunOrigin(config=self.config, settings=settings, data_dir=data_dir)

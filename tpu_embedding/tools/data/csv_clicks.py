@@ -7,6 +7,7 @@ import collections
 import dataclasses
 import math
 import pathlib
+import typing
 from collections.abc import Mapping, Sequence
 from typing import Any, Final, Literal
 
@@ -23,21 +24,34 @@ from tpu_embedding.tools.data.batch import (
     required_files,
 )
 from tpu_embedding.tools.data.block_dataset import BlockDataset
-from tpu_embedding.tools.data.csv_columns import read_labels
+from tpu_embedding.tools.data.csv_labels import LabelColumn, Task, describe_labels
 from tpu_embedding.tools.data.csv_numbers import MISSING
 from tpu_embedding.tools.data.csv_recognition import fitted, number_marks, recognise
 from tpu_embedding.tools.data.csv_schema import Column, ColumnKind, CsvSchema
 from tpu_embedding.tools.data.csv_strings import Strings
-from tpu_embedding.tools.data.csv_text import read_blocks
+from tpu_embedding.tools.data.csv_text import find_encoding, read_blocks
 from tpu_embedding.tools.data.teacher import splitmix64
 from tpu_embedding.types import PADDING_ROW_ID, FeatureIds, RaggedIds
 
+
+def _is_encoding(name: str | None) -> bool:
+    try:
+        return name is None or bool("".encode(name) or True)
+    except (LookupError, ValueError):
+        return False
+
+
 _RULES: Final = {
+    "task": Rule(
+        lambda x: x in (None, *typing.get_args(Task)),
+        f"one of {typing.get_args(Task)} or None",
+    ),
+    "encoding": Rule(_is_encoding, "the name of an encoding, such as cp1252, or None"),
     "held_out": Rule(lambda x: 0 < x < 1, "between 0 and 1"),
     "separator": Rule(bool, "a text of a character or more"),
     "delimiter": Rule(
-        lambda x: x is None or (len(x) == 1 and x not in ' "\r\n'),
-        "one character other than a blank, a quote and a line break, or None",
+        lambda x: x is None or (x and not set(x) & set('"\r\n')),
+        "a text without quotes and line breaks, or None",
     ),
 }
 
@@ -65,6 +79,9 @@ class CsvClicks(BlockDataset):
       sequence_lengths: columns of a feature of several columns.
       number_scales: mean and standard deviation of each number over the training rows,
         on the scale of `signed_log`.
+      num_classes: classes of the label, or None if it is not one of several classes.
+      label_scale: mean and standard deviation of the training rows' labels, for a
+        regression; otherwise None.
       description: a line about the rows, and a table of the columns.
     """
 
@@ -79,9 +96,20 @@ class CsvClicks(BlockDataset):
           batch_size: samples per batch.
           seed: seed of the order, and of the held-out rows.
         """
-        columns, numbers, strings = _read_columns(path, source)
+        source, columns, numbers, strings = _read_columns(path, source)
         labels = numbers.pop(source.label)
-        is_held_out = source.is_held_out(len(labels), seed)
+        is_labelled = ~np.isnan(labels)
+        num_labels = int(is_labelled.sum())
+        is_held_out = np.zeros_like(is_labelled)
+        is_held_out[is_labelled] = source.is_held_out(num_labels, seed)
+        is_trained = is_labelled & ~is_held_out
+        self.num_classes, self.label_scale = None, None
+        if source.task == "classes":
+            self.num_classes = len(source.classes)
+        elif source.task == "regression":
+            trained = labels[is_trained].astype(np.float64)
+            self.label_scale = float(trained.mean()), float(trained.std()) or 1.0
+        self._labels = labels[is_trained], labels[is_held_out]
         features: dict[str, FeatureIds] = {}
         dense: dict[str, np.ndarray] = {}
         self.vocabularies: dict[str, Vocabulary] = {}
@@ -92,13 +120,13 @@ class CsvClicks(BlockDataset):
             if name in numbers:
                 values = numbers.pop(name)
                 distinct = f"{len(np.unique(values[~np.isnan(values)])):,}"
-                columns[name] = column = fitted(column, values, ~is_held_out)
+                columns[name] = column = fitted(column, values, is_trained)
                 ids_by_name, scalars = column.inputs(values)
                 features |= ids_by_name
                 dense |= scalars
             elif name in strings:
                 num_strings, vocabulary, ids = strings.pop(name).encode(
-                    ~is_held_out, source.min_count
+                    is_trained, source.min_count
                 )
                 distinct = f"{num_strings:,}"
                 if vocabulary is None:
@@ -111,7 +139,7 @@ class CsvClicks(BlockDataset):
                     self.vocabularies[name], features[name] = vocabulary, ids
                     warnings += _rare_strings(name, ids, vocabulary)
             sizes = column.feature_sizes(self.vocabularies)
-            warnings += _giveaways(sizes, features, labels, is_held_out)
+            warnings += _giveaways(sizes, features, labels, is_trained, is_held_out)
             size = " + ".join(f"{size:,}" for size in sizes.values()) or "-"
             shown.append((name, column.kind, distinct, size, column.because))
         shown.append((source.label, "label", "-", "-", "data.label"))
@@ -126,12 +154,19 @@ class CsvClicks(BlockDataset):
         self.sequence_lengths = self.schema.sequence_lengths
         features = self.schema.joined(features, self.vocabularies)
         self.number_scales = {
-            name: _scale(values[~is_held_out]) for name, values in dense.items()
+            name: _scale(values[is_trained]) for name, values in dense.items()
         }
+        lines = [
+            f"{path.name}: {num_labels:,} rows, {is_held_out.sum():,} of them held out",
+            describe_labels(source, labels[is_labelled]),
+        ]
+        if source.encoding not in (None, "utf-8"):
+            lines.append(f"read as {source.encoding}; data.encoding names another")
+        if num_labels < len(labels):
+            lines.append(f"dropped {len(labels) - num_labels:,} rows without a label")
         self.description = "\n".join(
             [
-                f"{path.name}: {len(labels):,} rows, {is_held_out.sum():,} of them "
-                f"held out; {labels.mean():.1%} of the labels are 1",
+                *lines,
                 format_table(shown, num_left_aligned=2),
                 *warnings,
                 "change a kind by --set data.categories=COLUMN, data.numbers, "
@@ -143,11 +178,25 @@ class CsvClicks(BlockDataset):
             features=features, dense=dense or None, labels=labels, weights=weights
         )
         super().__init__(
-            _Rows(rows, np.flatnonzero(~is_held_out)),
+            _Rows(rows, np.flatnonzero(is_trained)),
             batch_size=batch_size,
             evaluation_reader=_Rows(rows, np.flatnonzero(is_held_out)),
             seed=seed,
         )
+
+    def constant_loss(self) -> float:
+        """Returns the held-out RMSE of the training labels' mean, for a regression.
+
+        For classes, it is the log loss of their shares in the training rows.
+        """
+        trained, held_out = self._labels
+        if self.num_classes is None:
+            return float(np.sqrt(np.mean((held_out - trained.mean(dtype=float)) ** 2)))
+        # A class that only held-out rows have counts as half a row.
+        counts = np.bincount(trained.astype(int), minlength=self.num_classes)
+        counts = np.maximum(counts, 0.5)
+        shares = counts / counts.sum()
+        return float(-np.log(shares[held_out.astype(int)]).mean())
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -160,17 +209,30 @@ class CsvSource:
     all others are categories. So are integers that have few different values, or
     identify something.
 
+    The label selects the task. Two values make a binary task; the positive value is the
+    one that means yes (`1`, `true`, `yes`, `y`, `positive`, `>50K`), or else the
+    greater number, or else the rarer text. Numbers with fractions, and more than 20
+    integers, make a regression. Others are classes. A row without a label is dropped.
+
     Attributes:
-      label: name of the column of labels, 0 or 1.
+      label: name of the column of labels.
+      task: what to predict, or None to recognise it: `"binary"`, `"classes"`, or
+        `"regression"`.
+      positive: value of the label that counts as 1; all others count as 0.
+      classes: values of the label, in the order of the model's outputs. By default,
+        all that the file has.
       positive_from: smallest number in the label's column that counts as 1, for
-        ratings; smaller ones count as 0. By default, the column holds 0 and 1.
+        ratings; smaller ones count as 0.
       categories: columns of categories, one string or integer per row.
       numbers: columns of numbers, of any notation; `true` is 1 and `false` 0.
       lists: columns of several categories per row.
       ignored: columns that the model does not see.
       separator: text between the elements of a list.
-      delimiter: character between the fields of a row. By default, it is the one of
-        comma, tab and semicolon that the first line has most.
+      delimiter: text between the fields of a row. By default, it is the one of comma,
+        tab, semicolon, `|`, `::` and blanks that gives the first lines equal numbers
+        of fields. A blank stands for any number of blanks.
+      encoding: name of the file's encoding. By default, UTF-8 is tried, then UTF-16,
+        then Windows' Latin-1.
       column_names: names of the columns, if the first line is a row already.
       min_count: occurrences in the training rows that a string needs for a table row
         of its own.
@@ -180,6 +242,9 @@ class CsvSource:
     """
 
     label: str
+    task: Task | None = None
+    positive: str | None = None
+    classes: tuple[str, ...] = ()
     positive_from: float | None = None
     categories: tuple[str, ...] = ()
     numbers: tuple[str, ...] = ()
@@ -187,6 +252,7 @@ class CsvSource:
     ignored: tuple[str, ...] = ()
     separator: str = "|"
     delimiter: str | None = None
+    encoding: str | None = None
     column_names: tuple[str, ...] = ()
     min_count: int = 2
     held_out: float = 0.1
@@ -291,16 +357,22 @@ class CsvSource:
 
 def _read_columns(
     path: pathlib.Path, source: CsvSource
-) -> tuple[dict[str, Column], dict[str, np.ndarray], dict[str, Strings]]:
+) -> tuple["CsvSource", dict[str, Column], dict[str, np.ndarray], dict[str, Strings]]:
     """Returns each column except the label, numbers and labels, and strings, by name.
 
     Numbers and dates are float64 `[rows]`, as `Column.read` returns them, and labels
-    float32 `[rows]`.
+    float32 `[rows]`, NaN where one is missing. The source that it returns has the task.
     """
     columns: dict[str, Column] = {}
     strings: dict[str, Strings] = {}
+    labels = LabelColumn(path, source.label)
     blocks: dict[str, list[np.ndarray]] = collections.defaultdict(list)
-    for block in read_blocks(path, source.delimiter, source.column_names):
+    source = dataclasses.replace(
+        source, encoding=source.encoding or find_encoding(path)
+    )
+    for block in read_blocks(
+        path, source.delimiter, source.column_names, encoding=source.encoding
+    ):
         if not columns:
             source.check_columns(path, list(block.cells))
             columns = source.columns_of(block.cells)
@@ -308,8 +380,7 @@ def _read_columns(
                 if column.kind in ("category", "list"):
                     is_list = column.kind == "list"
                     strings[name] = Strings(source.separator if is_list else None)
-        labels = read_labels(block, source.label, source.positive_from)
-        blocks[source.label].append(labels)
+        labels.add(block)
         for name, column in columns.items():
             if name in strings:
                 strings[name].add(block.cells[name])
@@ -317,13 +388,9 @@ def _read_columns(
                 blocks[name].append(column.read(block.cells[name], block.error))
     # A column's blocks are freed before the next column is joined.
     numbers = {name: np.concatenate(blocks.pop(name)) for name in list(blocks)}
-    labels = numbers[source.label]
-    if len(np.unique(labels)) < 2:
-        raise DataError(
-            f"{path}, column {source.label!r}: the labels of {len(labels)} rows must "
-            "hold both 0 and 1; give rows of both kinds."
-        )
-    return columns, numbers, strings
+    source = dataclasses.replace(source, **labels.fields(source))
+    numbers[source.label] = labels.labels(source)
+    return source, columns, numbers, strings
 
 
 def _rare_strings(name: str, ids: FeatureIds, vocabulary: Vocabulary) -> list[str]:
@@ -343,24 +410,26 @@ def _giveaways(
     sizes: Mapping[str, int],
     features: Mapping[str, FeatureIds],
     labels: np.ndarray,
+    is_trained: np.ndarray,
     is_held_out: np.ndarray,
 ) -> list[str]:
     """Returns a warning for each feature that predicts labels of 0 and 1 on its own.
 
     A feature's score of a row is the mean label of the training rows with its id.
     """
-    if not np.isin(labels, (0, 1)).all():
+    if not np.isin(labels[is_trained | is_held_out], (0, 1)).all():
         return []
+    mean = labels[is_trained].mean()
     warnings = []
     for name, size in sizes.items():
         ids = features[name]
         if isinstance(ids, RaggedIds):
             continue
         ids = np.where(ids == PADDING_ROW_ID, size, ids)
-        trained, held_out = ids[~is_held_out], ids[is_held_out]
+        trained, held_out = ids[is_trained], ids[is_held_out]
         counts = np.bincount(trained, minlength=size + 1)
-        sums = np.bincount(trained, labels[~is_held_out], minlength=size + 1)
-        scores = ((sums + labels.mean()) / (counts + 1))[held_out]
+        sums = np.bincount(trained, labels[is_trained], minlength=size + 1)
+        scores = ((sums + mean) / (counts + 1))[held_out]
         auc = _auc(scores, labels[is_held_out])
         if auc > 0.99:
             warnings.append(

@@ -1,6 +1,7 @@
 """Strings of a column, numbered by frequency, in few bytes per cell."""
 
 import itertools
+import json
 import zlib
 from collections.abc import Collection, Sequence
 
@@ -50,7 +51,7 @@ class Strings:
         numbers = [distinct.setdefault(cell, len(distinct)) for cell in cells]
         self._numbers.append(np.array(numbers, np.min_scalar_type(len(distinct))))
         self._hashes.append(_hashes(distinct))
-        texts = "\n".join(distinct)  # Cells have no line breaks.
+        texts = json.dumps(list(distinct))  # Cells may have line breaks.
         self._texts.append(zlib.compress(texts.encode(), level=1))
 
     def encode(
@@ -121,7 +122,7 @@ class Strings:
         order = np.argsort(hashes)
         rising, texts = hashes[order], np.empty(len(hashes), object)
         for compressed in self._texts:
-            block = zlib.decompress(compressed).decode().split("\n")
+            block = json.loads(zlib.decompress(compressed))
             block_hashes = _hashes(block)
             places = np.searchsorted(rising, block_hashes)
             places = np.minimum(places, len(rising) - 1)

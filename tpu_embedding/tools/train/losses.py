@@ -17,7 +17,7 @@ from jaxtyping import Array, Float
 from tpu_embedding import metrics as m
 from tpu_embedding.tools.train.models.click import Outputs
 
-LossName = Literal["log_loss", "squared_error", "in_batch_softmax"]
+LossName = Literal["log_loss", "squared_error", "softmax", "in_batch_softmax"]
 
 TOP_K: Final = 10
 """The `k` of recall@k and NDCG@k: the sample's own item should be among the top k."""
@@ -117,6 +117,21 @@ def _evaluate_ratings(outputs: Outputs, labels: Array, weights: Array) -> Metric
     )
 
 
+def _class_loss(outputs: Outputs, labels: Array) -> Array:
+    """Returns the cross-entropy of logits `[batch, classes]`; labels are places."""
+    return optax.softmax_cross_entropy_with_integer_labels(
+        outputs.scores, labels.astype(jnp.int32)
+    )
+
+
+def _evaluate_classes(outputs: Outputs, labels: Array, weights: Array) -> Metrics:
+    is_right = jnp.argmax(outputs.scores, axis=1) == labels
+    return collections.OrderedDict(
+        log_loss=m.Mean.from_batch(_class_loss(outputs, labels), weights),
+        accuracy=m.Mean.from_batch(is_right.astype(jnp.float32), weights),
+    )
+
+
 def _softmax_loss(outputs: Outputs, labels: Array) -> Array:
     """Returns the negative of the log-softmax that `TwoTower` returns as scores."""
     del labels
@@ -147,6 +162,12 @@ LOSSES: Final[dict[LossName, Loss]] = {
         metrics=("rmse", "mae"),
         per_sample=lambda outputs, labels: jnp.square(outputs.scores - labels),
         evaluate=_evaluate_ratings,
+    ),
+    "softmax": Loss(
+        metrics=("log_loss",),
+        rising_metrics=("accuracy",),
+        per_sample=_class_loss,
+        evaluate=_evaluate_classes,
     ),
     "in_batch_softmax": Loss(
         metrics=("softmax_loss",),

@@ -14,18 +14,22 @@ from typing import Any, Final
 
 from tpu_embedding.paths import is_local_path, local_path
 from tpu_embedding.tools.data.batch import DataError, required_files
+from tpu_embedding.tools.data.csv_clicks import CsvSource
+from tpu_embedding.tools.data.csv_labels import read_label_fields
 from tpu_embedding.tools.data.csv_text import open_csv
 from tpu_embedding.tools.train.reporting import changes
 from tpu_embedding.tools.train.run_config import (
     ConfigError,
     RunConfig,
+    Target,
     apply_overrides,
     list_configs,
     load_config,
 )
 from tpu_embedding.tools.train.run_directory import RECORDS_FILE, read_records
 
-CSV_SUFFIXES: Final = (".csv", ".tsv", ".csv.gz", ".tsv.gz")
+_TEXT_SUFFIXES: Final = (".csv", ".tsv", ".txt", ".dat", ".data")
+CSV_SUFFIXES: Final = (*_TEXT_SUFFIXES, *(f"{x}.gz" for x in _TEXT_SUFFIXES))
 
 _CSV_CONFIG: Final = "csv_file"
 
@@ -62,10 +66,16 @@ class RunOrigin:
           DataError: if the CSV file is missing.
         """
         if is_csv(self.config):
-            config = csv_run(local_path(self.data_dir or self.config))
+            path = local_path(self.data_dir or self.config)
+            config = csv_run(path)
+        elif self.config == _CSV_CONFIG and self.data_dir is not None:
+            path, config = local_path(self.data_dir), load_config(self.config)
         else:
-            config = load_config(self.config)
-        return apply_overrides(config, self.settings)
+            return apply_overrides(load_config(self.config), self.settings)
+        data = apply_overrides(config, self.settings).data
+        data, deviation = read_label_fields(required_files(path, "a CSV file"), data)
+        # Settings win again, such as another loss.
+        return apply_overrides(_for_task(config, data, deviation), self.settings)
 
     def record(self) -> dict[str, Any]:
         """Returns what `config_of_run` reads, with absolute paths for its errors."""
@@ -180,12 +190,9 @@ def _recorded_csv_run(config: RunConfig, run: dict[str, Any]) -> RunConfig:
     seed = run.get("seed")
     if type(seed) is not int or not 0 <= seed < 2**32:
         raise ConfigError(f"The record of seed must be an int of uint32, got {seed!r}.")
-    return dataclasses.replace(
-        config,
-        seed=seed,
-        data=_recorded(config.data, run.get("data"), "data"),
-        model=_recorded(config.model, run.get("model"), "model"),
-    )
+    data = _recorded(config.data, run.get("data"), "data")
+    model = _recorded(config.model, run.get("model"), "model")
+    return _for_task(dataclasses.replace(config, seed=seed, model=model), data)
 
 
 def _recorded(default: Any, values: Any, name: str) -> Any:
@@ -236,6 +243,27 @@ def _has_type(value: Any, hint: Any) -> bool:
     if hint is int and type(value) is int:
         return 1 <= value <= _MAX_RECORDED_INT
     return type(value) is hint
+
+
+def _for_task(config: RunConfig, data: CsvSource, deviation: float = 1) -> RunConfig:
+    """Returns the config `csv_file` with the loss and target of its data's task.
+
+    Args:
+      config: the config.
+      data: its new data, with a task.
+      deviation: standard deviation of the labels. The loss of a regression is divided
+        by its square, so all scales of labels train alike.
+    """
+    loss, target, weight = "log_loss", config.target, 1.0
+    if data.task == "classes":
+        loss = "softmax"
+        target = Target(metric="log_loss", at_most=1, relative_to="constant")
+    elif data.task == "regression":
+        loss, weight = "squared_error", 1 / max(deviation, 1e-15) ** 2
+        target = Target(metric="rmse", at_most=1, relative_to="constant")
+    return dataclasses.replace(
+        config, data=data, loss=loss, loss_weight=weight, target=target
+    )
 
 
 def csv_run(path: pathlib.Path) -> RunConfig:

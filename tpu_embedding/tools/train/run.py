@@ -421,6 +421,8 @@ class _Run:
             metric = target.metric
         teacher = None
         name = "teacher_auc" if metric == "auc" else "teacher_log_loss"
+        if target is not None and target.relative_to == "constant":
+            name = "constant_loss"
         if hasattr(self.data, name):
             teacher = getattr(self.data, name)()
         is_met = None
@@ -438,7 +440,8 @@ class _Run:
         against = ""
         if teacher is not None:
             ratio = metrics[metric] / teacher
-            against = f" (teacher {teacher:.4f}, ratio {ratio:.4f})"
+            word = "constant" if name == "constant_loss" else "teacher"
+            against = f" ({word} {teacher:.4f}, ratio {ratio:.4f})"
         self.report.line(f"result: {metric} {metrics[metric]:.4f}{against}")
         return result
 

@@ -80,13 +80,15 @@ class Target:
       at_least: minimum value of `"auc"`; None for other metrics. With `relative_to`, it
         is a share of what the teacher's AUC has above 0.5, the AUC of chance.
       relative_to: `"teacher"` for synthetic data, or None. The teacher is the model
-        that generated the labels; no trained model can beat it.
+        that generated the labels; no trained model can beat it. `"constant"` is the
+        best prediction without inputs: the mean of the training labels for `"rmse"`,
+        and the shares of the classes for `"log_loss"`.
     """
 
     metric: str
     at_most: float | None = None
     at_least: float | None = None
-    relative_to: Literal["teacher"] | None = None
+    relative_to: Literal["teacher", "constant"] | None = None
 
     def __post_init__(self):
         if (self.at_most is None) == (self.at_least is None):
@@ -103,7 +105,7 @@ class Target:
           teacher: value of the teacher, or None.
         """
         chance, scale = 0.0, 1.0
-        if self.relative_to == "teacher":
+        if self.relative_to is not None:
             if teacher is None:
                 return None
             chance = 0.0 if self.at_least is None else 0.5
@@ -117,7 +119,7 @@ class Target:
         if self.at_least is not None:
             unit = " of the teacher's lead over 0.5" if self.relative_to else ""
             return f"{self.metric} at least {self.at_least:g}{unit}"
-        unit = " times the teacher's" if self.relative_to else ""
+        unit = f" times the {self.relative_to}'s" if self.relative_to else ""
         return f"{self.metric} at most {self.at_most:g}{unit}"
 
 
@@ -175,7 +177,8 @@ class RunConfig:
       data: data source of the batches, a frozen dataclass; see `DataSource`.
       model: sizes and other hyperparameters of the model, a frozen dataclass; see
         `ModelConfig`.
-      loss: `"log_loss"` for clicks, `"squared_error"` for ratings, or
+      loss: `"log_loss"` for clicks, `"squared_error"` for ratings, `"softmax"` for one
+        of several classes (labels are their places, scores `[batch, classes]`), or
         `"in_batch_softmax"` for choices among the items of the batch.
       loss_weight: factor of the loss in training, positive; metrics do without it.
       batch_size: samples per step, over all devices. It need not be divisible by the

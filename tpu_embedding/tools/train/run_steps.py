@@ -305,7 +305,7 @@ def make_train_step(
     loss = LOSSES[config.loss]
 
     def loss_fn(model: Any, batch: Batch) -> jax.Array:
-        outputs = _call_model(model, batch)
+        outputs = _call_model(model, batch, config.loss)
         labels, weights = jnp.asarray(batch.labels), jnp.asarray(batch.weights)
         return config.loss_weight * mean_loss(loss, outputs, labels, weights)
 
@@ -367,7 +367,7 @@ def make_evaluation_step(graphdef: nnx.GraphDef, loss_name: LossName) -> Evaluat
         model, *_ = nnx.merge(graphdef, state)
         model.eval()
         batch, hits = _find_ids(model, batch)
-        outputs = _call_model(model, batch)
+        outputs = _call_model(model, batch, loss_name)
         labels, weights = jnp.asarray(batch.labels), jnp.asarray(batch.weights)
         metrics = loss.evaluate(outputs, labels, weights)
         metrics.update(hits)
@@ -395,14 +395,17 @@ def _dynamic_layer(model: Any) -> TPUEmbedding | None:
     return next((layer for layer in layers if hasattr(layer, "dynamic_stats")), None)
 
 
-def _call_model(model: Any, batch: Batch) -> Outputs:
+def _call_model(model: Any, batch: Batch, loss_name: LossName) -> Outputs:
     """Calls the model; rejects outputs that the loss would broadcast."""
     outputs = model(batch.features, batch.dense)
     shapes = [np.shape(array) for array in jax.tree.leaves(outputs)]
-    if not isinstance(outputs, Outputs) or set(shapes) != {batch.labels.shape}:
+    wanted = batch.labels.shape
+    if isinstance(outputs, Outputs) and loss_name == "softmax":
+        wanted += np.shape(outputs.scores)[1:2] or (2,)
+    if not isinstance(outputs, Outputs) or set(shapes) != {wanted}:
         raise ConfigError(
             f"{type(model).__name__}.__call__ must return Outputs of two arrays "
-            f"{list(batch.labels.shape)}, got {type(outputs).__name__} of {shapes}."
+            f"{list(wanted)}, got {type(outputs).__name__} of {shapes}."
         )
     return outputs
 

@@ -28,12 +28,13 @@ class Outputs:
     `click_outputs` makes them from logits.
 
     Attributes:
-      scores: input of the loss: logits, unclipped ratings, or log-softmax values.
+      scores: input of the loss: logits `[batch]` or `[batch, classes]`, unclipped
+        ratings, or log-softmax values.
       predictions: input of the metrics: probabilities, ratings clipped to their valid
         range, or `te.metrics.Ranks`.
     """
 
-    scores: Float[Array, " batch"]
+    scores: Float[Array, "batch *classes"]
     predictions: Any
 
 
@@ -196,12 +197,20 @@ class ClickModelConfig:
 
         Args:
           data: data set. If its dense inputs are a dict of numbers, it has
-            `number_scales`, mean and standard deviation of each.
+            `number_scales`, mean and standard deviation of each. It may also have
+            `num_classes`, or `label_scale` of a label to be predicted.
           plan: plan of the tables.
           rngs: random streams.
         """
         scales = getattr(data, "number_scales", {})
-        return ClickModel(self, plan, scales, rngs=rngs)
+        return ClickModel(
+            self,
+            plan,
+            scales,
+            num_classes=getattr(data, "num_classes", None),
+            label_scale=getattr(data, "label_scale", None),
+            rngs=rngs,
+        )
 
 
 class ClickModel(nnx.Module):
@@ -212,6 +221,9 @@ class ClickModel(nnx.Module):
     A number `x` enters as `(signed_log(x) - mean) / deviation`, or 0 if it is missing;
     another input says that it is. The model keeps means and deviations, so a server
     passes the numbers as they are in the data.
+
+    With classes, the scores are logits `[batch, classes]`. With the scale of a label,
+    they are `mean + deviation * MLP(...)`, in the label's units.
     """
 
     def __init__(
@@ -220,6 +232,8 @@ class ClickModel(nnx.Module):
         plan: EmbeddingPlan,
         number_scales: Mapping[str, tuple[float, float]],
         *,
+        num_classes: int | None = None,
+        label_scale: tuple[float, float] | None = None,
         rngs: nnx.Rngs,
     ):
         self.embedding = TPUEmbedding(None, plan=plan, rngs=rngs)
@@ -227,6 +241,10 @@ class ClickModel(nnx.Module):
         if number_scales:
             scales = [number_scales[name] for name in self.number_names]
             self.scales = nnx.BatchStat(jnp.asarray(scales, jnp.float32))
+        self.has_classes = num_classes is not None
+        self.has_label_scale = label_scale is not None
+        if label_scale is not None:
+            self.label_scale = nnx.BatchStat(jnp.asarray(label_scale, jnp.float32))
         self.has_products = config.interactions == "products"
         lengths = [feature.config.max_sequence_length for feature in plan.features]
         self.num_rows = num_rows = sum(max(1, length) for length in lengths)
@@ -238,7 +256,7 @@ class ClickModel(nnx.Module):
             num_inputs += num_pairs if self.has_pairs else config.dim
         self.mlp = MLP(
             num_inputs,
-            (*config.hidden_sizes, 1),
+            (*config.hidden_sizes, num_classes or 1),
             last_activation=False,
             # A smooth activation, because a ReLU turns rounding of inputs near 0 into
             # different gradients, and runs on different devices would diverge.
@@ -247,7 +265,7 @@ class ClickModel(nnx.Module):
         )
 
     def __call__(self, features: dict[str, Any], dense: Any) -> Outputs:
-        """Returns the logit and the probability of a click for each sample.
+        """Returns the logit and the probability of a click, or others, by sample.
 
         Args:
           features: inputs of the tables.
@@ -274,4 +292,11 @@ class ClickModel(nnx.Module):
             mean, deviation = self.scales.get_value().T[:, None]
             scaled = (signed_log(numbers, jnp) - mean) / deviation
             inputs += [jnp.where(is_missing, 0, scaled), is_missing.astype(jnp.float32)]
-        return click_outputs(self.mlp(jnp.concatenate(inputs, axis=1))[:, 0])
+        scores = self.mlp(jnp.concatenate(inputs, axis=1))
+        if self.has_classes:
+            return Outputs(scores=scores, predictions=jax.nn.softmax(scores))
+        if self.has_label_scale:
+            mean, deviation = self.label_scale.get_value()
+            values = mean + deviation * scores[:, 0]
+            return Outputs(scores=values, predictions=values)
+        return click_outputs(scores[:, 0])
