@@ -24,7 +24,7 @@ from tpu_embedding.tools.train.run_directory import CHECKPOINTS_DIR
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Export:
-    """Exports the model of a run from its newest checkpoint, for serving.
+    """Exports the model of a run from its best or newest checkpoint, for serving.
 
     The run names its config, if that comes with the package. Nothing in its directory
     is executed, and data outside of it are read only where --data-dir says so. The
@@ -76,7 +76,7 @@ class Export:
         if self.format != "safetensors":
             check_serving_extra()
         run_directory.check_files(run_dir)
-        checkpoint = run_directory.newest_checkpoint(run_dir / CHECKPOINTS_DIR)
+        checkpoint = run_directory.result_checkpoint(run_dir)
         if checkpoint is None:
             raise CheckpointError(
                 f"There is no complete checkpoint in {run_dir / CHECKPOINTS_DIR} to "

@@ -20,6 +20,7 @@ from tpu_embedding.tools.train.run_directory import (
     CHECKPOINTS_DIR,
     check_files,
     newest_checkpoint,
+    result_checkpoint,
     vocabularies_of,
 )
 
@@ -32,7 +33,7 @@ class Inspect:
     """
 
     checkpoint: Annotated[pathlib.Path, tyro.conf.Positional]
-    """Directory of a checkpoint, or of a run, whose latest one is read."""
+    """Directory of a checkpoint, or of a run, whose best or latest one is read."""
 
     row: tuple[str, str] | None = None
     """Prints the row of a table and an id, such as user 17, and its slot variables. The
@@ -71,10 +72,11 @@ def _find_checkpoint(path: pathlib.Path) -> tuple[pathlib.Path, pathlib.Path | N
     """
     path = path.resolve()
     checkpoint = path
-    for directory in (path / CHECKPOINTS_DIR, path):
-        if newest := newest_checkpoint(directory):
-            checkpoint = newest
-            break
+    if (path / CHECKPOINTS_DIR).is_dir():
+        check_files(path)
+        checkpoint = result_checkpoint(path) or path
+    else:
+        checkpoint = newest_checkpoint(path) or path
     if checkpoint.parent.name == CHECKPOINTS_DIR:
         run_dir = checkpoint.parent.parent
         check_files(run_dir)
