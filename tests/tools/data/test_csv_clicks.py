@@ -3,6 +3,7 @@
 import collections
 import dataclasses
 import gzip
+import re
 import tracemalloc
 
 import jax
@@ -14,7 +15,7 @@ from tpu_embedding.strings.string_ids import (
     load_vocabularies,
     save_vocabularies,
 )
-from tpu_embedding.tools.data import csv_clicks
+from tpu_embedding.tools.data import csv_text
 from tpu_embedding.tools.data.batch import DataError
 from tpu_embedding.tools.train import CsvSource
 from tpu_embedding.types import PADDING_ROW_ID
@@ -50,30 +51,65 @@ def strings_of(data, name, ids):
 def test_columns_are_recognised(tmp_path):
     data = open_text(tmp_path)
     assert [line.split() for line in data.description.splitlines()[2:9]] == [
-        ["user", "category", "2", "4"],
-        ["country", "category", "3", "3"],
-        ["tags", "list", "3", "4"],
-        ["price", "number", "3", "-"],
-        ["age", "category", "2", "3"],
-        ["row", "id", "category", "6", "none:", "no", "value", "repeats"],
-        ["click", "label", "2", "-"],
+        ["user", "category", "2", "4", *"integers, 2 different".split()],
+        ["country", "category", "3", "3", "texts"],
+        ["tags", "list", "3", "4", "cells", "have", "'|'"],
+        ["price", "number", "3", "-", "numbers"],
+        ["age", "category", "2", "3", *"integers, 2 different".split()],
+        ["row", "id", "ignored", "6", "-", *"no value occurs 2 times".split()],
+        ["click", "label", "-", "-", "data.label"],
     ]
     assert "6 rows, 1 of them held out; 50.0% of the labels are 1" in data.description
     assert set(data.vocabulary_sizes) == {"user", "country", "tags", "age"}
 
 
+def test_the_schema_encodes_the_rows_alike(tmp_path):
+    rng = np.random.default_rng(0)
+    rows = [
+        f"{a % 9};{a / 7:.3f};2024-0{1 + a % 9}-1{a % 7} 0{a % 5}:00;x{b % 4}|x{b};{i}"
+        for i, (a, b) in zip(
+            [0, 1] * 100, rng.integers(0, 10**6, (200, 2)), strict=True
+        )
+    ]
+    text = "\n".join(["user;price;day;tags;click", *rows]).replace(".", ",")
+    batch = in_file_order(data := open_text(tmp_path, text))
+    columns = zip(*(x.split(";") for x in text.split("\n")), strict=True)
+    columns = {name: texts[: len(batch.labels)] for name, *texts in columns}
+    features, dense = data.schema.encode(columns, data.vocabularies)
+    assert set(data.vocabulary_sizes) == set(features) == set(batch.features)
+    assert "day (hour)" in features and "price (bucket)" in features
+    assert set(data.number_scales) == set(dense) == {"price", "day (days)"}
+    jax.tree.map(np.testing.assert_array_equal, dense, dict(batch.dense))
+    jax.tree.map(np.testing.assert_array_equal, features, dict(batch.features))
+
+
 KINDS = {
     "decimal point": ("number", ["1.5", "-.5", "+2."]),
     "exponent": ("number", ["1e-05", "0.5", "2E+3"]),
-    "some without a point": ("number", ["3", "4.0", "NA"]),
+    "exponent alone": ("number", ["1e3", "2e5"]),
+    "some without a point": ("number", ["3", "4.0", "NA", "?"]),
+    "currency": ("number", ["$3", "$1,000.50"]),
+    "decimal comma": ("number", ["3,5", "1.000,50"]),
+    "infinity": ("number", ["1.5", "inf"]),
+    "many integers": ("number", [str(i * i) for i in range(40)]),
+    "ages": ("number", [str(17 + i * i % 71) for i in range(1000)]),
     "integers": ("category", ["3", "-4", "+5"]),
-    "exponent alone": ("category", ["1e3", "2e5"]),
+    "identifiers": ("category", [str(i * i % 409) for i in range(4000)]),
+    "leading zeros": ("category", [f"{i:05}" for i in range(400, 500)]),
+    "row numbers": ("ignored", [str(i) for i in range(30)]),
     "underscore": ("category", ["10_24", "1_0.5"]),
     "other digits": ("category", ["١.٥", "२.५"]),
-    "infinity": ("category", ["1.5", "inf"]),
+    "versions": ("category", ["1.2.3", "1.3.4"]),
     "true and false": ("category", ["True", "False"]),
     "true among numbers": ("category", ["True", "1.5"]),
-    "dates": ("category", ["2024-01-05", "2024-01-06"]),
+    "dates": ("date", ["2024-01-05", "2024-01-06", ""]),
+    "times": ("date", ["2024-01-05T00:00:01Z", "2024-01-06 12:00"]),
+    "American dates": ("date", ["1/2/2024", "12/31/2024"]),
+    "European dates": ("date", ["1/2/2024", "31/12/2024"]),
+    "integer dates": ("date", [f"202401{i}" for i in range(10, 31)]),
+    "Unix times": ("date", [str(879372216 + 9999 * i) for i in range(40)]),
+    "milliseconds": ("date", [str(1700000000000 + 10**7 * i) for i in range(40)]),
+    "dates and others": ("category", ["2024-01-05", "soon"]),
     "nothing": ("category", ["", "NA"]),
     "lists": ("list", ["1.5|2", "3.0"]),
 }
@@ -81,7 +117,34 @@ KINDS = {
 
 @pytest.mark.parametrize(("kind", "cells"), KINDS.values(), ids=KINDS)
 def test_the_kind_of_cells(kind, cells):
-    assert SOURCE.kind_of("price", cells) == kind
+    assert SOURCE.columns_of({"price": cells})["price"].kind == kind
+
+
+def test_names_and_other_columns_help_to_recognise():
+    squares = [str(100_000 + i * i) for i in range(40)]
+    cells = {"store_id": squares, "ItemID": squares, "sales": squares}
+    cells |= {"a": ["1,234"], "time": ["1700000000", "1700000001"]}
+    columns = SOURCE.columns_of(cells)
+    kinds = ["category", "category", "number", "number", "date"]
+    assert [column.kind for column in columns.values()] == kinds
+    assert columns["a"].thousands == ","
+    columns = SOURCE.columns_of({"a": ["1,234"], "b": ["1,2"]})
+    assert columns["a"].decimal == ","
+
+
+WARNINGS = {
+    "rare strings": (lambda i: f"u{i if i % 3 else 0}", "67% of the cells of 'x'"),
+    "the label": (lambda i: "ny"[i % 2], "'x' alone predicts.*AUC 1.000"),
+    "the label in numbers": (lambda i: f"{i % 2 - i / 1e4}", r"'x \(bucket\)' alone"),
+}
+
+
+@pytest.mark.parametrize(("cell", "warning"), WARNINGS.values(), ids=WARNINGS)
+def test_warnings(tmp_path, cell, warning):
+    rows = [f"{cell(i)},{'abc'[i % 3]},{i % 2}" for i in range(300)]
+    data = open_text(tmp_path, "\n".join(["x,y,click", *rows]))
+    (line,) = [x for x in data.description.split("\n") if "warning" in x]
+    assert re.search(warning, line)
 
 
 def test_words_of_numbers_in_columns_that_are_named(tmp_path):
@@ -149,10 +212,11 @@ def test_a_cell_takes_24_bytes_at_most(tmp_path):
 
 def test_rows_of_several_blocks(tmp_path, monkeypatch):
     columns = many_rows(tmp_path / "clicks.csv", 1000)
-    source = CsvSource(label="label", split="last", min_count=1, numbers=("row",))
+    named = dict(numbers=("row",), categories=("user",))
+    source = CsvSource(label="label", split="last", min_count=1, **named)
     one = source.open(tmp_path / "clicks.csv", batch_size=4, seed=0)
     for size in (7, 999, 1000):
-        monkeypatch.setattr(csv_clicks, "BLOCK_ROWS", size)
+        monkeypatch.setattr(csv_text, "BLOCK_ROWS", size)
         several = source.open(tmp_path / "clicks.csv", batch_size=4, seed=0)
         assert several.description == one.description
         for name, vocabulary in one.vocabularies.items():
@@ -324,7 +388,7 @@ WRONG = {
     "nothing repeats": (
         TEXT,
         dict(min_count=9),
-        "must have a category that occurs 9 times",
+        "category that occurs 9 times",
     ),
     "no UTF-8": (TEXT.replace("FR", "\udce9"), {}, "must be a CSV file in UTF-8"),
 }

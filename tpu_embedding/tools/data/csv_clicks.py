@@ -5,8 +5,9 @@ Cells are read in blocks, and columns keep few bytes per cell.
 
 import collections
 import dataclasses
+import math
 import pathlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Final, Literal
 
 import numpy as np
@@ -22,17 +23,14 @@ from tpu_embedding.tools.data.batch import (
     required_files,
 )
 from tpu_embedding.tools.data.block_dataset import BlockDataset
-from tpu_embedding.tools.data.csv_columns import (
-    MISSING,
-    NUMBER,
-    Kind,
-    read_labels,
-    read_numbers,
-)
+from tpu_embedding.tools.data.csv_columns import read_labels
+from tpu_embedding.tools.data.csv_numbers import MISSING
+from tpu_embedding.tools.data.csv_recognition import fitted, number_marks, recognise
+from tpu_embedding.tools.data.csv_schema import Column, ColumnKind, CsvSchema
 from tpu_embedding.tools.data.csv_strings import Strings
 from tpu_embedding.tools.data.csv_text import read_blocks
 from tpu_embedding.tools.data.teacher import splitmix64
-from tpu_embedding.types import FeatureIds
+from tpu_embedding.types import PADDING_ROW_ID, FeatureIds, RaggedIds
 
 _RULES: Final = {
     "held_out": Rule(lambda x: 0 < x < 1, "between 0 and 1"),
@@ -44,19 +42,28 @@ _RULES: Final = {
 }
 
 
+_FIELDS_OF_KINDS: Final[dict[ColumnKind, str]] = {
+    "category": "categories",
+    "number": "numbers",
+    "list": "lists",
+    "ignored": "ignored",
+}
+
+
 class CsvClicks(BlockDataset):
     """The rows of a CSV file in memory, in a random order in each epoch.
 
-    Features: int32 `[batch]` for a column of categories, `RaggedIds` for one of lists.
-    An empty cell looks up nothing, and so does an empty element of a list. Dense: a
-    dict with a float `[batch]` for each column of numbers, NaN where one is missing.
+    Features and dense inputs are the ones of `CsvSchema.encode`. An empty cell looks up
+    nothing, and so does an empty element of a list.
 
     Attributes:
-      vocabularies: vocabulary of each feature. Strings that fewer than
-        `CsvSource.min_count` training rows have share the id of unknown ones.
-      vocabulary_sizes: rows of its table.
-      number_scales: mean and standard deviation over the training rows of each column
-        of numbers, on the scale of `signed_log`.
+      schema: how the columns become features and numbers.
+      vocabularies: vocabulary of each column of categories or lists. Strings that
+        fewer than `CsvSource.min_count` training rows have share the id of unknown
+        ones.
+      vocabulary_sizes: rows of each feature's table.
+      number_scales: mean and standard deviation of each number over the training rows,
+        on the scale of `signed_log`.
       description: a line about the rows, and a table of the columns.
     """
 
@@ -71,47 +78,66 @@ class CsvClicks(BlockDataset):
           batch_size: samples per batch.
           seed: seed of the order, and of the held-out rows.
         """
-        kinds, numbers, strings = _read_columns(path, source)
-        is_held_out = source.is_held_out(len(numbers[source.label]), seed)
+        columns, numbers, strings = _read_columns(path, source)
+        labels = numbers.pop(source.label)
+        is_held_out = source.is_held_out(len(labels), seed)
         features: dict[str, FeatureIds] = {}
+        dense: dict[str, np.ndarray] = {}
         self.vocabularies: dict[str, Vocabulary] = {}
-        shown = [("column", "kind", "distinct values", "table rows")]
-        for name, kind in kinds.items():
-            distinct, size = "-", "-"
+        shown = [("column", "kind", "distinct values", "table rows", "recognised by")]
+        warnings: list[str] = []
+        for name, column in columns.items():
+            distinct = "-"
             if name in numbers:
-                values = numbers[name]
+                values = numbers.pop(name)
                 distinct = f"{len(np.unique(values[~np.isnan(values)])):,}"
+                columns[name] = column = fitted(column, values, ~is_held_out)
+                ids_by_name, scalars = column.inputs(values)
+                features |= ids_by_name
+                dense |= scalars
             elif name in strings:
                 num_strings, vocabulary, ids = strings.pop(name).encode(
                     ~is_held_out, source.min_count
                 )
-                distinct, size = f"{num_strings:,}", "none: no value repeats"
-                if vocabulary is not None:
+                distinct = f"{num_strings:,}"
+                if vocabulary is None:
+                    because = f"no value occurs {source.min_count} times"
+                    column = dataclasses.replace(
+                        column, kind="ignored", because=because
+                    )
+                    columns[name] = column
+                else:
                     self.vocabularies[name], features[name] = vocabulary, ids
-                    size = f"{vocabulary.vocabulary_size:,}"
-            shown.append((name, kind, distinct, size))
+                    warnings += _rare_strings(name, ids, vocabulary)
+            sizes = column.feature_sizes(self.vocabularies)
+            warnings += _giveaways(sizes, features, labels, is_held_out)
+            size = " + ".join(f"{size:,}" for size in sizes.values()) or "-"
+            shown.append((name, column.kind, distinct, size, column.because))
+        shown.append((source.label, "label", "-", "-", "data.label"))
         if not features:
             raise DataError(
-                f"{path} must have a category that occurs {source.min_count} "
-                "times; lower data.min_count, or name its column by data.categories."
+                f"{path} must have a number that varies, or a category that occurs "
+                f"{source.min_count} times; lower data.min_count, or name its column "
+                "by data.categories."
             )
-        labels = numbers.pop(source.label)
-        self.vocabulary_sizes = {
-            name: v.vocabulary_size for name, v in self.vocabularies.items()
-        }
+        self.schema = CsvSchema(tuple(columns.values()))
+        self.vocabulary_sizes = self.schema.feature_sizes(self.vocabularies)
         self.number_scales = {
-            name: _scale(values[~is_held_out]) for name, values in numbers.items()
+            name: _scale(values[~is_held_out]) for name, values in dense.items()
         }
-        self.description = (
-            f"{path.name}: {len(labels):,} rows, {is_held_out.sum():,} of them "
-            f"held out; {labels.mean():.1%} of the labels are 1\n"
-            f"{format_table(shown, num_left_aligned=2)}\n"
-            "change a kind by --set data.categories=COLUMN, data.numbers, data.lists "
-            "or data.ignored"
+        self.description = "\n".join(
+            [
+                f"{path.name}: {len(labels):,} rows, {is_held_out.sum():,} of them "
+                f"held out; {labels.mean():.1%} of the labels are 1",
+                format_table(shown, num_left_aligned=2),
+                *warnings,
+                "change a kind by --set data.categories=COLUMN, data.numbers, "
+                "data.lists or data.ignored",
+            ]
         )
         weights = np.ones(len(labels), np.float32)
         rows = Batch(
-            features=features, dense=numbers or None, labels=labels, weights=weights
+            features=features, dense=dense or None, labels=labels, weights=weights
         )
         super().__init__(
             _Rows(rows, np.flatnonzero(~is_held_out)),
@@ -126,18 +152,17 @@ class CsvSource:
     """Source of `CsvClicks`: a CSV file whose first line names the columns.
 
     White space around a cell or an element of a list does not count. Columns that are
-    named in no field are recognised from the first rows. Cells with the separator are
-    lists. A column is one of numbers if all its cells are numbers, and some of them
-    have a decimal point: ASCII digits, with a sign and an exponent if you like. All
-    others are categories: texts, integers, `true` and `false`, `1e3`, `10_24`. A label
-    and a column named in `numbers` may also have the words `true`, for 1, and `false`.
+    named in no field are recognised from the first rows, by `csv_recognition`: cells
+    with the separator are lists, numbers and dates are those that all cells are, and
+    all others are categories. So are integers that have few different values, or
+    identify something.
 
     Attributes:
       label: name of the column of labels, 0 or 1.
       positive_from: smallest number in the label's column that counts as 1, for
         ratings; smaller ones count as 0. By default, the column holds 0 and 1.
       categories: columns of categories, one string or integer per row.
-      numbers: columns of numbers.
+      numbers: columns of numbers, of any notation; `true` is 1 and `false` 0.
       lists: columns of several categories per row.
       ignored: columns that the model does not see.
       separator: text between the elements of a list.
@@ -199,38 +224,37 @@ class CsvSource:
             "for a slice, write a config with a ParquetSource, which declares them."
         )
 
-    def kind_of(self, name: str, cells: Sequence[str]) -> Kind:
-        """Returns the kind of a column: the one that a field names, or recognises it.
+    def columns_of(self, cells: Mapping[str, Sequence[str]]) -> dict[str, Column]:
+        """Returns the columns, without the label, as fields name or cells show them.
 
         Args:
-          name: name of the column.
-          cells: first cells of the column.
+          cells: first cells of each column.
 
         Example:
           >>> source = CsvSource(label="click", numbers=("age",))
-          >>> [source.kind_of("", x) for x in (["3.5", "4"], ["a|b", "c"], ["3", "4"])]
-          ['number', 'list', 'category']
-          >>> source.kind_of("age", ["3", "4"])
-          'number'
+          >>> columns = source.columns_of({"price": ["3.5", "4"], "age": ["3", "4"]})
+          >>> [(column.kind, column.because) for column in columns.values()]
+          [('number', 'numbers'), ('number', 'data.numbers')]
         """
-        for kind, names in self._names_of_kinds().items():
-            if name in names:
-                return kind
-        present = [cell for cell in cells if cell.lower() not in MISSING]
-        if any(self.separator in cell for cell in present):
-            return "list"
-        has_numbers = all(map(NUMBER.fullmatch, present))
-        has_points = any("." in cell for cell in present)
-        return "number" if has_numbers and has_points else "category"
+        columns = recognise(cells, self.separator)
+        columns.pop(self.label, None)
+        for kind, field in _FIELDS_OF_KINDS.items():
+            for name in getattr(self, field):
+                texts = {x for x in cells[name] if x.lower() not in MISSING}
+                decimal, thousands = [*number_marks(texts), (".", "")][0]
+                columns[name] = Column(
+                    name=name,
+                    kind=kind,
+                    because=f"data.{field}",
+                    separator=self.separator,
+                    decimal=decimal,
+                    thousands=thousands,
+                )
+        return columns
 
-    def _names_of_kinds(self) -> dict[Kind, tuple[str, ...]]:
-        return {
-            "label": (self.label,),
-            "category": self.categories,
-            "number": self.numbers,
-            "list": self.lists,
-            "ignored": self.ignored,
-        }
+    def _names_of_kinds(self) -> dict[str, tuple[str, ...]]:
+        named = {kind: getattr(self, field) for kind, field in _FIELDS_OF_KINDS.items()}
+        return {"label": (self.label,), **named}
 
     def check_columns(self, path: pathlib.Path, names: Sequence[str]) -> None:
         """Raises a DataError if a file lacks a column."""
@@ -264,31 +288,30 @@ class CsvSource:
 
 def _read_columns(
     path: pathlib.Path, source: CsvSource
-) -> tuple[dict[str, Kind], dict[str, np.ndarray], dict[str, Strings]]:
-    """Returns the kind of each column, numbers and labels, and strings, by column.
+) -> tuple[dict[str, Column], dict[str, np.ndarray], dict[str, Strings]]:
+    """Returns each column except the label, numbers and labels, and strings, by name.
 
-    Numbers are float64 `[rows]`, and labels float32 `[rows]`.
+    Numbers and dates are float64 `[rows]`, as `Column.read` returns them, and labels
+    float32 `[rows]`.
     """
-    kinds: dict[str, Kind] = {}
+    columns: dict[str, Column] = {}
     strings: dict[str, Strings] = {}
     blocks: dict[str, list[np.ndarray]] = collections.defaultdict(list)
     for block in read_blocks(path, source.delimiter, source.column_names):
-        if not kinds:
+        if not columns:
             source.check_columns(path, list(block.cells))
-            kinds = {name: source.kind_of(name, x) for name, x in block.cells.items()}
-            for name, kind in kinds.items():
-                if kind in ("category", "list"):
-                    strings[name] = Strings(
-                        source.separator if kind == "list" else None
-                    )
-        for name, kind in kinds.items():
+            columns = source.columns_of(block.cells)
+            for name, column in columns.items():
+                if column.kind in ("category", "list"):
+                    is_list = column.kind == "list"
+                    strings[name] = Strings(source.separator if is_list else None)
+        labels = read_labels(block, source.label, source.positive_from)
+        blocks[source.label].append(labels)
+        for name, column in columns.items():
             if name in strings:
                 strings[name].add(block.cells[name])
-            elif kind == "label":
-                labels = read_labels(block, name, source.positive_from)
-                blocks[name].append(labels)
-            elif kind == "number":
-                blocks[name].append(read_numbers(block, name))
+            elif column.kind != "ignored":
+                blocks[name].append(column.read(block.cells[name], block.error))
     # A column's blocks are freed before the next column is joined.
     numbers = {name: np.concatenate(blocks.pop(name)) for name in list(blocks)}
     labels = numbers[source.label]
@@ -297,7 +320,62 @@ def _read_columns(
             f"{path}, column {source.label!r}: the labels of {len(labels)} rows must "
             "hold both 0 and 1; give rows of both kinds."
         )
-    return kinds, numbers, strings
+    return columns, numbers, strings
+
+
+def _rare_strings(name: str, ids: FeatureIds, vocabulary: Vocabulary) -> list[str]:
+    """Returns a warning if most strings have the id of unknown ones."""
+    values = np.asarray(ids.values if isinstance(ids, RaggedIds) else ids)
+    values = values[values != PADDING_ROW_ID]
+    is_unknown = values < vocabulary.vocabulary_size - len(vocabulary.tokens)
+    if not values.size or is_unknown.mean() <= 0.5:
+        return []
+    return [
+        f"warning: {is_unknown.mean():.0%} of the cells of {name!r} share the row of "
+        "unknown strings, because so few repeat; set data.ignored, or data.numbers"
+    ]
+
+
+def _giveaways(
+    sizes: Mapping[str, int],
+    features: Mapping[str, FeatureIds],
+    labels: np.ndarray,
+    is_held_out: np.ndarray,
+) -> list[str]:
+    """Returns a warning for each feature that predicts labels of 0 and 1 on its own.
+
+    A feature's score of a row is the mean label of the training rows with its id.
+    """
+    if not np.isin(labels, (0, 1)).all():
+        return []
+    warnings = []
+    for name, size in sizes.items():
+        ids = features[name]
+        if isinstance(ids, RaggedIds):
+            continue
+        ids = np.where(ids == PADDING_ROW_ID, size, ids)
+        trained, held_out = ids[~is_held_out], ids[is_held_out]
+        counts = np.bincount(trained, minlength=size + 1)
+        sums = np.bincount(trained, labels[~is_held_out], minlength=size + 1)
+        scores = ((sums + labels.mean()) / (counts + 1))[held_out]
+        auc = _auc(scores, labels[is_held_out])
+        if auc > 0.99:
+            warnings.append(
+                f"warning: {name!r} alone predicts the held-out labels, AUC {auc:.3f}; "
+                "if it is known only after the label, set data.ignored"
+            )
+    return warnings
+
+
+def _auc(scores: np.ndarray, labels: np.ndarray) -> float:
+    """Returns the AUC, or NaN for fewer than five labels of a kind."""
+    _, places = np.unique(scores, return_inverse=True)
+    positive = np.bincount(places, labels)
+    negative = np.bincount(places) - positive
+    if min(positive.sum(), negative.sum()) < 5:
+        return math.nan
+    below = np.cumsum(negative) - negative / 2
+    return float(positive @ below / positive.sum() / negative.sum())
 
 
 class _Rows:

@@ -1,0 +1,198 @@
+"""Recognises what the columns of a CSV file hold, from their first cells."""
+
+import dataclasses
+import re
+from collections.abc import Collection, Mapping, Sequence
+from typing import Final
+
+import numpy as np
+
+from tpu_embedding.tools.data.csv_numbers import (
+    DATE_FORMATS,
+    MISSING,
+    NUMBER_MARKS,
+    UNIX_FORMATS,
+    numbers_of,
+    seconds_of,
+)
+from tpu_embedding.tools.data.csv_schema import DAY_SECONDS, Column, ColumnKind
+
+MAX_CATEGORIES: Final = 20
+"""Different integers up to which they are categories."""
+
+NUM_BUCKETS: Final = 32
+
+_MIN_BUCKET_ROWS: Final = 16
+
+_CODE_NAME: Final = re.compile(
+    r"(.*[\W_])?(id|ids|uid|code|key|zip|zipcode|postcode|sku|phone|user|item|movie"
+    r"|product|customer|session|device|account)([\W_]*(id|code|number|no))?|.*[a-z]I[Dd]",
+)
+_TIME_NAME: Final = re.compile(r"(?i).*(time|date|stamp|unix|epoch)|ts|.*[\W_](ts|at)")
+
+_UNIX_RANGE: Final = (8.5e8, 2.2e9)
+"""Seconds since 1970 from 1996 to 2039."""
+
+
+def recognise(cells: Mapping[str, Sequence[str]], separator: str) -> dict[str, Column]:
+    """Returns what each column holds.
+
+    A file has one decimal mark. So `1,234` is a decimal number if other columns have
+    decimal commas, and a thousand otherwise.
+
+    Args:
+      cells: first cells of each column, without white space around them.
+      separator: text between the elements of a list.
+
+    Example:
+      >>> made = recognise({"x": ["1,5", "2"], "y": ["1,234", "?"]}, "|")
+      >>> [(x.kind, x.decimal, x.because) for x in made.values()]
+      ... # doctest: +NORMALIZE_WHITESPACE
+      [('number', ',', 'numbers with a decimal comma'),
+       ('number', ',', 'numbers with a decimal comma')]
+    """
+    present = {
+        name: [text for text in texts if text.lower() not in MISSING]
+        for name, texts in cells.items()
+    }
+    marks = {name: number_marks(set(texts)) for name, texts in present.items()}
+    has_commas = any(m and all(mark == "," for mark, _ in m) for m in marks.values())
+    return {
+        name: _column(name, texts, separator, _preferred(marks[name], has_commas))
+        for name, texts in present.items()
+    }
+
+
+def number_marks(texts: Collection[str]) -> list[tuple[str, str]]:
+    """Returns the decimal and thousands marks that all texts may have."""
+    some = list(texts)[:20]  # Most columns of other texts fail on these.
+    return [
+        marks
+        for marks in NUMBER_MARKS
+        if numbers_of(some, *marks)[1] is None
+        and numbers_of(list(texts), *marks)[1] is None
+    ]
+
+
+def _preferred(
+    marks: Sequence[tuple[str, str]], has_commas: bool
+) -> tuple[str, str] | None:
+    commas = [pair for pair in marks if pair[0] == ","]
+    return (commas if has_commas and commas else [*marks, None])[0]
+
+
+def _column(
+    name: str, texts: list[str], separator: str, marks: tuple[str, str] | None
+) -> Column:
+    """Returns what a column holds, from the texts that are not missing."""
+    different = set(texts)
+    if not different:
+        return Column(name=name, kind="category", because="empty in the first rows")
+    if any(separator in text for text in different):
+        because = f"cells have {separator!r}"
+        return Column(name=name, kind="list", because=because, separator=separator)
+    words = {text.lower() for text in different} & {"true", "false"}
+    if marks is None or words:
+        date_format = _date_format(different)
+        if date_format is None:
+            return Column(name=name, kind="category", because="texts")
+        because = f"dates of the format {date_format}"
+        return Column(name=name, kind="date", because=because, date_format=date_format)
+    decimal, thousands = marks
+    values = numbers_of(texts, decimal, thousands)[0]
+    column = Column(name=name, kind="number", decimal=decimal, thousands=thousands)
+    is_plain = all(text.lstrip("+-").isdigit() for text in different)
+    is_whole = bool((np.isfinite(values) & (values == np.round(values))).all())
+    if not is_plain and not (is_whole and _CODE_NAME.fullmatch(name)):
+        return _because(column, "number", _notation(decimal, thousands))
+    if any(re.fullmatch("0[0-9]+", text) for text in different):
+        return _because(column, "category", "codes with leading zeros")
+    if date_format := _integer_dates(name, texts, values):
+        because = f"integers are dates, {date_format}"
+        return Column(name=name, kind="date", because=because, date_format=date_format)
+    return _integers(column, values)
+
+
+def _because(column: Column, kind: ColumnKind, because: str) -> Column:
+    return dataclasses.replace(column, kind=kind, because=because)
+
+
+def _notation(decimal: str, thousands: str) -> str:
+    words = ["numbers"]
+    if decimal == ",":
+        words.append("with a decimal comma")
+    if thousands:
+        words.append(f"with {thousands!r} between thousands")
+    return " ".join(words)
+
+
+def _integers(column: Column, values: np.ndarray) -> Column:
+    """Returns a column of numbers, or of categories if they identify something.
+
+    Identifiers have a name that says so, or nearly all integers of a range, each of
+    which several rows have.
+    """
+    different = np.unique(values)
+    num, first, last = len(different), different[0], different[-1]
+    if num <= MAX_CATEGORIES:
+        return _because(column, "category", f"integers, {num} different")
+    if _CODE_NAME.fullmatch(column.name):
+        return _because(column, "category", "integers, and the name of a code")
+    if num == len(values) and (values == first + np.arange(num)).all():
+        return _because(column, "ignored", "numbers the rows")
+    if num > 120 and num > 0.3 * (last - first) and len(values) >= 4 * num:
+        because = f"{num} integers from {first:.0f} to {last:.0f}, as identifiers"
+        return _because(column, "category", because)
+    return _because(column, "number", f"integers, more than {MAX_CATEGORIES} different")
+
+
+def _integer_dates(name: str, texts: list[str], values: np.ndarray) -> str | None:
+    """Returns the format of integers that are times, or None."""
+    low, high = values.min(), values.max()
+    if 19000101 <= low and high <= 21001231 and seconds_of(texts, "%Y%m%d")[1] is None:
+        return "%Y%m%d"
+    is_time = _TIME_NAME.fullmatch(name) is not None
+    is_code = _CODE_NAME.fullmatch(name) is not None
+    for date_format, unit in UNIX_FORMATS.items():
+        first, last = low / unit, high / unit
+        is_spread = len(texts) >= 20 and last - first > DAY_SECONDS
+        if _UNIX_RANGE[0] <= first and last <= _UNIX_RANGE[1]:
+            return date_format if is_time or (is_spread and not is_code) else None
+    return None
+
+
+def _date_format(different: set[str]) -> str | None:
+    """Returns the format of dates, or None if some text has another one."""
+    texts = list(different)
+    if not all(5 < len(text) < 40 and re.search("[0-9]", text) for text in texts[:20]):
+        return None
+    for date_format in DATE_FORMATS:
+        if seconds_of(texts[:20], date_format)[1] is None:
+            if seconds_of(texts, date_format)[1] is None:
+                return date_format
+    return None
+
+
+def fitted(column: Column, values: np.ndarray, is_trained: np.ndarray) -> Column:
+    """Returns a column of numbers or dates with its buckets and parts.
+
+    Buckets have about as many rows each.
+
+    Args:
+      column: the column.
+      values: values of `Column.read`.
+      is_trained: bool `[rows]`, the rows that count.
+    """
+    values = values[is_trained]
+    values = values[np.isfinite(values)]
+    if not values.size:
+        return column
+    if column.kind == "date":
+        parts = ("weekday", "hour") if np.ptp(values % DAY_SECONDS) else ("weekday",)
+        column = dataclasses.replace(column, newest=float(values.max()), parts=parts)
+        values = (column.newest - values) / DAY_SECONDS
+    num_buckets = max(1, min(NUM_BUCKETS, len(values) // _MIN_BUCKET_ROWS))
+    shares = np.linspace(0, 1, num_buckets + 1)[1:-1]
+    edges = np.unique(np.quantile(values, shares, method="lower"))
+    edges = edges[edges > values.min()].tolist()
+    return dataclasses.replace(column, edges=tuple(edges))
