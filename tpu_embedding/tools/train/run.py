@@ -8,6 +8,7 @@ checkpoints; the first one prints, and writes records and plot.
 import contextlib
 import dataclasses
 import faulthandler
+import json
 import math
 import pathlib
 import signal
@@ -298,6 +299,10 @@ class _Run:
         self.report = RunReport(self.directory, config, self.step, record)
         if not self.step and distributed.is_first():
             save_vocabularies(self.directory, getattr(data, "vocabularies", {}))
+            if schema := getattr(data, "schema", None):
+                text = json.dumps(schema.to_json())
+                path = self.directory / run_directory.SCHEMA_FILE
+                run_directory.replace_text(path, text)
         if description := getattr(data, "description", None):
             self.report.line(description)
         self.report.line(str(plan) if verbose else format_tables(plan))

@@ -30,6 +30,7 @@ LOCK_FILE: Final = "run.lock"
 CHECKPOINTS_DIR: Final = "checkpoints"
 TENSORBOARD_DIR: Final = "tensorboard"
 PROFILE_DIR: Final = "profile"
+SCHEMA_FILE: Final = "schema.json"
 
 _MAX_LINE_BYTES: Final = 2**22
 """Longest line of records that is parsed: JSON takes up to 25 times its size."""
@@ -108,7 +109,7 @@ def check_files(directory: pathlib.Path, names: Iterable[str] | None = None) -> 
     """
     if names is None:
         names = (RECORDS_FILE, PLOT_FILE, LOCK_FILE, CHECKPOINTS_DIR)
-        names = (*names, TENSORBOARD_DIR, PROFILE_DIR, VOCABULARIES_DIR)
+        names = (*names, TENSORBOARD_DIR, PROFILE_DIR, VOCABULARIES_DIR, SCHEMA_FILE)
     unchecked = [directory / name for name in names]
     while unchecked:
         path = unchecked.pop()
