@@ -17,7 +17,11 @@ from tpu_embedding.tools.train import run_directory
 from tpu_embedding.tools.train.origin import config_of_run
 from tpu_embedding.tools.train.run import open_data
 from tpu_embedding.tools.train.run_directory import SCHEMA_FILE
-from tpu_embedding.tools.train.trained_csv import CsvEncoder, restored_model
+from tpu_embedding.tools.train.trained_csv import (
+    CsvEncoder,
+    restored_model,
+    saved_checkpoint,
+)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -74,6 +78,7 @@ class Export:
         if self.format != "safetensors":
             check_serving_extra()
         run_directory.check_files(run_dir)
+        saved_checkpoint(run_dir)
         config = config_of_run(
             run_dir, config=self.config, settings=self.set, data_dir=self.data_dir
         )

@@ -37,7 +37,12 @@ from tpu_embedding.tools.data.csv_text import CsvBlock, read_blocks
 from tpu_embedding.tools.train import run_directory, run_steps
 from tpu_embedding.tools.train.losses import Metrics, merge_batches, values_of
 from tpu_embedding.tools.train.run_config import RunConfig
-from tpu_embedding.tools.train.run_directory import SCHEMA_FILE, RunDirectoryError
+from tpu_embedding.tools.train.run_directory import (
+    CHECKPOINTS_DIR,
+    SCHEMA_FILE,
+    RunDirectoryError,
+)
+from tpu_embedding.types import PADDING_ROW_ID
 
 BATCH_ROWS: Final = 4096
 """Rows that are predicted at a time."""
@@ -119,6 +124,23 @@ class CsvEncoder:
             features=features, dense=dense or None, labels=zeros, weights=zeros + 1
         )
 
+    def features_of_cell(self, name: str, text: str) -> dict[str, list[int]]:
+        """Returns the rows that a text of a column looks up, by table.
+
+        Raises:
+          DataError: if the text is not a value of the column, or looks nothing up.
+        """
+        cells = {column.name: [""] for column in self.schema.columns} | {name: [text]}
+        empty = {column.name: [""] for column in self.schema.columns}
+        found = {}
+        for table, ids in self.encode(cells).features.items():
+            row, nothing = _ids_of(ids), _ids_of(self.encode(empty).features[table])
+            if changed := [x for x in row if x not in nothing]:
+                found[table] = changed
+        if not found:
+            raise DataError(f"{text!r} in the column {name!r} looks up no row.")
+        return found
+
     def train_batch(self, step: int) -> Batch:
         """Returns a batch whose shapes are the ones of a training batch."""
         del step
@@ -162,6 +184,17 @@ class CsvEncoder:
         yield from read_blocks(path, source.delimiter, source.column_names, **options)
 
 
+def saved_checkpoint(run_dir: pathlib.Path) -> pathlib.Path:
+    """Returns the best or newest checkpoint of a run, or raises a CheckpointError."""
+    checkpoint = run_directory.result_checkpoint(run_dir)
+    if checkpoint is None:
+        raise CheckpointError(
+            f"There is no complete checkpoint in {run_dir / CHECKPOINTS_DIR}; pass the "
+            "output directory of a run that saved one."
+        )
+    return checkpoint
+
+
 def restored_model(
     config: RunConfig, data: Any, run_dir: pathlib.Path, mesh: Mesh | None
 ) -> tuple[Any, EmbeddingPlan, pathlib.Path]:
@@ -170,17 +203,18 @@ def restored_model(
     Raises:
       CheckpointError: if there is no checkpoint, or it has another config.
     """
-    checkpoint = run_directory.result_checkpoint(run_dir)
-    if checkpoint is None:
-        raise CheckpointError(
-            f"There is no complete checkpoint in {run_dir}/checkpoints; pass the "
-            "output directory of a run that saved one."
-        )
+    checkpoint = saved_checkpoint(run_dir)
     plan = run_steps.make_run_plan(config, data, mesh)
     graph, state = run_steps.abstract_model_state(config, data, plan)
     state = restore(checkpoint, state, plan=plan)
     (model,) = nnx.merge(graph, state)
     return model, plan, checkpoint
+
+
+def _ids_of(ids: Any) -> list[int]:
+    """Returns the rows that the inputs of one sample look up."""
+    values = np.asarray(getattr(ids, "values", ids)).ravel()
+    return values[values != PADDING_ROW_ID].tolist()
 
 
 def evaluate_rows(
