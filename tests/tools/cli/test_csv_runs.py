@@ -21,8 +21,12 @@ def write_rows(path, num_rows, label="click", new=""):
     return path
 
 
+def rows_of(path):
+    return list(csv.DictReader(path.read_text().splitlines()))
+
+
 def scores_of(path):
-    return [float(row["probability"]) for row in csv.DictReader(path.open())]
+    return [float(row["probability"]) for row in rows_of(path)]
 
 
 @pytest.fixture(scope="module")
@@ -47,7 +51,7 @@ def test_rows_of_another_file_are_predicted_and_served(directory, tmp_path):
     assert len(scores_of(scores)) == 40
 
     assert status_of("export", directory / "run", tmp_path / "served") == 0
-    cells = list(csv.DictReader(file.open()))
+    cells = rows_of(file)
     cells = {name: [row[name] for row in cells] for name in cells[0] if name != "note"}
     served = load_served(tmp_path / "served")
     predictions = np.asarray(served(cells)["predictions"])

@@ -17,6 +17,7 @@ from tpu_embedding.strings.string_ids import (
 )
 from tpu_embedding.tools.data import csv_text
 from tpu_embedding.tools.data.batch import DataError
+from tpu_embedding.tools.data.csv_schema import SHARED
 from tpu_embedding.tools.train import CsvSource
 from tpu_embedding.types import PADDING_ROW_ID
 
@@ -81,6 +82,35 @@ def test_the_schema_encodes_the_rows_alike(tmp_path):
     assert set(data.number_scales) == set(dense) == {"price", "day (days)"}
     jax.tree.map(np.testing.assert_array_equal, dense, dict(batch.dense))
     jax.tree.map(np.testing.assert_array_equal, features, dict(batch.features))
+
+
+def test_many_columns_are_one_feature(tmp_path):
+    names = [f"c{i}" for i in range(70)]
+    rows = [
+        ",".join([*(f"v{(i * j) % 7 or ''}" for j in range(70)), "a|b", str(i % 2)])
+        for i in range(40)
+    ]
+    rows[3] = rows[3].replace("v,", ",")
+    text = "\n".join([",".join([*names, "tags", "click"]), *rows])
+    data = open_text(tmp_path, text)
+    batch = in_file_order(data)
+    assert set(batch.features) == {"tags", SHARED} == set(data.vocabulary_sizes)
+    num_rows = len(batch.labels)
+    assert batch.features[SHARED].shape == (num_rows, 70)
+    assert data.sequence_lengths == {SHARED: 70}
+    sizes = [data.vocabularies[name].vocabulary_size for name in names]
+    assert data.vocabulary_sizes[SHARED] == sum(sizes)
+    cells = dict(
+        zip(names, zip(*(x.split(",") for x in rows), strict=True), strict=False)
+    )
+    for i, name in enumerate(names):
+        ids = batch.features[SHARED][:, i]
+        ids = np.where(ids == PADDING_ROW_ID, ids, ids - sum(sizes[:i]))
+        wanted = data.vocabularies[name].ids(list(cells[name][:num_rows]))
+        np.testing.assert_array_equal(ids, wanted)
+    cells["tags"] = ("a|b",) * 40
+    features, _ = data.schema.encode(cells, data.vocabularies)
+    np.testing.assert_array_equal(features[SHARED][:num_rows], batch.features[SHARED])
 
 
 KINDS = {

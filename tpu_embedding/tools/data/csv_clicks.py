@@ -62,6 +62,7 @@ class CsvClicks(BlockDataset):
         fewer than `CsvSource.min_count` training rows have share the id of unknown
         ones.
       vocabulary_sizes: rows of each feature's table.
+      sequence_lengths: columns of a feature of several columns.
       number_scales: mean and standard deviation of each number over the training rows,
         on the scale of `signed_log`.
       description: a line about the rows, and a table of the columns.
@@ -122,6 +123,8 @@ class CsvClicks(BlockDataset):
             )
         self.schema = CsvSchema(tuple(columns.values()))
         self.vocabulary_sizes = self.schema.feature_sizes(self.vocabularies)
+        self.sequence_lengths = self.schema.sequence_lengths
+        features = self.schema.joined(features, self.vocabularies)
         self.number_scales = {
             name: _scale(values[~is_held_out]) for name, values in dense.items()
         }

@@ -25,7 +25,8 @@ from tpu_embedding.types import PADDING_ROW_ID, FeatureIds, RaggedIds
 ColumnKind = Literal["category", "list", "number", "date", "ignored"]
 
 Inputs = tuple[dict[str, FeatureIds], dict[str, np.ndarray]]
-"""Ids by feature, and float64 numbers `[rows]` by name."""
+"""Ids by feature, int32 `[rows]`, `[rows, columns]` or `RaggedIds`; and float64 numbers
+`[rows]` by name."""
 
 CellError = Callable[[str, int, str, str], DataError]
 """Returns the error of a cell, from column, row, rule and fix."""
@@ -34,6 +35,14 @@ DAY_SECONDS: Final = 86_400
 
 _PARTS: Final = {"weekday": 7, "hour": 24}
 """Parts of a date that are categories, and their numbers of values."""
+
+MAX_FEATURES: Final = 64
+"""Features of one id per row up to which each has a table; more of them share one.
+
+A step of 400 tables takes minutes to compile."""
+
+SHARED: Final = "all columns"
+"""Name of the feature of more columns."""
 
 _MAX_EDGES: Final = 2**12
 
@@ -180,7 +189,7 @@ class CsvSchema:
     columns: tuple[Column, ...]
 
     def __post_init__(self):
-        names = [column.name for column in self.columns]
+        names = [SHARED, *(column.name for column in self.columns)]
         made = [
             f"{column.name} ({part})"
             for column in self.columns
@@ -208,11 +217,44 @@ class CsvSchema:
         Args:
           vocabularies: vocabulary of each column of categories or lists.
         """
-        return {
-            name: size
-            for column in self.columns
-            for name, size in column.feature_sizes(vocabularies).items()
-        }
+        lists = {x.name for x in self.columns if x.kind == "list"}
+        sizes: dict[str, int] = {}
+        for column in self.columns:
+            sizes |= column.feature_sizes(vocabularies)
+        if self.sequence_lengths:
+            shared = sum(sizes.pop(name) for name in set(sizes) - lists)
+            sizes[SHARED] = shared
+        return sizes
+
+    @property
+    def sequence_lengths(self) -> dict[str, int]:
+        """Number of columns of the feature `SHARED`, if there is one."""
+        num = sum(
+            len(x.parts) + bool(x.edges) + (x.kind == "category") for x in self.columns
+        )
+        return {SHARED: num} if num > MAX_FEATURES else {}
+
+    def joined(
+        self,
+        features: dict[str, FeatureIds],
+        vocabularies: Mapping[str, Vocabulary],
+    ) -> dict[str, FeatureIds]:
+        """Returns the features of a model from the features of the columns.
+
+        If there are many, those of one id per row become one, int32 `[rows, columns]`.
+        The ids of each column follow the ones of the column before.
+        """
+        if not self.sequence_lengths:
+            return features
+        offset, shared, rest = 0, [], dict(features)
+        for column in self.columns:
+            if column.kind != "list":
+                for name, size in column.feature_sizes(vocabularies).items():
+                    ids = np.asarray(rest.pop(name))
+                    shared.append(np.where(ids == PADDING_ROW_ID, ids, ids + offset))
+                    offset += size
+        rest[SHARED] = np.stack(shared, axis=1).astype(np.int32)
+        return rest
 
     def encode(
         self,
@@ -231,8 +273,9 @@ class CsvSchema:
 
         Returns:
           Features: int32 `[rows]`, `PADDING_ROW_ID` where one is missing, or
-          `RaggedIds`; strings that are not in the vocabulary have the id of unknown
-          ones. And numbers, float64 `[rows]`, NaN where one is missing or infinite.
+          `RaggedIds`; and `SHARED`, as `joined` returns them. Strings that are not in
+          the vocabulary have the id of unknown ones. And numbers, float64 `[rows]`,
+          NaN where one is missing or infinite.
 
         Raises:
           DataError: if a column is missing, or a number or a date is damaged.
@@ -265,7 +308,7 @@ class CsvSchema:
                 lists = [x.split(column.separator) if x.strip() else [] for x in texts]
                 strings = RaggedIds.from_lists(lists)
             features[name] = vocabularies[name].ids(strings)
-        return features, dense
+        return self.joined(features, vocabularies), dense
 
     def to_json(self) -> dict[str, Any]:
         """Returns a document for `json.dumps`."""

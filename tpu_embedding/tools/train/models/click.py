@@ -5,7 +5,7 @@ The click model is an MLP over activations and numbers, which gives a logit.
 
 import dataclasses
 from collections.abc import Callable, Mapping
-from typing import Any, Literal, Protocol
+from typing import Any, Final, Literal, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -150,6 +150,10 @@ def features_of_columns(
     }
 
 
+MAX_PAIRED: Final = 64
+"""Activations up to which the MLP gets each, and a product for each pair."""
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ClickModelConfig:
     """Sizes of `ClickModel`.
@@ -159,7 +163,9 @@ class ClickModelConfig:
         their rows.
       hidden_sizes: widths of the MLP's hidden layers.
       interactions: `"products"` also gives the MLP the scalar product of each pair of
-        activations, as DLRM does; `"none"` does not.
+        activations, as DLRM does; `"none"` does not. If there are more than
+        `MAX_PAIRED` activations, the MLP gets their sum, and the sum of the pairs'
+        products by dimension.
       initial_deviation: standard deviation of the tables' initial values. Defaults to
         the initializer of `TableConfig`.
     """
@@ -170,11 +176,20 @@ class ClickModelConfig:
     initial_deviation: float | None = None
 
     def feature_config(self, data: Any) -> dict[str, FeatureConfig]:
-        """Returns one feature per column of the data set, each with its own table."""
+        """Returns one feature per column of the data set, each with its own table.
+
+        A feature of several columns is a sequence of one row for each of them; the
+        data set names its length in `sequence_lengths`.
+        """
         options: dict[str, Any] = {}
         if self.initial_deviation is not None:
             options["initializer"] = initializers.normal(self.initial_deviation)
-        return features_of_columns(data.vocabulary_sizes, self.dim, **options)
+        features = features_of_columns(data.vocabulary_sizes, self.dim, **options)
+        for name, length in getattr(data, "sequence_lengths", {}).items():
+            features[name] = dataclasses.replace(
+                features[name], max_sequence_length=length
+            )
+        return features
 
     def build(self, data: Any, plan: EmbeddingPlan, *, rngs: nnx.Rngs) -> "ClickModel":
         """Returns the model with initial parameters.
@@ -191,6 +206,8 @@ class ClickModelConfig:
 
 class ClickModel(nnx.Module):
     """A click model: `logit = MLP([activations, products, numbers])`.
+
+    Many activations enter as sums; see `ClickModelConfig.interactions`.
 
     A number `x` enters as `(signed_log(x) - mean) / deviation`, or 0 if it is missing;
     another input says that it is. The model keeps means and deviations, so a server
@@ -211,10 +228,14 @@ class ClickModel(nnx.Module):
             scales = [number_scales[name] for name in self.number_names]
             self.scales = nnx.BatchStat(jnp.asarray(scales, jnp.float32))
         self.has_products = config.interactions == "products"
-        num_tables = len(plan.features)
-        num_inputs = num_tables * config.dim + 2 * len(number_scales)
+        lengths = [feature.config.max_sequence_length for feature in plan.features]
+        self.num_rows = num_rows = sum(max(1, length) for length in lengths)
+        self.has_pairs = num_rows <= MAX_PAIRED
+        num_inputs = (num_rows if self.has_pairs else 1) * config.dim
+        num_inputs += 2 * len(number_scales)
         if self.has_products:
-            num_inputs += num_tables * (num_tables - 1) // 2
+            num_pairs = num_rows * (num_rows - 1) // 2
+            num_inputs += num_pairs if self.has_pairs else config.dim
         self.mlp = MLP(
             num_inputs,
             (*config.hidden_sizes, 1),
@@ -233,10 +254,20 @@ class ClickModel(nnx.Module):
           dense: numbers `[batch]` by name, NaN where one is missing; or None.
         """
         activations = self.embedding(features)
-        rows = [activations[name] for name in sorted(activations)]
-        inputs = [*rows]
-        if self.has_products:
-            inputs.append(DotInteraction()(rows))
+        by_feature = [activations[name] for name in sorted(activations)]
+        dim = by_feature[0].shape[-1]
+        rows = jnp.concatenate([x.reshape(len(x), -1, dim) for x in by_feature], axis=1)
+        if self.has_pairs:
+            inputs = [rows.reshape(len(rows), -1)]
+        else:
+            inputs = [rows.sum(axis=1)]
+        if self.has_products and self.has_pairs:
+            inputs.append(DotInteraction()(list(jnp.moveaxis(rows, 1, 0))))
+        elif self.has_products:
+            # The sum over pairs is (square of the sum - sum of the squares) / 2. The
+            # division by the number of rows keeps the first steps small.
+            pairs = inputs[0] ** 2 - (rows**2).sum(axis=1)
+            inputs.append(pairs / (2 * self.num_rows))
         if self.number_names:
             numbers = jnp.stack([dense[name] for name in self.number_names], axis=1)
             is_missing = jnp.isnan(numbers)
