@@ -256,9 +256,11 @@ class ClickModel(nnx.Module):
         activations = self.embedding(features)
         by_feature = [activations[name] for name in sorted(activations)]
         dim = by_feature[0].shape[-1]
-        rows = jnp.concatenate([x.reshape(len(x), -1, dim) for x in by_feature], axis=1)
+        rows = jnp.concatenate(
+            [x.reshape(x.shape[0], -1, dim) for x in by_feature], axis=1
+        )
         if self.has_pairs:
-            inputs = [rows.reshape(len(rows), -1)]
+            inputs = [rows.reshape(rows.shape[0], -1)]
         else:
             inputs = [rows.sum(axis=1)]
         if self.has_products and self.has_pairs:
