@@ -46,4 +46,6 @@ config = RunConfig(
     log_every=100,
     evaluate_every=250,
     checkpoint_every=250,
+    keep_best=True,
+    patience=3,
 )

@@ -112,6 +112,7 @@ def _flush_names(directory: pathlib.Path) -> None:
 DOCUMENT_FILE: Final = "export.json"
 PROGRAM_FILE: Final = "program.stablehlo"
 DENSE_FILE: Final = "dense.safetensors"
+PREPROCESSING_DIR: Final = "preprocessing"
 
 MAX_DOCUMENT_BYTES: Final = 2**23
 """Largest document, enough for 50,000 tables. Parsing needs some 25 times its size."""
@@ -221,7 +222,9 @@ def files_of(directory: pathlib.Path) -> dict[str, pathlib.Path]:
                 "with the files that its links lead to, if you trust them."
             )
         if not path.is_dir() and (
-            path.suffix in _SUFFIXES or path.parent.name == VOCABULARIES_DIR
+            path.suffix in _SUFFIXES
+            or path.parent.name == VOCABULARIES_DIR
+            or directory / PREPROCESSING_DIR in path.parents
         ):
             found[path.relative_to(directory).as_posix()] = path
     return found

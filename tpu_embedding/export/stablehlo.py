@@ -3,7 +3,7 @@
 import dataclasses
 import pathlib
 import reprlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import jax
@@ -18,6 +18,7 @@ from tpu_embedding.export.documents import (
     AGAIN,
     DENSE_FILE,
     DOCUMENT_FILE,
+    PREPROCESSING_DIR,
     PROGRAM_FILE,
     ExportDocument,
     check_files,
@@ -59,6 +60,7 @@ def save(
     dtype: RowFormat = "float32",
     batch_size: int | None = None,
     vocabularies: Mapping[str, Vocabulary] | None = None,
+    write_preprocessing: Callable[[pathlib.Path], None] | None = None,
 ) -> None:
     """Exports a model for serving: a StableHLO program, and its weights.
 
@@ -79,6 +81,8 @@ def save(
         with it or whose features have an `output_shape`. Defaults to any size.
       vocabularies: vocabulary of each feature that is served strings, by its name: the
         last key of the input's path, or its name in the signature.
+      write_preprocessing: writes files about how raw rows become inputs to the
+        directory that it gets, `preprocessing/` of the export. They have digests.
 
     Raises:
       ExportError: a ValueError, if the directory holds files or cannot be written, as
@@ -114,6 +118,9 @@ def save(
         write_tensors(path / DENSE_FILE, program.dense)
         (path / PROGRAM_FILE).write_bytes(serialized)
         save_vocabularies(path, of_inputs)
+        if write_preprocessing is not None:
+            (path / PREPROCESSING_DIR).mkdir()
+            write_preprocessing(path / PREPROCESSING_DIR)
         write_document(path, program.signature)
 
 
@@ -216,6 +223,7 @@ def load(
     *,
     verify: bool = True,
     unknown_strings: Unknown = "bucket",
+    takes_ids: bool = False,
 ) -> ServedModel:
     """Reads a directory of `save`, without the code of the model; see there.
 
@@ -226,6 +234,8 @@ def load(
       unknown_strings: what becomes of strings that a vocabulary of the export lacks:
         `"bucket"` gives them an id of its buckets for unknown strings, `"error"`
         rejects them, as a vocabulary without buckets does.
+      takes_ids: True if features with a vocabulary also get ids, because the caller
+        encodes strings itself.
 
     Raises:
       ExportError: a ValueError, if the directory holds no program, a damaged file, or a
@@ -252,7 +262,7 @@ def load(
         _feeder=Feeder(
             saved.signature,
             arrays_of_program(saved.exported),
-            vocabularies,
+            {} if takes_ids else vocabularies,
             unknown_strings,
         ),
     )

@@ -76,7 +76,7 @@ def test_a_csv_file_records_its_settings(tmp_path):
     path.write_text("x,y,b\n" + "1,2,no\n1,2,yes\n" * 20)
     settings = ("seed=3", "model.hidden_sizes=7 5", "data.lists=x y", "data.label=b")
     origin = RunOrigin(config=str(path), settings=settings, data_dir=str(path))
-    assert origin.export_options() == ["--data-dir", str(path)]
+    assert origin.export_options() == []
     wanted, record = origin.load(), origin.record()
     path.rename(tmp_path / "moved.tsv")
     for name in (record["config"], str(path)):  # Older versions recorded the path.

@@ -41,6 +41,7 @@ from tpu_embedding.tools.train.run_directory import (
     PLOT_FILE,
     RECORDS_FILE,
     read_records,
+    result_checkpoint,
 )
 
 
@@ -151,6 +152,31 @@ def test_a_finished_run_is_evaluated_again(whole, copied, capsys):
     assert again == whole[1]
     changes = [s for s in capsys.readouterr().out.splitlines() if "changed" in s]
     assert changes == ["changed since the last start: dense_learning_rate 0.01 -> 0.5"]
+
+
+LOSSES_OF_STEPS = (0.5, 0.3, 0.4, 0.45, 0.2, 0.1)
+BEST = ("evaluate_every=1", "keep_best=True", "checkpoints_kept=1", "patience=2")
+
+
+@pytest.mark.parametrize("stop_at", [None, 2, 3, 4])
+def test_the_best_checkpoint_is_kept_and_the_run_ends_early(
+    tmp_path, monkeypatch, stop_at
+):
+    losses = list(LOSSES_OF_STEPS)
+    scripted = "tpu_embedding.tools.train.run.values_of"
+    monkeypatch.setattr(scripted, lambda _: {"log_loss": losses.pop(0)})
+    if stop_at is not None:
+        assert run(tmp_path, *BEST, stop_at=stop_at).metrics is None
+    result = run(tmp_path, *BEST, existing_run="resume")
+    assert (result.step, result.best_step) == (4, 2)
+    assert result.metrics == {"log_loss": 0.3}
+    saved = {int(path.name) for path in (tmp_path / "checkpoints").iterdir()}
+    assert saved == {2, 4}
+    assert result_checkpoint(tmp_path).name == "2"
+    losses.insert(0, 0.45)  # A run that has ended evaluates its last step again.
+    assert run(tmp_path, *BEST, existing_run="resume") == result
+    losses.insert(0, 0.3)
+    assert evaluate(small_config(*BEST), tmp_path, mesh=mesh_of(2)).best_step == 2
 
 
 def reported_of(directory):

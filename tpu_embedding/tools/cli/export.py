@@ -2,13 +2,10 @@
 
 import dataclasses
 import pathlib
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import tyro
-from flax import nnx
 
-from tpu_embedding.checkpoint.records import CheckpointError
-from tpu_embedding.checkpoint.saving import restore
 from tpu_embedding.export.documents import check_new_directory
 from tpu_embedding.export.saved_model import save_tensorflow
 from tpu_embedding.export.stablehlo import check_serving_extra, save, save_tables
@@ -16,15 +13,20 @@ from tpu_embedding.export.table_files import RowFormat
 from tpu_embedding.paths import local_path
 from tpu_embedding.strings.string_ids import VOCABULARIES_DIR
 from tpu_embedding.tools.cli.arguments import emulated_mesh
-from tpu_embedding.tools.train import run_directory, run_steps
+from tpu_embedding.tools.train import run_directory
 from tpu_embedding.tools.train.origin import config_of_run
 from tpu_embedding.tools.train.run import open_data
-from tpu_embedding.tools.train.run_directory import CHECKPOINTS_DIR
+from tpu_embedding.tools.train.run_directory import SCHEMA_FILE
+from tpu_embedding.tools.train.trained_csv import (
+    CsvEncoder,
+    restored_model,
+    saved_checkpoint,
+)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Export:
-    """Exports the model of a run from its newest checkpoint, for serving.
+    """Exports the model of a run from its best or newest checkpoint, for serving.
 
     The run names its config, if that comes with the package. Nothing in its directory
     is executed, and data outside of it are read only where --data-dir says so. The
@@ -56,7 +58,7 @@ class Export:
     a CSV file has recorded its changes."""
 
     data_dir: str | None = None
-    """File or directory of the data, if the run read any."""
+    """File or directory of the data, if the run read any, except a CSV file."""
 
     devices: int | None = None
     """Emulates so many CPU devices instead of the machine's."""
@@ -76,23 +78,20 @@ class Export:
         if self.format != "safetensors":
             check_serving_extra()
         run_directory.check_files(run_dir)
-        checkpoint = run_directory.newest_checkpoint(run_dir / CHECKPOINTS_DIR)
-        if checkpoint is None:
-            raise CheckpointError(
-                f"There is no complete checkpoint in {run_dir / CHECKPOINTS_DIR} to "
-                "export; pass the output directory of a run that saved one."
-            )
+        saved_checkpoint(run_dir)
         config = config_of_run(
             run_dir, config=self.config, settings=self.set, data_dir=self.data_dir
         )
         mesh = None if self.devices is None else emulated_mesh(self.devices)
-        data = open_data(config, self.data_dir)
-        run_directory.check_vocabularies(data, run_dir)
-        plan = run_steps.make_run_plan(config, data, mesh)
-        graph, state = run_steps.abstract_model_state(config, data, plan)
-        state = restore(checkpoint, state, plan=plan)
-        (model,) = nnx.merge(graph, state)
-        vocabularies = getattr(data, "vocabularies", None)
+        encoder = None
+        if (run_dir / SCHEMA_FILE).exists():
+            encoder = CsvEncoder.read(run_dir, source=config.data)
+        data: Any = encoder
+        if encoder is None or self.data_dir is not None:
+            data = open_data(config, self.data_dir)
+            run_directory.check_vocabularies(data, run_dir)
+        model, _, checkpoint = restored_model(config, data, run_dir, mesh)
+        vocabularies = getattr(data, "vocabularies", {})
         if self.format == "safetensors":
             save_tables(model, output, dtype=self.dtype)
         else:
@@ -101,15 +100,20 @@ class Export:
             if with_inputs is not None:
                 batch = with_inputs(batch, None, samples="global")
             example = (batch.features, batch.dense)
-            options = {"dtype": self.dtype, "batch_size": self.batch_size}
+            options: dict[str, Any] = {
+                "dtype": self.dtype,
+                "batch_size": self.batch_size,
+            }
             if self.format == "stablehlo":
-                # The feature of many columns takes ids.
+                # A table of several columns takes ids.
                 vocabularies = {
                     name: vocabulary
-                    for name, vocabulary in (vocabularies or {}).items()
+                    for name, vocabulary in vocabularies.items()
                     if name in batch.features
                 }
-                save(model, output, *example, vocabularies=vocabularies, **options)
+                write = None if encoder is None else encoder.write
+                options |= {"vocabularies": vocabularies, "write_preprocessing": write}
+                save(model, output, *example, **options)
             else:
                 save_tensorflow(model, output, *example, **options)
         print(f"exported step {checkpoint.name} to {output}, {self.format}")

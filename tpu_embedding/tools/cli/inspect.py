@@ -18,10 +18,13 @@ from tpu_embedding.strings.string_ids import Vocabulary
 from tpu_embedding.tools.cli.arguments import UsageError
 from tpu_embedding.tools.train.run_directory import (
     CHECKPOINTS_DIR,
+    SCHEMA_FILE,
     check_files,
     newest_checkpoint,
+    result_checkpoint,
     vocabularies_of,
 )
+from tpu_embedding.tools.train.trained_csv import CsvEncoder
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -32,7 +35,7 @@ class Inspect:
     """
 
     checkpoint: Annotated[pathlib.Path, tyro.conf.Positional]
-    """Directory of a checkpoint, or of a run, whose latest one is read."""
+    """Directory of a checkpoint, or of a run, whose best or latest one is read."""
 
     row: tuple[str, str] | None = None
     """Prints the row of a table and an id, such as user 17, and its slot variables. The
@@ -47,6 +50,10 @@ class Inspect:
             print(f"{directory}\n{_format_tables(tables)}")
             return 0
         name, text = self.row
+        if run_dir is not None and (run_dir / SCHEMA_FILE).exists():
+            encoder = CsvEncoder.read(run_dir)
+            if name in {x.name for x in encoder.schema.columns}:
+                return _print_column(directory, encoder, name, text)
         if name not in tables:
             raise UsageError(
                 f"--row {name}: the checkpoint {directory} has the tables "
@@ -56,11 +63,31 @@ class Inspect:
         id_ = _parse_id(text, name, vocabularies.get(name))
         row = _find_row(directory, name, tables[name], id_)
         print(f"{name} {text}: row {row}")
-        for slot, array in tables[name].arrays.items():
-            if array.has_rows:
-                (values,) = read_table(directory, name, [row], slot=slot)
-                print(f"{slot or 'values'}: {np.asarray(values).tolist()}")
+        _print_row(directory, name, tables[name], row)
         return 0
+
+
+def _print_row(
+    directory: pathlib.Path, name: str, table: TableRecord, row: int
+) -> None:
+    for slot, array in table.arrays.items():
+        if array.has_rows:
+            (values,) = read_table(directory, name, [row], slot=slot)
+            print(f"{slot or 'values'}: {np.asarray(values).tolist()}")
+
+
+def _print_column(
+    directory: pathlib.Path, encoder: CsvEncoder, name: str, text: str
+) -> int:
+    """Prints the rows that a text of a CSV column looks up; returns the exit status."""
+    vocabulary, tables = encoder.vocabularies.get(name), describe(directory).tables
+    if vocabulary is not None:
+        _parse_id(text, name, vocabulary)  # An unknown string is an error.
+    for feature, ids in encoder.features_of_cell(name, text).items():
+        for row in ids:
+            print(f"{feature} {text}: row {row}")
+            _print_row(directory, feature, tables[feature], row)
+    return 0
 
 
 def _find_checkpoint(path: pathlib.Path) -> tuple[pathlib.Path, pathlib.Path | None]:
@@ -71,10 +98,11 @@ def _find_checkpoint(path: pathlib.Path) -> tuple[pathlib.Path, pathlib.Path | N
     """
     path = path.resolve()
     checkpoint = path
-    for directory in (path / CHECKPOINTS_DIR, path):
-        if newest := newest_checkpoint(directory):
-            checkpoint = newest
-            break
+    if (path / CHECKPOINTS_DIR).is_dir():
+        check_files(path)
+        checkpoint = result_checkpoint(path) or path
+    else:
+        checkpoint = newest_checkpoint(path) or path
     if checkpoint.parent.name == CHECKPOINTS_DIR:
         run_dir = checkpoint.parent.parent
         check_files(run_dir)

@@ -1,22 +1,36 @@
 """The commands `tpu-embedding train` and `tpu-embedding evaluate`."""
 
+import contextlib
+import csv
 import dataclasses
 import logging
 import pathlib
 import shlex
+import sys
+from typing import Annotated, Any
 
+import tyro
 from jax.sharding import Mesh
 
 from tpu_embedding import distributed
 from tpu_embedding.host_memory import keep_freed_memory
+from tpu_embedding.paths import local_path
 from tpu_embedding.tools.cli.arguments import (
     ConfigCommand,
+    UsageError,
     emulate_devices,
     emulated_mesh,
 )
-from tpu_embedding.tools.train.origin import RunOrigin, is_csv
-from tpu_embedding.tools.train.run import evaluate, train
-from tpu_embedding.tools.train.run_directory import PLOT_FILE
+from tpu_embedding.tools.train import run_directory
+from tpu_embedding.tools.train.origin import RunOrigin, config_of_run, is_csv
+from tpu_embedding.tools.train.run import evaluate, open_data, train
+from tpu_embedding.tools.train.run_directory import PLOT_FILE, RECORDS_FILE
+from tpu_embedding.tools.train.trained_csv import (
+    CsvEncoder,
+    evaluate_rows,
+    predictor,
+    restored_model,
+)
 
 STOPPED = 75
 """Status of a run that a signal stopped: EX_TEMPFAIL of sysexits.h.
@@ -128,8 +142,11 @@ class Train(_Run):
         if distributed.is_first():
             run, served = str(directory), str(directory / "served")
             export = shlex.join(["export", run, served, *origin.export_options()])
+            schema = directory / run_directory.SCHEMA_FILE
+            predict = f"      predict  tpu-embedding predict {shlex.quote(run)} FILE\n"
             print(
                 f"next: plot     {directory / PLOT_FILE}\n"
+                f"{predict if schema.exists() else ''}"
                 f"      export   tpu-embedding {export}\n"
                 f"      inspect  tpu-embedding inspect {shlex.quote(run)}"
             )
@@ -138,13 +155,103 @@ class Train(_Run):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Evaluate(_Run):
-    """Evaluates the newest checkpoint of a run on the held-out data."""
+    """Evaluates the best or newest checkpoint of a run on the held-out data.
+
+    The first argument may also be the directory of a run of a CSV file. FILE is then
+    another CSV file with the label, and --data-dir the run's own file, whose held-out
+    rows are evaluated. The run's records do not change.
+    """
+
+    file: Annotated[pathlib.Path | None, tyro.conf.Positional] = None
+    """CSV file to evaluate a run on."""
 
     def run(self) -> int:
         """Evaluates; returns the exit status."""
+        if (local_path(self.config) / RECORDS_FILE).exists():
+            return self._run_of_directory(local_path(self.config))
         origin = self.origin()
         config = origin.load()
         mesh = self.start_devices()
         output_dir = self.output_dir or pathlib.Path("runs") / config.name
         evaluate(config, output_dir, data_dir=origin.data_dir, mesh=mesh)
+        return 0
+
+    def _run_of_directory(self, run_dir: pathlib.Path) -> int:
+        run_directory.check_files(run_dir)
+        config = config_of_run(run_dir, settings=self.set, data_dir=self.data_dir)
+        mesh = self.start_devices()
+        data: Any = CsvEncoder.read(run_dir, source=config.data, file=self.file)
+        if self.file is None and self.data_dir is not None:
+            data = open_data(config, self.data_dir)
+            run_directory.check_vocabularies(data, run_dir)
+        elif self.file is None:
+            raise UsageError(
+                f"A run keeps no rows. Pass a CSV file with the label's column: "
+                f"tpu-embedding evaluate {run_dir} FILE; or the run's own file by "
+                "--data-dir, whose held-out rows are evaluated."
+            )
+        model, plan, checkpoint = restored_model(config, data, run_dir, mesh)
+        metrics = evaluate_rows(config, model, data, plan)
+        text = "  ".join(f"{name} {value:.5g}" for name, value in metrics.items())
+        print(f"step {checkpoint.name}, {self.file or self.data_dir}: {text}")
+        return 0
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Predict:
+    """Predicts each row of a CSV file by the model of a run of a CSV file.
+
+    It needs only the run's directory. The file may have new strings, and need not have
+    the label's column.
+    """
+
+    run_dir: Annotated[pathlib.Path, tyro.conf.Positional]
+    """Output directory of the run."""
+
+    file: Annotated[pathlib.Path, tyro.conf.Positional]
+    """CSV file with the columns of the run's file."""
+
+    output: pathlib.Path | None = None
+    """CSV file to write; by default, the rows are printed."""
+
+    id: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
+    """Column to copy to the output; may be repeated. By default, rows are numbered."""
+
+    def run(self) -> int:
+        """Writes a line per row; returns the exit status."""
+        run_dir = local_path(self.run_dir)
+        run_directory.check_files(run_dir)
+        config = config_of_run(run_dir)
+        encoder = CsvEncoder.read(run_dir, source=config.data)
+        model, plan, _ = restored_model(config, encoder, run_dir, None)
+        predict = predictor(model, encoder, plan)
+        classes = getattr(config.data, "classes", ()) if encoder.num_classes else ()
+        name = "probability" if config.loss == "log_loss" else "prediction"
+        names = ["class", "probability"] if classes else [name]
+        first_row = 1
+        with contextlib.ExitStack() as stack:
+            file: Any = sys.stdout
+            if self.output is not None:
+                file = local_path(self.output).open("w", newline="", encoding="utf-8")
+                stack.enter_context(file)
+            writer = csv.writer(file, lineterminator="\n")
+            writer.writerow([*(self.id or ["row"]), *names])
+            for block in encoder.blocks(local_path(self.file)):
+                if missing := [x for x in self.id if x not in block.cells]:
+                    raise UsageError(
+                        f"--id: {self.file} has no column {missing[0]!r}, but "
+                        f"{list(block.cells)}."
+                    )
+                rows = range(first_row, first_row + len(block.lines))
+                ids = [block.cells[x] for x in self.id] or [rows]
+                values = predict(block)
+                texts = [[f"{x:.6g}" for x in values.max(-1)]] if classes else []
+                if classes:
+                    texts.insert(0, [classes[i] for i in values.argmax(-1)])
+                else:
+                    texts = [[f"{x:.6g}" for x in values]]
+                writer.writerows(zip(*ids, *texts, strict=True))
+                first_row += len(rows)
+        if self.output is not None:
+            print(f"{first_row - 1:,} rows in {self.output}")
         return 0

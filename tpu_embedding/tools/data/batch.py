@@ -54,9 +54,10 @@ class Dataset(Protocol):
 
     `ModelConfig.feature_config` and `ModelConfig.build` get the data set. It may have
     further attributes for them, such as the sizes of its vocabularies. The loop knows
-    two: `vocabularies`, a dict of the `Vocabulary` of each feature that has one, which
-    a run checks when it resumes, and an export carries; and `description`, a text that
-    is printed when a run starts.
+    three: `vocabularies`, a dict of the `Vocabulary` of each feature that has one,
+    which a run checks when it resumes, and an export carries; `schema`, whose
+    `to_json()` a run keeps and an export carries; and `description`, a text that is
+    printed when a run starts.
 
     In a job of several processes, each process feeds its own devices. It reads the
     samples of these devices alone if the data set has a further method `train_part`, as

@@ -26,7 +26,11 @@ from tpu_embedding.tools.train.run_config import (
     list_configs,
     load_config,
 )
-from tpu_embedding.tools.train.run_directory import RECORDS_FILE, read_records
+from tpu_embedding.tools.train.run_directory import (
+    RECORDS_FILE,
+    SCHEMA_FILE,
+    read_records,
+)
 
 _TEXT_SUFFIXES: Final = (".csv", ".tsv", ".txt", ".dat", ".data")
 CSV_SUFFIXES: Final = (*_TEXT_SUFFIXES, *(f"{x}.gz" for x in _TEXT_SUFFIXES))
@@ -93,7 +97,7 @@ class RunOrigin:
         options = []
         if self.record()["config"] not in list_configs():
             options += ["--config", self.config]
-        if self.data_dir is not None:
+        if self.data_dir is not None and self.record()["config"] != _CSV_CONFIG:
             options += ["--data-dir", self.data_dir]
         if self.record()["config"] != _CSV_CONFIG:
             options += [word for text in self.settings for word in ("--set", text)]
@@ -121,7 +125,8 @@ def config_of_run(
 
     Raises:
       ConfigError: if the config is unknown, or its model differs from the run's.
-      DataError: if the run read data, and `data_dir` is None.
+      DataError: if the run read data, `data_dir` is None, and it is not a run of a CSV
+        file, which keeps a schema.
       RunDirectoryError: if a record is damaged.
     """
     origin, run = _latest_start(directory)
@@ -145,7 +150,8 @@ def config_of_run(
             "to execute; pass the Python file with --config, and its changes with "
             "--set."
         )
-    if recorded_dir is not None and data_dir is None:
+    has_schema = name == _CSV_CONFIG and (directory / SCHEMA_FILE).exists()
+    if recorded_dir is not None and data_dir is None and not has_schema:
         raise DataError(
             f"{directory} was trained on the data in {recorded_dir!r:.200}, and a run "
             "cannot name files to read; pass their path with --data-dir."

@@ -8,6 +8,7 @@ checkpoints; the first one prints, and writes records and plot.
 import contextlib
 import dataclasses
 import faulthandler
+import json
 import math
 import pathlib
 import signal
@@ -65,6 +66,8 @@ class RunResult:
 
     Attributes:
       step: number of steps done, including those before a resume.
+      best_step: step of the checkpoint with these metrics: the best one if the config
+        keeps it. None if a signal stopped the run.
       metrics: metrics on the held-out data, the main one first; None if a signal
         stopped the run, whose state is saved.
       target_met: True if the config's target is met; None if it has none, or if the
@@ -72,6 +75,7 @@ class RunResult:
     """
 
     step: int
+    best_step: int | None = None
     metrics: dict[str, float] | None = None
     target_met: bool | None = None
 
@@ -148,7 +152,7 @@ def evaluate(
     data_dir: Any = None,
     mesh: Mesh | None = None,
 ) -> RunResult:
-    """Evaluates the newest checkpoint of a run on the held-out data.
+    """Evaluates the best or newest checkpoint of a run on the held-out data.
 
     Args and errors as in `train`. The run's records get the metrics.
     """
@@ -156,14 +160,15 @@ def evaluate(
     data = open_data(config, data_dir)
     directory = local_path(output_dir).resolve()
     run_directory.check_files(directory)
-    if run_directory.newest_checkpoint(directory / CHECKPOINTS_DIR) is None:
+    checkpoint = run_directory.result_checkpoint(directory)
+    if checkpoint is None:
         raise RunDirectoryError(
             f"{output_dir} holds no checkpoint to evaluate; pass the output directory "
             "of a run that saved one."
         )
     run = _Run(config, directory, data, mesh)
     with run.checkpoints:
-        run.restore("resume")
+        run.restore("resume", step=int(checkpoint.name))
         run.start_report()
         with contextlib.closing(run.report):
             return run.finish()
@@ -215,16 +220,22 @@ class _Run:
     ):
         self.config, self.directory, self.data = config, directory, data
         self.plan: EmbeddingPlan = run_steps.make_run_plan(config, data, mesh)
-        options = ocp.CheckpointManagerOptions(max_to_keep=config.checkpoints_kept)
+        options = ocp.CheckpointManagerOptions(preservation_policy=_Kept(self))
         path = directory / CHECKPOINTS_DIR
         self.checkpoints = ocp.CheckpointManager(path, options=options)
         self.tells_events = False
+        self.evaluations: dict[int, dict[str, float]] = {}
         # Batches are prepared ahead, so `sizes` runs ahead of the sizes after `step`.
         self.sizes, self.sizes_so_far = BufferSizes(), {}
         self.exchanged: dict[str, Any] = {}
 
-    def restore(self, existing_run: ExistingRun) -> None:
-        """Restores the state, or finds that there is none to restore."""
+    def restore(self, existing_run: ExistingRun, step: int | None = None) -> None:
+        """Restores the state, or finds that there is none to restore.
+
+        Args:
+          existing_run: treatment of a checkpoint.
+          step: step of the checkpoint. Defaults to the newest one.
+        """
         config, data, plan = self.config, self.data, self.plan
         graph, abstract = run_steps.abstract_train_state(config, data, plan)
         self.graph, self.abstract = graph, abstract
@@ -232,7 +243,7 @@ class _Run:
             run_steps.make_evaluation_step(graph, config.loss),
             out_shardings=plan.replicated,
         )
-        self.step = self.checkpoints.latest_step() or 0
+        self.step = step or self.checkpoints.latest_step() or 0
         if self.step and existing_run == "refuse":
             raise RunDirectoryError(
                 f"{self.directory} holds a run, saved at step {self.step}. Continue it "
@@ -246,6 +257,30 @@ class _Run:
             with errors_of_reading(f"The description of the checkpoint {path}"):
                 saved = dict(describe(path).description).get(_SIZES)
                 self.sizes = BufferSizes.from_json(saved) if saved else BufferSizes()
+        if step is None:  # Later records are of steps that a resumed run repeats.
+            recorded = run_directory.evaluations_of(self.directory)
+            self.evaluations = {s: x for s, x in recorded.items() if s < self.step}
+
+    @property
+    def best_step(self) -> int:
+        """Step of the best evaluation whose checkpoint exists, if the config keeps it.
+
+        Otherwise, it is the present step.
+        """
+        if not self.config.keep_best:
+            return self.step
+        saved = self.checkpoints.all_steps()
+        kept = {s: x for s, x in self.evaluations.items() if s in saved}
+        return run_directory.best_step(kept) if kept else self.step
+
+    @property
+    def ends_early(self) -> bool:
+        """True if the latest evaluations are not better than an earlier one."""
+        if not self.config.patience or not self.evaluations:
+            return False
+        best = run_directory.best_step(self.evaluations)
+        num_worse = sum(step > best for step in self.evaluations)
+        return num_worse >= self.config.patience
 
     @property
     def evaluates_first(self) -> bool:
@@ -264,6 +299,10 @@ class _Run:
         self.report = RunReport(self.directory, config, self.step, record)
         if not self.step and distributed.is_first():
             save_vocabularies(self.directory, getattr(data, "vocabularies", {}))
+            if schema := getattr(data, "schema", None):
+                text = json.dumps(schema.to_json())
+                path = self.directory / run_directory.SCHEMA_FILE
+                run_directory.replace_text(path, text)
         if description := getattr(data, "description", None):
             self.report.line(description)
         self.report.line(str(plan) if verbose else format_tables(plan))
@@ -307,6 +346,8 @@ class _Run:
         steps = range(self.step, max(self.step, config.num_steps))
         if self.evaluates_first and steps:
             self.evaluate()
+            if self.ends_early:
+                return "done"
         ready = run_steps.train_batches(config, self.data, self.plan, steps, self.sizes)
         with_rows = self.with_host_rows(ready, lambda batch: batch.features)
         with contextlib.closing(ready), contextlib.closing(with_rows) as batches:
@@ -323,7 +364,9 @@ class _Run:
                 stops = self.checkpoints.reached_preemption(done) or stop.is_set()
                 stops = (stops or done == stop_at) and not is_last
                 every = config.checkpoint_every
-                if stops or is_last or (every > 0 and done % every == 0):
+                is_due = config.keep_best and config.evaluates_after(done)
+                is_due = is_due or (every > 0 and done % every == 0)
+                if stops or is_last or is_due:
                     meter.read(done)
                     self._save()
                 if stops:
@@ -331,9 +374,14 @@ class _Run:
                 if not is_last and config.evaluates_after(done):
                     meter.read(done)
                     self.evaluate()
+                    if self.ends_early:
+                        num = f"{config.patience} evaluations"
+                        self.report.line(f"ends early: no better one in {num}")
+                        break
         with _named_errors(self.directory):
             self.checkpoints.wait_until_finished()
-        return "done" if self.step >= config.num_steps else "stopped"
+        is_done = self.step >= config.num_steps or self.ends_early
+        return "done" if is_done else "stopped"
 
     def with_host_rows(
         self, batches: Iterable[_Item], features_of: Callable[[_Item], Any]
@@ -380,8 +428,8 @@ class _Run:
         with _named_errors(self.directory):
             self.checkpoints.save(self.step, args=state, force=True)
 
-    def evaluate(self) -> dict[str, float]:
-        """Returns the metrics on the held-out data, and reports them."""
+    def evaluate(self) -> None:
+        """Computes the metrics on the held-out data, and reports them."""
         # New sizes each time, so a resumed run sums in the same order.
         sizes = BufferSizes()
 
@@ -410,12 +458,18 @@ class _Run:
                     f"The evaluation after step {self.step} has the {name} {value}."
                 )
         self.report_scalars(self.step, "evaluation", metrics)
-        return metrics
+        self.evaluations[self.step] = metrics
 
     def finish(self) -> RunResult:
-        """Evaluates the trained model; reports the result and the target."""
+        """Evaluates the trained model; reports the result and the target.
+
+        With `keep_best`, the result is the best checkpoint's.
+        """
         config, target = self.config, self.config.target
-        metrics = self.evaluate()
+        if self.step not in self.evaluations:
+            self.evaluate()
+        best_step = self.best_step
+        metrics = self.evaluations[best_step]
         metric = LOSSES[config.loss].metric
         if target is not None and target.metric in metrics:
             metric = target.metric
@@ -428,7 +482,9 @@ class _Run:
         is_met = None
         if target is not None and target.metric in metrics:
             is_met = target.is_met(metrics[target.metric], teacher)
-        result = RunResult(step=self.step, metrics=metrics, target_met=is_met)
+        result = RunResult(
+            step=self.step, best_step=best_step, metrics=metrics, target_met=is_met
+        )
         self.tell("result", **dataclasses.asdict(result))
         self.report.record({"result": dataclasses.asdict(result)})
         self.report.plot(metric, teacher)
@@ -442,8 +498,24 @@ class _Run:
             ratio = metrics[metric] / teacher
             word = "constant" if name == "constant_loss" else "teacher"
             against = f" ({word} {teacher:.4f}, ratio {ratio:.4f})"
+        if best_step != self.step:
+            against += f", of the best checkpoint, step {best_step}"
         self.report.line(f"result: {metric} {metrics[metric]:.4f}{against}")
         return result
+
+
+class _Kept:
+    """Orbax's policy of kept checkpoints: the latest ones, and the best one."""
+
+    def __init__(self, run: _Run):
+        self._run = run
+
+    def should_preserve(self, checkpoints: Any, *, context: Any) -> list[bool]:
+        """Returns True for each checkpoint to keep, the oldest first."""
+        del context
+        config, best = self._run.config, self._run.best_step
+        first = len(checkpoints) - config.checkpoints_kept
+        return [i >= first or x.step == best for i, x in enumerate(checkpoints)]
 
 
 @contextlib.contextmanager

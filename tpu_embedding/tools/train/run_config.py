@@ -211,6 +211,10 @@ class RunConfig:
       evaluate_from: step before which nothing is evaluated.
       checkpoint_every: steps between checkpoints; 0 saves only at the end.
       checkpoints_kept: number of latest checkpoints to keep; older ones are deleted.
+      keep_best: True also keeps the checkpoint with the lowest main metric on the
+        held-out data, and makes it the result. Each evaluation then saves one.
+      patience: number of evaluations without a lower main metric after which a run
+        ends; 0 runs all steps.
       on_event: gets each `RunEvent` of `train`, on the first process of a job, for a
         log of your own. It may be a dataclass with `__call__`, whose fields `--set`
         can change.
@@ -240,6 +244,8 @@ class RunConfig:
     evaluate_from: int = 0
     checkpoint_every: int = 0
     checkpoints_kept: int = 3
+    keep_best: bool = False
+    patience: int = 0
     on_event: Callable[["RunEvent"], None] = ignore_event
 
     def __post_init__(self):
@@ -284,6 +290,7 @@ _RULES: Final = {
     "evaluate_from": int_rule(0),
     "checkpoint_every": int_rule(0),
     "checkpoints_kept": int_rule(1),
+    "patience": int_rule(0),
 }
 
 

@@ -7,10 +7,11 @@ record raises an error that names the file.
 import contextlib
 import fcntl
 import json
+import math
 import os
 import pathlib
 import stat
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, Final
 
 import orbax.checkpoint as ocp
@@ -29,6 +30,7 @@ LOCK_FILE: Final = "run.lock"
 CHECKPOINTS_DIR: Final = "checkpoints"
 TENSORBOARD_DIR: Final = "tensorboard"
 PROFILE_DIR: Final = "profile"
+SCHEMA_FILE: Final = "schema.json"
 
 _MAX_LINE_BYTES: Final = 2**22
 """Longest line of records that is parsed: JSON takes up to 25 times its size."""
@@ -107,7 +109,7 @@ def check_files(directory: pathlib.Path, names: Iterable[str] | None = None) -> 
     """
     if names is None:
         names = (RECORDS_FILE, PLOT_FILE, LOCK_FILE, CHECKPOINTS_DIR)
-        names = (*names, TENSORBOARD_DIR, PROFILE_DIR, VOCABULARIES_DIR)
+        names = (*names, TENSORBOARD_DIR, PROFILE_DIR, VOCABULARIES_DIR, SCHEMA_FILE)
     unchecked = [directory / name for name in names]
     while unchecked:
         path = unchecked.pop()
@@ -131,6 +133,35 @@ def newest_checkpoint(directory: pathlib.Path) -> pathlib.Path | None:
     saved = ocp.utils.checkpoint_steps_paths(directory)
     steps = [path.name for path in saved if path.name.isdecimal()]
     return directory / max(steps, key=int) if steps else None
+
+
+def result_checkpoint(directory: pathlib.Path) -> pathlib.Path | None:
+    """Returns a run's best checkpoint if its config keeps it, else the newest one."""
+    run: dict[str, Any] = {}
+    for record in read_records(directory / RECORDS_FILE):
+        run = record.get("run", run)
+    newest = newest_checkpoint(directory / CHECKPOINTS_DIR)
+    if newest is None or run.get("keep_best") is not True:
+        return newest
+    saved = {path.name for path in newest.parent.iterdir()}
+    evaluations = evaluations_of(directory)
+    evaluations = {s: values for s, values in evaluations.items() if str(s) in saved}
+    return newest.with_name(str(best_step(evaluations))) if evaluations else newest
+
+
+def evaluations_of(directory: pathlib.Path) -> dict[int, dict[str, float]]:
+    """Returns the metrics of a run's evaluations by step; the last record counts."""
+    evaluations = {}
+    for record in read_records(directory / RECORDS_FILE):
+        values = list(record.get("evaluation", {}).values())
+        if values and all(type(x) is float and math.isfinite(x) for x in values):
+            evaluations[record.get("step", 0)] = record["evaluation"]
+    return dict(sorted(evaluations.items()))
+
+
+def best_step(evaluations: Mapping[int, Mapping[str, float]]) -> int:
+    """Returns the first step with the lowest main metric, which comes first."""
+    return min(evaluations, key=lambda step: next(iter(evaluations[step].values())))
 
 
 def read_records(path: pathlib.Path) -> Iterator[dict[str, Any]]:
