@@ -390,6 +390,8 @@ def _read_columns(
     numbers = {name: np.concatenate(blocks.pop(name)) for name in list(blocks)}
     source = dataclasses.replace(source, **labels.fields(source))
     numbers[source.label] = labels.labels(source)
+    if source.task == "binary":
+        labels.check_both(numbers[source.label])
     return source, columns, numbers, strings
 
 

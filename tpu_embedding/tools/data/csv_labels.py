@@ -179,14 +179,16 @@ class LabelColumn:
                 label = label >= source.positive_from
             by_number[number] = label
         by_number = np.append(by_number, np.nan).astype(np.float32)  # For -1.
-        labels = by_number[np.concatenate(self._numbers)]
+        return by_number[np.concatenate(self._numbers)]
+
+    def check_both(self, labels: np.ndarray) -> None:
+        """Raises a DataError if the labels of a binary task lack 0 or 1."""
         present = labels[~np.isnan(labels)]
-        if source.task == "binary" and len(np.unique(present)) < 2:
+        if len(np.unique(present)) < 2:
             raise self._error(
                 f"the labels of {len(present)} rows must hold both 0 and 1",
                 "add rows of both kinds, or change data.positive or positive_from",
             )
-        return labels
 
     def _merged(self) -> list[str]:
         """Returns the keys, with 1 and 0 for true and false among numbers."""
@@ -221,7 +223,10 @@ def read_label_fields(path: pathlib.Path, source: Any) -> tuple[Any, float]:
         source.check_columns(path, list(block.cells))
         column.add(block)
     source = dataclasses.replace(source, **column.fields(source))
-    return source, float(np.nanstd(column.labels(source), dtype=np.float64))
+    labels = column.labels(source)
+    if source.task == "binary":
+        column.check_both(labels)
+    return source, float(np.nanstd(labels, dtype=np.float64))
 
 
 def describe_labels(source: Any, labels: np.ndarray) -> str:

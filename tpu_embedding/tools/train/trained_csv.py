@@ -31,9 +31,9 @@ from tpu_embedding.tools.data.batch import (
     join_samples,
     padded_batches,
 )
-from tpu_embedding.tools.data.csv_columns import read_labels
+from tpu_embedding.tools.data.csv_labels import LabelColumn
 from tpu_embedding.tools.data.csv_schema import CellError, CsvSchema
-from tpu_embedding.tools.data.csv_text import CsvBlock, read_blocks
+from tpu_embedding.tools.data.csv_text import CsvBlock, find_encoding, read_blocks
 from tpu_embedding.tools.train import run_directory, run_steps
 from tpu_embedding.tools.train.losses import Metrics, merge_batches, values_of
 from tpu_embedding.tools.train.run_config import RunConfig
@@ -94,7 +94,7 @@ class CsvEncoder:
     @property
     def sequence_lengths(self) -> Mapping[str, int]:
         """Columns of a feature of several columns."""
-        return getattr(self.schema, "sequence_lengths", {})
+        return self.schema.sequence_lengths
 
     @property
     def number_scales(self) -> dict[str, tuple[float, float]]:
@@ -104,14 +104,13 @@ class CsvEncoder:
     @property
     def label_scale(self) -> tuple[float, float] | None:
         """A placeholder in a regression, as `number_scales`; otherwise None."""
-        is_regression = getattr(self.source, "task", None) == "regression"
-        return (0.0, 1.0) if is_regression else None
+        return (0.0, 1.0) if self.source.task == "regression" else None
 
     @property
     def num_classes(self) -> int | None:
         """Classes of the label, or None if it is not one of several classes."""
-        is_class = getattr(self.source, "task", None) == "classes"
-        return len(self.source.classes) if is_class else None
+        source = self.source
+        return len(source.classes) if source.task == "classes" else None
 
     def encode(
         self, cells: Mapping[str, Sequence[str]], error: CellError | None = None
@@ -165,10 +164,12 @@ class CsvEncoder:
             name = self.source.label
             if name not in block.cells:
                 raise DataError(f"{self.file} has no column {name!r} of the labels.")
-            labels = read_labels(block, name, self.source.positive_from)
+            column = LabelColumn(self.file, name)
+            column.add(block)
+            labels = column.labels(self.source)
             batch = self.encode(block.cells, block.error)
             batch = dataclasses.replace(batch, labels=labels)
-            rows = np.arange(num_rows)
+            rows = np.flatnonzero(~np.isnan(labels))
             yield from padded_batches(
                 lambda samples, batch=batch: join_samples([batch], [samples]),
                 rows,
@@ -177,11 +178,11 @@ class CsvEncoder:
 
     def blocks(self, path: pathlib.Path) -> Iterator[CsvBlock]:
         """Yields the rows of a file that is written as the run's."""
-        options = {}
-        if encoding := getattr(self.source, "encoding", None):
-            options["encoding"] = encoding
         source = self.source
-        yield from read_blocks(path, source.delimiter, source.column_names, **options)
+        encoding = source.encoding or find_encoding(path)
+        yield from read_blocks(
+            path, source.delimiter, source.column_names, encoding=encoding
+        )
 
 
 def saved_checkpoint(run_dir: pathlib.Path) -> pathlib.Path:
