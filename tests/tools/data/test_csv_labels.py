@@ -27,7 +27,10 @@ def resolved(cells, **settings):
     column = column_of(cells)
     source = CsvSource(label="y", **settings)
     source = dataclasses.replace(source, **column.fields(source))
-    return source, column.labels(source)
+    labels = column.labels(source)
+    if source.task == "binary":
+        column.check_both(labels)
+    return source, labels
 
 
 BINARY = {

@@ -56,8 +56,8 @@ def test_a_metric_that_the_held_out_samples_do_not_determine():
     config = dataclasses.replace(
         small_config(), target=Target(metric="auc", at_least=0.5)
     )
-    run, shown = mock.Mock(config=config, step=6, data=object()), []
-    run.evaluate.return_value, run.report.line = {"log_loss": 0.5}, shown.append
+    run, shown = mock.Mock(config=config, step=6, data=object(), best_step=6), []
+    run.evaluations, run.report.line = {6: {"log_loss": 0.5}}, shown.append
     assert _Run.finish(run).target_met is None
     assert shown[0].endswith("unknown, because the held-out labels are all equal")
 
