@@ -55,7 +55,7 @@ def check_cli(words):
     if "--help" in words or "--version" in words:
         return
     parsed = parse(words)
-    if words[0] in ("doctor", "export", "inspect"):
+    if words[0] in ("doctor", "export", "inspect", "predict"):
         return
     is_path = parsed.config.endswith(
         (".py", ".csv", ".dat")

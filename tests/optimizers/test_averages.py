@@ -32,12 +32,16 @@ def final_rows(tables, slots, plan):
     return te.functional.unstack_tables(tables, plan), tables, slots
 
 
-@pytest.mark.parametrize("start", ["first_update", "initial_values"])
-@pytest.mark.parametrize("case", RULES)
+@pytest.mark.parametrize(
+    ("case", "start"),
+    [
+        *((case, "first_update") for case in RULES),
+        ("sgd", "initial_values"),
+        ("collected", "initial_values"),
+    ],
+)
 def test_averages_equal_averages_of_the_whole_table_in_every_step(case, start):
     rule, num_devices, options = RULES[case]
-    if start == "initial_values" and case not in ("sgd", "collected"):
-        pytest.skip("covered by the other cases")
     averaged_rule = opt.with_ema(rule, momentum=0.7, start=start)
     plan = plan_of(NAMES, averaged_rule, num_devices, **options)
     alone = rows_after_each_step(plan_of(NAMES, rule, num_devices, **options), NAMES, 5)

@@ -98,6 +98,9 @@ def _run(command: Any) -> int:
         return command.run()
     except KeyboardInterrupt:
         return _fail("interrupted", 130)
+    except BrokenPipeError:  # The reader of a pipe has enough, as `head` does.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
     except Exception as error:
         if not isinstance(error, _WRONG_ERRORS + _FAILURES):
             traceback.print_exc()
