@@ -206,7 +206,7 @@ class CsvSource:
     White space around a cell or an element of a list does not count. Columns that are
     named in no field are recognised from the first rows, by `csv_recognition`: cells
     with the separator are lists, numbers and dates are those that all cells are, and
-    all others are categories. So are integers that have few different values, or
+    the rest are categories. So are integers that have few different values, or
     identify something.
 
     The label selects the task. Two values make a binary task; the positive value is the
@@ -218,7 +218,7 @@ class CsvSource:
       label: name of the column of labels.
       task: what to predict, or None to recognise it: `"binary"`, `"classes"`, or
         `"regression"`.
-      positive: value of the label that counts as 1; all others count as 0.
+      positive: value of the label that counts as 1; other values count as 0.
       classes: values of the label, in the order of the model's outputs. By default,
         all that the file has.
       positive_from: smallest number in the label's column that counts as 1, for

@@ -30,7 +30,7 @@ class LabelColumn:
     """The cells of a label's column, each numbered by its value.
 
     `1` and `1.0` are the same value, and so are `true` and `True`. If numbers occur,
-    `true` is 1 and `false` is 0. A missing cell has no value.
+    `true` is 1 and `false` is 0. A missing cell is skipped.
 
     Attributes:
       values: each value, as it occurs first; the key is the same for all its spellings.

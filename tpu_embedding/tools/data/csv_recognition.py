@@ -163,7 +163,7 @@ def _integer_dates(name: str, texts: list[str], values: np.ndarray) -> str | Non
 
 
 def _date_format(different: set[str]) -> str | None:
-    """Returns the format of dates, or None if some text has another one."""
+    """Returns the format of dates, or None if some text differs."""
     texts = list(different)
     if not all(5 < len(text) < 40 and re.search("[0-9]", text) for text in texts[:20]):
         return None

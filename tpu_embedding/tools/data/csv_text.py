@@ -105,7 +105,7 @@ def read_blocks(
     *,
     encoding: str | None = None,
 ) -> Iterator[CsvBlock]:
-    """Yields the rows of a file in blocks; at least one, which may have no rows.
+    """Yields the rows of a file in blocks; at least one, which may be empty.
 
     Args:
       path: path of the file.

@@ -268,7 +268,7 @@ def _difference(
       name: of the array.
       actual: float32 `[rows, dim]`.
       expected: float32, of the same shape.
-      rows: those that may differ by rounding; all others must have the same bits.
+      rows: those that may differ by rounding; all other rows must have the same bits.
     """
     is_wrong = actual.view(np.int32) != expected.view(np.int32)
     tolerance = _TOLERANCE * (1 + np.abs(expected[rows]))
