@@ -86,5 +86,5 @@ def test_held_out_samples_of_another_reader():
 
 @pytest.mark.parametrize("num_held_out", [8, 9])
 def test_too_few_samples_are_refused(num_held_out):
-    with pytest.raises(DataError, match="has 8 samples, too few to hold out"):
+    with pytest.raises(DataError, match="has 8 samples.*num_evaluation_samples="):
         BlockDataset(Numbers([0, 8]), batch_size=2, num_evaluation_samples=num_held_out)

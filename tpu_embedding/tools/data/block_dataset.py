@@ -100,7 +100,7 @@ class BlockDataset:
             self.num_train_samples -= self.num_evaluation_samples
         if self.num_evaluation_samples > available or self.num_train_samples < 1:
             raise DataError(
-                f"{self._evaluation_reader} has {available} samples, too few to hold "
+                f"{self._evaluation_reader} has {available} samples and cannot hold "
                 f"out num_evaluation_samples={num_evaluation_samples}; change it, or "
                 "name files to evaluate."
             )
