@@ -20,7 +20,7 @@ from tpu_embedding.tools.data.csv_schema import DAY_SECONDS, Column, ColumnKind
 MAX_CATEGORIES: Final = 20
 """Different integers up to which they are categories."""
 
-NUM_BUCKETS: Final = 16
+NUM_BUCKETS: Final = 12
 """Most buckets of a number. With 32, the AUC of a credit file was 0.001 lower."""
 
 _MIN_BUCKET_ROWS: Final = 16
