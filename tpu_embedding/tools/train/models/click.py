@@ -34,7 +34,7 @@ class Outputs:
         range, or `te.metrics.Ranks`.
     """
 
-    scores: Float[Array, "batch *classes"]
+    scores: Array
     predictions: Any
 
 
