@@ -1,10 +1,16 @@
 """Commands: their help, their exit statuses, and errors in one line."""
 
+import subprocess
+import sys
+import types
+from unittest import mock
+
 import pytest
 
 import tpu_embedding
 from tests.tools.train.runs import SMALL, set_options
 from tpu_embedding.tools import cli
+from tpu_embedding.tools.cli import command
 
 
 def status_of(*arguments):
@@ -17,7 +23,15 @@ def status_of(*arguments):
 def test_help(capsys):
     assert status_of("--help") == 0
     shown = capsys.readouterr().out
-    for name in ("train", "evaluate", "compile", "export", "inspect", "doctor"):
+    for name in (
+        "train",
+        "evaluate",
+        "predict",
+        "compile",
+        "export",
+        "inspect",
+        "doctor",
+    ):
         assert f" {name} " in shown
 
 
@@ -84,3 +98,29 @@ def test_train_and_evaluate(tmp_path, capsys):
     (trained,) = [s for s in capsys.readouterr().out.splitlines() if "result" in s]
     assert status_of("evaluate", *run) == 0
     assert trained in capsys.readouterr().out
+
+
+def test_output_that_nobody_reads_ends_a_command_quietly():
+    program = (
+        "from tpu_embedding.tools.cli import command\n"
+        "class Lines:\n"
+        "    def run(self):\n"
+        "        for line in range(10**6):\n"
+        "            print(line)\n"
+        "raise SystemExit(command._run(Lines()))\n"
+    )
+    process = subprocess.Popen(
+        [sys.executable, "-c", program], stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    )
+    assert process.stdout is not None and process.stderr is not None
+    with process:
+        assert process.stdout.readline() == b"0\n"
+        process.stdout.close()
+        errors = process.stderr.read()
+    assert (process.returncode, errors) == (141, b"")
+
+
+def test_another_broken_pipe_is_an_error(capsys):
+    failing = types.SimpleNamespace(run=mock.Mock(side_effect=BrokenPipeError("gone")))
+    assert command._run(failing) == 1
+    assert "gone" in capsys.readouterr().err

@@ -147,6 +147,6 @@ def test_outputs_and_directories_are_checked_first(tmp_path):
     (tmp_path / "full" / "file").touch()
     with pytest.raises(te.export.ExportError, match="must be a new directory"):
         export(tmp_path, tmp_path / "full")
-    with pytest.raises(CheckpointError, match="no complete checkpoint"):
+    with pytest.raises(CheckpointError, match="must have a complete checkpoint"):
         export(tmp_path, tmp_path / "new")
     assert [path.name for path in tmp_path.iterdir()] == ["full"]

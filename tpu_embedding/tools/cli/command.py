@@ -6,6 +6,7 @@ run, which saved its state.
 """
 
 import os
+import select
 import sys
 import traceback
 from collections.abc import Sequence
@@ -31,6 +32,9 @@ from tpu_embedding.tools.train.run_directory import RunDirectoryError
 
 FAILED: Final = 1
 WRONG: Final = 2
+
+_CLOSED_OUTPUT: Final = 141
+"""Status of a shell's command that SIGPIPE ended, 128 + 13."""
 
 COMMANDS: Final = {
     "train": Train,
@@ -98,15 +102,29 @@ def _run(command: Any) -> int:
         return command.run()
     except KeyboardInterrupt:
         return _fail("interrupted", 130)
-    except BrokenPipeError:  # The reader of a pipe has enough, as `head` does.
+    except BrokenPipeError as error:
+        if not _output_is_closed():
+            return _fail(f"BrokenPipeError: {error}", FAILED)
+        # Else Python writes the rest at its exit, and prints an error.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 0
+        return _CLOSED_OUTPUT
     except Exception as error:
         if not isinstance(error, _WRONG_ERRORS + _FAILURES):
             traceback.print_exc()
         status = WRONG if isinstance(error, _WRONG_ERRORS) else FAILED
         (text,) = str(error).splitlines()[:1] or [""]
         return _fail(f"{type(error).__name__}: {text}", status)
+
+
+def _output_is_closed() -> bool:
+    """Returns True if the reader of the output has enough, as `head` does."""
+    try:
+        descriptor = sys.stdout.fileno()
+    except OSError:  # Not a file, as in a notebook.
+        return False
+    poll = select.poll()
+    poll.register(descriptor, 0)
+    return any(event & select.POLLERR for _, event in poll.poll(0))
 
 
 def _fail(message: str, status: int) -> int:

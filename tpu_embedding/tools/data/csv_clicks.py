@@ -110,6 +110,60 @@ class CsvClicks(BlockDataset):
             trained = labels[is_trained].astype(np.float64)
             self.label_scale = float(trained.mean()), float(trained.std()) or 1.0
         self._labels = labels[is_trained], labels[is_held_out]
+        features, dense, lines = self._encode(
+            source, columns, numbers, strings, labels, is_trained, is_held_out
+        )
+        if not features:
+            raise DataError(
+                f"{path} must have a number that varies, or a category that occurs "
+                f"{source.min_count} times; lower data.min_count, or name its column "
+                "by data.categories."
+            )
+        self.schema = CsvSchema(tuple(columns.values()))
+        self.vocabulary_sizes = self.schema.feature_sizes(self.vocabularies)
+        self.sequence_lengths = self.schema.sequence_lengths
+        features = self.schema.joined(features, self.vocabularies)
+        self.number_scales = {
+            name: _scale(values[is_trained]) for name, values in dense.items()
+        }
+        heading = [
+            f"{path.name}: {num_labels:,} rows, {is_held_out.sum():,} of them held out",
+            describe_labels(source, labels[is_labelled]),
+        ]
+        if source.encoding not in (None, "utf-8"):
+            heading.append(f"read as {source.encoding}; data.encoding names another")
+        if num_labels < len(labels):
+            heading.append(f"dropped {len(labels) - num_labels:,} rows without a label")
+        self.description = "\n".join([*heading, *lines])
+        weights = np.ones(len(labels), np.float32)
+        rows = Batch(
+            features=features, dense=dense or None, labels=labels, weights=weights
+        )
+        super().__init__(
+            _Rows(rows, np.flatnonzero(is_trained)),
+            batch_size=batch_size,
+            evaluation_reader=_Rows(rows, np.flatnonzero(is_held_out)),
+            seed=seed,
+        )
+
+    def _encode(
+        self,
+        source: "CsvSource",
+        columns: dict[str, Column],
+        numbers: dict[str, np.ndarray],
+        strings: dict[str, Strings],
+        labels: np.ndarray,
+        is_trained: np.ndarray,
+        is_held_out: np.ndarray,
+    ) -> tuple[dict[str, FeatureIds], dict[str, np.ndarray], list[str]]:
+        """Encodes the columns, frees their cells, and sets the vocabularies.
+
+        `columns` gets what the training rows tell of each: bucket edges, and columns
+        without a value that repeats, which are ignored.
+
+        Returns:
+          Ids and numbers by feature; and the lines of the description about columns.
+        """
         features: dict[str, FeatureIds] = {}
         dense: dict[str, np.ndarray] = {}
         self.vocabularies: dict[str, Vocabulary] = {}
@@ -143,46 +197,9 @@ class CsvClicks(BlockDataset):
             size = " + ".join(f"{size:,}" for size in sizes.values()) or "-"
             shown.append((name, column.kind, distinct, size, column.because))
         shown.append((source.label, "label", "-", "-", "data.label"))
-        if not features:
-            raise DataError(
-                f"{path} must have a number that varies, or a category that occurs "
-                f"{source.min_count} times; lower data.min_count, or name its column "
-                "by data.categories."
-            )
-        self.schema = CsvSchema(tuple(columns.values()))
-        self.vocabulary_sizes = self.schema.feature_sizes(self.vocabularies)
-        self.sequence_lengths = self.schema.sequence_lengths
-        features = self.schema.joined(features, self.vocabularies)
-        self.number_scales = {
-            name: _scale(values[is_trained]) for name, values in dense.items()
-        }
-        lines = [
-            f"{path.name}: {num_labels:,} rows, {is_held_out.sum():,} of them held out",
-            describe_labels(source, labels[is_labelled]),
-        ]
-        if source.encoding not in (None, "utf-8"):
-            lines.append(f"read as {source.encoding}; data.encoding names another")
-        if num_labels < len(labels):
-            lines.append(f"dropped {len(labels) - num_labels:,} rows without a label")
-        self.description = "\n".join(
-            [
-                *lines,
-                format_table(shown, num_left_aligned=2),
-                *warnings,
-                "change a kind by --set data.categories=COLUMN, data.numbers, "
-                "data.lists or data.ignored",
-            ]
-        )
-        weights = np.ones(len(labels), np.float32)
-        rows = Batch(
-            features=features, dense=dense or None, labels=labels, weights=weights
-        )
-        super().__init__(
-            _Rows(rows, np.flatnonzero(is_trained)),
-            batch_size=batch_size,
-            evaluation_reader=_Rows(rows, np.flatnonzero(is_held_out)),
-            seed=seed,
-        )
+        lines = [format_table(shown, num_left_aligned=2), *warnings]
+        fix = "data.categories=COLUMN, data.numbers, data.lists or data.ignored"
+        return features, dense, [*lines, f"change a kind by --set {fix}"]
 
     def constant_loss(self) -> float:
         """Returns the held-out RMSE of the training labels' mean, for a regression.

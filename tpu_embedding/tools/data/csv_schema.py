@@ -241,8 +241,8 @@ class CsvSchema:
     ) -> dict[str, FeatureIds]:
         """Returns the features of a model from the features of the columns.
 
-        If there are many, those of one id per row become one, int32 `[rows, columns]`.
-        The ids of each column follow the ones of the column before.
+        If there are many, the ones of one id per row become one, int32
+        `[rows, columns]`. The ids of each column follow the ones of the column before.
         """
         if not self.sequence_lengths:
             return features

@@ -190,7 +190,7 @@ def saved_checkpoint(run_dir: pathlib.Path) -> pathlib.Path:
     checkpoint = run_directory.result_checkpoint(run_dir)
     if checkpoint is None:
         raise CheckpointError(
-            f"There is no complete checkpoint in {run_dir / CHECKPOINTS_DIR}; pass the "
+            f"{run_dir / CHECKPOINTS_DIR} must have a complete checkpoint; pass the "
             "output directory of a run that saved one."
         )
     return checkpoint
@@ -202,7 +202,7 @@ def restored_model(
     """Returns the model of a run's best or newest checkpoint, its plan, and the path.
 
     Raises:
-      CheckpointError: if there is no checkpoint, or it has another config.
+      CheckpointError: if the checkpoint is missing, or has another config.
     """
     checkpoint = saved_checkpoint(run_dir)
     plan = run_steps.make_run_plan(config, data, mesh)
@@ -227,7 +227,7 @@ def evaluate_rows(
     """Returns the metrics of a model on the evaluation batches of some data.
 
     Raises:
-      DataError: if there are no rows, or labels have no meaning for the loss.
+      DataError: if rows are missing, or labels have no meaning for the loss.
     """
     graph, state = nnx.split((model,))
     step = jax.jit(run_steps.make_evaluation_step(graph, config.loss))
