@@ -36,9 +36,10 @@ from tpu_embedding.types import PADDING_ROW_ID, FeatureIds, RaggedIds
 
 def _is_encoding(name: str | None) -> bool:
     try:
-        return name is None or bool("".encode(name) or True)
+        "".encode(name or "utf-8")
     except (LookupError, ValueError):
         return False
+    return True
 
 
 _RULES: Final = {
