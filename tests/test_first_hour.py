@@ -125,7 +125,7 @@ def test_shellcheck_accepts_the_script():
     assert result.returncode == 0, result.stdout
 
 
-@pytest.mark.full
+@pytest.mark.exhaustive
 def test_emulated_devices(tmp_path):
     # The doctor has tests of its own, which take as long as all the rest.
     python = f"""#!/bin/sh

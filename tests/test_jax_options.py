@@ -43,7 +43,7 @@ def run(rule, jit, steps=2, **options):
 
 
 each_rule = pytest.mark.parametrize(
-    "name", quick_cases(OPTIMIZERS, "adafactor", "lazy_adam", every_case=True)
+    "name", quick_cases(OPTIMIZERS, "adafactor", "lazy_adam")
 )
 
 
@@ -72,6 +72,7 @@ def test_debug_nans_finds_none(name):
 TWIN = {"hardware": te.hardware.hardware_by_name("v5p"), "backend": "sparse_core"}
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("jit", [False, True])
 def test_debug_nans_with_the_twin_of_sparse_cores(jit):
     with jax.debug_nans(True):

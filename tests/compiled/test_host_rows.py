@@ -10,7 +10,7 @@ import pytest
 import tpu_embedding as te
 from tests.compiled.test_train_step import TOPOLOGIES, WITH_SPARSE_CORE
 from tests.conftest import mesh_of
-from tests.tiers import full_cases, quick_cases
+from tests.tiers import quick_cases
 from tpu_embedding.host_rows.exchange import swap_program, words_per_row
 from tpu_embedding.rows.packed_rows import PackedRows
 from tpu_embedding.tools import compile_report
@@ -165,6 +165,7 @@ def test_an_exchange_is_in_place_on_tpu(generation, dim, rule):
     check_exchange(*make_plans(mesh, dim, rule))
 
 
+@pytest.mark.full
 @pytest.mark.tpu_compiler
 def test_a_step_on_one_chip_is_in_place():
     devices = compile_report.topology_mesh(TOPOLOGIES["v6e"])
@@ -181,11 +182,9 @@ STEPS = [
 ]
 
 
-@pytest.mark.full
+@pytest.mark.exhaustive
 @pytest.mark.tpu_compiler
-@pytest.mark.parametrize(
-    ("generation", "dim", "rule"), full_cases(STEPS, "v6e-32-adagrad")
-)
+@pytest.mark.parametrize(("generation", "dim", "rule"), STEPS)
 def test_a_step_is_in_place_on_tpu(generation, dim, rule):
     mesh = compile_report.topology_mesh(TOPOLOGIES[generation])
     check_step(*make_plans(mesh, dim, rule))
@@ -195,7 +194,6 @@ def test_a_step_is_in_place_on_tpu(generation, dim, rule):
     ("num_devices", "rule"),
     quick_cases(
         [(1, "lazy_adam"), (8, "rowwise_adagrad"), (3, "adagrad_bfloat16")],
-        "8-rowwise_adagrad",
     ),
 )
 def test_programs_for_the_cpu_are_in_place(num_devices, rule):

@@ -66,7 +66,7 @@ def check_in_place(plan, compiled, dim):
 @pytest.mark.tpu_compiler
 @pytest.mark.parametrize(
     ("topology", "dim", "name"),
-    quick_cases([pytest.param(*case) for case in CASES], "v5p-16-adagrad"),
+    quick_cases([pytest.param(*case) for case in CASES]),
 )
 def test_a_step_is_in_place(topology, dim, name):
     plan = plan_of(topology, dim, RULES[name])

@@ -13,6 +13,7 @@ import pytest
 import tpu_embedding as te
 from tests.conftest import mesh_of
 from tests.random_configurations import ABSENT, Example, features_of, tables_on
+from tests.tiers import quick_cases
 from tpu_embedding.host_rows.batch_rows import rows_of_batch
 from tpu_embedding.inputs.shard_inputs import (
     feature_shape,
@@ -114,7 +115,7 @@ def check_example(drawn, num_devices):
         assert rows_on_host(batch, plan) == rows_on_devices(batch, plan)
 
 
-@pytest.mark.parametrize("num_devices", [1, 3, 8])
+@pytest.mark.parametrize("num_devices", quick_cases([1, 3, 8], "3"))
 def test_random_batches(num_devices):
     @hypothesis.settings(max_examples=12)
     @hypothesis.given(drawn=examples())
@@ -206,7 +207,7 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("num_devices", [1, 3, 8])
+@pytest.mark.parametrize("num_devices", quick_cases([1, 3, 8], "3"))
 @pytest.mark.parametrize("case", CASES)
 def test_case(case, num_devices):
     options, ids, expected = CASES[case]
@@ -229,7 +230,7 @@ RAGGED = te.RaggedIds.from_lists(
 )
 
 
-@pytest.mark.parametrize("num_devices", [1, 3, 8])
+@pytest.mark.parametrize("num_devices", quick_cases([1, 3, 8], "3"))
 @pytest.mark.parametrize(
     ("options", "expected"),
     [
@@ -250,7 +251,7 @@ def test_ragged_ids(options, expected, num_devices):
     assert rows_on_host(batch, plan) == [expected]
 
 
-@pytest.mark.parametrize("num_devices", [1, 3, 8])
+@pytest.mark.parametrize("num_devices", quick_cases([1, 3, 8], "3"))
 def test_ragged_samples_that_fill_up_read_no_default(num_devices):
     table = te.TableConfig(vocabulary_size=10, dim=4, name="t")
     plan = te.make_plan(

@@ -71,8 +71,7 @@ def batches_of(plan, number, seed=0, size=BATCH):
     ("rule", "num_devices", "dtype"),
     quick_cases(
         matrix(RULES, DEVICES, ["float32", "bfloat16"]),
-        "adagrad-2devices-bfloat16",
-        "rowwise-3devices-float32",
+        "rowwise-3devices-bfloat16",
     ),
 )
 def test_rules(rule, num_devices, dtype):
@@ -192,6 +191,7 @@ def test_several_rounds(num_devices):
     assert any(stack.capacity for stack in host.plan.stacks)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("num_devices", full_cases(DEVICES[:3], "2devices", "3devices"))
 def test_more_misses_than_an_exchange_holds(num_devices):
     """The first batch is small, and sets the size of all exchanges."""

@@ -73,6 +73,7 @@ def linen_values(state):
     }
 
 
+@pytest.mark.full
 def test_linen(tmp_path):
     data = batches(12)
     twin, expected = linen_losses(linen_state(te.Sharded(), data[0]), data)

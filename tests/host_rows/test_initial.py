@@ -12,7 +12,7 @@ import pytest
 import tpu_embedding as te
 from tests.conftest import mesh_of
 from tests.tables.test_initial_values import row_number
-from tests.tiers import each_once, full_cases
+from tests.tiers import each_once, full_cases, quick_cases
 from tpu_embedding.host_rows import initial
 from tpu_embedding.host_rows.initial import (
     columns_of,
@@ -192,12 +192,16 @@ def test_equals_all_rows_on_the_devices(name, dtype, num_devices, small_blocks):
 
 @pytest.mark.parametrize(
     ("name", "dtype", "dim", "hardware"),
-    [
-        ("measured", "float32", 20, "v5p"),
-        ("adafactor_ema", "bfloat16", 3, "v5p"),
-        ("adafactor_ema", "float32", 200, "v6e"),
-        ("rowwise_adagrad", "float32", 1, "cpu"),
-    ],
+    quick_cases(
+        [
+            ("measured", "float32", 20, "v5p"),
+            ("adafactor_ema", "bfloat16", 3, "v5p"),
+            ("adafactor_ema", "float32", 200, "v6e"),
+            ("rowwise_adagrad", "float32", 1, "cpu"),
+        ],
+        "adafactor_ema-bfloat16-3-v5p",
+        every_case=True,
+    ),
 )
 def test_packed_rows_of_whole_blocks(name, dtype, dim, hardware):
     """Tables of several blocks of full size, with fewer rows than devices in one."""

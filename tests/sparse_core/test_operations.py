@@ -174,7 +174,7 @@ RULES_AND_DIMS = {
 
 @pytest.mark.parametrize(
     "name, dim",
-    quick_cases(with_ids(RULES_AND_DIMS), "adam", "ftrl", "chain", "inject"),
+    quick_cases(with_ids(RULES_AND_DIMS), "adam", "inject"),
 )
 def test_every_elementwise_rule_equals_optax(name, dim):
     """Two steps, in the second of which other rows are touched."""
@@ -219,7 +219,9 @@ def test_every_elementwise_rule_equals_optax(name, dim):
         jax.tree.map(np.testing.assert_array_equal, others, wanted)
 
 
-@pytest.mark.parametrize("max_unique, num_minibatches", [(8, 5), (1, 40)])
+@pytest.mark.parametrize(
+    "max_unique, num_minibatches", quick_cases([(8, 5), (1, 40)], "8-5")
+)
 def test_minibatches_change_no_bit_of_an_update(max_unique, num_minibatches):
     """The rule runs once per row, on gradients that are summed in one order."""
     draw = np.random.default_rng(0)
@@ -453,7 +455,7 @@ PUBLISHED = {
 
 
 @pytest.mark.parametrize("name", quick_cases(PUBLISHED, "adam", every_case=True))
-@pytest.mark.parametrize("cores", quick_cases([2, 4], "2"))
+@pytest.mark.parametrize("cores", [2, pytest.param(4, marks=pytest.mark.exhaustive)])
 def test_published_updates(name, cores):
     published = PUBLISHED[name]
     num_samples = 16 if cores == 2 else 32
@@ -484,6 +486,7 @@ def test_published_updates(name, cores):
         np.testing.assert_allclose(got, np.tile(after[:, None], WIDTH), atol=1e-5)
 
 
+@pytest.mark.full
 def test_published_lookup():
     ids = np.asarray(PUBLISHED_IDS)
     case = dataclasses.replace(

@@ -30,7 +30,6 @@ SHAPES = quick_cases(
         }
     ),
     "4cores-3devices",
-    every_case=True,
 )
 
 
@@ -65,7 +64,7 @@ def cases_of_devices(seed, cores, devices, **options):
     return [dataclasses.replace(case, rows_per_partition=rows) for case in cases]
 
 
-@pytest.mark.parametrize("devices", [1, 2, 3, 8])
+@pytest.mark.parametrize("devices", quick_cases([1, 2, 3, 8], "3"))
 def test_all_devices_cut_the_same_minibatches(devices):
     cases = cases_of_devices(40 + devices, 2, devices, num_samples=64)
     counts = [

@@ -107,6 +107,7 @@ def test_equal_on_any_devices_and_in_any_packing(num_devices, hardware):
     assert_same_values(values, values_of())
 
 
+@pytest.mark.full
 def test_equal_if_rows_are_dealt_to_sparse_cores():
     values = values_of(3, backend="sparse_core")
     assert_same_values(values, values_of())

@@ -31,7 +31,7 @@ def test_the_step_can_be_traced(config):
     check_traced(config, "model.hstu.num_layers=1")
 
 
-@pytest.mark.full
+@pytest.mark.exhaustive
 def test_the_command_trains_the_small_config(tmp_path):
     settings = (
         *("num_steps=2", "batch_size=6", "log_every=1", "evaluate_every=0"),

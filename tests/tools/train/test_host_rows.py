@@ -80,6 +80,7 @@ def test_progress_has_the_hit_rate_and_the_bytes(on_devices, on_host):
     assert not {"hit_rate", "exchanged_bytes"} & set(record["train"])
 
 
+@pytest.mark.full
 def test_a_stopped_run_resumes_to_the_same_bits(on_devices, tmp_path):
     """Batches are drawn ahead, but a checkpoint is of the batch that was trained."""
     run(tmp_path, EVALUATIONS, CACHE, stop_at=3)
