@@ -214,7 +214,8 @@ def test_gradients_of_another_plan_are_refused():
         te.gradients.scale({"kernel": jnp.arange(3)}, 0.5)
 
 
-@pytest.mark.parametrize("num_devices", quick_cases([1, 3], "3"))
+@full
+@pytest.mark.parametrize("num_devices", quick_cases([1, 3]))
 def test_a_gradient_of_zeros_has_no_rows_and_no_rounds(num_devices):
     plan = make_plan(num_devices, te.optimizers.sgd(1.0), capacity=1)
     tables = te.functional.init_tables(plan, jax.random.key(0))

@@ -260,6 +260,7 @@ def ids_of_bucket(bucket, num_ids, num_buckets):
     return functional.Ids64(high=words[0], low=words[1]).to_numpy()
 
 
+@pytest.mark.full
 def test_more_ids_of_a_bucket_than_a_round_holds():
     dynamic = te.Dynamic(capacity=1024, admit=te.dynamic.AdmitAfter(2))
     plan = plan_of(2, dynamic, dim=4)

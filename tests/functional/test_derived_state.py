@@ -9,6 +9,7 @@ from flax import nnx
 
 import tpu_embedding as te
 from tests.conftest import mesh_of
+from tests.tiers import quick_cases
 from tpu_embedding.functional.derived_state import tables_with_derived_state
 
 DIM = 8
@@ -103,7 +104,7 @@ def test_an_untouched_row_is_its_own_average():
     np.testing.assert_allclose(layer.embedding_tables()["movie"][6:], 100, rtol=1e-6)
 
 
-@pytest.mark.parametrize("num_devices", [1, 2])
+@pytest.mark.parametrize("num_devices", quick_cases([1, 2], "2"))
 def test_the_averages_of_a_table_restart_when_its_values_are_set(num_devices):
     layer = layer_of(EMA, num_devices)
     optimizer = te.Optimizer(layer, optax.sgd(0.1))
