@@ -122,17 +122,19 @@ section "imports between folders"
 lint-imports --no-cache
 if [ "$tests" != "not full" ]; then
     # One leg on each core: all spend most of their time on one.
-    section "types, wheel, a peer, Python 3.11 and lowest versions, beside TensorFlow"
+    section "types, wheel and lowest versions; TensorFlow, a peer and Python 3.11"
     log=$(mktemp)
-    check_tensorflow >"$log" 2>&1 &
+    {
+        (check_tensorflow)
+        (check_jax_tpu_embedding)
+        (check_python311)
+    } >"$log" 2>&1 &
     leg=$!
     trap 'kill "$leg" 2>/dev/null || true; rm -f "$log"' EXIT
     pyright --pythonpath "$(command -v python)"
     bash scripts/check_wheel.sh
-    (check_jax_tpu_embedding)
-    (check_python311)
     (check_lowest_versions)
-    section "TensorFlow"
+    section "TensorFlow, a peer and Python 3.11"
     wait "$leg" || failed=yes
     cat "$log"
     [ -z "${failed-}" ]

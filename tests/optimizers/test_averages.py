@@ -13,6 +13,7 @@ from tests.optimizers.rules.test_adafactor_averages import (
     plan_of,
     rows_after_each_step,
 )
+from tests.tiers import quick_cases
 
 opt = te.optimizers
 NAMES = tuple(SIZES)
@@ -34,11 +35,16 @@ def final_rows(tables, slots, plan):
 
 @pytest.mark.parametrize(
     ("case", "start"),
-    [
-        *((case, "first_update") for case in RULES),
-        ("sgd", "initial_values"),
-        ("collected", "initial_values"),
-    ],
+    quick_cases(
+        [
+            *((case, "first_update") for case in RULES),
+            ("sgd", "initial_values"),
+            ("collected", "initial_values"),
+        ],
+        "packed-first_update",
+        "every row-first_update",
+        every_case=True,
+    ),
 )
 def test_averages_equal_averages_of_the_whole_table_in_every_step(case, start):
     rule, num_devices, options = RULES[case]

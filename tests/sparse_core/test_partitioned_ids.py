@@ -106,7 +106,7 @@ def test_gains_beyond_float32_do_not_fit():
     assert fits == [True]
 
 
-@pytest.mark.parametrize("cores, devices", [(2, 1), (4, 2)])
+@pytest.mark.parametrize("cores, devices", quick_cases([(2, 1), (4, 2)], "4-2"))
 def test_ids_that_do_not_repeat_take_fewer_steps(cores, devices):
     case = random_case(3, cores, devices, valence=1, num_samples=64)
     case = dataclasses.replace(case, gains=np.ones_like(case.gains))
@@ -114,6 +114,7 @@ def test_ids_that_do_not_repeat_take_fewer_steps(cores, devices):
     assert check([case], limits, may_repeat=False) == check([case], limits)
 
 
+@pytest.mark.full
 def test_many_ids_are_padded_for_their_sort():
     check([random_case(0, 2, 1, num_samples=5488, valence=3)])  # 16,464 ids
 
@@ -138,7 +139,7 @@ def test_equal_ids_of_a_sample_are_merged(count):
     assert float(ids.gains[0]) == 0.5 * count
 
 
-@pytest.mark.parametrize("word", ["one word", "two words"])
+@pytest.mark.parametrize("word", quick_cases(["one word", "two words"], "two words"))
 def test_many_rows_need_two_sorts(word):
     case = random_case(3, 2, 1)
     many = {"one word": case.rows_per_partition, "two words": 2**30}[word]

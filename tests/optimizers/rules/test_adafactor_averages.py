@@ -17,6 +17,7 @@ from tests.optimizers.rule_cases import (
     plan_of_tables,
     update,
 )
+from tests.tiers import quick_cases
 
 opt = te.optimizers
 DIM, SIZES = 4, {"a": 30, "b": 7, "c": 1}
@@ -97,7 +98,7 @@ def test_final_values_average_every_row_in_every_step(case):
             np.testing.assert_allclose(values, found[name], rtol=1e-6, atol=1e-7)
 
 
-@pytest.mark.parametrize("num_devices", [1, 2])
+@pytest.mark.parametrize("num_devices", quick_cases([1, 2], "2"))
 @pytest.mark.parametrize("name", ["adafactor_ema", "adafactor_tfkeras_ema"])
 def test_final_values_equal_the_recorded_averages(name, num_devices):
     with np.load(GOLDEN / f"{name}.npz") as run:
