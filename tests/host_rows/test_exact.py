@@ -170,9 +170,8 @@ def ragged_batches_of(plan, number):
     return [te.inputs.prepare_features(x, plan, sizes=sizes) for x in raw]
 
 
-@pytest.mark.parametrize(
-    "num_devices", full_cases(DEVICES, "1devices", "2devices", "8devices")
-)
+@pytest.mark.full
+@pytest.mark.parametrize("num_devices", DEVICES)
 def test_ragged_and_weighted_ids(num_devices):
     twins(
         ragged_config_of,

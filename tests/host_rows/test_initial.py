@@ -12,7 +12,7 @@ import pytest
 import tpu_embedding as te
 from tests.conftest import mesh_of
 from tests.tables.test_initial_values import row_number
-from tests.tiers import each_once, full_cases, quick_cases
+from tests.tiers import matrix, quick_cases
 from tpu_embedding.host_rows import initial
 from tpu_embedding.host_rows.initial import (
     columns_of,
@@ -178,7 +178,13 @@ def small_blocks(monkeypatch):
 
 @pytest.mark.parametrize(
     ("name", "dtype", "num_devices"),
-    each_once(RULES, ["float32", "bfloat16"], full_cases([1, 3, 8, 2], "2")),
+    quick_cases(
+        matrix(RULES, ["float32", "bfloat16"], [1, 3, 8, 2]),
+        "momentum-bfloat16-3",
+        "adagrad-float32-8",
+        "measured-bfloat16-3",
+        "adafactor_ema-float32-8",
+    ),
 )
 def test_equals_all_rows_on_the_devices(name, dtype, num_devices, small_blocks):
     plan, stack = plan_of(RULES[name], dtype, num_devices)
@@ -230,7 +236,9 @@ def test_totals_follow_the_rows_of_the_store(small_blocks):
     assert float(after.squares.value[0] - before.squares.value[0]) > 29_000
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8"])
+@pytest.mark.parametrize(
+    "dtype", quick_cases(["float32", "bfloat16", "int8"], "bfloat16", every_case=True)
+)
 def test_initializers_of_rows_and_of_whole_tables(dtype, small_blocks):
     initializers = [
         row_number,  # needs the whole shape
