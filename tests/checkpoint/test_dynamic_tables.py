@@ -187,7 +187,7 @@ def test_shapes_and_tables_without_an_id(tmp_path):
 
 @pytest.mark.parametrize(
     ("capacity", "num_devices"),
-    [pytest.param(1000, 3, marks=pytest.mark.full), (128, 1)],
+    quick_cases([(1000, 3), (128, 1)]),
 )
 def test_another_capacity_keeps_the_most_valuable_ids(tmp_path, capacity, num_devices):
     before, after = plan_of(3), plan_of(num_devices, capacity)

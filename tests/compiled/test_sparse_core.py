@@ -72,7 +72,7 @@ def cases():
 
 @pytest.mark.parametrize(
     "topology, rule, dim, valence",
-    quick_cases(with_ids(dict(cases())), "v5p-adagrad-dim32-1ids", every_case=True),
+    quick_cases(with_ids(dict(cases())), every_case=True),
 )
 def test_a_step_holds_no_copy_of_the_table(topology, rule, dim, valence):
     mebibytes = 64 if dim >= 64 else 32

@@ -12,6 +12,7 @@ import pytest
 
 import tpu_embedding as te
 from tests.conftest import mesh_of
+from tests.tiers import quick_cases
 from tpu_embedding.plan.backend import Backend, BackendOptions
 
 PACKAGE = pathlib.Path(te.__file__).parent
@@ -90,7 +91,7 @@ def train(backend, num_devices):
     return plan, rounds, values
 
 
-@pytest.mark.parametrize("num_devices", [1, 2])
+@pytest.mark.parametrize("num_devices", quick_cases([1, 2], "2"))
 def test_the_core_calls_a_backend_that_it_does_not_know(num_devices):
     calls.clear()
     plan, rounds, values = train(CountingOptions(), num_devices)

@@ -8,6 +8,7 @@ from flax import nnx
 
 import tpu_embedding as te
 from tests.conftest import mesh_of
+from tests.tiers import quick_cases
 from tpu_embedding.recommenders import best_rows
 
 MOVIES = te.TableConfig(vocabulary_size=21, dim=4, name="movies")
@@ -110,7 +111,7 @@ def test_retrieval_in_a_loss_gives_tables_no_gradient(model):
 GENRES = np.arange(21, dtype=np.int32) % 9
 
 
-@pytest.mark.parametrize("num_devices", [1, 8])
+@pytest.mark.parametrize("num_devices", quick_cases([1, 8], "8"))
 @pytest.mark.parametrize("is_explicit", [False, True], ids=["auto", "explicit"])
 def test_a_tower_over_several_tables(num_devices, is_explicit, monkeypatch):
     monkeypatch.setattr(best_rows, "ROWS_PER_BLOCK", 8)

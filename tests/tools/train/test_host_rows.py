@@ -54,6 +54,7 @@ def evaluations_of(directory):
     return {r["step"]: r["evaluation"] for r in records if "evaluation" in r}
 
 
+@pytest.mark.full
 def test_a_cache_does_not_change_a_bit(on_devices, on_host):
     assert on_host[1] == on_devices[1]
     assert losses_of(on_host[0]) == losses_of(on_devices[0])
@@ -62,6 +63,7 @@ def test_a_cache_does_not_change_a_bit(on_devices, on_host):
     check_same_files(on_host[0], on_devices[0])
 
 
+@pytest.mark.full
 def test_progress_has_the_hit_rate_and_the_bytes(on_devices, on_host):
     trains = [
         r["train"] for r in read_records(on_host[0] / RECORDS_FILE) if "train" in r
@@ -98,6 +100,7 @@ def test_a_run_resumes_with_its_rows_elsewhere(on_devices, tmp_path, first):
     check_same_files(tmp_path, on_devices[0])
 
 
+@pytest.mark.full
 def test_the_end_of_a_run_is_evaluated_and_exported(on_host, tmp_path):
     directory, result = on_host
     assert evaluate(small_config(CACHE), directory, mesh=mesh_of(2)) == result
