@@ -102,7 +102,7 @@ def test_the_next_ids_are_sorted_while_sparse_cores_update_rows(generation):
     assert max(num_beside) > 0.8 * num_all > 0
 
 
-@pytest.mark.full
+@pytest.mark.exhaustive
 @pytest.mark.tpu_compiler
 @pytest.mark.parametrize("name", ["rowwise_adagrad", "adafactor"])
 def test_other_rules_update_by_scatters(name):

@@ -176,7 +176,7 @@ def test_tpu_step_is_in_place(dim, generation):
 
 
 @pytest.mark.tpu_compiler
-@pytest.mark.full
+@pytest.mark.exhaustive
 def test_step_of_three_chips_is_in_place():
     four = compile_report.topology_mesh(TOPOLOGIES["v5p"])
     mesh = jax.sharding.Mesh(four.devices.reshape(-1)[:3], four.axis_names)

@@ -330,17 +330,18 @@ def peak():
     return 1024 * int(status.partition("VmHWM:")[2].split()[0])
 
 
-def main(directory):
+def main(directory, step):
     make_originals(directory / "originals")
     sys.addaudithook(watch)
     found = {}
-    for case in CASES:
+    cases = list(CASES)[::step]
+    for case in cases:
         work = directory / "work"
         if (problem := outcome_of(case, directory / "originals", work)) is not None:
             found[case] = problem
         shutil.rmtree(work)
-    print(json.dumps([len(CASES), found], indent=1))
+    print(json.dumps([len(cases), found], indent=1))
 
 
 if __name__ == "__main__":
-    main(pathlib.Path(sys.argv[1]))
+    main(pathlib.Path(sys.argv[1]), int(sys.argv[2]))

@@ -228,7 +228,7 @@ def test_wrong_rows_are_found(monkeypatch):
     assert problem.startswith("activations: ") and " instead of " in problem
 
 
-SOME_CASES = ["dim 64, Adagrad, 20 weighted ids", "dim 24, Adam, minibatches"]
+SOME_CASES = ["dim 24, Adam, minibatches"]
 
 
 @pytest.mark.full(every_case=True)
