@@ -10,6 +10,7 @@ from flax import nnx
 import tpu_embedding as te
 from tests.conftest import mesh_of
 from tests.dynamic.dynamic_reference import DynamicTable
+from tests.tiers import quick_cases
 from tpu_embedding.dynamic.ids_64 import unmix_ids
 
 functional = te.functional
@@ -143,6 +144,7 @@ def test_evaluation_inserts_nothing():
     jax.tree.map(np.testing.assert_array_equal, before, result.tables)
 
 
+@pytest.mark.full
 def test_the_least_frequently_used_id_is_evicted():
     # Id 1 is used twice early, id 2 once later; the rest fills the bucket.
     policy = te.dynamic.LeastFrequentlyUsed()
@@ -290,6 +292,7 @@ def test_more_ids_of_a_bucket_than_a_round_holds():
     }
 
 
+@pytest.mark.full
 def test_a_half_life_counts_at_the_next_use():
     policy = te.dynamic.LeastFrequentlyUsed(half_life=5)
     plan = plan_of(dynamic=te.Dynamic(capacity=64, evict=policy))
@@ -314,7 +317,7 @@ LEFT_OUT = {
 }
 
 
-@pytest.mark.parametrize("case", LEFT_OUT)
+@pytest.mark.parametrize("case", quick_cases(LEFT_OUT, "mean", every_case=True))
 def test_ids_that_add_nothing_take_no_rows(case):
     options, ids, weights, expected = LEFT_OUT[case]
     table = te.TableConfig(

@@ -221,6 +221,7 @@ def test_packed_rows_of_whole_blocks(name, dtype, dim, hardware):
     assert_same_values(state, expected)
 
 
+@pytest.mark.full
 def test_totals_follow_the_rows_of_the_store(small_blocks):
     plan, stack = plan_of(RULES["adafactor"])
     store, before = filled(plan, stack)
@@ -271,6 +272,7 @@ def test_initializers_of_rows_and_of_whole_tables(dtype, small_blocks):
         assert_same_rows(store, [stacks[stack.name]], stack, plan)
 
 
+@pytest.mark.full
 def test_mesh_of_explicit_axes(small_blocks):
     rule = RULES["adafactor_ema"]
     mesh = jax.make_mesh((2, 2), ("x", "y"), devices=jax.devices()[:4])

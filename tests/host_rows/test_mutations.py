@@ -114,6 +114,7 @@ def test_the_reader_waits_for_the_write(monkeypatch):
     check_equal(found, trained(data, te.Sharded()))
 
 
+@pytest.mark.full
 def test_victims_among_unfinished_batches(monkeypatch):
     monkeypatch.setattr(planner, "UNFINISHED_BATCHES", 1)
     small = dataclasses.replace(CACHE, cache_rows=40)

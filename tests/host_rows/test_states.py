@@ -27,6 +27,7 @@ from tests.host_rows.twins import check_equal
 from tests.tiers import full_cases
 
 
+@pytest.mark.full
 def test_a_save_restores_on_other_devices_and_back(tmp_path):
     model, optimizer = make()
     data = batches(12)

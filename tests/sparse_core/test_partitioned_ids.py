@@ -106,6 +106,7 @@ def test_gains_beyond_float32_do_not_fit():
     assert fits == [True]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("cores, devices", quick_cases([(2, 1), (4, 2)], "4-2"))
 def test_ids_that_do_not_repeat_take_fewer_steps(cores, devices):
     case = random_case(3, cores, devices, valence=1, num_samples=64)
@@ -161,6 +162,7 @@ def test_ids_beyond_the_room_do_not_fit():
 ANY_LIMITS = Limits(max_ids=3, max_unique=2, room=4096)
 
 
+@pytest.mark.full
 @settings(max_examples=25)
 @given(
     data=st.lists(
