@@ -31,7 +31,7 @@ from tpu_embedding.plan.plan import (
     summarize,
 )
 from tpu_embedding.plan.shard_map import on_shards
-from tpu_embedding.rows.row_gradients import RowGradients, Sealed
+from tpu_embedding.rows.row_gradients import GUARD, RowGradients, Sealed
 from tpu_embedding.types import RowUpdates
 from tpu_embedding.xla import run_if
 
@@ -49,7 +49,7 @@ __all__ = [
 T = TypeVar("T")
 
 
-@jax.tree_util.register_dataclass
+@jax.tree_util.register_pytree_with_keys_class
 @dataclasses.dataclass(frozen=True)
 class TableGradients:
     """The sparse gradients of the tables of one plan, on the devices of the samples.
@@ -60,10 +60,24 @@ class TableGradients:
     Attributes:
       stacks: stack name to the gradient of the stacked table, sealed.
       plan: the plan of the lookup.
+      guard: the first leaf, False, or False for each of several gradients in one.
     """
 
     stacks: dict[str, Sealed]
-    plan: EmbeddingPlan = dataclasses.field(metadata={"static": True})
+    plan: EmbeddingPlan
+    guard: Any = dataclasses.field(default_factory=lambda: GUARD, compare=False)
+
+    def tree_flatten_with_keys(self) -> Any:
+        """Returns the parts with their keys, for JAX."""
+        keys = map(jax.tree_util.GetAttrKey, ("guard", "stacks"))
+        return tuple(zip(keys, (self.guard, self.stacks), strict=True)), self.plan
+
+    @classmethod
+    def tree_unflatten(cls, plan: EmbeddingPlan, parts: Any) -> "TableGradients":
+        """Returns the gradients of the parts, for JAX."""
+        guard, stacks = parts
+        # A function of JAX returns a plain array; `jax.lax.scan` stacks several.
+        return cls(stacks, plan, guard if getattr(guard, "ndim", 0) else GUARD)
 
     def __repr__(self) -> str:
         return f"TableGradients({summarize(self.plan)})"

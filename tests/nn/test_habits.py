@@ -175,18 +175,65 @@ def test_norm_and_number_of_the_parameters(num_devices):
     assert num_numbers == 3 + 9 * 2
 
 
-def test_what_optax_and_flax_do_with_gradients():
-    """Their functions raise, and name the function to use."""
+@pytest.fixture(scope="module")
+def gradients():
+    """Returns the gradients of a model with one table."""
     model = Small("adagrad", 2)
-    loss, gradients = te.value_and_grad(loss_fn)(model, np.arange(4))
-    with pytest.raises(TypeError, match=r"te\.gradients\.global_norm"):
-        jax.jit(optax.tree.norm)(gradients)
-    with pytest.raises(TypeError, match=r"te\.gradients\.scale"):
-        jax.tree.map(lambda x: 2 * x, gradients)
+    return model, te.value_and_grad(loss_fn)(model, np.arange(4))[1]
+
+
+def clipped(gradients):
+    return optax.clip_by_global_norm(1.0).update(gradients, optax.EmptyState())
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        optax.global_norm,
+        optax.tree.norm,
+        lambda x: optax.tree.norm(x, ord=1),
+        lambda x: optax.tree.norm(x, ord="inf"),
+        optax.tree.sum,
+        clipped,
+        # A norm of Optax 0.2.4, and one of your own.
+        lambda x: sum(jnp.sum((y.conj() * y).real) for y in jax.tree.leaves(x)),
+        lambda x: sum(jnp.sum(y**2) for y in jax.tree.leaves(x)),
+        lambda x: sum(y.sum() for y in jax.tree.leaves(x)),
+        lambda x: jax.tree.map(jnp.square, x),
+        lambda x: jax.tree.map(jnp.add, x, x),
+        lambda x: jax.tree.map(lambda y: 2 * y, x),
+        lambda x: jax.tree.map(lambda y: y / 2, x),
+        lambda x: jax.tree.map(lambda y: -y, x),
+    ],
+)
+@pytest.mark.parametrize("run", [lambda x: x, jax.jit], ids=["eager", "jit"])
+@pytest.mark.filterwarnings("ignore:optax.global_norm:DeprecationWarning")
+def test_arithmetic_on_gradients_names_what_to_call(gradients, run, function):
+    with pytest.raises(
+        TypeError, match=r"te\.gradients\.global_norm.*gradients\.scale"
+    ):
+        run(function)(gradients[1])
+
+
+def test_what_else_is_done_with_gradients(gradients):
+    model, gradients = gradients
+    assert te.gradients.global_norm(gradients) > 0
+    for run in (lambda x: x, jax.jit):
+        zeros = run(lambda x: jax.tree.map(jnp.zeros_like, x))(gradients)
+        assert te.gradients.global_norm(zeros) == 0
+        same = run(te.gradients.add)(gradients, zeros)
+        norms = map(te.gradients.global_norm, (same, gradients))
+        np.testing.assert_allclose(*norms, rtol=1e-6)
+        assert jax.tree.structure(gradients) == jax.tree.structure(zeros)
+    assert all(hasattr(leaf, "dtype") for leaf in jax.tree.leaves(gradients))
+    jax.block_until_ready(jax.device_put(gradients))
+    parts = jax.lax.scan(lambda _, __: (None, gradients), None, length=2)[1]
+    first, second = (jax.tree.map(lambda x, i=i: x[i], parts) for i in range(2))
+    for part in (first, second):
+        assert te.gradients.global_norm(part) == te.gradients.global_norm(gradients)
     dense = nnx.Optimizer(model, optax.sgd(0.1), wrt=nnx.Param)
     with pytest.raises(ValueError, match=r"te\.value_and_grad to te\.Optimizer"):
         dense.update(model, gradients)
-    assert te.gradients.global_norm(gradients) > 0
 
 
 def pooled(rows, combiner):

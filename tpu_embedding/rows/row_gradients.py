@@ -16,6 +16,7 @@ from typing import Any, Final
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.extend.random import define_prng_impl
 from jaxtyping import Array, Bool, Float, Int
 
@@ -36,6 +37,27 @@ _ROW_IDS: Final = define_prng_impl(
     tag="row ids; see te.gradients.global_norm, te.gradients.add, te.gradients.scale",
 )
 """The opaque dtype of sealed integers."""
+
+
+class _Guard(np.ndarray):
+    """A leaf in front of sealed ones, whose arithmetic raises outside of `jax.jit`.
+
+    JAX itself raises there without a word about gradients: its random keys have
+    neither `real` nor `conj`, with which Optax starts a norm.
+    """
+
+    def _reject_arithmetic(self, *args: Any, **kwargs: Any) -> Any:
+        raise TypeError(
+            "Gradients of tables take no arithmetic leaf by leaf, because row ids are "
+            "among their leaves. Call te.gradients.global_norm(gradients), or "
+            "te.gradients.clip_by_global_norm, te.gradients.scale, te.gradients.add."
+        )
+
+    real = imag = property(_reject_arithmetic)  # pyright: ignore
+    conj = __array_ufunc__ = _reject_arithmetic  # pyright: ignore
+
+
+GUARD: Final = np.zeros((), bool).view(_Guard)
 
 
 @jax.tree_util.register_dataclass
