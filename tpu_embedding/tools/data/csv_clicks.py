@@ -1,10 +1,10 @@
-"""Clicks of a CSV file, whose columns are recognised from its first rows.
+"""Clicks of a CSV file, whose columns are recognised from a sample of its rows.
 
 Cells are read in blocks, and columns keep few bytes per cell.
 """
 
-import collections
 import dataclasses
+import itertools
 import math
 import pathlib
 import typing
@@ -24,12 +24,12 @@ from tpu_embedding.tools.data.batch import (
     required_files,
 )
 from tpu_embedding.tools.data.block_dataset import BlockDataset
-from tpu_embedding.tools.data.csv_labels import LabelColumn, Task, describe_labels
+from tpu_embedding.tools.data.csv_columns import read_columns
+from tpu_embedding.tools.data.csv_labels import Task, describe_labels
 from tpu_embedding.tools.data.csv_numbers import MISSING
 from tpu_embedding.tools.data.csv_recognition import fitted, number_marks, recognise
 from tpu_embedding.tools.data.csv_schema import Column, ColumnKind, CsvSchema
 from tpu_embedding.tools.data.csv_strings import Strings
-from tpu_embedding.tools.data.csv_text import find_encoding, read_blocks
 from tpu_embedding.tools.data.teacher import splitmix64
 from tpu_embedding.types import PADDING_ROW_ID, FeatureIds, RaggedIds
 
@@ -97,7 +97,7 @@ class CsvClicks(BlockDataset):
           batch_size: samples per batch.
           seed: seed of the order, and of the held-out rows.
         """
-        source, columns, numbers, strings = _read_columns(path, source)
+        source, columns, numbers, strings = read_columns(path, source)
         labels = numbers.pop(source.label)
         is_labelled = ~np.isnan(labels)
         num_labels = int(is_labelled.sum())
@@ -222,7 +222,7 @@ class CsvSource:
     """Source of `CsvClicks`: a CSV file whose first line names the columns.
 
     White space around a cell or an element of a list does not count. Columns that are
-    named in no field are recognised from the first rows, by `csv_recognition`: cells
+    named in no field are recognised from rows all over the file: cells
     with the separator are lists, numbers and dates are those that all cells are, and
     the rest are categories. So are integers that have few different values, or
     identify something.
@@ -279,7 +279,7 @@ class CsvSource:
     def __post_init__(self):
         check_counts(self)
         raise_all(broken_rules(self, _RULES))
-        named = [name for names in self._names_of_kinds().values() for name in names]
+        named = [*itertools.chain(*self._names_of_kinds().values())]
         if len(set(named)) < len(named):
             raise ValueError(
                 f"CsvSource must name a column for one kind, got {sorted(named)}."
@@ -311,11 +311,14 @@ class CsvSource:
             "for a slice, write a config with a ParquetSource, which declares them."
         )
 
-    def columns_of(self, cells: Mapping[str, Sequence[str]]) -> dict[str, Column]:
+    def columns_of(
+        self, cells: Mapping[str, Sequence[str]], rows: np.ndarray | None = None
+    ) -> dict[str, Column]:
         """Returns the columns, without the label, as fields name or cells show them.
 
         Args:
-          cells: first cells of each column.
+          cells: some cells of each column.
+          rows: rising numbers of the cells' rows. By default, they are consecutive.
 
         Example:
           >>> source = CsvSource(label="click", numbers=("age",))
@@ -323,7 +326,7 @@ class CsvSource:
           >>> [(column.kind, column.because) for column in columns.values()]
           [('number', 'numbers'), ('number', 'data.numbers')]
         """
-        columns = recognise(cells, self.separator)
+        columns = recognise(cells, self.separator, rows)
         columns.pop(self.label, None)
         for kind, field in _FIELDS_OF_KINDS.items():
             for name in getattr(self, field):
@@ -338,6 +341,11 @@ class CsvSource:
                     thousands=thousands,
                 )
         return columns
+
+    @property
+    def named_columns(self) -> frozenset[str]:
+        """Columns that the fields name."""
+        return frozenset(itertools.chain(*self._names_of_kinds().values()))
 
     def _names_of_kinds(self) -> dict[str, tuple[str, ...]]:
         named = {kind: getattr(self, field) for kind, field in _FIELDS_OF_KINDS.items()}
@@ -371,46 +379,6 @@ class CsvSource:
                 f"evaluate, got {num_rows} rows; give more, or change it."
             )
         return is_held_out
-
-
-def _read_columns(
-    path: pathlib.Path, source: CsvSource
-) -> tuple["CsvSource", dict[str, Column], dict[str, np.ndarray], dict[str, Strings]]:
-    """Returns each column except the label, numbers and labels, and strings, by name.
-
-    Numbers and dates are float64 `[rows]`, as `Column.read` returns them, and labels
-    float32 `[rows]`, NaN where one is missing. The source that it returns has the task.
-    """
-    columns: dict[str, Column] = {}
-    strings: dict[str, Strings] = {}
-    labels = LabelColumn(path, source.label)
-    blocks: dict[str, list[np.ndarray]] = collections.defaultdict(list)
-    source = dataclasses.replace(
-        source, encoding=source.encoding or find_encoding(path)
-    )
-    for block in read_blocks(
-        path, source.delimiter, source.column_names, encoding=source.encoding
-    ):
-        if not columns:
-            source.check_columns(path, list(block.cells))
-            columns = source.columns_of(block.cells)
-            for name, column in columns.items():
-                if column.kind in ("category", "list"):
-                    is_list = column.kind == "list"
-                    strings[name] = Strings(source.separator if is_list else None)
-        labels.add(block)
-        for name, column in columns.items():
-            if name in strings:
-                strings[name].add(block.cells[name])
-            elif column.kind != "ignored":
-                blocks[name].append(column.read(block.cells[name], block.error))
-    # A column's blocks are freed before the next column is joined.
-    numbers = {name: np.concatenate(blocks.pop(name)) for name in list(blocks)}
-    source = dataclasses.replace(source, **labels.fields(source))
-    numbers[source.label] = labels.labels(source)
-    if source.task == "binary":
-        labels.check_both(numbers[source.label])
-    return source, columns, numbers, strings
 
 
 def _rare_strings(name: str, ids: FeatureIds, vocabulary: Vocabulary) -> list[str]:

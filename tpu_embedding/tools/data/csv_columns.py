@@ -1,0 +1,156 @@
+"""Reads the columns of a CSV file, of kinds that do not depend on the order of rows."""
+
+import collections
+import dataclasses
+import pathlib
+from typing import Any, Final
+
+import numpy as np
+
+from tpu_embedding.tools.data.batch import DataError
+from tpu_embedding.tools.data.csv_labels import LabelColumn
+from tpu_embedding.tools.data.csv_schema import Column
+from tpu_embedding.tools.data.csv_strings import Strings
+from tpu_embedding.tools.data.csv_text import CsvBlock, find_encoding, read_blocks
+from tpu_embedding.tools.data.teacher import splitmix64
+
+SAMPLE_ROWS: Final = 10_000
+"""Most rows whose cells tell the kinds. Cells that do not fit a kind are added."""
+
+
+def read_columns(
+    path: pathlib.Path, source: Any
+) -> tuple[Any, dict[str, Column], dict[str, np.ndarray], dict[str, Strings]]:
+    """Reads the columns of a file.
+
+    The first rows tell the kinds. If a sample of all rows tells others, or a cell does
+    not fit, the file is read again.
+
+    Args:
+      path: path of the file.
+      source: the `CsvSource`.
+
+    Returns:
+      The source with its encoding and task; and by name each column except the label,
+      numbers and labels, and strings. Numbers and dates are float64 `[rows]`, as
+      `Column.read` returns them, and labels float32 `[rows]`, NaN if missing.
+
+    Raises:
+      DataError: see `CsvSource.open`.
+    """
+    encoding = source.encoding or find_encoding(path)
+    source = dataclasses.replace(source, encoding=encoding)
+    columns: dict[str, Column] = {}
+    odd: dict[str, list[str]] = {}
+    while True:
+        labels, sample, made = LabelColumn(path, source.label), RowSample(), None
+        for block in read_blocks(
+            path, source.delimiter, source.column_names, encoding=encoding
+        ):
+            if not columns:
+                source.check_columns(path, list(block.cells))
+                columns = source.columns_of(block.cells)
+            made = made or _Cells(source, columns)
+            made.add(block)
+            labels.add(block)
+            sample.add(block.cells)
+        assert made is not None  # There is at least one block.
+        for name, cell in made.odd.items():
+            odd.setdefault(name, []).append(cell)
+        sampled = {name: x + odd.get(name, []) for name, x in sample.cells.items()}
+        before, columns = columns, source.columns_of(sampled, sample.rows)
+        if not made.odd and _kinds(columns) == _kinds(before):
+            break
+    numbers = made.numbers()
+    source = dataclasses.replace(source, **labels.fields(source))
+    numbers[source.label] = labels.labels(source)
+    if source.task == "binary":
+        labels.check_both(numbers[source.label])
+    return source, columns, numbers, made.strings
+
+
+def _kinds(columns: dict[str, Column]) -> list[Column]:
+    return [dataclasses.replace(column, because="") for column in columns.values()]
+
+
+class RowSample:
+    """Cells of random rows of a file, chosen by a hash of the row's number.
+
+    Attributes:
+      cells: texts of each column.
+      rows: numbers of the rows, rising.
+    """
+
+    def __init__(self):
+        self.cells: dict[str, list[str]] = {}
+        self.rows = np.empty(0, np.int64)
+        self._num_rows, self._share = 0, 1.0
+
+    def add(self, cells: dict[str, list[str]]) -> None:
+        """Adds the next rows, and drops half of all while there are too many."""
+        rows = np.arange(len(next(iter(cells.values()))))
+        self.rows = np.append(self.rows, self._num_rows + rows)
+        self._num_rows += len(rows)
+        for name, texts in cells.items():
+            self.cells[name] = self.cells.get(name, []) + texts
+        while True:
+            hashes = splitmix64(self.rows.astype(np.uint64))
+            kept = np.flatnonzero(hashes < self._share * 2.0**64)
+            if len(kept) < len(self.rows):
+                self.rows = self.rows[kept]
+                for name, texts in self.cells.items():
+                    self.cells[name] = [texts[i] for i in kept]
+            if len(kept) <= SAMPLE_ROWS:
+                break
+            self._share /= 2
+
+
+class _Cells:
+    """Cells of one pass over a file: numbers and strings, and cells that do not fit.
+
+    Attributes:
+      strings: strings by column.
+      odd: the first cell of each recognised column that does not fit its kind.
+    """
+
+    def __init__(self, source: Any, columns: dict[str, Column]):
+        self._source, self._columns = source, columns
+        self._blocks: dict[str, list[np.ndarray]] = collections.defaultdict(list)
+        self.odd: dict[str, str] = {}
+        self.strings = {
+            name: Strings(source.separator if column.kind == "list" else None)
+            for name, column in columns.items()
+            if column.kind in ("category", "list")
+        }
+
+    def add(self, block: CsvBlock) -> None:
+        """Adds the rows of a block.
+
+        Raises:
+          DataError: if a cell does not fit the kind that a field of the source names.
+        """
+
+        def note(name: str, row: int, rule: str, fix: str) -> DataError:
+            self.odd[name] = block.cells[name][row]
+            return block.error(name, row, rule, fix)
+
+        for name, column in self._columns.items():
+            cells, is_named = block.cells[name], name in self._source.named_columns
+            if name in self.odd or column.kind == "ignored":
+                continue
+            if column.kind == "category" and not is_named:
+                if self._source.separator in "\n".join(cells):
+                    self.odd[name] = self._source.separator
+            if name in self.strings:
+                self.strings[name].add(cells)
+                continue
+            try:
+                self._blocks[name].append(column.read(cells, note))
+            except DataError:
+                if is_named:
+                    raise
+
+    def numbers(self) -> dict[str, np.ndarray]:
+        """Returns the numbers of each column, and frees its blocks."""
+        names = list(self._blocks)
+        return {name: np.concatenate(self._blocks.pop(name)) for name in names}
