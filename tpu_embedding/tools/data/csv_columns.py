@@ -23,8 +23,8 @@ def read_columns(
 ) -> tuple[Any, dict[str, Column], dict[str, np.ndarray], dict[str, Strings]]:
     """Reads the columns of a file.
 
-    The first rows tell the kinds. If a sample of all rows tells others, or a cell does
-    not fit, the file is read again.
+    The first rows tell the kinds. A column of another kind in a sample of all rows, or
+    with a cell that does not fit, is read again.
 
     Args:
       path: path of the file.
@@ -41,36 +41,47 @@ def read_columns(
     encoding = source.encoding or find_encoding(path)
     source = dataclasses.replace(source, encoding=encoding)
     columns: dict[str, Column] = {}
+    numbers: dict[str, np.ndarray] = {}
+    strings: dict[str, Strings] = {}
     odd: dict[str, list[str]] = {}
-    while True:
-        labels, sample, made = LabelColumn(path, source.label), RowSample(), None
+    labels, sample, made = LabelColumn(path, source.label), RowSample(), None
+    is_first, changed = True, set()
+    while is_first or changed:
         for block in read_blocks(
             path, source.delimiter, source.column_names, encoding=encoding
         ):
             if not columns:
                 source.check_columns(path, list(block.cells))
                 columns = source.columns_of(block.cells)
-            made = made or _Cells(source, columns)
+                changed = set(columns)
+            if made is None:
+                made = _Cells(source, {name: columns[name] for name in changed})
             made.add(block)
-            labels.add(block)
-            sample.add(block.cells)
+            if is_first:
+                labels.add(block)
+                sample.add(block.cells)
         assert made is not None  # There is at least one block.
+        numbers |= made.numbers()
+        strings |= made.strings
         for name, cell in made.odd.items():
             odd.setdefault(name, []).append(cell)
         sampled = {name: x + odd.get(name, []) for name, x in sample.cells.items()}
         before, columns = columns, source.columns_of(sampled, sample.rows)
-        if not made.odd and _kinds(columns) == _kinds(before):
-            break
-    numbers = made.numbers()
+        changed = {
+            name
+            for name, column in columns.items()
+            if dataclasses.replace(before[name], because=column.because) != column
+        }
+        changed |= set(made.odd)
+        for name in changed:
+            numbers.pop(name, None)
+            strings.pop(name, None)
+        is_first, made = False, None
     source = dataclasses.replace(source, **labels.fields(source))
     numbers[source.label] = labels.labels(source)
     if source.task == "binary":
         labels.check_both(numbers[source.label])
-    return source, columns, numbers, made.strings
-
-
-def _kinds(columns: dict[str, Column]) -> list[Column]:
-    return [dataclasses.replace(column, because="") for column in columns.values()]
+    return source, columns, numbers, strings
 
 
 class RowSample:
@@ -88,21 +99,22 @@ class RowSample:
 
     def add(self, cells: dict[str, list[str]]) -> None:
         """Adds the next rows, and drops half of all while there are too many."""
-        rows = np.arange(len(next(iter(cells.values()))))
-        self.rows = np.append(self.rows, self._num_rows + rows)
-        self._num_rows += len(rows)
+        new = self._num_rows + np.arange(len(next(iter(cells.values()))))
+        self._num_rows += len(new)
+        kept = self._kept(new)
         for name, texts in cells.items():
-            self.cells[name] = self.cells.get(name, []) + texts
-        while True:
-            hashes = splitmix64(self.rows.astype(np.uint64))
-            kept = np.flatnonzero(hashes < self._share * 2.0**64)
-            if len(kept) < len(self.rows):
-                self.rows = self.rows[kept]
-                for name, texts in self.cells.items():
-                    self.cells[name] = [texts[i] for i in kept]
-            if len(kept) <= SAMPLE_ROWS:
-                break
+            self.cells.setdefault(name, []).extend(texts[i] for i in kept)
+        self.rows = np.append(self.rows, new[kept])
+        while len(self.rows) > SAMPLE_ROWS:
             self._share /= 2
+            kept = self._kept(self.rows)
+            self.rows = self.rows[kept]
+            for name, texts in self.cells.items():
+                self.cells[name] = [texts[i] for i in kept]
+
+    def _kept(self, rows: np.ndarray) -> np.ndarray:
+        hashes = splitmix64(rows.astype(np.uint64))
+        return np.flatnonzero(hashes < self._share * 2.0**64)
 
 
 class _Cells:
