@@ -27,7 +27,12 @@ from tpu_embedding.tools.data.block_dataset import BlockDataset
 from tpu_embedding.tools.data.csv_columns import read_columns
 from tpu_embedding.tools.data.csv_labels import Task, describe_labels
 from tpu_embedding.tools.data.csv_numbers import MISSING
-from tpu_embedding.tools.data.csv_recognition import fitted, number_marks, recognise
+from tpu_embedding.tools.data.csv_recognition import (
+    fitted,
+    named_date,
+    number_marks,
+    recognise,
+)
 from tpu_embedding.tools.data.csv_schema import Column, ColumnKind, CsvSchema
 from tpu_embedding.tools.data.csv_strings import Strings
 from tpu_embedding.tools.data.teacher import splitmix64
@@ -60,6 +65,7 @@ _RULES: Final = {
 _FIELDS_OF_KINDS: Final[dict[ColumnKind, str]] = {
     "category": "categories",
     "number": "numbers",
+    "date": "dates",
     "list": "lists",
     "ignored": "ignored",
 }
@@ -78,8 +84,8 @@ class CsvClicks(BlockDataset):
         ones.
       vocabulary_sizes: rows of each feature's table.
       sequence_lengths: columns of a feature of several columns.
-      number_scales: mean and standard deviation of each number over the training rows,
-        on the scale of `signed_log`.
+      number_scales: mean and standard deviation over the training rows of each number's
+        `signed_log`, and of the number.
       num_classes: classes of the label, or None if it is not one of several classes.
       label_scale: mean and standard deviation of the training rows' labels, for a
         regression; otherwise None.
@@ -199,7 +205,7 @@ class CsvClicks(BlockDataset):
             shown.append((name, column.kind, distinct, size, column.because))
         shown.append((source.label, "label", "-", "-", "data.label"))
         lines = [format_table(shown, num_left_aligned=2), *warnings]
-        fix = "data.categories=COLUMN, data.numbers, data.lists or data.ignored"
+        fix = "data.categories=COLUMN, data.numbers, dates, lists or ignored"
         return features, dense, [*lines, f"change a kind by --set {fix}"]
 
     def constant_loss(self) -> float:
@@ -243,6 +249,7 @@ class CsvSource:
         ratings; smaller ones count as 0.
       categories: columns of categories, one string or integer per row.
       numbers: columns of numbers, of any notation; `true` is 1 and `false` 0.
+      dates: columns of dates or times, of any notation.
       lists: columns of several categories per row.
       ignored: columns that the model does not see.
       separator: text between the elements of a list.
@@ -266,6 +273,7 @@ class CsvSource:
     positive_from: float | None = None
     categories: tuple[str, ...] = ()
     numbers: tuple[str, ...] = ()
+    dates: tuple[str, ...] = ()
     lists: tuple[str, ...] = ()
     ignored: tuple[str, ...] = ()
     separator: str = "|"
@@ -331,6 +339,9 @@ class CsvSource:
         for kind, field in _FIELDS_OF_KINDS.items():
             for name in getattr(self, field):
                 texts = {x for x in cells[name] if x.lower() not in MISSING}
+                if kind == "date":
+                    columns[name] = named_date(name, texts)
+                    continue
                 decimal, thousands = [*number_marks(texts), (".", "")][0]
                 columns[name] = Column(
                     name=name,
@@ -463,9 +474,15 @@ def signed_log(values: Any, xp: Any = np) -> Any:
     return xp.sign(values) * xp.log1p(xp.abs(values))
 
 
-def _scale(values: np.ndarray) -> tuple[float, float]:
-    """Returns mean and standard deviation of the numbers that are not missing."""
-    scaled = signed_log(values[~np.isnan(values)])
-    if not scaled.size or not scaled.std() > 0:
-        return 0.0, 1.0
-    return float(scaled.mean()), float(scaled.std())
+def _scale(values: np.ndarray) -> tuple[float, ...]:
+    """Returns mean and standard deviation of logarithms, and of the numbers.
+
+    Missing numbers do not count. Without two different ones, each pair is 0 and 1.
+    """
+    present, scales = values[~np.isnan(values)], []
+    for scaled in (signed_log(present), present):
+        if scaled.size and scaled.std() > 0:
+            scales += [float(scaled.mean()), float(scaled.std())]
+        else:
+            scales += [0.0, 1.0]
+    return tuple(scales)

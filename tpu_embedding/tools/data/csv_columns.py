@@ -17,6 +17,9 @@ from tpu_embedding.tools.data.teacher import splitmix64
 SAMPLE_ROWS: Final = 10_000
 """Most rows whose cells tell the kinds. Cells that do not fit a kind are added."""
 
+_MAX_ODD: Final = 5
+"""Cells that may change the notation of a column whose kind a field names."""
+
 
 def read_columns(
     path: pathlib.Path, source: Any
@@ -72,6 +75,10 @@ def read_columns(
             for name, column in columns.items()
             if dataclasses.replace(before[name], because=column.because) != column
         }
+        for name, error in made.errors.items():
+            is_final = name not in changed or len(odd[name]) > _MAX_ODD
+            if is_final and name in source.named_columns:
+                raise error
         changed |= set(made.odd)
         for name in changed:
             numbers.pop(name, None)
@@ -122,13 +129,15 @@ class _Cells:
 
     Attributes:
       strings: strings by column.
-      odd: the first cell of each recognised column that does not fit its kind.
+      odd: the first cell of each column that does not fit its kind.
+      errors: the errors of these cells.
     """
 
     def __init__(self, source: Any, columns: dict[str, Column]):
         self._source, self._columns = source, columns
         self._blocks: dict[str, list[np.ndarray]] = collections.defaultdict(list)
         self.odd: dict[str, str] = {}
+        self.errors: dict[str, DataError] = {}
         self.strings = {
             name: Strings(source.separator if column.kind == "list" else None)
             for name, column in columns.items()
@@ -136,31 +145,28 @@ class _Cells:
         }
 
     def add(self, block: CsvBlock) -> None:
-        """Adds the rows of a block.
-
-        Raises:
-          DataError: if a cell does not fit the kind that a field of the source names.
-        """
+        """Adds the rows of a block."""
 
         def note(name: str, row: int, rule: str, fix: str) -> DataError:
             self.odd[name] = block.cells[name][row]
             return block.error(name, row, rule, fix)
 
         for name, column in self._columns.items():
-            cells, is_named = block.cells[name], name in self._source.named_columns
+            cells = block.cells[name]
             if name in self.odd or column.kind == "ignored":
                 continue
-            if column.kind == "category" and not is_named:
+            is_recognised = name not in self._source.named_columns
+            if column.kind == "category" and is_recognised:
                 if self._source.separator in "\n".join(cells):
                     self.odd[name] = self._source.separator
             if name in self.strings:
                 self.strings[name].add(cells)
                 continue
             try:
-                self._blocks[name].append(column.read(cells, note))
-            except DataError:
-                if is_named:
-                    raise
+                values = column.read(cells, note)
+                self._blocks[name].append(values)
+            except DataError as error:
+                self.errors[name] = error
 
     def numbers(self) -> dict[str, np.ndarray]:
         """Returns the numbers of each column, and frees its blocks."""

@@ -203,6 +203,30 @@ def _date_format(different: set[str]) -> str | None:
     return None
 
 
+def named_date(name: str, texts: Collection[str]) -> Column:
+    """Returns a column that a field names as dates.
+
+    Its format is the first one of all texts, or else of any text, so that reading the
+    column raises the error of a cell.
+
+    Args:
+      name: name of the column.
+      texts: cells that are not missing.
+    """
+    cells = sorted(texts)
+    formats = [*DATE_FORMATS, CLOCK_FORMAT, *UNIX_FORMATS]
+    numbers, wrong = numbers_of(cells)
+    if wrong is None and cells and numbers.min() > 1e11:
+        formats.remove("Unix seconds")
+
+    def fits(date_format: str) -> int:
+        wrong = seconds_of(cells, date_format)[1]
+        return len(cells) if wrong is None else wrong
+
+    date_format = max(formats, key=fits)
+    return Column(name=name, kind="date", because="data.dates", date_format=date_format)
+
+
 def fitted(column: Column, values: np.ndarray, is_trained: np.ndarray) -> Column:
     """Returns a column of numbers or dates with its buckets and parts.
 
