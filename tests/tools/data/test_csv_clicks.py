@@ -141,6 +141,15 @@ KINDS = {
     "integer dates": ("date", [f"202401{i}" for i in range(10, 31)]),
     "Unix times": ("date", [str(879372216 + 9999 * i) for i in range(40)]),
     "milliseconds": ("date", [str(1700000000000 + 10**7 * i) for i in range(40)]),
+    "times of day": (
+        "date",
+        [f"{i * 7 // 60 % 24}{i * 7 % 60:02}" for i in range(200)],
+    ),
+    "decimal times of day": (
+        "date",
+        [f"{i * 7 // 60 % 24 * 100 + i * 7 % 60}.0" for i in range(200)] + ["", "2400"],
+    ),
+    "integers to 2,400": ("number", [str(i * 7 % 2400) for i in range(200)]),
     "dates and others": ("category", ["2024-01-05", "soon"]),
     "nothing": ("category", ["", "NA"]),
     "lists": ("list", ["1.5|2", "3.0"]),
@@ -268,6 +277,43 @@ def test_rows_of_several_blocks(tmp_path, monkeypatch):
     assert tags[:1798] == "|".join(columns["tags"][rows]).split("|")
 
 
+LATE_CELLS = {
+    "text": (lambda i: f"{i * i}" if i != 90 else "", "number"),
+    "text among categories": (lambda i: f"{i % 3}" if i != 90 else "u", "category"),
+    "text among numbers": (lambda i: f"{i % 45}" if i != 90 else "u", "category"),
+    "decimal": (lambda i: f"{i * i}" if i != 90 else "1.5", "number"),
+    "decimal comma": (lambda i: f"{i * i}" if i != 90 else "1,5", "number"),
+    "list": (lambda i: f"u{i % 3}" if i != 90 else "u1|u2", "list"),
+    "European date": (lambda i: f"{1 + i // 8}/2/2024", "date"),
+    "codes": (lambda i: f"{i // 3}", "number"),
+    "rows": (lambda i: f"{i}", "ignored"),
+    "rows at first": (lambda i: f"{i % 97}", "number"),
+    "empty at first": (lambda i: f"{i / 7}" if i > 50 else "", "number"),
+}
+
+
+@pytest.mark.parametrize(("cell", "kind"), LATE_CELLS.values(), ids=LATE_CELLS)
+def test_kinds_do_not_depend_on_the_order_of_rows(tmp_path, monkeypatch, cell, kind):
+    monkeypatch.setattr(csv_text, "BLOCK_ROWS", 20)
+    rows = [f'"{cell(i)}",{"ab"[i % 2]},{i % 2}' for i in range(100)]
+    orders = [rows, rows[50:] + rows[:50]] if kind != "ignored" else [rows]
+    for ordered in orders:
+        data = open_text(tmp_path, "\n".join(["x,y,click", *ordered]))
+        assert data.schema.columns[0].kind == kind
+
+
+def test_dates_that_are_named(tmp_path, monkeypatch):
+    monkeypatch.setattr(csv_text, "BLOCK_ROWS", 20)
+    rows = [f"{1 + i // 8}/2/2024,{5 * i % 60},{i % 2}" for i in range(100)]
+    source = dataclasses.replace(SOURCE, dates=("day", "minute"))
+    text = "\n".join(["day,minute,click", *rows])
+    data = open_text(tmp_path, text, source)
+    formats = [column.date_format for column in data.schema.columns]
+    assert formats == ["%d/%m/%Y", "HHMM"]
+    with pytest.raises(DataError, match="line 92, column 'day'.*date.*'soon'"):
+        open_text(tmp_path, text.replace("12/2/2024,30", "soon,30"), source)
+
+
 def test_rows_become_ids_and_numbers(tmp_path):
     batch = in_file_order(data := open_text(tmp_path))
     users = strings_of(data, "user", batch.features["user"])
@@ -281,7 +327,9 @@ def test_rows_become_ids_and_numbers(tmp_path):
     np.testing.assert_array_equal(batch.dense["price"], [1.5, np.nan, -20, np.nan, 1.5])
     assert batch.labels.tolist() == [1, 0, 0, 1, 1]
     logs = np.array([np.log(2.5), -np.log(21), np.log(2.5)])
-    assert data.number_scales["price"] == pytest.approx((logs.mean(), logs.std()))
+    prices = np.array([1.5, -20, 1.5])
+    scales = (logs.mean(), logs.std(), prices.mean(), prices.std())
+    assert data.number_scales["price"] == pytest.approx(scales)
     (held_out,) = data.evaluation_batches()
     assert held_out.weights.tolist() == [1, 0, 0, 0]
     assert strings_of(data, "tags", held_out.features["tags"].values[:1]) == ["[UNK]"]

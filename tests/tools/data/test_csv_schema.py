@@ -52,6 +52,8 @@ DATES = {
     "month": ("%d-%b-%y", "29-Feb-24", 1709164800),
     "seconds": ("Unix seconds", "1709164800", 1709164800),
     "milliseconds": ("Unix milliseconds", "1709164800500", 1709164800.5),
+    "time of day": ("HHMM", "1730.0", 17.5 * 3600),
+    "midnight": ("HHMM", "5", 300),
     "missing": ("ISO 8601", "NaT", NAN),
 }
 

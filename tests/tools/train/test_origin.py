@@ -154,7 +154,7 @@ def test_a_run_of_a_script(tmp_path):
 
 @pytest.mark.parametrize(
     ("num_rows", "batch_size", "num_steps"),
-    [(10, 32, 20), (20_000, 64, 625), (10_000_000, 4096, 4882)],
+    [(10, 32, 20), (1000, 32, 93), (20_000, 64, 625), (10_000_000, 4096, 4882)],
 )
 def test_the_config_of_a_csv_file_follows_its_rows(
     tmp_path, num_rows, batch_size, num_steps

@@ -1,10 +1,10 @@
-"""Clicks of a CSV file, whose columns are recognised from its first rows.
+"""Clicks of a CSV file, whose columns are recognised from a sample of its rows.
 
 Cells are read in blocks, and columns keep few bytes per cell.
 """
 
-import collections
 import dataclasses
+import itertools
 import math
 import pathlib
 import typing
@@ -24,12 +24,17 @@ from tpu_embedding.tools.data.batch import (
     required_files,
 )
 from tpu_embedding.tools.data.block_dataset import BlockDataset
-from tpu_embedding.tools.data.csv_labels import LabelColumn, Task, describe_labels
+from tpu_embedding.tools.data.csv_columns import read_columns
+from tpu_embedding.tools.data.csv_labels import Task, describe_labels
 from tpu_embedding.tools.data.csv_numbers import MISSING
-from tpu_embedding.tools.data.csv_recognition import fitted, number_marks, recognise
+from tpu_embedding.tools.data.csv_recognition import (
+    fitted,
+    named_date,
+    number_marks,
+    recognise,
+)
 from tpu_embedding.tools.data.csv_schema import Column, ColumnKind, CsvSchema
 from tpu_embedding.tools.data.csv_strings import Strings
-from tpu_embedding.tools.data.csv_text import find_encoding, read_blocks
 from tpu_embedding.tools.data.teacher import splitmix64
 from tpu_embedding.types import PADDING_ROW_ID, FeatureIds, RaggedIds
 
@@ -60,6 +65,7 @@ _RULES: Final = {
 _FIELDS_OF_KINDS: Final[dict[ColumnKind, str]] = {
     "category": "categories",
     "number": "numbers",
+    "date": "dates",
     "list": "lists",
     "ignored": "ignored",
 }
@@ -78,8 +84,8 @@ class CsvClicks(BlockDataset):
         ones.
       vocabulary_sizes: rows of each feature's table.
       sequence_lengths: columns of a feature of several columns.
-      number_scales: mean and standard deviation of each number over the training rows,
-        on the scale of `signed_log`.
+      number_scales: mean and standard deviation over the training rows of each number's
+        `signed_log`, and of the number.
       num_classes: classes of the label, or None if it is not one of several classes.
       label_scale: mean and standard deviation of the training rows' labels, for a
         regression; otherwise None.
@@ -97,7 +103,7 @@ class CsvClicks(BlockDataset):
           batch_size: samples per batch.
           seed: seed of the order, and of the held-out rows.
         """
-        source, columns, numbers, strings = _read_columns(path, source)
+        source, columns, numbers, strings = read_columns(path, source)
         labels = numbers.pop(source.label)
         is_labelled = ~np.isnan(labels)
         num_labels = int(is_labelled.sum())
@@ -199,7 +205,7 @@ class CsvClicks(BlockDataset):
             shown.append((name, column.kind, distinct, size, column.because))
         shown.append((source.label, "label", "-", "-", "data.label"))
         lines = [format_table(shown, num_left_aligned=2), *warnings]
-        fix = "data.categories=COLUMN, data.numbers, data.lists or data.ignored"
+        fix = "data.categories=COLUMN, data.numbers, dates, lists or ignored"
         return features, dense, [*lines, f"change a kind by --set {fix}"]
 
     def constant_loss(self) -> float:
@@ -222,7 +228,7 @@ class CsvSource:
     """Source of `CsvClicks`: a CSV file whose first line names the columns.
 
     White space around a cell or an element of a list does not count. Columns that are
-    named in no field are recognised from the first rows, by `csv_recognition`: cells
+    named in no field are recognised from rows all over the file: cells
     with the separator are lists, numbers and dates are those that all cells are, and
     the rest are categories. So are integers that have few different values, or
     identify something.
@@ -243,6 +249,7 @@ class CsvSource:
         ratings; smaller ones count as 0.
       categories: columns of categories, one string or integer per row.
       numbers: columns of numbers, of any notation; `true` is 1 and `false` 0.
+      dates: columns of dates or times, of any notation.
       lists: columns of several categories per row.
       ignored: columns that the model does not see.
       separator: text between the elements of a list.
@@ -266,6 +273,7 @@ class CsvSource:
     positive_from: float | None = None
     categories: tuple[str, ...] = ()
     numbers: tuple[str, ...] = ()
+    dates: tuple[str, ...] = ()
     lists: tuple[str, ...] = ()
     ignored: tuple[str, ...] = ()
     separator: str = "|"
@@ -279,7 +287,7 @@ class CsvSource:
     def __post_init__(self):
         check_counts(self)
         raise_all(broken_rules(self, _RULES))
-        named = [name for names in self._names_of_kinds().values() for name in names]
+        named = [*itertools.chain(*self._names_of_kinds().values())]
         if len(set(named)) < len(named):
             raise ValueError(
                 f"CsvSource must name a column for one kind, got {sorted(named)}."
@@ -311,11 +319,14 @@ class CsvSource:
             "for a slice, write a config with a ParquetSource, which declares them."
         )
 
-    def columns_of(self, cells: Mapping[str, Sequence[str]]) -> dict[str, Column]:
+    def columns_of(
+        self, cells: Mapping[str, Sequence[str]], rows: np.ndarray | None = None
+    ) -> dict[str, Column]:
         """Returns the columns, without the label, as fields name or cells show them.
 
         Args:
-          cells: first cells of each column.
+          cells: some cells of each column.
+          rows: rising numbers of the cells' rows. By default, they are consecutive.
 
         Example:
           >>> source = CsvSource(label="click", numbers=("age",))
@@ -323,11 +334,14 @@ class CsvSource:
           >>> [(column.kind, column.because) for column in columns.values()]
           [('number', 'numbers'), ('number', 'data.numbers')]
         """
-        columns = recognise(cells, self.separator)
+        columns = recognise(cells, self.separator, rows)
         columns.pop(self.label, None)
         for kind, field in _FIELDS_OF_KINDS.items():
             for name in getattr(self, field):
                 texts = {x for x in cells[name] if x.lower() not in MISSING}
+                if kind == "date":
+                    columns[name] = named_date(name, texts)
+                    continue
                 decimal, thousands = [*number_marks(texts), (".", "")][0]
                 columns[name] = Column(
                     name=name,
@@ -338,6 +352,11 @@ class CsvSource:
                     thousands=thousands,
                 )
         return columns
+
+    @property
+    def named_columns(self) -> frozenset[str]:
+        """Columns that the fields name."""
+        return frozenset(itertools.chain(*self._names_of_kinds().values()))
 
     def _names_of_kinds(self) -> dict[str, tuple[str, ...]]:
         named = {kind: getattr(self, field) for kind, field in _FIELDS_OF_KINDS.items()}
@@ -371,46 +390,6 @@ class CsvSource:
                 f"evaluate, got {num_rows} rows; give more, or change it."
             )
         return is_held_out
-
-
-def _read_columns(
-    path: pathlib.Path, source: CsvSource
-) -> tuple["CsvSource", dict[str, Column], dict[str, np.ndarray], dict[str, Strings]]:
-    """Returns each column except the label, numbers and labels, and strings, by name.
-
-    Numbers and dates are float64 `[rows]`, as `Column.read` returns them, and labels
-    float32 `[rows]`, NaN where one is missing. The source that it returns has the task.
-    """
-    columns: dict[str, Column] = {}
-    strings: dict[str, Strings] = {}
-    labels = LabelColumn(path, source.label)
-    blocks: dict[str, list[np.ndarray]] = collections.defaultdict(list)
-    source = dataclasses.replace(
-        source, encoding=source.encoding or find_encoding(path)
-    )
-    for block in read_blocks(
-        path, source.delimiter, source.column_names, encoding=source.encoding
-    ):
-        if not columns:
-            source.check_columns(path, list(block.cells))
-            columns = source.columns_of(block.cells)
-            for name, column in columns.items():
-                if column.kind in ("category", "list"):
-                    is_list = column.kind == "list"
-                    strings[name] = Strings(source.separator if is_list else None)
-        labels.add(block)
-        for name, column in columns.items():
-            if name in strings:
-                strings[name].add(block.cells[name])
-            elif column.kind != "ignored":
-                blocks[name].append(column.read(block.cells[name], block.error))
-    # A column's blocks are freed before the next column is joined.
-    numbers = {name: np.concatenate(blocks.pop(name)) for name in list(blocks)}
-    source = dataclasses.replace(source, **labels.fields(source))
-    numbers[source.label] = labels.labels(source)
-    if source.task == "binary":
-        labels.check_both(numbers[source.label])
-    return source, columns, numbers, strings
 
 
 def _rare_strings(name: str, ids: FeatureIds, vocabulary: Vocabulary) -> list[str]:
@@ -495,9 +474,15 @@ def signed_log(values: Any, xp: Any = np) -> Any:
     return xp.sign(values) * xp.log1p(xp.abs(values))
 
 
-def _scale(values: np.ndarray) -> tuple[float, float]:
-    """Returns mean and standard deviation of the numbers that are not missing."""
-    scaled = signed_log(values[~np.isnan(values)])
-    if not scaled.size or not scaled.std() > 0:
-        return 0.0, 1.0
-    return float(scaled.mean()), float(scaled.std())
+def _scale(values: np.ndarray) -> tuple[float, ...]:
+    """Returns mean and standard deviation of logarithms, and of the numbers.
+
+    Missing numbers do not count. Without two different ones, each pair is 0 and 1.
+    """
+    present, scales = values[~np.isnan(values)], []
+    for scaled in (signed_log(present), present):
+        if scaled.size and scaled.std() > 0:
+            scales += [float(scaled.mean()), float(scaled.std())]
+        else:
+            scales += [0.0, 1.0]
+    return tuple(scales)

@@ -38,6 +38,9 @@ NUMBER_MARKS: Final = (
 
 UNIX_FORMATS: Final = {"Unix seconds": 1.0, "Unix milliseconds": 1000.0}
 
+CLOCK_FORMAT: Final = "HHMM"
+"""Format of times of day as numbers: 5 and 1730 are 0:05 and 17:30."""
+
 _ISO: Final = "ISO 8601"
 
 DATE_FORMATS: Final = (
@@ -91,12 +94,24 @@ def seconds_of(cells: Sequence[str], date_format: str) -> tuple[np.ndarray, int 
 
     Args:
       cells: texts `[rows]`.
-      date_format: one of `DATE_FORMATS` or `UNIX_FORMATS`.
+      date_format: one of `DATE_FORMATS` or `UNIX_FORMATS`, or `CLOCK_FORMAT`, whose
+        times are on the first of January 1970.
 
     Example:
       >>> seconds_of(["1970-01-01 01:00", "1970-01-01T00:01:00+05:00"], "ISO 8601")
       (array([3600.,   60.]), None)
+      >>> seconds_of(["130", "2359.0", "1260"], CLOCK_FORMAT)
+      (array([ 5400., 86340., 46800.]), 2)
     """
+    if date_format == CLOCK_FORMAT:
+        numbers, wrong = numbers_of(cells)
+        hours, minutes = np.divmod(numbers, 100)
+        is_wrong = (
+            (numbers < 0) | (numbers > 2400) | (minutes >= 60) | (minutes % 1 > 0)
+        )
+        if wrong is None and is_wrong.any():
+            wrong = int(is_wrong.argmax())
+        return 3600 * hours + 60 * minutes, wrong
     if date_format in UNIX_FORMATS:
         numbers, wrong = numbers_of(cells)
         return numbers / UNIX_FORMATS[date_format], wrong

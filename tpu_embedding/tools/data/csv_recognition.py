@@ -1,4 +1,4 @@
-"""Recognises what the columns of a CSV file hold, from their first cells."""
+"""Recognises what the columns of a CSV file hold, from cells of a sample of rows."""
 
 import dataclasses
 import re
@@ -8,6 +8,7 @@ from typing import Final
 import numpy as np
 
 from tpu_embedding.tools.data.csv_numbers import (
+    CLOCK_FORMAT,
     DATE_FORMATS,
     MISSING,
     NUMBER_MARKS,
@@ -34,16 +35,24 @@ _TIME_NAME: Final = re.compile(r"(?i).*(time|date|stamp|unix|epoch)|ts|.*[\W_](t
 _UNIX_RANGE: Final = (8.5e8, 2.2e9)
 """Seconds since 1970 from 1996 to 2039."""
 
+_MIN_CLOCK_TIMES: Final = 120
+"""Different times of day. Of so many other integers, some end with 60 to 99."""
 
-def recognise(cells: Mapping[str, Sequence[str]], separator: str) -> dict[str, Column]:
+
+def recognise(
+    cells: Mapping[str, Sequence[str]],
+    separator: str,
+    rows: np.ndarray | None = None,
+) -> dict[str, Column]:
     """Returns what each column holds.
 
     A file has one decimal mark. So `1,234` is a decimal number if other columns have
     decimal commas, and a thousand otherwise.
 
     Args:
-      cells: first cells of each column, without white space around them.
+      cells: some cells of each column, without white space around them.
       separator: text between the elements of a list.
+      rows: rising numbers of the rows of the cells. By default, they are consecutive.
 
     Example:
       >>> made = recognise({"x": ["1,5", "2"], "y": ["1,234", "?"]}, "|")
@@ -52,14 +61,19 @@ def recognise(cells: Mapping[str, Sequence[str]], separator: str) -> dict[str, C
       [('number', ',', 'numbers with a decimal comma'),
        ('number', ',', 'numbers with a decimal comma')]
     """
-    present = {
-        name: [text for text in texts if text.lower() not in MISSING]
-        for name, texts in cells.items()
-    }
+    present, places = {}, {}
+    for name, texts in cells.items():
+        kept = [i for i, text in enumerate(texts) if text.lower() not in MISSING]
+        present[name] = [texts[i] for i in kept]
+        places[name] = np.array(kept, int)
+        if rows is not None:  # Cells after those of the rows have no place.
+            places[name] = rows[[i for i in kept if i < len(rows)]]
     marks = {name: number_marks(set(texts)) for name, texts in present.items()}
     has_commas = any(m and all(mark == "," for mark, _ in m) for m in marks.values())
     return {
-        name: _column(name, texts, separator, _preferred(marks[name], has_commas))
+        name: _column(
+            name, texts, places[name], separator, _preferred(marks[name], has_commas)
+        )
         for name, texts in present.items()
     }
 
@@ -83,12 +97,16 @@ def _preferred(
 
 
 def _column(
-    name: str, texts: list[str], separator: str, marks: tuple[str, str] | None
+    name: str,
+    texts: list[str],
+    rows: np.ndarray,
+    separator: str,
+    marks: tuple[str, str] | None,
 ) -> Column:
     """Returns what a column holds, from the texts that are not missing."""
     different = set(texts)
     if not different:
-        return Column(name=name, kind="category", because="empty in the first rows")
+        return Column(name=name, kind="category", because="empty in the rows read")
     if any(separator in text for text in different):
         because = f"cells have {separator!r}"
         return Column(name=name, kind="list", because=because, separator=separator)
@@ -104,14 +122,25 @@ def _column(
     column = Column(name=name, kind="number", decimal=decimal, thousands=thousands)
     is_plain = all(text.lstrip("+-").isdigit() for text in different)
     is_whole = bool((np.isfinite(values) & (values == np.round(values))).all())
-    if not is_plain and not (is_whole and _CODE_NAME.fullmatch(name)):
+    is_code = _CODE_NAME.fullmatch(name) is not None
+    if is_whole and not is_code and _is_clock(texts, different):
+        because = "times of day, hours and minutes"
+        return Column(name=name, kind="date", because=because, date_format=CLOCK_FORMAT)
+    if not is_plain and not (is_whole and is_code):
         return _because(column, "number", _notation(decimal, thousands))
     if any(re.fullmatch("0[0-9]+", text) for text in different):
         return _because(column, "category", "codes with leading zeros")
     if date_format := _integer_dates(name, texts, values):
         because = f"integers are dates, {date_format}"
         return Column(name=name, kind="date", because=because, date_format=date_format)
-    return _integers(column, values)
+    return _integers(column, values, rows)
+
+
+def _is_clock(texts: list[str], different: set[str]) -> bool:
+    """Returns True for many numbers that are all hours and minutes, such as 1730."""
+    if len(different) <= _MIN_CLOCK_TIMES:
+        return False
+    return seconds_of(texts, CLOCK_FORMAT)[1] is None
 
 
 def _because(column: Column, kind: ColumnKind, because: str) -> Column:
@@ -127,7 +156,7 @@ def _notation(decimal: str, thousands: str) -> str:
     return " ".join(words)
 
 
-def _integers(column: Column, values: np.ndarray) -> Column:
+def _integers(column: Column, values: np.ndarray, rows: np.ndarray) -> Column:
     """Returns a column of numbers, or of categories if they identify something.
 
     Identifiers have a name that says so, or nearly all integers of a range, each of
@@ -139,7 +168,7 @@ def _integers(column: Column, values: np.ndarray) -> Column:
         return _because(column, "category", f"integers, {num} different")
     if _CODE_NAME.fullmatch(column.name):
         return _because(column, "category", "integers, and the name of a code")
-    if num == len(values) and (values == first + np.arange(num)).all():
+    if num == len(values) and np.array_equal(np.diff(values), np.diff(rows)):
         return _because(column, "ignored", "numbers the rows")
     if num > 120 and num > 0.3 * (last - first) and len(values) >= 4 * num:
         because = f"{num} integers from {first:.0f} to {last:.0f}, as identifiers"
@@ -174,6 +203,30 @@ def _date_format(different: set[str]) -> str | None:
     return None
 
 
+def named_date(name: str, texts: Collection[str]) -> Column:
+    """Returns a column that a field names as dates.
+
+    Its format is the first one of all texts, or else of any text, so that reading the
+    column raises the error of a cell.
+
+    Args:
+      name: name of the column.
+      texts: cells that are not missing.
+    """
+    cells = sorted(texts)
+    formats = [*DATE_FORMATS, CLOCK_FORMAT, *UNIX_FORMATS]
+    numbers, wrong = numbers_of(cells)
+    if wrong is None and cells and numbers.min() > 1e11:
+        formats.remove("Unix seconds")
+
+    def fits(date_format: str) -> int:
+        wrong = seconds_of(cells, date_format)[1]
+        return len(cells) if wrong is None else wrong
+
+    date_format = max(formats, key=fits)
+    return Column(name=name, kind="date", because="data.dates", date_format=date_format)
+
+
 def fitted(column: Column, values: np.ndarray, is_trained: np.ndarray) -> Column:
     """Returns a column of numbers or dates with its buckets and parts.
 
@@ -190,6 +243,7 @@ def fitted(column: Column, values: np.ndarray, is_trained: np.ndarray) -> Column
         return column
     if column.kind == "date":
         parts = ("weekday", "hour") if np.ptp(values % DAY_SECONDS) else ("weekday",)
+        parts = ("hour",) if column.date_format == CLOCK_FORMAT else parts
         column = dataclasses.replace(column, newest=float(values.max()), parts=parts)
         values = (column.newest - values) / DAY_SECONDS
     num_buckets = min(NUM_BUCKETS, len(values) // _MIN_BUCKET_ROWS)

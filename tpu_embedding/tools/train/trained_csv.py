@@ -97,9 +97,9 @@ class CsvEncoder:
         return self.schema.sequence_lengths
 
     @property
-    def number_scales(self) -> dict[str, tuple[float, float]]:
+    def number_scales(self) -> dict[str, tuple[float, ...]]:
         """Placeholders: the checkpoint has the scales."""
-        return dict.fromkeys(self.schema.number_names, (0.0, 1.0))
+        return dict.fromkeys(self.schema.number_names, (0.0, 1.0) * 2)
 
     @property
     def label_scale(self) -> tuple[float, float] | None:

@@ -39,7 +39,7 @@ def test_many_columns_reach_the_mlp():
 def test_products_and_numbers_reach_the_mlp():
     data = types.SimpleNamespace(
         vocabulary_sizes={"user": 7, "item": 5, "day": 3},
-        number_scales={"price": (1.0, 2.0), "age": (0.5, 0.25)},
+        number_scales={"price": (1.0, 2.0, 1.0, 8.0), "age": (0.5, 0.25, 4.0, 3.0)},
     )
     plan = make_plan(CONFIG.feature_config(data), mesh_of(1))
     model = CONFIG.build(data, plan, rngs=nnx.Rngs(0))
@@ -55,10 +55,11 @@ def test_products_and_numbers_reach_the_mlp():
     day, item, user = (tables[name][ids[name]] for name in ("day", "item", "user"))
     pairs = [(item, day), (user, day), (user, item)]
     products = np.stack([(a * b).sum(axis=1) for a, b in pairs], axis=1)
-    # Missing numbers are 0, and marked.
-    scaled = [[0, (-np.log(4) - 1) / 2], [(np.log(41) - 0.5) / 0.25, 0]]
+    # Missing numbers are 0, and marked; 40 is 12 deviations from the mean.
+    logs = [[0, (-np.log(4) - 1) / 2], [(np.log(41) - 0.5) / 0.25, 0]]
+    scaled = [[0, -0.5], [5, 0]]
     inputs = np.concatenate(
-        [day, item, user, products, scaled, [[1, 0], [0, 1]]], axis=1
+        [day, item, user, products, logs, scaled, [[1, 0], [0, 1]]], axis=1
     )
     wanted = model.mlp(jnp.asarray(inputs, jnp.float32))[:, 0]
     np.testing.assert_allclose(outputs.scores, wanted, rtol=1e-5)

@@ -151,6 +151,9 @@ def features_of_columns(
     }
 
 
+MAX_DEVIATIONS: Final = 5.0
+"""Deviations from its mean that a number enters the MLP with, at most."""
+
 MAX_PAIRED: Final = 64
 """Activations up to which the MLP gets each, and a product for each pair."""
 
@@ -197,7 +200,8 @@ class ClickModelConfig:
 
         Args:
           data: data set. If its dense inputs are a dict of numbers, it has
-            `number_scales`, mean and standard deviation of each. It may also have
+            `number_scales`, mean and standard deviation of the logarithm of each, and
+            of itself. It may also have
             `num_classes`, or `label_scale` of a label to be predicted.
           plan: plan of the tables.
           rngs: random streams.
@@ -218,9 +222,11 @@ class ClickModel(nnx.Module):
 
     Many activations enter as sums; see `ClickModelConfig.interactions`.
 
-    A number `x` enters as `(signed_log(x) - mean) / deviation`, or 0 if it is missing;
-    another input says that it is. The model keeps means and deviations, so a server
-    passes the numbers as they are in the data.
+    A number `x` enters as `(f(x) - mean) / deviation`, once with the logarithm
+    `f(x) = signed_log(x)`, and once with `f(x) = x`, clipped to `MAX_DEVIATIONS`. Its
+    differences from other numbers would be lost in logarithms. Both are 0 if it is
+    missing, and another input says that it is. The model keeps means and deviations,
+    so a server passes the numbers as they are in the data.
 
     With classes, the scores are logits `[batch, classes]`. With the scale of a label,
     they are `mean + deviation * MLP(...)`, in the label's units.
@@ -230,7 +236,7 @@ class ClickModel(nnx.Module):
         self,
         config: ClickModelConfig,
         plan: EmbeddingPlan,
-        number_scales: Mapping[str, tuple[float, float]],
+        number_scales: Mapping[str, tuple[float, ...]],
         *,
         num_classes: int | None = None,
         label_scale: tuple[float, float] | None = None,
@@ -250,7 +256,7 @@ class ClickModel(nnx.Module):
         self.num_rows = num_rows = sum(max(1, length) for length in lengths)
         self.has_pairs = num_rows <= MAX_PAIRED
         num_inputs = (num_rows if self.has_pairs else 1) * config.dim
-        num_inputs += 2 * len(number_scales)
+        num_inputs += 3 * len(number_scales)
         if self.has_products:
             num_pairs = num_rows * (num_rows - 1) // 2
             num_inputs += num_pairs if self.has_pairs else config.dim
@@ -289,9 +295,12 @@ class ClickModel(nnx.Module):
         if self.number_names:
             numbers = jnp.stack([dense[name] for name in self.number_names], axis=1)
             is_missing = jnp.isnan(numbers)
-            mean, deviation = self.scales.get_value().T[:, None]
-            scaled = (signed_log(numbers, jnp) - mean) / deviation
-            inputs += [jnp.where(is_missing, 0, scaled), is_missing.astype(jnp.float32)]
+            scales = self.scales.get_value().T[:, None]
+            logs = (signed_log(numbers, jnp) - scales[0]) / scales[1]
+            scaled = (numbers - scales[2]) / scales[3]
+            scaled = jnp.clip(scaled, -MAX_DEVIATIONS, MAX_DEVIATIONS)
+            inputs += [jnp.where(is_missing, 0, x) for x in (logs, scaled)]
+            inputs.append(is_missing.astype(jnp.float32))
         scores = self.mlp(jnp.concatenate(inputs, axis=1))
         if self.has_classes:
             return Outputs(scores=scores, predictions=jax.nn.softmax(scores))
