@@ -94,8 +94,9 @@ def test_small_losses_reach_a_large_total():
     assert abs(exact(after.weighted_values) - wanted) <= 127 * wanted / 2**44
 
 
-def test_running_totals():
-    values = np.random.default_rng(0).random(1000).astype(np.float32)
+@pytest.mark.parametrize("size", [1, 2, 3, 1000])
+def test_running_totals(size):
+    values = np.random.default_rng(0).random(size).astype(np.float32)
     running = Sum.of(jnp.array(values)).running()
     wanted = np.cumsum(values.astype(np.float64))
     got = np.float64(running.high) + np.float64(running.low)

@@ -72,7 +72,18 @@ class Sum:
 
     def running(self) -> "Sum":
         """Returns the total up to and including each entry of a vector."""
-        return jax.lax.associative_scan(Sum.add, self)
+        size = self.high.size
+
+        def add_earlier(level: Any, totals: "Sum") -> "Sum":
+            start = size - (1 << level)
+            earlier = [
+                jax.lax.dynamic_slice_in_dim(jnp.pad(x, (size, 0)), start, size)
+                for x in (totals.high, totals.low)
+            ]
+            return totals.add(Sum(high=earlier[0], low=earlier[1]))
+
+        # The program of jax.lax.associative_scan takes seconds to compile.
+        return jax.lax.fori_loop(0, (size - 1).bit_length(), add_earlier, self)
 
     def total(self) -> "Sum":
         """Returns the total over the first axis."""

@@ -1,6 +1,9 @@
 """After a run of a CSV file: commands that need only its directory."""
 
 import csv
+import pathlib
+import subprocess
+import sys
 
 import numpy as np
 import pytest
@@ -8,6 +11,7 @@ import pytest
 from tests.tools.cli.test_command import status_of
 from tpu_embedding.tools.train.trained_csv import load_served
 
+ROOT = pathlib.Path(__file__).parents[3]
 OPTIONS = ["--label", "click", "--set", "num_steps=4", "--set", "batch_size=50"]
 
 
@@ -118,3 +122,43 @@ def test_the_row_of_a_cell_is_shown(directory, column, text, table, capsys):
     assert status_of("inspect", directory / "run", "--row", column, text) == 0
     assert f"{table} {text}: row " in capsys.readouterr().out
     assert status_of("inspect", directory / "run", "--row", column, "") == 2
+
+
+def write_homes(path, label, num_rows, seed, cities="abcde"):
+    """Writes homes with a price, or with a yes where it is high; returns the labels."""
+    random = np.random.default_rng(seed)
+    city, size = random.integers(5, size=num_rows), random.integers(20, 120, num_rows)
+    price = 300 + 100 * city + 5 * size + random.normal(0, 50, num_rows)
+    values = price.round(1) if label == "price" else np.where(price > 850, "yes", "no")
+    names = np.array([*cities])[city]
+    rows = [f"{a},{b},{c}" for a, b, c in zip(names, size, values, strict=True)]
+    path.write_text("\n".join([f"city,size,{label}", *rows]) + "\n")
+    return values == "yes" if label == "sold" else values
+
+
+@pytest.mark.full(every_case=True)
+@pytest.mark.parametrize("label", ["sold", "price"])
+def test_scores_of_another_file_after_four_commands(tmp_path, label):
+    run = tmp_path / "run"
+    write_homes(tmp_path / "homes.csv", label, 2000, seed=0)
+    labels = write_homes(tmp_path / "new.csv", label, 300, seed=1, cities="abxde")
+    for command in (
+        ["train", "homes.csv", "--label", label, "--output-dir", run],
+        ["evaluate", run, "new.csv"],
+        ["inspect", run, "--row", "city", "b"],
+        ["predict", run, "new.csv", "--output", "scores.csv"],
+    ):
+        command = [tmp_path / x if str(x).endswith(".csv") else x for x in command]
+        program = [sys.executable, "-m", "tpu_embedding.tools.cli"]
+        end = subprocess.run(
+            [*program, *map(str, command)], cwd=ROOT, capture_output=True, text=True
+        )
+        assert end.returncode == 0, end.stderr
+        assert not end.stderr
+    name = "probability" if label == "sold" else "prediction"
+    scores = np.array([float(row[name]) for row in rows_of(tmp_path / "scores.csv")])
+    assert len(scores) == len(labels)
+    if label == "price":
+        assert np.sqrt(np.mean((scores - labels) ** 2)) < 0.7 * labels.std()
+    else:
+        assert np.mean(scores[labels][:, None] > scores[~labels]) > 0.8

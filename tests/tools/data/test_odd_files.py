@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from tpu_embedding.tools.data.batch import DataError
+from tpu_embedding.tools.data.csv_text import read_blocks
 from tpu_embedding.tools.train import CsvSource
 
 HEAD, ROWS = "user,city,y\n", "u1,Köln,yes\nu2,Rom,no\nu1,Rom,yes\nu2,Köln,no\n"
@@ -95,6 +96,28 @@ def test_a_quoted_delimiter_of_two_characters(tmp_path):
     text = ASCII.replace("Koeln", '"a,b"').replace('"a,b"', "X").replace(",", "::")
     (tmp_path / "f.dat").write_text(text.replace("X", '"a::b"'))
     assert cells_of(tmp_path / "f.dat")[0] == ("u1", "a::b", 1)
+
+
+@pytest.mark.parametrize(
+    ("city", "other"),
+    [
+        ('"Rom', 'Rom"'),
+        ('"Rom', '""Rom"'),
+        ('"Rom, Via A, 1\nLazio"', "Bonn"),  # It cannot be told apart.
+    ],
+)
+def test_rows_that_an_open_quote_joins_are_told(tmp_path, city, other):
+    path = tmp_path / "f.csv"
+    path.write_text(f"user,city,y\nu1,{city},yes\nu3,Bonn,no\nu4,{other},no\n")
+    with pytest.warns(UserWarning, match="f.csv, line 2: a quoted cell.*close"):
+        list(read_blocks(path, ",", ()))
+
+
+def test_other_cells_of_several_lines_are_not_told(tmp_path):
+    path = tmp_path / "f.csv"
+    path.write_text('user,city,y\nu,"Rom\nLazio",1\nu,"Rom, Via A, 1\nEU",0\n')
+    (block,) = read_blocks(path, ",", ())
+    assert block.cells["city"] == ["Rom\nLazio", "Rom, Via A, 1\nEU"]
 
 
 WRONG = {

@@ -6,6 +6,7 @@
 * `arguments`: what several commands share.
 """
 
+import gc as _gc
 import sys as _sys
 from collections.abc import Sequence as _Sequence
 
@@ -23,6 +24,12 @@ def main(arguments: _Sequence[str] | None = None) -> int:
     except _MissingExtraError as error:
         print(f"error: {error}", file=_sys.stderr)
         return 2
+    is_program = arguments is None
+    if is_program:
+        _gc.disable()
     from tpu_embedding.tools.cli import command  # which imports tyro
 
+    if is_program:  # Modules live to the end, so no collection needs to visit them.
+        _gc.freeze()
+        _gc.enable()
     return command.main(arguments)

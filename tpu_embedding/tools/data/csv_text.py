@@ -9,6 +9,7 @@ import io
 import itertools
 import pathlib
 import re
+import warnings
 import zlib
 from collections.abc import Iterable, Iterator, Sequence
 from typing import IO, Any, Final
@@ -189,7 +190,10 @@ def _find_delimiter(text: str) -> str:
 def _rows(
     path: pathlib.Path, file: IO[str], delimiter: str
 ) -> Iterator[tuple[int, list[str]]]:
-    """Yields the first line's number of each row that is not blank, and its fields."""
+    """Yields the first line's number of each row that is not blank, and its fields.
+
+    Warns if all rows of several lines look like rows that an open quote joined.
+    """
     lines: Iterable[str] = file
     character, replaced = delimiter, None
     if delimiter == " ":
@@ -198,14 +202,26 @@ def _rows(
         character, replaced = _ONE_CHARACTER, delimiter
         lines = (line.replace(delimiter, _ONE_CHARACTER) for line in file)
     rows = csv.reader(lines, delimiter=character, skipinitialspace=True, strict=True)
-    line = 1
+    line, joined, has_long_cells = 1, None, False
     try:
         for row in rows:
             if replaced is not None:  # Quotes may hold the delimiter.
                 row = [cell.replace(_ONE_CHARACTER, replaced) for cell in row]
+            if rows.line_num > line:  # Joined lines keep the delimiters of each one.
+                num_delimiters = (rows.line_num - line) * (len(row) - 1)
+                if num_delimiters != sum(cell.count(delimiter) for cell in row):
+                    has_long_cells = True
+                joined = joined or line
             if row and (len(row) > 1 or row[0].strip()):
                 yield line, row
             line = rows.line_num + 1
+        if joined and not has_long_cells:
+            warnings.warn(
+                f"{path}, line {joined}: a quoted cell holds line breaks and as many "
+                f"{delimiter!r} as the lines of several rows; if it should not, close "
+                "or remove the quote that opens it.",
+                stacklevel=2,
+            )
     except csv.Error as error:
         limit = csv.field_size_limit()
         if rows.line_num == line and "field larger" in str(error):

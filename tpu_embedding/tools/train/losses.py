@@ -7,7 +7,7 @@ of an evaluation.
 import collections
 import dataclasses
 from collections.abc import Callable, Iterable
-from typing import Final, Literal
+from typing import Any, Final, Literal
 
 import jax
 import jax.numpy as jnp
@@ -86,16 +86,31 @@ def values_of(metrics: Metrics) -> dict[str, float]:
     if the samples do not determine them. `auc_max_error` follows an AUC whose bins are
     too coarse for its scores, by more than `MAX_AUC_ERROR`.
     """
+    computed = jax.device_get(_computed(jax.device_get(metrics)))
     result = {}
-    for name, metric in jax.device_get(metrics).items():
-        if metric.is_defined():
-            result[name] = float(metric.compute())
-            if isinstance(metric, m.AUC) and metric.max_error() > MAX_AUC_ERROR:
-                result[f"{name}_max_error"] = float(metric.max_error())
+    for name in metrics:
+        is_defined, value, max_error = computed[name]
+        if is_defined:
+            result[name] = float(value)
+            if max_error > MAX_AUC_ERROR:
+                result[f"{name}_max_error"] = float(max_error)
     return result
 
 
 _merge = jax.jit(m.merge)
+
+
+@jax.jit
+def _computed(metrics: Metrics) -> dict[str, tuple[jax.Array, jax.Array, Any]]:
+    """Returns of each metric if it is defined, its value, and the error of an AUC."""
+    return {
+        name: (
+            metric.is_defined(),
+            metric.compute(),
+            metric.max_error() if isinstance(metric, m.AUC) else 0.0,
+        )
+        for name, metric in metrics.items()
+    }
 
 
 def _evaluate_clicks(outputs: Outputs, labels: Array, weights: Array) -> Metrics:

@@ -254,7 +254,15 @@ def init_train_state(
     Returns:
       Graph definition of the pair (model, optimizer), and its state on the mesh.
     """
-    return nnx.split(_build(config, data, plan))
+    if not all(stack.storage.holds_all_rows for stack in plan.stacks):
+        return nnx.split(_build(config, data, plan))
+    graphdef, abstract = abstract_train_state(config, data, plan)
+    shardings = jax.tree.map(lambda leaf: leaf.sharding, abstract)
+    # One program, because each small one takes some 30 ms to compile.
+    init = jax.jit(
+        lambda: nnx.state(_build(config, data, plan)), out_shardings=shardings
+    )
+    return graphdef, init()
 
 
 def abstract_train_state(
