@@ -120,7 +120,7 @@ def format_traffic(rows: dict[str, Traffic]) -> str:
     Args:
       rows: name of a batch to its traffic.
     """
-    cells = [("modelled bytes", "minimum", "sparse_core", "xla")]
+    cells: list[tuple[str, ...]] = [("modelled bytes", "minimum", "sparse_core", "xla")]
     for name, traffic in rows.items():
         least, *others = dataclasses.astuple(traffic)
         sizes = (f"{memory.format_bytes(x)} ({x / least:.1f})" for x in others)

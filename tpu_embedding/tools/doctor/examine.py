@@ -231,7 +231,9 @@ def check_devices(
         fix = "Start the doctor on all hosts; check the accelerator type."
         yield _finding("expected", is_kind and len(kinds) == count, text, fix)
     capacity = None if hardware is None else hardware.device_memory_bytes
-    for limit in set() if capacity is None else set(devices["memory"]):
+    if capacity is None:
+        return
+    for limit in set(devices["memory"]):
         if limit is None:
             text = "the devices do not report their memory"
             yield Finding("memory", "warning", text)
