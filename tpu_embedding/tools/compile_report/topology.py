@@ -73,9 +73,7 @@ def topology_mesh(topology: str, *, num_slices: int = 1) -> Mesh:
             "Compiling for a TPU topology needs libtpu; install it with "
             "pip install '.[tpu]' in a clone of the repository."
         ) from None
-    options: dict[str, Any] = {}
-    if hardware.name in CHIP_CONFIG_NAMES:
-        options["chip_config_name"] = CHIP_CONFIG_NAMES[hardware.name]
+    options: dict[str, Any] = dict(CHIP_OPTIONS.get(hardware.name, {}))
     if num_slices > 1:
         options["num_slices"] = num_slices
     try:
@@ -177,8 +175,8 @@ MAX_SLICES: Final = 256
 
 For some larger numbers libtpu does not answer, and for others it aborts the process."""
 
-CHIP_CONFIG_NAMES: Final = {"v4": "megacore"}
-"""libtpu's name of the chip configuration with one device, where it has several."""
+CHIP_OPTIONS: Final = {"v4": {"chip_config_name": "megacore"}}
+"""libtpu's options for one device per chip, where a chip can also have several."""
 
 _MAX_SIDE: Final = 256
 

@@ -264,7 +264,9 @@ class ClickModel(nnx.Module):
         by_feature = [activations[name] for name in sorted(activations)]
         by_feature = [x if x.ndim == 3 else x[:, None] for x in by_feature]
         rows = jnp.concatenate(by_feature, axis=1)
-        inputs = [rows.reshape(len(rows), -1) if self.has_pairs else rows.sum(axis=1)]
+        inputs = [rows.reshape(rows.shape[0], -1)]
+        if not self.has_pairs:
+            inputs = [rows.sum(axis=1)]
         if self.has_products and self.has_pairs:
             inputs.append(DotInteraction()(list(jnp.moveaxis(rows, 1, 0))))
         elif self.has_products:
