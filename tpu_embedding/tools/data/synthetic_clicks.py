@@ -10,8 +10,6 @@ feature of 40 million rows costs no more than one of 40.
 """
 
 import dataclasses
-from collections.abc import Mapping
-from types import MappingProxyType
 from typing import Any, Final
 
 import numpy as np
@@ -29,14 +27,12 @@ from tpu_embedding.tools.data.teacher import (
 )
 from tpu_embedding.types import PADDING_ROW_ID
 
-VOCABULARY_SIZES: Final[Mapping[str, int]] = MappingProxyType(
-    {"user": 2_000, "item": 1_000, "category": 100, "device": 20, "tags": 500}
+VOCABULARY_SIZES: Final = dict(
+    user=2_000, item=1_000, category=100, device=20, tags=500
 )
 """Number of rows of each feature, 3,620 in total."""
 
-EFFECT_SCALES: Final[Mapping[str, float]] = MappingProxyType(
-    {"user": 0.8, "item": 0.9, "category": 0.5, "device": 0.4, "tags": 1.5}
-)
+EFFECT_SCALES: Final = dict(user=0.8, item=0.9, category=0.5, device=0.4, tags=1.5)
 """Standard deviation of the effect on the logit, over the ids of each feature."""
 
 
