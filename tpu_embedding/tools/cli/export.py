@@ -83,11 +83,11 @@ class Export:
             run_dir, config=self.config, settings=self.set, data_dir=self.data_dir
         )
         mesh = None if self.devices is None else emulated_mesh(self.devices)
-        encoder = None
+        data: Any = None
         if (run_dir / SCHEMA_FILE).exists():
-            encoder = CsvEncoder.read(run_dir, source=config.data)
-        data: Any = encoder
-        if encoder is None or self.data_dir is not None:
+            data = CsvEncoder.read(run_dir, source=config.data)
+        write = None if data is None else data.write
+        if data is None or self.data_dir is not None:
             data = open_data(config, self.data_dir)
             run_directory.check_vocabularies(data, run_dir)
         model, _, checkpoint = restored_model(config, data, run_dir, mesh)
@@ -100,19 +100,11 @@ class Export:
             if with_inputs is not None:
                 batch = with_inputs(batch, None, samples="global")
             example = (batch.features, batch.dense)
-            options: dict[str, Any] = {
-                "dtype": self.dtype,
-                "batch_size": self.batch_size,
-            }
+            options: Any = {"dtype": self.dtype, "batch_size": self.batch_size}
             if self.format == "stablehlo":
                 # A table of several columns takes ids.
-                vocabularies = {
-                    name: vocabulary
-                    for name, vocabulary in vocabularies.items()
-                    if name in batch.features
-                }
-                write = None if encoder is None else encoder.write
-                options |= {"vocabularies": vocabularies, "write_preprocessing": write}
+                strings = {k: v for k, v in vocabularies.items() if k in batch.features}
+                options |= {"vocabularies": strings, "write_preprocessing": write}
                 save(model, output, *example, **options)
             else:
                 save_tensorflow(model, output, *example, **options)

@@ -53,7 +53,8 @@ class Inspect:
         if run_dir is not None and (run_dir / SCHEMA_FILE).exists():
             encoder = CsvEncoder.read(run_dir)
             if name in {x.name for x in encoder.schema.columns}:
-                return _print_column(directory, encoder, name, text)
+                _print_column(directory, encoder, name, text)
+                return 0
         if name not in tables:
             raise UsageError(
                 f"--row {name}: the checkpoint {directory} has the tables "
@@ -62,15 +63,13 @@ class Inspect:
         vocabularies = vocabularies_of(run_dir) if run_dir is not None else {}
         id_ = _parse_id(text, name, vocabularies.get(name))
         row = _find_row(directory, name, tables[name], id_)
-        print(f"{name} {text}: row {row}")
-        _print_row(directory, name, tables[name], row)
+        _print_row(directory, name, text, row)
         return 0
 
 
-def _print_row(
-    directory: pathlib.Path, name: str, table: TableRecord, row: int
-) -> None:
-    for slot, array in table.arrays.items():
+def _print_row(directory: pathlib.Path, name: str, text: str, row: int) -> None:
+    print(f"{name} {text}: row {row}")
+    for slot, array in describe(directory).tables[name].arrays.items():
         if array.has_rows:
             (values,) = read_table(directory, name, [row], slot=slot)
             print(f"{slot or 'values'}: {np.asarray(values).tolist()}")
@@ -78,16 +77,13 @@ def _print_row(
 
 def _print_column(
     directory: pathlib.Path, encoder: CsvEncoder, name: str, text: str
-) -> int:
-    """Prints the rows that a text of a CSV column looks up; returns the exit status."""
-    vocabulary, tables = encoder.vocabularies.get(name), describe(directory).tables
-    if vocabulary is not None:
-        _parse_id(text, name, vocabulary)  # An unknown string is an error.
+) -> None:
+    """Prints the rows that a text of a CSV column looks up."""
+    if name in encoder.vocabularies:
+        _parse_id(text, name, encoder.vocabularies[name])  # It rejects unknown strings.
     for feature, ids in encoder.features_of_cell(name, text).items():
         for row in ids:
-            print(f"{feature} {text}: row {row}")
-            _print_row(directory, feature, tables[feature], row)
-    return 0
+            _print_row(directory, feature, text, row)
 
 
 def _find_checkpoint(path: pathlib.Path) -> tuple[pathlib.Path, pathlib.Path | None]:
@@ -96,8 +92,7 @@ def _find_checkpoint(path: pathlib.Path) -> tuple[pathlib.Path, pathlib.Path | N
     Args:
       path: directory of a run, of its checkpoints, or of one checkpoint.
     """
-    path = path.resolve()
-    checkpoint = path
+    checkpoint = path = path.resolve()
     if (path / CHECKPOINTS_DIR).is_dir():
         check_files(path)
         checkpoint = result_checkpoint(path) or path

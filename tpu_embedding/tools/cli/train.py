@@ -228,12 +228,10 @@ class Predict:
         classes = getattr(config.data, "classes", ()) if encoder.num_classes else ()
         name = "probability" if config.loss == "log_loss" else "prediction"
         names = ["class", "probability"] if classes else [name]
-        first_row = 1
-        with contextlib.ExitStack() as stack:
-            file: Any = sys.stdout
-            if self.output is not None:
-                file = local_path(self.output).open("w", newline="", encoding="utf-8")
-                stack.enter_context(file)
+        first_row, output = 1, contextlib.nullcontext(sys.stdout)
+        if self.output is not None:
+            output = local_path(self.output).open("w", newline="", encoding="utf-8")
+        with output as file:
             writer = csv.writer(file, lineterminator="\n")
             writer.writerow([*(self.id or ["row"]), *names])
             for block in encoder.blocks(local_path(self.file)):
@@ -243,14 +241,13 @@ class Predict:
                         f"{list(block.cells)}."
                     )
                 rows = range(first_row, first_row + len(block.lines))
-                ids = [block.cells[x] for x in self.id] or [rows]
+                columns: list[Any] = [block.cells[x] for x in self.id] or [rows]
                 values = predict(block)
-                texts = [[f"{x:.6g}" for x in values.max(-1)]] if classes else []
                 if classes:
-                    texts.insert(0, [classes[i] for i in values.argmax(-1)])
-                else:
-                    texts = [[f"{x:.6g}" for x in values]]
-                writer.writerows(zip(*ids, *texts, strict=True))
+                    columns.append([classes[i] for i in values.argmax(-1)])
+                    values = values.max(-1)
+                columns.append([f"{x:.6g}" for x in values])
+                writer.writerows(zip(*columns, strict=True))
                 first_row += len(rows)
         if self.output is not None:
             print(f"{first_row - 1:,} rows in {self.output}")

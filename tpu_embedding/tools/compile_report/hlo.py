@@ -34,7 +34,6 @@ class Instruction:
       dims: shape of each array of the result; tuples are flattened.
       is_on_chip: True if an array of the result is in on-chip memory, not in HBM.
       operands: names of the instructions that it reads.
-      attributes: text after the operands.
       text: the whole line.
     """
 
@@ -43,7 +42,6 @@ class Instruction:
     dims: tuple[tuple[int, ...], ...]
     is_on_chip: bool
     operands: tuple[str, ...]
-    attributes: str
     text: str
 
     @property
@@ -58,7 +56,7 @@ class Instruction:
 
     def called(self, name: str) -> str | None:
         """Returns the name after an attribute such as `calls=`; None if absent."""
-        match = re.search(rf"\b{name}=%?([\w.\-]+)", self.attributes)
+        match = re.search(rf"\b{name}=%?([\w.\-]+)", self.text)
         return match.group(1) if match else None
 
 
@@ -131,17 +129,14 @@ def _parse_instruction(name: str, rest: str, text: str) -> Instruction | None:
     opcode, parenthesis, _ = call.lstrip().partition("(")
     if not parenthesis or not _OPCODE.fullmatch(opcode):
         return None
-    operands, attributes = _split(call.lstrip()[len(opcode) :])
+    operands, _ = _split(call.lstrip()[len(opcode) :])
+    sides = (re.findall(r"\d+", dims) for dims in _DIMS.findall(result))
     return Instruction(
         name=name,
         opcode=opcode,
-        dims=tuple(
-            tuple(int(n) for n in re.findall(r"\d+", dims))
-            for dims in _DIMS.findall(result)
-        ),
+        dims=tuple(tuple(map(int, numbers)) for numbers in sides),
         is_on_chip="S(1)" in result,
         operands=tuple(_NAME.findall(operands)),
-        attributes=attributes,
         text=text,
     )
 
@@ -158,27 +153,11 @@ def _split(text: str) -> tuple[str, str]:
 
 # Instructions that forward an array or update it in place.
 _WITHOUT_COPY: Final = frozenset(
-    {
-        "parameter",
-        "get-tuple-element",
-        "tuple",
-        "while",
-        "conditional",
-        "call",
-        "bitcast",
-        "opt-barrier",
-        "scatter",
-        "async-start",
-        "async-update",
-        "async-done",
-        "call-start",
-        "call-update",
-        "call-done",
-        "custom-call",
-    }
+    "parameter get-tuple-element tuple while conditional call bitcast opt-barrier "
+    "scatter async-start async-update async-done call-start call-update call-done "
+    "custom-call".split()
 )
 _COPIES: Final = frozenset({"copy", "copy-start", "copy-done", "transpose"})
-_ALL_GATHERS: Final = frozenset({"all-gather", "all-gather-start"})
 _MIN_TABLE_SIZE: Final = 2**14
 """Minimum elements per device (64 KiB) of the table-sized arrays in a report.
 
@@ -244,33 +223,30 @@ def inspect_program(
         # The map of cached rows, or nothing.
         sizes.add(stack.storage.bytes_per_device(stack) // LANE_BYTES)
     instructions = list(parse_module(text).unfused_instructions())
-    large = [
-        instruction
-        for instruction in instructions
-        if any(
-            size >= _MIN_TABLE_SIZE and (size in sizes or size > max(sizes))
-            for size in instruction.sizes
-        )
-    ]
+
+    def is_large(size: int) -> bool:
+        return size >= _MIN_TABLE_SIZE and (size in sizes or size > max(sizes))
+
+    large = [i for i in instructions if any(map(is_large, i.sizes))]
+    copies = [i for i in large if i.opcode in _COPIES]
+    # XLA names a fusion that updates in place after its scatter.
+    passes = (
+        i
+        for i in large
+        if i.opcode not in _COPIES | _WITHOUT_COPY
+        and not (i.opcode == "fusion" and "scatter" in i.name)
+    )
     on_chip = {i.name for i in instructions if i.is_on_chip}
     return TableAccesses(
         argument_bytes=memory.argument_size_in_bytes,
         alias_bytes=memory.alias_size_in_bytes,
         temporary_bytes=temporary_bytes(memory),
         table_sized_copies=tuple(
-            i.text
-            for i in large
-            if i.opcode in _COPIES and on_chip.isdisjoint((i.name, *i.operands))
+            i.text for i in copies if on_chip.isdisjoint((i.name, *i.operands))
         ),
-        table_sized_passes=tuple(
-            i.text
-            for i in large
-            # XLA names a fusion that updates in place after its scatter.
-            if i.opcode not in _COPIES | _WITHOUT_COPY
-            and not (i.opcode == "fusion" and "scatter" in i.name)
-        ),
+        table_sized_passes=tuple(i.text for i in passes),
         table_sized_all_gathers=tuple(
-            i.text for i in large if i.opcode in _ALL_GATHERS
+            i.text for i in large if i.base_opcode == "all-gather"
         ),
         sparse_core_gathers=text.count("OFFLOAD_GATHER"),
         sparse_core_scatters=text.count("OFFLOAD_SCATTER"),

@@ -35,8 +35,6 @@ class Memory:
       required: total memory; None if the compiler rejected the program, whose error
         has the figure.
       capacity: the device's memory; None if unknown.
-      fits: True if the compiler accepted the program, and `required` is at most the
-        capacity.
     """
 
     arguments: int = 0
@@ -46,7 +44,13 @@ class Memory:
     code: int = 0
     required: int | None
     capacity: int | None
-    fits: bool
+
+    @property
+    def fits(self) -> bool:
+        """True if the compiler accepted the program, and the device has the memory."""
+        if self.required is None:
+            return False
+        return self.capacity is None or self.required <= self.capacity
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -156,20 +160,17 @@ def memory_of(compiled: jax.stages.Compiled, hardware: HardwareInfo) -> Memory:
     """Returns the memory that a compiled program needs, and its fit."""
     sizes = compiled.memory_analysis()
     assert sizes is not None
-    outputs = sizes.output_size_in_bytes - sizes.alias_size_in_bytes
-    temporaries = temporary_bytes(sizes)
-    code = sizes.generated_code_size_in_bytes
-    required = sizes.argument_size_in_bytes + outputs + temporaries + code
-    capacity = hardware.device_memory_bytes
+    used = {
+        "arguments": sizes.argument_size_in_bytes,
+        "outputs": sizes.output_size_in_bytes - sizes.alias_size_in_bytes,
+        "temporaries": temporary_bytes(sizes),
+        "code": sizes.generated_code_size_in_bytes,
+    }
     return Memory(
-        arguments=sizes.argument_size_in_bytes,
+        **used,
         aliased=sizes.alias_size_in_bytes,
-        outputs=outputs,
-        temporaries=temporaries,
-        code=code,
-        required=required,
-        capacity=capacity,
-        fits=capacity is None or required <= capacity,
+        required=sum(used.values()),
+        capacity=hardware.device_memory_bytes,
     )
 
 
@@ -185,7 +186,7 @@ def refused_memory(rejection: str, hardware: HardwareInfo) -> Memory | None:
     """
     if "RESOURCE_EXHAUSTED" not in rejection or "HBM" not in rejection.upper():
         return None
-    return Memory(required=None, capacity=hardware.device_memory_bytes, fits=False)
+    return Memory(required=None, capacity=hardware.device_memory_bytes)
 
 
 def format_report(report: CompileReport) -> str:

@@ -37,8 +37,8 @@ _HOST: Final = {
     "TPU_SKIP_MDS_QUERY": "1",
     "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
     **ONE_HOST,
-    "TPU_CHIPS_PER_HOST_BOUNDS": None,
 }
+_REMOVED: Final = "TPU_CHIPS_PER_HOST_BOUNDS"
 
 
 def topology_mesh(topology: str, *, num_slices: int = 1) -> Mesh:
@@ -73,13 +73,11 @@ def topology_mesh(topology: str, *, num_slices: int = 1) -> Mesh:
             "Compiling for a TPU topology needs libtpu; install it with "
             "pip install '.[tpu]' in a clone of the repository."
         ) from None
-    options: dict[str, Any] = {}
-    if hardware.name in CHIP_CONFIG_NAMES:
-        options["chip_config_name"] = CHIP_CONFIG_NAMES[hardware.name]
+    options: dict[str, Any] = dict(CHIP_OPTIONS.get(hardware.name, {}))
     if num_slices > 1:
         options["num_slices"] = num_slices
     try:
-        with _environment(_HOST):
+        with _one_host():
             description = topologies.get_topology_desc(
                 topology_name=topology, platform="tpu", **options
             )
@@ -116,22 +114,17 @@ def _unknown(topology: str, reason: str) -> ValueError:
 
 
 @contextlib.contextmanager
-def _environment(variables: dict[str, str | None]) -> Iterator[None]:
-    """Sets environment variables within a context; None removes one."""
-    before = {name: os.environ.get(name) for name in variables}
-    _set_variables(variables)
+def _one_host() -> Iterator[None]:
+    """Sets the variables of `_HOST` within a context."""
+    names = (*_HOST, _REMOVED)
+    before = {name: os.environ.pop(name) for name in names if name in os.environ}
+    os.environ.update(_HOST)
     try:
         yield
     finally:
-        _set_variables(before)
-
-
-def _set_variables(variables: dict[str, str | None]) -> None:
-    for name, value in variables.items():
-        if value is None:
+        for name in _HOST:
             os.environ.pop(name, None)
-        else:
-            os.environ[name] = value
+        os.environ.update(before)
 
 
 def abstract_arrays(tree: Tree, plan: EmbeddingPlan) -> Tree:
@@ -182,8 +175,8 @@ MAX_SLICES: Final = 256
 
 For some larger numbers libtpu does not answer, and for others it aborts the process."""
 
-CHIP_CONFIG_NAMES: Final = {"v4": "megacore"}
-"""libtpu's name of the chip configuration with one device, where it has several."""
+CHIP_OPTIONS: Final = {"v4": {"chip_config_name": "megacore"}}
+"""libtpu's options for one device per chip, where a chip can also have several."""
 
 _MAX_SIDE: Final = 256
 

@@ -71,17 +71,14 @@ def model_traffic(
     samples = 2 * num_samples  # Activations are written, cotangents are read.
     updates = 2 * num_arrays * distinct_rows
     # A SparseCore asks once for a row: some ids of its samples are equal.
-    asked = min(num_ids, cores * distinct_rows)
-    asked = max(distinct_rows, min(asked, num_ids))
+    asked = max(distinct_rows, min(num_ids, cores * distinct_rows))
     buffers = 3 * 4 * num_ids * 3  # Row, sample and gain: written once, read twice.
+    sorting = _SORT_PASSES * 2 * id_bytes
+    tiles = _TILE_BYTES * (distinct_rows + updates)
     return Traffic(
         minimum=row * (distinct_rows + samples + updates) + id_bytes,
-        sparse_core=width * (asked + samples + updates)
-        + buffers
-        + _SORT_PASSES * 2 * id_bytes,
-        xla=_TILE_BYTES * (distinct_rows + updates)
-        + row * (samples + num_ids)
-        + _SORT_PASSES * 2 * id_bytes,
+        sparse_core=width * (asked + samples + updates) + buffers + sorting,
+        xla=tiles + row * (samples + num_ids) + sorting,
     )
 
 
@@ -125,14 +122,7 @@ def format_traffic(rows: dict[str, Traffic]) -> str:
     """
     cells: list[tuple[str, ...]] = [("modelled bytes", "minimum", "sparse_core", "xla")]
     for name, traffic in rows.items():
-        cells.append(
-            (
-                name,
-                memory.format_bytes(traffic.minimum),
-                *(
-                    f"{memory.format_bytes(x)} ({x / traffic.minimum:.1f})"
-                    for x in (traffic.sparse_core, traffic.xla)
-                ),
-            )
-        )
+        least, *others = dataclasses.astuple(traffic)
+        sizes = (f"{memory.format_bytes(x)} ({x / least:.1f})" for x in others)
+        cells.append((name, memory.format_bytes(least), *sizes))
     return memory.format_table(cells, num_left_aligned=1)

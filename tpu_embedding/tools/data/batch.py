@@ -4,7 +4,7 @@ import abc
 import dataclasses
 import pathlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol
 
 import jax
 import numpy as np
@@ -60,8 +60,8 @@ class Dataset(Protocol):
     printed when a run starts.
 
     In a job of several processes, each process feeds its own devices. It reads the
-    samples of these devices alone if the data set has a further method `train_part`, as
-    `BlockDataset` has, and otherwise the whole batch.
+    samples of these devices alone if the data set has a further method
+    `train_part(step, samples)`, as `BlockDataset` has, and otherwise the whole batch.
 
     Attributes:
       batch_size: samples per batch, over all devices, as `open` got it.
@@ -75,20 +75,6 @@ class Dataset(Protocol):
 
     def evaluation_batches(self) -> Iterator[Batch]:
         """Yields the held-out data once; samples of weight 0 pad the last batch."""
-        ...
-
-
-@runtime_checkable
-class PartialDataset(Dataset, Protocol):
-    """A `Dataset` whose training batches can be read in part."""
-
-    def train_part(self, step: int, samples: range) -> Batch:
-        """Returns some samples of the batch of `step`, without reading the rest.
-
-        Args:
-          step: number of the step, from 0.
-          samples: positions in the batch, consecutive.
-        """
         ...
 
 

@@ -73,37 +73,30 @@ class CriteoSource:
                 "once: python -m tpu_embedding.tools.data.criteo_to_parquet TEXT "
                 "PARQUET"
             )
-        columns = ParquetSource(
-            features=tuple(
-                ParquetFeature(
-                    name=name,
-                    vocabulary_size=size,
-                    expected_valence=valence if valence > 1 else None,
-                    out_of_range="modulo",
-                )
-                for name, size, valence in zip(
-                    CATEGORY_NAMES, self._sizes, self.valences, strict=False
-                )
-            ),
+        columns = zip(CATEGORY_NAMES, self.sizes, self.valences, strict=False)
+        features = tuple(
+            ParquetFeature(
+                name=name,
+                vocabulary_size=size,
+                expected_valence=valence if valence > 1 else None,
+                out_of_range="modulo",
+            )
+            for name, size, valence in columns
+        )
+        source = ParquetSource(
+            features=features,
             dense=DENSE_NAMES,
             label=LABEL,
             num_evaluation_samples=self.num_evaluation_samples,
         )
-        return columns.open(path, batch_size=batch_size, seed=seed)
+        return source.open(path, batch_size=batch_size, seed=seed)
 
     def outline(self, *, batch_size: int, seed: int) -> SyntheticCriteo:
         """Returns synthetic rows, which have the shapes of a log's rows."""
-        limit = self.max_valence or max(self.valences)
-        return SyntheticCriteo(
-            batch_size=batch_size,
-            seed=seed,
-            vocabulary_sizes=self._sizes,
-            valences=[min(valence, limit) for valence in self.valences],
-            num_evaluation_samples=self.num_evaluation_samples,
-        )
+        return SyntheticCriteo(self, batch_size=batch_size, seed=seed)
 
     @property
-    def _sizes(self) -> list[int]:
+    def sizes(self) -> list[int]:
         """Table rows of each feature."""
         limit = self.vocabulary_size
         sizes = self.vocabulary_sizes or [limit] * len(self.valences)

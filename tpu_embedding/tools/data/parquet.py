@@ -24,7 +24,7 @@ from tpu_embedding.tools.data.batch import (
     required_files,
 )
 from tpu_embedding.tools.data.block_dataset import BlockDataset, SampleReader
-from tpu_embedding.types import PADDING_ROW_ID, FeatureIds, RaggedIds
+from tpu_embedding.types import PADDING_ROW_ID, RaggedIds
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -406,22 +406,18 @@ class _Zeros:
         self._source = source
 
     def read(self, samples: np.ndarray) -> Batch:
-        num_samples = len(samples)
-
-        def ids(expected_valence: float | None) -> FeatureIds:
-            if expected_valence is None:
-                return np.zeros(num_samples, np.int32)
-            ends = np.ceil(np.arange(num_samples + 1) * expected_valence)
-            splits = ends.astype(np.int64)
-            return RaggedIds(values=np.zeros(splits[-1], np.int32), row_splits=splits)
-
-        dense = np.zeros((num_samples, len(self._source.dense)), np.float32)
-        return Batch(
-            features={f.name: ids(f.expected_valence) for f in self._source.features},
-            dense=dense if self._source.dense else None,
-            labels=np.ones(num_samples, np.float32),
-            weights=np.ones(num_samples, np.float32),
-        )
+        source, features = self._source, {}
+        for feature in source.features:
+            ends = np.arange(len(samples) + 1) * (feature.expected_valence or 1)
+            splits = np.ceil(ends).astype(np.int64)
+            ids = values = np.zeros(splits[-1], np.int32)
+            if feature.expected_valence is not None:
+                ids = RaggedIds(values=values, row_splits=splits)
+            features[feature.name] = ids
+        dense = np.zeros((len(samples), len(source.dense)), np.float32)
+        ones = np.ones(len(samples), np.float32)
+        dense = dense if source.dense else None
+        return Batch(features=features, dense=dense, labels=ones, weights=ones)
 
 
 def _matching(directory: pathlib.Path, pattern: str) -> list[pathlib.Path]:

@@ -10,14 +10,14 @@ feature of 40 million rows costs no more than one of 40.
 """
 
 import dataclasses
-from collections.abc import Mapping, Sequence
-from types import MappingProxyType
-from typing import Final
+from typing import Any, Final
 
 import numpy as np
 
 from tpu_embedding.tools.data.batch import SyntheticSource
 from tpu_embedding.tools.data.teacher import (
+    INTERACTION_RANK,
+    INTERACTION_SCALE,
     TEACHER_STREAM,
     Inputs,
     TeacherDataset,
@@ -27,19 +27,13 @@ from tpu_embedding.tools.data.teacher import (
 )
 from tpu_embedding.types import PADDING_ROW_ID
 
-VOCABULARY_SIZES: Final[Mapping[str, int]] = MappingProxyType(
-    {"user": 2_000, "item": 1_000, "category": 100, "device": 20, "tags": 500}
+VOCABULARY_SIZES: Final = dict(
+    user=2_000, item=1_000, category=100, device=20, tags=500
 )
 """Number of rows of each feature, 3,620 in total."""
 
-EFFECT_SCALES: Final[Mapping[str, float]] = MappingProxyType(
-    {"user": 0.8, "item": 0.9, "category": 0.5, "device": 0.4, "tags": 1.5}
-)
+EFFECT_SCALES: Final = dict(user=0.8, item=0.9, category=0.5, device=0.4, tags=1.5)
 """Standard deviation of the effect on the logit, over the ids of each feature."""
-
-INTERACTION_RANK: Final = 2
-INTERACTION_SCALE: Final = 0.6
-"""Standard deviation of the user-item interaction's contribution to the logit."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -93,11 +87,7 @@ class SyntheticClicks(TeacherDataset):
     click_rate = 0.2
 
     def __init__(self, source: SyntheticClicksSource, *, batch_size: int, seed: int):
-        super().__init__(
-            batch_size=batch_size,
-            seed=seed,
-            num_evaluation_samples=source.num_evaluation_samples,
-        )
+        super().__init__(source, batch_size=batch_size, seed=seed)
         self.vocabulary_sizes = dict(VOCABULARY_SIZES)
         self.valence = source.valence
         self._ids = {
@@ -112,12 +102,11 @@ class SyntheticClicks(TeacherDataset):
         # The standard deviation of a product of independent centred normals is the
         # product of their standard deviations.
         factor_scale = np.sqrt(INTERACTION_SCALE / np.sqrt(INTERACTION_RANK))
-        self._user_factors, self._item_factors = (
-            generator.normal(
-                0.0, factor_scale, (VOCABULARY_SIZES[name], INTERACTION_RANK)
-            )
-            for name in ("user", "item")
-        )
+        self._factors = {
+            name: generator.normal(0.0, factor_scale, (size, INTERACTION_RANK))
+            for name, size in VOCABULARY_SIZES.items()
+            if name in ("user", "item")
+        }
 
     def _draw_inputs(
         self, generator: np.random.Generator, num_samples: int, step: int
@@ -128,20 +117,15 @@ class SyntheticClicks(TeacherDataset):
             if name != "tags":
                 features[name] = ids.draw(generator, num_samples)
                 logits += self._effects[name][features[name]]
-        logits += np.einsum(
-            "sr,sr->s",
-            self._user_factors[features["user"]],
-            self._item_factors[features["item"]],
-        )
+        users, items = (self._factors[name][features[name]] for name in self._factors)
+        logits += np.einsum("sr,sr->s", users, items)
         num_tags = generator.integers(0, self.valence + 1, num_samples)
         is_tag = np.arange(self.valence) < num_tags[:, None]
         tags = self._ids["tags"].draw(generator, is_tag.shape)
         effects = np.where(is_tag, self._effects["tags"][tags], 0.0)
         features["tags"] = np.where(is_tag, tags, np.int32(PADDING_ROW_ID))
-        return Inputs(
-            features=features,
-            logits=logits + effects.sum(axis=1) / np.maximum(num_tags, 1),
-        )
+        logits += effects.sum(axis=1) / np.maximum(num_tags, 1)
+        return Inputs(features=features, logits=logits)
 
 
 NUM_DENSE: Final = 13
@@ -176,17 +160,19 @@ class SyntheticCriteo(TeacherDataset):
     padding. Dense: float32 `[batch, 13]`.
 
     Args:
+      source: a `CriteoSource`.
       batch_size: samples per batch.
-      vocabulary_sizes: rows of each feature, `cat_00` and so on, at most 26.
-      valences: ids per sample of each feature.
       seed: seed of the teacher and of all samples, at least 0.
-      num_evaluation_samples: number of held-out samples.
 
     Example:
-      >>> data = SyntheticCriteo(
-      ...     batch_size=4, vocabulary_sizes=[2_000_000_000, 3], valences=[5, 1]
+      >>> from tpu_embedding.tools.train import CriteoSource
+      >>> source = CriteoSource(
+      ...     vocabulary_size=2_000_000_000,
+      ...     vocabulary_sizes=(2_000_000_000, 3),
+      ...     valences=(5, 1),
+      ...     num_evaluation_samples=10,
       ... )
-      >>> batch = data.train_batch(0)
+      >>> batch = source.open(None, batch_size=4, seed=0).train_batch(0)
       >>> batch.dense.shape, [ids.shape for ids in batch.features.values()]
       ((4, 13), [(4, 5), (4,)])
     """
@@ -194,24 +180,11 @@ class SyntheticCriteo(TeacherDataset):
     click_rate = 0.25  # close to the Kaggle challenge's
     num_dense = NUM_DENSE
 
-    def __init__(
-        self,
-        *,
-        batch_size: int,
-        vocabulary_sizes: Sequence[int],
-        valences: Sequence[int],
-        seed: int = 0,
-        num_evaluation_samples: int = 65_536,
-    ):
-        super().__init__(
-            batch_size=batch_size,
-            seed=seed,
-            num_evaluation_samples=num_evaluation_samples,
-        )
-        self.vocabulary_sizes = dict(
-            zip(CATEGORY_NAMES, vocabulary_sizes, strict=False)
-        )
-        self._valences = valences
+    def __init__(self, source: Any, *, batch_size: int, seed: int):
+        super().__init__(source, batch_size=batch_size, seed=seed)
+        self.vocabulary_sizes = dict(zip(CATEGORY_NAMES, source.sizes, strict=False))
+        limit = source.max_valence or max(source.valences)
+        self._valences = [min(valence, limit) for valence in source.valences]
         generator = random_generator(seed=seed, stream=TEACHER_STREAM)
         self._salt = generator.integers(2**64, dtype=np.uint64)
         self._dense_weights = generator.normal(0.0, EFFECT_SCALE, NUM_DENSE)
@@ -223,9 +196,8 @@ class SyntheticCriteo(TeacherDataset):
         features, logits = {}, np.zeros(num_samples)
         for number, (name, size) in enumerate(self.vocabulary_sizes.items()):
             valence = self._valences[number]
-            drawn = ZipfIds(vocabulary_size=size).draw(
-                generator, (num_samples, valence)
-            )
+            shape = (num_samples, valence)
+            drawn = ZipfIds(vocabulary_size=size).draw(generator, shape)
             # Hashes need no table of effects, so vocabularies may be large.
             keys = (np.uint64(number + 1) << np.uint64(32)) + drawn.astype(np.uint64)
             hashes = splitmix64(keys ^ self._salt)
@@ -233,10 +205,8 @@ class SyntheticCriteo(TeacherDataset):
             effects = np.sqrt(3.0 / valence) * (hashes * 2.0**-63 - 1.0)
             logits += EFFECT_SCALE * effects.sum(axis=1)
             features[name] = drawn if valence > 1 else drawn[:, 0]
-        counts = generator.lognormal(
-            LOG_COUNT_MEAN, LOG_COUNT_DEVIATION, (num_samples, NUM_DENSE)
-        ).astype(np.int64)
+        law = (LOG_COUNT_MEAN, LOG_COUNT_DEVIATION)
+        counts = generator.lognormal(*law, (num_samples, NUM_DENSE)).astype(np.int64)
         dense = np.log1p(counts).astype(np.float32)
-        return Inputs(
-            features=features, dense=dense, logits=logits + dense @ self._dense_weights
-        )
+        logits += dense @ self._dense_weights
+        return Inputs(features=features, dense=dense, logits=logits)

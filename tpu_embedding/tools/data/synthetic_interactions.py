@@ -101,10 +101,8 @@ class Interactions:
     """
 
     def __init__(self, source: InteractionsSource, *, batch_size: int, seed: int):
-        self.batch_size = batch_size
-        self.seed = seed
+        self.batch_size, self.seed, self._source = batch_size, seed, source
         self.num_evaluation_samples = source.num_evaluation_samples
-        self.history_length = source.history_length
         self.vocabulary_sizes = {
             "user": source.num_users,
             "item": source.num_items,
@@ -127,8 +125,7 @@ class Interactions:
 
     def evaluation_batches(self) -> Iterator[Batch]:
         """Yields the held-out samples once; samples of weight 0 pad the last batch."""
-        for batch, _, _ in self._held_out():
-            yield batch
+        yield from (batch for batch, _, _ in self._held_out())
 
     def teacher_log_loss(self) -> float:
         """Returns the in-batch softmax loss of the true scores, in nats.
@@ -160,35 +157,31 @@ class Interactions:
     def _draw(self, stream: int, step: int) -> tuple[Batch, np.ndarray, np.ndarray]:
         """Returns a batch, and the groups of its users and of its items."""
         generator = random_generator(seed=self.seed, stream=stream, step=step)
-        size, length, num_groups = (
-            self.batch_size,
-            self.history_length,
-            self._num_groups,
-        )
+        size, length = self.batch_size, self._source.history_length
+        num_groups = self._num_groups
+
+        def rows(places: np.ndarray, groups: np.ndarray) -> np.ndarray:
+            return places * num_groups + groups.astype(np.int32)
+
         user_groups = generator.integers(num_groups, size=size)
-        users = self._users.draw(generator, size) * num_groups
-        users += user_groups.astype(np.int32)
+        users = rows(self._users.draw(generator, size), user_groups)
         item_groups = self._draw_item_groups(generator, user_groups)
         ranks = self._items.draw_ranks(generator, size)
-        items = self._items.ids_of_ranks(ranks) * num_groups
-        items += item_groups.astype(np.int32)
-        earlier_groups = self._draw_item_groups(
-            generator, np.repeat(user_groups, length)
-        )
-        history = self._items.draw(generator, (size, length)) * num_groups
-        history += earlier_groups.reshape(history.shape).astype(np.int32)
+        items = rows(self._items.ids_of_ranks(ranks), item_groups)
+        earlier = user_groups[:, None].repeat(length, axis=1)
+        earlier = self._draw_item_groups(generator, earlier)
+        history = rows(self._items.draw(generator, earlier.shape), earlier)
         num_earlier = generator.integers(length + 1, size=(size, 1))
         history[np.arange(length) >= num_earlier] = PADDING_ROW_ID
         log_probabilities = np.log(self._items.probabilities(ranks))
         log_probabilities -= math.log(num_groups)
+        devices = generator.integers(NUM_DEVICE_KINDS, size=size, dtype=np.int32)
         batch = Batch(
             features={
                 "user": users,
                 "history": history,
                 "country": _hashed(users, _COUNTRY_SALT, NUM_COUNTRIES),
-                "device": generator.integers(
-                    NUM_DEVICE_KINDS, size=size, dtype=np.int32
-                ),
+                "device": devices,
                 "item": items,
                 "category": _hashed(items, _CATEGORY_SALT, NUM_CATEGORIES),
             },

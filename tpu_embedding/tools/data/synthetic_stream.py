@@ -14,6 +14,8 @@ from tpu_embedding.dynamic.vocabulary import Dynamic
 from tpu_embedding.tools.data.batch import SyntheticSource
 from tpu_embedding.tools.data.teacher import (
     GOLDEN_RATIO,
+    INTERACTION_RANK,
+    INTERACTION_SCALE,
     WORD,
     Inputs,
     TeacherDataset,
@@ -23,10 +25,6 @@ from tpu_embedding.tools.data.teacher import (
 
 EFFECT_SCALE: Final = 1.0
 """Standard deviation of the effect of an id on the logit, for users and for items."""
-
-INTERACTION_RANK: Final = 2
-INTERACTION_SCALE: Final = 0.6
-"""Standard deviation of the user-item interaction's contribution to the logit."""
 
 DIRECTORY_BYTES: Final = 16
 """Bytes of keys and scores per place of a dynamic table."""
@@ -104,25 +102,14 @@ class SyntheticStream(TeacherDataset):
     click_rate = 0.3
 
     def __init__(self, source: SyntheticStreamSource, *, batch_size: int, seed: int):
-        super().__init__(
-            batch_size=batch_size,
-            seed=seed,
-            num_evaluation_samples=source.num_evaluation_samples,
-        )
-        self._source = source
+        super().__init__(source, batch_size=batch_size, seed=seed)
         self.evaluation_step = source.evaluation_step
+        living = {"user": source.num_users, "item": source.num_items}
         self._popularity = {
-            "user": ZipfIds(
-                vocabulary_size=source.num_users, exponent=source.zipf_exponent
-            ),
-            "item": ZipfIds(
-                vocabulary_size=source.num_items, exponent=source.zipf_exponent
-            ),
+            name: ZipfIds(vocabulary_size=size, exponent=source.zipf_exponent)
+            for name, size in living.items()
         }
-        self.vocabulary_sizes = {
-            name: source.table_size(places.vocabulary_size)
-            for name, places in self._popularity.items()
-        }
+        self.vocabulary_sizes = {k: source.table_size(n) for k, n in living.items()}
 
     def _draw_inputs(
         self, generator: np.random.Generator, num_samples: int, step: int

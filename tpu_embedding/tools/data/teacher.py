@@ -15,7 +15,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Iterator
-from typing import Final
+from typing import Any, Final
 
 import numpy as np
 
@@ -143,6 +143,10 @@ class ZipfIds:
         return np.expm1(power * np.log(end)) / power
 
 
+INTERACTION_RANK: Final = 2
+INTERACTION_SCALE: Final = 0.6
+"""Standard deviation of the user-item interaction's contribution to the logit."""
+
 CALIBRATION_SAMPLES: Final = 16_384
 """Samples that fit the bias; the click rate's standard error is below 0.004."""
 
@@ -178,10 +182,9 @@ class TeacherDataset(abc.ABC):
     click_rate: float
     evaluation_step: int = 0
 
-    def __init__(self, *, batch_size: int, seed: int, num_evaluation_samples: int):
-        self.batch_size = batch_size
-        self.seed = seed
-        self.num_evaluation_samples = num_evaluation_samples
+    def __init__(self, source: Any, *, batch_size: int, seed: int):
+        self.batch_size, self.seed, self._source = batch_size, seed, source
+        self.num_evaluation_samples: int = source.num_evaluation_samples
 
     @abc.abstractmethod
     def _draw_inputs(

@@ -3,7 +3,6 @@
 import contextlib
 import dataclasses
 import fnmatch
-import glob
 import importlib.metadata
 import json
 import math
@@ -23,6 +22,7 @@ from tpu_embedding.hardware import (
     hardware_by_name,
     hardware_of_kind,
 )
+from tpu_embedding.host_without_tpus import tpu_device_files
 from tpu_embedding.sparse_core.operations import unavailable_reason
 from tpu_embedding.tools.doctor.cases import CASES
 
@@ -82,6 +82,13 @@ class Finding:
     fix: str = ""
 
 
+def _finding(check: str, is_right: bool, text: str, fix: str) -> Finding:
+    """Returns a finding that is ok, or failed with its fix."""
+    return (
+        Finding(check, "ok", text) if is_right else Finding(check, "FAILED", text, fix)
+    )
+
+
 def user_environment() -> dict[str, str]:
     """Returns the environment without the changes that JAX made at its import."""
     try:
@@ -93,7 +100,7 @@ def user_environment() -> dict[str, str]:
     return unchanged | {name: v for name, _, v in at_start if name in _SET_BY_JAX}
 
 
-def check_versions() -> list[Finding]:
+def check_versions() -> Iterator[Finding]:
     """Lists the versions, and checks that libtpu is the one that jax asks for."""
     installed: dict[str, str | None] = dict.fromkeys(_LIBRARIES)
     for name in _LIBRARIES:
@@ -101,39 +108,33 @@ def check_versions() -> list[Finding]:
             installed[name] = importlib.metadata.version(name)
     listed = (f"{name} {version or 'absent'}" for name, version in installed.items())
     text = ", ".join((f"python {platform.python_version()}", *listed))
-    findings = [Finding("versions", "ok", text)]
+    yield Finding("versions", "ok", text)
     for requirement in importlib.metadata.requires("jax") or ():
         name, _, wanted = requirement.partition(";")[0].replace(" ", "").partition("==")
         libtpu = installed["libtpu"]
         if name == "libtpu" and libtpu and not fnmatch.fnmatchcase(libtpu, wanted):
             text = f"jax {installed['jax']} needs libtpu {wanted}, but found {libtpu}."
-            findings.append(
-                Finding("libtpu", "FAILED", text, "pip install -U 'jax[tpu]'")
-            )
-    return findings
+            yield Finding("libtpu", "FAILED", text, "pip install -U 'jax[tpu]'")
 
 
-def check_variables(environment: Mapping[str, str], chips: list[str]) -> list[Finding]:
+def check_variables(
+    environment: Mapping[str, str], chips: list[str]
+) -> Iterator[Finding]:
     """Checks the variables that switch off or change the detection of TPUs.
 
     Args:
       environment: the user's variables, from `user_environment`.
       chips: files of this host's TPU chips; without any, variables are only listed.
     """
-    findings = []
     for name, (status, effect) in _EFFECTS.items():
         value = environment.get(name, "")
         if value in _OFF_VALUES or "tpu" in value.split(","):
             continue
         text = f"{name}={value} is set, which {effect}."
-        if chips:
-            fix = f"Unless you set it on purpose: unset {name}"
-            findings.append(Finding("variable", status, text, fix))
-        else:
-            findings.append(
-                Finding("variable", "ok", f"{text} This host has no chips.")
-            )
-    return findings
+        fix = f"Unless you set it on purpose: unset {name}"
+        if not chips:
+            status, text, fix = "ok", f"{text} This host has no chips.", ""
+        yield Finding("variable", status, text, fix)
 
 
 _MIN_MEMORY_SHARE: Final = 0.9
@@ -193,7 +194,7 @@ def parse_expectation(text: str) -> tuple[str | None, int]:
 
 def check_devices(
     devices: dict[str, Any] | str, expected: str | None, chips: list[str]
-) -> list[Finding]:
+) -> Iterator[Finding]:
     """Checks the devices that JAX found.
 
     Args:
@@ -207,17 +208,18 @@ def check_devices(
             "doctor on all of them at the same time: each waits for the others."
         )
         text = f"JAX did not start: {devices}"
-        return [Finding("devices", "FAILED", text, fix)]
+        yield Finding("devices", "FAILED", text, fix)
+        return
     platform, kinds = devices["platform"], devices["kinds"]
     listed = ", ".join(f"{kinds.count(kind)} x {kind}" for kind in dict.fromkeys(kinds))
-    findings = [Finding("devices", "ok", f"JAX runs on {listed}.")]
+    yield Finding("devices", "ok", f"JAX runs on {listed}.")
     if platform != "tpu" and chips:
         text = f"JAX runs on {platform}, although this host has {', '.join(chips)}."
         fix = (
             "pip install '.[tpu]' in a clone of the repository, and unset the "
             "variables above."
         )
-        findings.append(Finding("fall-back", "FAILED", text, fix))
+        yield Finding("fall-back", "FAILED", text, fix)
     try:
         hardware = hardware_of_kind(platform, kinds[0])
     except ValueError:
@@ -226,33 +228,25 @@ def check_devices(
         name, count = parse_expectation(expected)
         is_kind = name is None or (hardware is not None and hardware.name == name)
         text = f"expected {expected}: {count} devices, found {listed}"
-        if is_kind and len(kinds) == count:
-            findings.append(Finding("expected", "ok", text))
-        else:
-            fix = "Start the doctor on all hosts; check the accelerator type."
-            findings.append(Finding("expected", "FAILED", text, fix))
+        fix = "Start the doctor on all hosts; check the accelerator type."
+        yield _finding("expected", is_kind and len(kinds) == count, text, fix)
     capacity = None if hardware is None else hardware.device_memory_bytes
     if capacity is None:
-        return findings
+        return
     for limit in set(devices["memory"]):
         if limit is None:
             text = "the devices do not report their memory"
-            findings.append(Finding("memory", "warning", text))
+            yield Finding("memory", "warning", text)
             continue
         text = f"{limit / GIBIBYTE:.1f} of {capacity / GIBIBYTE:.0f} GiB per device"
-        if limit >= _MIN_MEMORY_SHARE * capacity:
-            findings.append(Finding("memory", "ok", text))
-        else:
-            fix = "unset LIBTPU_INIT_ARGS XLA_FLAGS"
-            findings.append(Finding("memory", "FAILED", text, fix))
-    return findings
+        is_enough = limit >= _MIN_MEMORY_SHARE * capacity
+        yield _finding("memory", is_enough, text, "unset LIBTPU_INIT_ARGS XLA_FLAGS")
 
 
 def check_holders(
     chips: list[str], processes: pathlib.Path = pathlib.Path("/proc")
-) -> list[Finding]:
+) -> Iterator[Finding]:
     """Names the other processes that hold the TPU chips of this host."""
-    findings = []
     for folder in sorted(processes.glob("[0-9]*")):
         try:
             opened = {os.readlink(link) for link in (folder / "fd").iterdir()}
@@ -260,16 +254,11 @@ def check_holders(
             continue  # It ended, or belongs to another user.
         if folder.name != str(os.getpid()) and not opened.isdisjoint(chips):
             text = f"Process {folder.name} holds a TPU, which one process can at a time"
-            findings.append(
-                Finding("TPU in use", "FAILED", text, f"kill {folder.name}")
-            )
-    return findings
+            yield Finding("TPU in use", "FAILED", text, f"kill {folder.name}")
 
 
 _EMULATED_DEVICES: Final = 4
 """Devices of the children on a CPU, if it is to be one: rows travel between several."""
-
-_CHIP_FILES: Final = ("/dev/accel[0-9]*", "/dev/vfio/[0-9]*")
 
 
 def examine(expected: str | None, seconds: float) -> Iterator[Finding]:
@@ -280,7 +269,7 @@ def examine(expected: str | None, seconds: float) -> Iterator[Finding]:
       seconds: time limit of each child process.
     """
     environment = user_environment()
-    chips = [path for pattern in _CHIP_FILES for path in glob.glob(pattern)]
+    chips = tpu_device_files()
     yield from check_versions()
     yield from check_variables(environment, chips)
     yield from check_holders(chips)
@@ -331,10 +320,11 @@ def _check_cases(
     times = {}
     for name in (name for name, case in CASES.items() if backend in case.backends):
         answer = ask_child(["rows", name, backend], environment, seconds)
-        problem = answer if isinstance(answer, str) else answer["problem"]
-        if isinstance(answer, str) or problem is not None:
+        if isinstance(answer, str):
+            answer = {"problem": answer}
+        if answer["problem"] is not None:
             fix = "Please report it, with this output."
-            yield Finding(f"{check}, {name}", "FAILED", problem, fix)
+            yield Finding(f"{check}, {name}", "FAILED", answer["problem"], fix)
             continue
         times[name] = answer["step"]
         text = (

@@ -114,13 +114,12 @@ def _computed(metrics: Metrics) -> dict[str, tuple[jax.Array, jax.Array, Any]]:
 
 
 def _evaluate_clicks(outputs: Outputs, labels: Array, weights: Array) -> Metrics:
+    scores = (outputs.scores, labels, weights)
     predicted = jax.scipy.special.logit(jnp.clip(outputs.predictions, 0, 1))
     return collections.OrderedDict(
-        log_loss=m.LogLoss.from_batch(outputs.scores, labels, weights),
+        log_loss=m.LogLoss.from_batch(*scores),
         auc=m.AUC.from_batch(predicted, labels, weights),
-        normalized_entropy=m.NormalizedEntropy.from_batch(
-            outputs.scores, labels, weights
-        ),
+        normalized_entropy=m.NormalizedEntropy.from_batch(*scores),
         calibration=m.Calibration.from_batch(predicted, labels, weights),
     )
 
@@ -155,12 +154,11 @@ def _softmax_loss(outputs: Outputs, labels: Array) -> Array:
 
 def _evaluate_retrieval(outputs: Outputs, labels: Array, weights: Array) -> Metrics:
     ranks = outputs.predictions
-    metrics: Metrics = collections.OrderedDict(
-        softmax_loss=m.Mean.from_batch(_softmax_loss(outputs, labels), weights)
-    )
-    metrics[f"recall_at_{TOP_K}"] = m.RecallAtK.from_ranks(ranks, weights, k=TOP_K)
-    metrics[f"ndcg_at_{TOP_K}"] = m.NDCGAtK.from_ranks(ranks, weights, k=TOP_K)
-    return metrics
+    loss = m.Mean.from_batch(_softmax_loss(outputs, labels), weights)
+    recall = m.RecallAtK.from_ranks(ranks, weights, k=TOP_K)
+    ndcg = m.NDCGAtK.from_ranks(ranks, weights, k=TOP_K)
+    names = ("softmax_loss", f"recall_at_{TOP_K}", f"ndcg_at_{TOP_K}")
+    return collections.OrderedDict(zip(names, (loss, recall, ndcg), strict=True))
 
 
 LOSSES: Final[dict[LossName, Loss]] = {

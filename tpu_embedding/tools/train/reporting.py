@@ -141,8 +141,7 @@ class RunReport:
           first_step: steps done before.
           origin: record of what the config was loaded from, or None.
         """
-        self._path = directory / RECORDS_FILE
-        self._config = config
+        self._path, self._config = directory / RECORDS_FILE, config
         self._file = self._board = None
         if not distributed.is_first():
             return
@@ -160,12 +159,11 @@ class RunReport:
             f"{config.name}: {config.num_steps} steps of {config.batch_size} samples, "
             f"seed {config.seed}, {begin}; files in {directory}"
         )
-        start = {"run": description, "first_step": first_step, "origin": origin}
-        self.record(start)
+        self.record({"run": description, "first_step": first_step, "origin": origin})
 
     def line(self, text: str) -> None:
         """Prints a line at once."""
-        if self._file is not None or distributed.is_first():
+        if distributed.is_first():
             print(text, flush=True)
 
     def record(self, record: dict[str, Any]) -> None:
@@ -209,14 +207,12 @@ class RunReport:
             return
         from matplotlib.figure import Figure  # which takes a third of a second
 
-        loss = _curve(self._path, "train", "loss")
-        evaluation = _curve(self._path, "evaluation", metric)
         figure = Figure(figsize=(10, 4), layout="constrained")
         left, right = figure.subplots(1, 2)
         figure.suptitle(self._config.name)
-        left.plot(*loss, linewidth=1)
+        left.plot(*_curve(self._path, "train", "loss"), linewidth=1)
         left.set(xlabel="step", ylabel="training loss")
-        right.plot(*evaluation, marker="o")
+        right.plot(*_curve(self._path, "evaluation", metric), marker="o")
         right.set(xlabel="step", ylabel=f"{metric}, held-out data")
         if teacher is not None:
             right.axhline(teacher, color="gray", linestyle="--", label="teacher")
@@ -237,19 +233,12 @@ def format_tables(plan: EmbeddingPlan) -> str:
     """
     rows = [("table", "optimizer", "rows", "dim", "memory per device", "devices")]
     for stack in plan.stacks:
+        rule, dim, devices = _rule_name(stack), str(stack.dim), str(stack.num_shards)
+        num_bytes = sum(stack.array_bytes)
         for table in stack.tables:
-            rows.append(
-                (
-                    table.name,
-                    _rule_name(stack),
-                    f"{table.config.max_rows:,}",
-                    f"{stack.dim}",
-                    format_bytes(
-                        sum(stack.array_bytes) * table.num_rows / stack.num_rows
-                    ),
-                    f"{stack.num_shards}",
-                )
-            )
+            num_rows = f"{table.config.max_rows:,}"
+            size = num_bytes * table.num_rows / stack.num_rows
+            rows.append((table.name, rule, num_rows, dim, format_bytes(size), devices))
     total = plan.table_bytes_per_device + plan.slot_bytes_per_device
     return (
         f"{format_table(rows, num_left_aligned=2)}\n"
@@ -332,8 +321,7 @@ def _curve(path: pathlib.Path, group: str, name: str) -> tuple[list[int], list[f
         value = record.get(group, {}).get(name)
         if "step" in record and isinstance(value, float):
             values[record["step"]] = value
-    steps = sorted(values)
-    return steps, [values[step] for step in steps]
+    return sorted(values), [values[step] for step in sorted(values)]
 
 
 def _event_file(directory: pathlib.Path, first_step: int) -> Any:
@@ -358,5 +346,4 @@ def _event_file(directory: pathlib.Path, first_step: int) -> Any:
 def _write_event(file: Any, step: int, **content: Any) -> None:
     from tensorboardX.proto import event_pb2
 
-    event = event_pb2.Event(step=step, wall_time=time.time(), **content)
-    file.write_event(event)
+    file.write_event(event_pb2.Event(step=step, wall_time=time.time(), **content))

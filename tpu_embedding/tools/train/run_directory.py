@@ -31,6 +31,10 @@ CHECKPOINTS_DIR: Final = "checkpoints"
 TENSORBOARD_DIR: Final = "tensorboard"
 PROFILE_DIR: Final = "profile"
 SCHEMA_FILE: Final = "schema.json"
+_FILES: Final = (
+    *(RECORDS_FILE, PLOT_FILE, LOCK_FILE, CHECKPOINTS_DIR),
+    *(TENSORBOARD_DIR, PROFILE_DIR, VOCABULARIES_DIR, SCHEMA_FILE),
+)
 
 _MAX_LINE_BYTES: Final = 2**22
 """Longest line of records that is parsed: JSON takes up to 25 times its size."""
@@ -97,7 +101,7 @@ def _locked(path: pathlib.Path) -> Iterator[None]:
         yield
 
 
-def check_files(directory: pathlib.Path, names: Iterable[str] | None = None) -> None:
+def check_files(directory: pathlib.Path, names: Iterable[str] = _FILES) -> None:
     """Checks that the files of a run are files or directories of its own.
 
     Args:
@@ -107,9 +111,6 @@ def check_files(directory: pathlib.Path, names: Iterable[str] | None = None) -> 
     Raises:
       RunDirectoryError: if an entry is a link, a pipe or a device; names it.
     """
-    if names is None:
-        names = (RECORDS_FILE, PLOT_FILE, LOCK_FILE, CHECKPOINTS_DIR)
-        names = (*names, TENSORBOARD_DIR, PROFILE_DIR, VOCABULARIES_DIR, SCHEMA_FILE)
     unchecked = [directory / name for name in names]
     while unchecked:
         path = unchecked.pop()

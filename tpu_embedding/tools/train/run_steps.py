@@ -9,7 +9,7 @@ Batches are read, prepared and transferred ahead of the loop.
 import collections
 import concurrent.futures
 import dataclasses
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping
 from typing import Any, Final, NamedTuple
 
 import jax
@@ -34,7 +34,7 @@ from tpu_embedding.plan.make_plan import make_plan
 from tpu_embedding.plan.mesh_options import SLICE_AXIS, choose_mesh
 from tpu_embedding.plan.plan import EmbeddingPlan
 from tpu_embedding.tools.compile_report.topology import abstract_arrays, abstract_batch
-from tpu_embedding.tools.data.batch import Batch, DataError, Dataset, PartialDataset
+from tpu_embedding.tools.data.batch import Batch, DataError, Dataset
 from tpu_embedding.tools.train.losses import LOSSES, LossName, Metrics, mean_loss
 from tpu_embedding.tools.train.models.click import ModelConfig, Outputs
 from tpu_embedding.tools.train.run_config import ConfigError, RunConfig
@@ -71,7 +71,7 @@ def train_batches(
 
     A thread prepares the next batches while the caller uses the current one. In a job
     of several processes, each one reads the samples of its own devices if the data set
-    is a `PartialDataset`, and whole batches otherwise.
+    has a method `train_part`, and whole batches otherwise.
 
     Args:
       config: config of the run.
@@ -91,10 +91,11 @@ def train_batches(
         for feature in plan.features
     )
     can_split = can_split and len(process_samples) < config.batch_size
+    train_part = getattr(data, "train_part", None)
 
     def make(step: int) -> ReadyBatch:
-        if can_split and isinstance(data, PartialDataset):
-            batch, samples = data.train_part(step, process_samples), "process"
+        if can_split and train_part is not None:
+            batch, samples = train_part(step, process_samples), "process"
         else:
             batch, samples = data.train_batch(step), "global"
         check_values(batch, config, f"Training batch {step}")
@@ -103,13 +104,6 @@ def train_batches(
         on_devices = shard_batch(prepared, plan, samples=samples)
         return ReadyBatch(step, on_devices, sizes.to_json(), prepared.features)
 
-    yield from _ahead(make, steps)
-
-
-def _ahead(
-    make: Callable[[int], ReadyBatch], steps: Sequence[int]
-) -> Generator[ReadyBatch, None, None]:
-    """Yields the results of a function in order; a thread makes the next one."""
     thread = concurrent.futures.ThreadPoolExecutor(max_workers=1)
     pending: collections.deque[Any] = collections.deque()
     try:
@@ -209,9 +203,7 @@ EvaluationStep = Callable[[nnx.State, Batch], Metrics]
 
 
 def make_run_plan(
-    config: RunConfig,
-    data: Dataset,
-    mesh: Mesh | None = None,
+    config: RunConfig, data: Dataset, mesh: Mesh | None = None
 ) -> EmbeddingPlan:
     """Returns the plan of the model's embedding layer; see `make_plan`.
 
@@ -420,25 +412,19 @@ def _call_model(model: Any, batch: Batch, loss_name: LossName) -> Outputs:
 
 def _layer_counts(model: nnx.Module) -> StepMetrics:
     """Returns what the embedding layers counted in a step."""
-    rounds, out_of_range, beyond_limit, not_run = [], [], [], []
+    out_of_range, by_name = [], collections.defaultdict(list)
     for layer in embedding_layers(model).values():
         stats = layer.stats.get_value()
-        rounds += stats.rounds.values()
+        by_name["rounds"] += stats.rounds.values()
         out_of_range += stats.out_of_range.values()
         for stack in layer.plan.stacks:
             is_beyond = (stats.rounds[stack.name] > 0).astype(jnp.float32)
             if stack.backend.replaces_lookup:
-                beyond_limit.append(is_beyond)
+                by_name["beyond_limit"].append(is_beyond)
             if stack.backend.must_run_all:
-                not_run.append(is_beyond)
-    counts = {
-        "rounds": jnp.max(jnp.stack(rounds)),
-        "out_of_range": jnp.sum(jnp.stack(out_of_range)),
-    }
-    if beyond_limit:
-        counts["beyond_limit"] = jnp.max(jnp.stack(beyond_limit))
-    if not_run:
-        counts["not_run"] = jnp.max(jnp.stack(not_run))
+                by_name["not_run"].append(is_beyond)
+    counts = {name: jnp.max(jnp.stack(x)) for name, x in by_name.items()}
+    counts["out_of_range"] = jnp.sum(jnp.stack(out_of_range))
     dynamic = _dynamic_layer(model)
     for name, stats in (dynamic.dynamic_stats.get_value() if dynamic else {}).items():
         for field in dataclasses.fields(stats):

@@ -8,7 +8,7 @@ from flax import nnx
 
 from tests.conftest import mesh_of
 from tpu_embedding.plan.make_plan import make_plan
-from tpu_embedding.tools.data.synthetic_clicks import SyntheticCriteo
+from tpu_embedding.tools.data.criteo import CriteoSource
 from tpu_embedding.tools.data.synthetic_interactions import InteractionsSource
 from tpu_embedding.tools.train.models import (
     DLRMDCNv2Config,
@@ -26,7 +26,13 @@ TOWERS = TwoTowerConfig(
 
 @pytest.mark.full
 def test_dcn_model():
-    data = SyntheticCriteo(batch_size=3, vocabulary_sizes=[9, 5], valences=[2, 1])
+    source = CriteoSource(
+        vocabulary_size=9,
+        vocabulary_sizes=(9, 5),
+        valences=(2, 1),
+        num_evaluation_samples=1,
+    )
+    data = source.open(None, batch_size=3, seed=0)
     plan = make_plan(DCN.feature_config(data), mesh_of(1))
     model = DCN.build(data, plan, rngs=nnx.Rngs(0))
     batch = data.train_batch(0)

@@ -100,16 +100,11 @@ class MLP(nnx.Module):
         layers: list[Any] = []
         for index, size in enumerate(layer_sizes):
             is_activated = last_activation or index + 1 < len(layer_sizes)
-            initializer = (
-                nnx.initializers.he_normal()
-                if is_activated
-                else nnx.initializers.lecun_normal()
-            )
-            layers.append(
-                nnx.Linear(num_inputs, size, kernel_init=initializer, rngs=rngs)
-            )
+            initializer = nnx.initializers.lecun_normal()
             if is_activated:
-                layers.append(activation)
+                initializer = nnx.initializers.he_normal()
+            linear = nnx.Linear(num_inputs, size, kernel_init=initializer, rngs=rngs)
+            layers += [linear, activation] if is_activated else [linear]
             num_inputs = size
         self.layers = nnx.Sequential(*layers)
 
@@ -200,21 +195,13 @@ class ClickModelConfig:
 
         Args:
           data: data set. If its dense inputs are a dict of numbers, it has
-            `number_scales`, mean and standard deviation of the logarithm of each, and
-            of itself. It may also have
-            `num_classes`, or `label_scale` of a label to be predicted.
+            `number_scales`: mean and standard deviation of each number's logarithm,
+            then of the number itself. It may also have `num_classes`, or `label_scale`
+            for a label to predict.
           plan: plan of the tables.
           rngs: random streams.
         """
-        scales = getattr(data, "number_scales", {})
-        return ClickModel(
-            self,
-            plan,
-            scales,
-            num_classes=getattr(data, "num_classes", None),
-            label_scale=getattr(data, "label_scale", None),
-            rngs=rngs,
-        )
+        return ClickModel(self, data, plan, rngs=rngs)
 
 
 class ClickModel(nnx.Module):
@@ -235,13 +222,15 @@ class ClickModel(nnx.Module):
     def __init__(
         self,
         config: ClickModelConfig,
+        data: Any,
         plan: EmbeddingPlan,
-        number_scales: Mapping[str, tuple[float, ...]],
         *,
-        num_classes: int | None = None,
-        label_scale: tuple[float, float] | None = None,
         rngs: nnx.Rngs,
     ):
+        """Makes the model; see `ClickModelConfig.build`."""
+        number_scales = getattr(data, "number_scales", {})
+        num_classes = getattr(data, "num_classes", None)
+        label_scale = getattr(data, "label_scale", None)
         self.embedding = TPUEmbedding(None, plan=plan, rngs=rngs)
         self.number_names = tuple(sorted(number_scales))
         if number_scales:
@@ -281,9 +270,8 @@ class ClickModel(nnx.Module):
         by_feature = [activations[name] for name in sorted(activations)]
         by_feature = [x if x.ndim == 3 else x[:, None] for x in by_feature]
         rows = jnp.concatenate(by_feature, axis=1)
-        if self.has_pairs:
-            inputs = [rows.reshape(rows.shape[0], -1)]
-        else:
+        inputs = [rows.reshape(rows.shape[0], -1)]
+        if not self.has_pairs:
             inputs = [rows.sum(axis=1)]
         if self.has_products and self.has_pairs:
             inputs.append(DotInteraction()(list(jnp.moveaxis(rows, 1, 0))))

@@ -19,11 +19,10 @@ from flax import nnx
 from jaxtyping import Array, Float
 
 from tpu_embedding import initializers
-from tpu_embedding.config import FeatureConfig, TableConfig
+from tpu_embedding.config import FeatureConfig
 from tpu_embedding.nn.embedding import TPUEmbedding
 from tpu_embedding.plan.plan import EmbeddingPlan
 from tpu_embedding.recommenders.feature_interactions import DotInteraction, FeatureCross
-from tpu_embedding.tools.data.synthetic_clicks import NUM_DENSE
 from tpu_embedding.tools.train.models.click import (
     MLP,
     Outputs,
@@ -66,47 +65,52 @@ class DLRMConfig:
 
     def build(self, data: Any, plan: EmbeddingPlan, *, rngs: nnx.Rngs) -> "DLRM":
         """Returns the model with initial parameters."""
-        return DLRM(self, plan, rngs=rngs)
+        return DLRM(self, data.num_dense, plan, rngs=rngs)
 
 
-class DLRM(nnx.Module):
-    """The DLRM click model.
-
-    `logit = top([bottom(dense), interaction(bottom(dense), activations)])`
-    """
+class _TwoMLPs(nnx.Module):
+    """A click model: `logit = top(combine(bottom(dense), activations))`."""
 
     def __init__(
-        self,
-        config: DLRMConfig,
-        plan: EmbeddingPlan,
-        *,
-        rngs: nnx.Rngs,
+        self, config: Any, num_dense: int, plan: EmbeddingPlan, *, rngs: nnx.Rngs
     ):
         self.embedding = TPUEmbedding(None, plan=plan, rngs=rngs)
-        self.bottom = MLP(
-            NUM_DENSE,
-            (*config.bottom_sizes, config.dim),
-            last_activation=True,
-            rngs=rngs,
-        )
-        self.interaction = DotInteraction()
-        num_vectors = 1 + len(plan.features)
-        self.top = MLP(
-            config.dim + num_vectors * (num_vectors - 1) // 2,
-            (*config.top_sizes, 1),
-            last_activation=False,
-            rngs=rngs,
-        )
+        sizes = (*config.bottom_sizes, config.dim)
+        self.bottom = MLP(num_dense, sizes, last_activation=True, rngs=rngs)
+        num_inputs = self._init_combination(config, 1 + len(plan.features), rngs)
+        sizes = (*config.top_sizes, 1)
+        self.top = MLP(num_inputs, sizes, last_activation=False, rngs=rngs)
+
+    def _init_combination(self, config: Any, num_vectors: int, rngs: nnx.Rngs) -> int:
+        """Makes what `_combine` needs; returns the size of its result."""
+        raise NotImplementedError
+
+    def _combine(self, vectors: list[jax.Array]) -> Float[Array, "batch inputs"]:
+        """Combines vectors `[batch, dim]`: the bottom MLP's, and the activations."""
+        raise NotImplementedError
 
     def __call__(self, features: dict[str, Any], dense: jax.Array | None) -> Outputs:
         """Returns the logit and the probability of a click for each sample."""
         assert dense is not None
         activations = self.embedding(features)
-        bottom = self.bottom(dense)
-        vectors = [bottom, *(activations[name] for name in sorted(activations))]
-        products = self.interaction(vectors)
-        top = self.top(jnp.concatenate([bottom, products], axis=1))
-        return click_outputs(top[:, 0])
+        vectors = [self.bottom(dense), *(activations[k] for k in sorted(activations))]
+        return click_outputs(self.top(self._combine(vectors))[:, 0])
+
+
+class DLRM(_TwoMLPs):
+    """The DLRM click model.
+
+    `logit = top([bottom(dense), interaction(bottom(dense), activations)])`
+    """
+
+    def _init_combination(self, config: Any, num_vectors: int, rngs: nnx.Rngs) -> int:
+        """Returns the size of a vector and a product for each pair."""
+        del rngs
+        return config.dim + num_vectors * (num_vectors - 1) // 2
+
+    def _combine(self, vectors: list[jax.Array]) -> Float[Array, "batch inputs"]:
+        """Appends the scalar products of all pairs to the first vector."""
+        return jnp.concatenate([vectors[0], DotInteraction()(vectors)], axis=1)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -131,58 +135,32 @@ class DLRMDCNv2Config:
 
     def feature_config(self, data: Any) -> dict[str, FeatureConfig]:
         """Returns one feature per column of the data set, each with its own table."""
-        # TorchRec's default.
-        limits = {name: 1 / math.sqrt(n) for name, n in data.vocabulary_sizes.items()}
-        return {
-            name: FeatureConfig(
-                table=TableConfig(
-                    vocabulary_size=size,
-                    dim=self.dim,
-                    initializer=initializers.uniform(-limits[name], limits[name]),
-                    combiner="sum",
-                    name=name,
-                )
-            )
-            for name, size in data.vocabulary_sizes.items()
-        }
+        features = {}
+        for name, size in data.vocabulary_sizes.items():
+            limit = 1 / math.sqrt(size)  # TorchRec's default.
+            initializer = initializers.uniform(-limit, limit)
+            options = {"initializer": initializer, "combiner": "sum"}
+            features |= features_of_columns({name: size}, self.dim, **options)
+        return features
 
     def build(self, data: Any, plan: EmbeddingPlan, *, rngs: nnx.Rngs) -> "DLRMDCNv2":
         """Returns the model with initial parameters."""
         return DLRMDCNv2(self, data.num_dense, plan, rngs=rngs)
 
 
-class DLRMDCNv2(nnx.Module):
+class DLRMDCNv2(_TwoMLPs):
     """The DCNv2 click model: `logit = top(cross([bottom(dense), activations]))`."""
 
-    def __init__(
-        self,
-        config: DLRMDCNv2Config,
-        num_dense: int,
-        plan: EmbeddingPlan,
-        *,
-        rngs: nnx.Rngs,
-    ):
-        self.embedding = TPUEmbedding(None, plan=plan, rngs=rngs)
-        self.bottom = MLP(
-            num_dense,
-            (*config.bottom_sizes, config.dim),
-            last_activation=True,
-            rngs=rngs,
-        )
-        num_inputs = (1 + len(plan.features)) * config.dim
+    def _init_combination(self, config: Any, num_vectors: int, rngs: nnx.Rngs) -> int:
+        """Makes the cross layers; returns the size of all vectors together."""
+        num_inputs = num_vectors * config.dim
         keys = jax.random.split(rngs.params(), config.num_cross_layers)
         self.cross = _make_layers(keys, num_inputs, config.cross_rank)
-        self.top = MLP(
-            num_inputs, (*config.top_sizes, 1), last_activation=False, rngs=rngs
-        )
+        return num_inputs
 
-    def __call__(self, features: dict[str, Any], dense: jax.Array | None) -> Outputs:
-        """Returns the logit and the probability of a click for each sample."""
-        assert dense is not None
-        activations = self.embedding(features)
-        vectors = [self.bottom(dense), *(activations[k] for k in sorted(activations))]
-        first = jnp.concatenate(vectors, axis=1)
-        return click_outputs(self.top(cross_all(self.cross, first))[:, 0])
+    def _combine(self, vectors: list[jax.Array]) -> Float[Array, "batch inputs"]:
+        """Applies the cross layers to the concatenated vectors."""
+        return cross_all(self.cross, jnp.concatenate(vectors, axis=1))
 
 
 @nnx.vmap(in_axes=(0, None, None), out_axes=0)

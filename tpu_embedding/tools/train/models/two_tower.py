@@ -13,11 +13,11 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float
 
-from tpu_embedding.config import FeatureConfig, TableConfig
+from tpu_embedding.config import FeatureConfig
 from tpu_embedding.nn.embedding import TPUEmbedding
 from tpu_embedding.plan.plan import EmbeddingPlan
 from tpu_embedding.recommenders.ranking_losses import in_batch_softmax
-from tpu_embedding.tools.train.models.click import MLP, Outputs
+from tpu_embedding.tools.train.models.click import MLP, Outputs, features_of_columns
 
 USER_FEATURES: Final = ("user", "history", "country", "device")
 ITEM_FEATURES: Final = ("item", "category")
@@ -49,20 +49,11 @@ class TwoTowerConfig:
 
     def feature_config(self, data: Any) -> dict[str, FeatureConfig]:
         """Returns one feature per column; "item" and "history" share a table."""
-        tables = {
-            name: TableConfig(
-                vocabulary_size=size,
-                dim=self.dim_of(name),
-                combiner="mean",
-                name=name,
-            )
-            for name, size in data.vocabulary_sizes.items()
-        }
-        tables["history"] = tables["item"]
-        return {
-            name: FeatureConfig(table=tables[name])
-            for name in (*USER_FEATURES, *ITEM_FEATURES)
-        }
+        features = {}
+        for name, size in data.vocabulary_sizes.items():
+            features |= features_of_columns({name: size}, self.dim_of(name))
+        features["history"] = features["item"]
+        return {name: features[name] for name in (*USER_FEATURES, *ITEM_FEATURES)}
 
     def dim_of(self, feature: str) -> int:
         """Returns the dimension of a feature's table."""
