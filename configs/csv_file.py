@@ -4,7 +4,7 @@ Command: tpu-embedding train clicks.csv --label label
          tpu-embedding train csv_file --data-dir clicks.csv --set data.label=label
 Hardware: 2 CPU cores
 Expected: held-out AUC above 0.5, the AUC of chance; your data decide how far
-Wall time: 31 s for 20,000 rows of 7 columns
+Wall time: 8 s for 32,561 rows of 15 columns
 
 The first command also chooses batch size, steps and reports by the number of rows; see
 `tpu_embedding.tools.train.csv_run`. Copy this file to go on from there.

@@ -175,9 +175,8 @@ TRAINING = {
     ),
     "norm of optax in jit": (
         lambda x: jax.jit(optax.global_norm)(x.gradients),
-        "key<row ids",
-        "data type",
-        "te.gradients.global_norm",
+        "no arithmetic leaf by leaf",
+        "te.gradients.global_norm(gradients)",
     ),
     "optimizer of Flax": (
         lambda x: nnx.Optimizer(x.model, optax.adam(0.1), wrt=nnx.Param).update(
