@@ -92,7 +92,7 @@ def one_branch(model):
     return jnp.sum(nnx.cond(jnp.array(True), lambda m: m(IDS), zeros, model))
 
 
-BEFORE_IT = "activations = model.embedding(features)"
+BEFORE_IT = "Call the layer before it"
 
 LAYERS = {
     "plan: features": (
@@ -119,20 +119,20 @@ OPTIMIZERS = {
     "tables: not called": (
         lambda x: layer(te.optimizers.adagrad),
         "got the function adagrad",
-        "an optax GradientTransformation",
+        "an optax transformation",
         "te.optimizers.adagrad(0.1)",
     ),
     "tables: number": (
         lambda x: layer(0.5),
         "got 0.5",
-        "an optax GradientTransformation",
-        "with the learning rate or schedule as its argument",
+        "an optax transformation",
+        "with its learning rate",
     ),
     "tables: schedule": (
         lambda x: layer(optax.exponential_decay(0.1, 10, 0.5)),
         "got the function schedule",
-        "an optax GradientTransformation",
-        "with the learning rate or schedule as its argument",
+        "an optax transformation",
+        "with its learning rate",
     ),
     "tables: lookahead": (
         lambda x: layer(optax.lookahead(optax.sgd(0.1), 5, 0.5)),
@@ -143,7 +143,7 @@ OPTIMIZERS = {
     "dense: not called": (
         lambda x: te.Optimizer(x.model, optax.adam),
         "got the function adam",
-        "an optax GradientTransformation",
+        "an optax transformation",
         "optax.adam(0.1)",
     ),
     "both names": (
@@ -227,7 +227,7 @@ NAMES = {
     ),
     "call: lists": (
         lambda x: x.model({"watched": [[1, 2], [3]]}),
-        "layer.prepare(features) takes lists",
+        "layer.prepare(features)",
     ),
     "cross: rngs": (
         lambda x: te.nn.FeatureCross(3, rngs=0),
@@ -309,7 +309,7 @@ FILTERS = {
     "update: gradients alone": (
         lambda x: x.optimizer.update(x.gradients),
         "got nothing",
-        "as second argument",
+        "second argument",
         "optimizer.update(model, gradients)",
     ),
     "gradients: unknown part": (

@@ -21,6 +21,7 @@ from tpu_embedding.argument_checks import (
     broken_rules,
     choice_rule,
     convert_ints,
+    describe_value,
     int_rule,
     is_finite,
     is_int,
@@ -221,9 +222,9 @@ _TABLE_RULES: Final = {
     "vocabulary_size": Rule(
         lambda x: isinstance(x, Vocabulary) or _ROWS_RULE.is_met(x),
         f"{_ROWS_RULE.text}, or a te.Dynamic",
-        "give the number of different ids",
+        "pass the number of different ids",
     ),
-    "dim": int_rule(1, fix="give the number of columns"),
+    "dim": int_rule(1, fix="pass the number of columns"),
     "initializer": optional(
         Rule(
             callable,
@@ -249,7 +250,7 @@ _TABLE_RULES: Final = {
         Rule(
             lambda x: isinstance(x, Placement),
             "a te.Sharded, te.Replicated",
-            "write te.Replicated(), and pass functions to make_plan",
+            "write te.Sharded() or te.Replicated(); only make_plan takes functions",
         )
     ),
 }
@@ -329,14 +330,14 @@ class TableConfig:
         object.__setattr__(self, "dtype", np.dtype(self.dtype))
 
     def _problems(self):
-        owner = f" for table {self.name!r}"
+        owner = "" if self.name is None else f" for table {self.name!r}"
         yield from broken_rules(self, _TABLE_RULES, owner)
         initializer = self.initializer
         if callable(initializer) and not takes_key(initializer):
             yield (
                 "TableConfig.initializer must take (key, shape, dtype), got "
-                f"{initializer!r} with arguments {inspect.signature(initializer)}"
-                f"{owner}; call it if it makes an initializer, as "
+                f"{describe_value(initializer)}{inspect.signature(initializer)}{owner}"
+                "; call it if it makes an initializer, as "
                 "jax.nn.initializers.normal() does, or wrap it: lambda key, shape, "
                 "dtype: jnp.asarray(initializer(shape), dtype)"
             )
@@ -469,12 +470,13 @@ class FeatureConfig:
         return self.output_shape == (-1,)
 
     def _problems(self):
-        owner = f" for feature {self.name!r}"
+        owner = "" if self.name is None else f" for feature {self.name!r}"
         if not isinstance(self.table, TableConfig):
             yield (
-                "FeatureConfig.table must be one TableConfig, got "
-                f"{self.table!r}{owner}; give te.TableConfig(vocabulary_size=..., "
-                "dim=...), and one feature per table to ids of several tables"
+                "FeatureConfig.table must be a TableConfig, got "
+                f"{describe_value(self.table)}{owner}; write te.TableConfig("
+                "vocabulary_size=..., dim=...), or one feature for each of several "
+                "tables"
             )
             return
         yield from broken_rules(self, _FEATURE_RULES, owner)

@@ -363,7 +363,6 @@ def test_all_differences_are_listed_and_nothing_changes(saved):
         "dim 4 in the checkpoint, 8 now",
         "vocabulary_size 40 in the checkpoint, 39 now",
         "optimizer rows touched in the checkpoint, every now",
-        "slot 'accumulators' only in the checkpoint",
         "step: int in the checkpoint, float32[2] now",
         "more: not in the checkpoint",
         *("tables=", "read_table", "slots='initialize'", "dense='keep'"),
@@ -436,7 +435,7 @@ def test_no_checkpoint(plan, saved, tmp_path):
     with pytest.raises(CheckpointError, match="holds no checkpoint"):
         te.restore(tmp_path / "none", state_of(plan), plan=plan)
     shutil.copytree(saved[0], tmp_path / "12")
-    with pytest.raises(CheckpointError, match="Give one of its steps, such as .*/12"):
+    with pytest.raises(CheckpointError, match="Pass one of its steps, such as .*/12"):
         te.restore(tmp_path, state_of(plan), plan=plan)
 
 

@@ -37,22 +37,28 @@ _ROUNDING_SLOT: Final = "step"
 """Count of updates of narrow tables, from which their rounding is drawn."""
 
 _FIXES: Final = {
-    "missing": "Pass tables= the tables to restore, or rename={new name: old name}.",
-    "extra": "Pass tables= the tables to restore.",
+    "missing": "Pass tables=[the tables to restore], or rename={new name: old name}.",
+    "extra": "Pass tables=[the tables to restore].",
     "shape": "Load such a table with te.checkpoint.read_table and "
     "te.functional.with_table_values.",
     "dynamic": "Use the kind of vocabulary and the default_row of the "
     "checkpoint, or leave it out of tables=.",
-    "dtype": "Pass dtypes='convert' to round the rows to the types of now.",
+    "dtype": "Pass dtypes='convert' to round the rows to the state's types.",
     "abstract": "Pass a state of arrays, whose new rows have their initial values.",
-    "rule": "Restore with the optimizer of the checkpoint. Or pass rules='ignore': it "
-    "takes over slot variables of equal names and shapes, and starts the rest again. "
-    "Or start all of them again with slots='initialize'.",
+    "rule": "Restore with the optimizer of the checkpoint, or pass rules='ignore' to "
+    "keep slots that fit, or slots='initialize' to keep none.",
     "shared": "Give these tables different optimizers, so that they are not stacked. "
     "Or start their slot variables again with slots='initialize'.",
-    "dense": "Pass dense='keep' to restore tables only. The path of a leaf starts with "
-    "its place: restore a model that was saved in (model, optimizer) as (model,).",
+    "dense": "Pass dense='keep' to restore tables only. Restore a model that was saved "
+    "in (model, optimizer) as (model,).",
 }
+
+
+_MAX_LEAVES: Final = 2
+"""Leaves of the state that are listed; usually many differ in the same way."""
+
+_MAX_LINE: Final = 160
+"""Characters of differences that are written in one paragraph."""
 
 
 class Difference(NamedTuple):
@@ -70,13 +76,21 @@ class Difference(NamedTuple):
 
 
 def format_differences(differences: Sequence[Difference]) -> str:
-    """Returns one line per owner, and the fixes below them."""
+    """Returns the differences of each owner, and the fixes after them."""
     problems: dict[str, list[str]] = {}
     for difference in differences:
         problems.setdefault(difference.owner, []).append(difference.problem)
-    lines = [f"  {owner}: {'; '.join(texts)}" for owner, texts in problems.items()]
-    fixes = dict.fromkeys(_FIXES[difference.fix] for difference in differences)
-    return "\n".join([*lines, *fixes])
+    lines = [f"{owner}: {'; '.join(texts)}" for owner, texts in problems.items()]
+    leaves = {
+        difference.owner for difference in differences if difference.fix == "dense"
+    }
+    if (hidden := len(leaves) - _MAX_LEAVES) > 0:  # Other leaves differ alike.
+        lines = [*lines[:-hidden], f"and {hidden} more leaves"]
+    keys = dict.fromkeys(difference.fix for difference in differences)
+    fixes = [_FIXES[x] for x in keys if x != "extra" or "missing" not in keys]
+    if sum(map(len, lines)) < _MAX_LINE:
+        return f" {'; '.join(lines)}. {' '.join(fixes)}"
+    return "\n  " + "\n".join(["\n  ".join(lines), *fixes])
 
 
 def table_differences(
@@ -148,6 +162,8 @@ def optimizer_differences(
         if value != (now := wanted.optimizer[key]):
             text = f"optimizer {key} {value} in the checkpoint, {now} now"
             yield Difference(owner, text, "rule")
+    if saved.optimizer != wanted.optimizer:
+        return  # So their slot variables also differ.
     for slot in sorted(saved.slots.keys() | wanted.slots.keys()):
         saved_slot, wanted_slot = saved.slots.get(slot), wanted.slots.get(slot)
         if slot == _ROUNDING_SLOT and saved.dtype != wanted.dtype:

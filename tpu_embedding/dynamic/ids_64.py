@@ -89,11 +89,10 @@ def truncated_ids(form: str, feature: FeaturePlan) -> TypeError:
       feature: feature of a dynamic table.
     """
     return TypeError(
-        f"Feature {feature.name!r} of a table with a te.Dynamic vocabulary must hold "
-        f"Ids64, got {form}. JAX keeps only the lower half of an int64, so pass the "
-        "ids through prepare first, as NumPy arrays, or through "
-        "te.functional.Ids64.of_array before jit. If they never had more than 32 bits, "
-        "give np.asarray(ids) to prepare."
+        f"Feature {feature.name!r} of a te.Dynamic table must hold Ids64, got {form}: "
+        "JAX keeps only the lower half of an int64. Pass NumPy ids through prepare, or "
+        "te.functional.Ids64.of_array, before jit. JAX ids that never had more than 32 "
+        "bits go into prepare as np.asarray(ids)."
     )
 
 

@@ -14,6 +14,7 @@ from tpu_embedding.argument_checks import (
     int_rule,
     optional,
     raise_all,
+    right_names,
 )
 from tpu_embedding.config import Placement
 from tpu_embedding.host_rows.cached_rows import layout_of_cache
@@ -38,6 +39,7 @@ _RULES: Final = {
 }
 
 
+@right_names(cache_size="cache_rows", size="cache_rows")
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class HostRows(Placement):
     """Keeps all rows of a table in host memory, and caches some on the devices.

@@ -206,10 +206,12 @@ def check_equal_batches(
 
 def _check_ids(ids: Any, feature: FeaturePlan) -> None:
     """Rejects ids that are not an array of integers with a batch axis."""
-    if not hasattr(ids, "dtype"):
+    # Series of pandas and tensors of PyTorch also have a dtype.
+    if not isinstance(ids, np.ndarray | np.generic | jax.Array | jax.ShapeDtypeStruct):
         raise TypeError(
-            f"Ids of feature {feature.name!r} must be an array, got {ids!r}; "
-            "layer.prepare(features) takes lists."
+            f"Ids of feature {feature.name!r} must be an array of NumPy or JAX, got "
+            f"{type(ids).__name__}; pass the batch through layer.prepare(features), "
+            "which takes lists and other arrays."
         )
     _check_unmasked(ids, feature)
     if not is_integer(ids.dtype):

@@ -138,14 +138,10 @@ Recording = Literal["off", "recording", "serving"]
 """
 
 USE_VALUE_AND_GRAD: Final = (
-    "nnx.grad and nnx.value_and_grad leave the tables of a TPUEmbedding out, "
-    "so the tables would never train. Change two lines:\n"
-    "  loss, gradients = te.value_and_grad(loss_fn)(model, ...)\n"
-    "  optimizer = te.Optimizer(model, tx)  # instead of nnx.Optimizer\n"
-    "For gradients of a part only: te.value_and_grad(loss_fn, wrt=nnx.PathContains("
-    "'head')). For gradients of another argument, close over the model: "
-    "nnx.grad(lambda x: loss_fn(model, x))(x). To keep the tables fixed, make the "
-    "layer without an optimizer."
+    "nnx.grad and nnx.value_and_grad would never train the tables of a TPUEmbedding. "
+    "Use te.value_and_grad(loss_fn)(model, ...), and te.Optimizer(model, tx) instead "
+    "of nnx.Optimizer. For gradients of another argument, close over the model: "
+    "nnx.grad(lambda x: loss_fn(model, x))(x)."
 )
 NO_DERIVATIVE: Final = (
     "The tables of a TPUEmbedding have no dense derivative. Use "

@@ -376,7 +376,7 @@ def _translate(
     if class_key not in _OWN_FIELDS:
         raise ValueError(
             f"config must be of one of Keras' classes {sorted(_OWN_FIELDS)}, got "
-            f"{name!r}; say which by class_name, or write the optimizer as an optax "
+            f"{name!r}; pass class_name=, or write the optimizer as an optax "
             "transformation, such as te.optimizers.every_row(optax.adamw(0.1))."
         )
     values = {

@@ -502,7 +502,7 @@ def _says_why_it_does_not_run(dim: int) -> Iterator[None]:
     except NotRowLocalError:
         raise
     except Exception as error:  # The rule may be any function, and raise anything.
-        reason = f"{type(error).__name__}: {error}"
+        reason = f"{type(error).__name__}: {error}".splitlines()[0][:110]
         if "no attribute fast" in reason:
             reason = f"it is {LOOKAHEAD}; give the table its fast_optimizer alone."
         if "takes 0 positional arguments" in reason:
@@ -511,9 +511,9 @@ def _says_why_it_does_not_run(dim: int) -> Iterator[None]:
                 "function without arguments, see te.nn.set_each_step"
             )
         raise NotRowLocalError(
-            "The optimizer is not row-local: it cannot be applied to a single array "
-            f"of shape [rows, {dim}] by update(gradient, state, rows), without the "
-            f"loss or other arguments; {reason}"
+            "The optimizer is not row-local: update(gradient, state, rows) of an array "
+            f"[rows, {dim}] fails without the loss or other arguments. Use an optax "
+            f"rule of one array. ({reason})"
         ) from error
 
 
@@ -564,14 +564,10 @@ def _check_row_local(
 
 def _mixes_rows() -> NotRowLocalError:
     return NotRowLocalError(
-        "The optimizer is not row-local: it mixes rows of a table, but only the rows "
-        "of this step's ids, spread over shards, are there. Global norms, means over "
-        "rows, trust ratios, factored moments, noise and counts of finite values do "
-        "this. Clip the gradients of the model before the step: "
-        "te.gradients.clip_by_global_norm(gradients, 1.0). For factored moments there "
-        "is te.optimizers.adafactor, for trust ratios te.optimizers.lamb, and for "
-        "apply_if_finite te.gradients.update_if. Or apply this optimizer to the dense "
-        "parameters only."
+        "The optimizer is not row-local: it mixes rows of a table, but a step has only "
+        "the rows of its own ids. Use te.gradients.clip_by_global_norm or update_if on "
+        "the model's gradients, te.optimizers.adafactor or lamb, or use this optimizer "
+        "for dense parameters only."
     )
 
 

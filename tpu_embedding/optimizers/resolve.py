@@ -1,6 +1,7 @@
 """Finds out how the layer applies an optimizer that the user gives to a table."""
 
 import dataclasses
+import difflib
 import functools
 from typing import Any, Final, cast
 
@@ -41,7 +42,9 @@ def optimizer_problem(field: str, optimizer: Any, owner: str = "") -> str | None
         if optimizer is not None:
             check_rule(None, transformation_of(optimizer), "optimizer")
     except (TypeError, ValueError) as error:
-        return f"{field}{owner}: {str(error).rstrip('.')}"
+        text = str(error).rstrip(".")
+        prefix = "" if text.startswith(f"{field} must") else f"{field}{owner}: "
+        return f"{prefix}{text}"
     return None
 
 
@@ -64,9 +67,11 @@ def transformation_of(optimizer: TableOptimizer) -> optax.GradientTransformation
         return cast(optax.GradientTransformation, optimizer)
     # The package has imported all rules before anybody asks.
     if optimizer.lower() not in OPTIMIZERS:
+        similar = difflib.get_close_matches(optimizer.lower(), OPTIMIZERS)
         raise ValueError(
-            f"optimizer must be one of {sorted(OPTIMIZERS)}, got {optimizer!r}; or "
-            "give an optax transformation."
+            "optimizer must be an optax transformation or the name of a rule in "
+            f"te.optimizers, got {optimizer!r}. Write one of "
+            f"{similar or sorted(OPTIMIZERS)}."
         )
     return OPTIMIZERS[optimizer.lower()]()
 
@@ -93,9 +98,7 @@ def resolve_optimizer(
     try:
         resolved = _resolve(transformation_of(optimizer), dim)
     except ValueError as error:
-        raise type(error)(
-            f"{error} (The optimizer of table {table_name!r}.)"
-        ) from error
+        raise type(error)(f"{error} (Table {table_name!r}.)") from error
     if not isinstance(optimizer, str):
         return resolved
     (rate,) = OPTIMIZERS[optimizer.lower()].args

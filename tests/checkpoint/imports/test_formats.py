@@ -56,7 +56,7 @@ UNREADABLE = {
     "nothing": (lambda path: None, "There is no file or directory"),
     "unknown": (lambda path: path.write_text("x"), "The format of .* is unknown"),
     "directory": (lambda path: path.mkdir(), "The format of .* is unknown"),
-    ".npz": (lambda path: path.write_bytes(b"PK"), "Open files of NumPy with np.load"),
+    ".npz": (lambda path: path.write_bytes(b"PK"), "arrays of np.load"),
     ".safetensors": (lambda path: path.write_bytes(b"\1" * 9), "as a safetensors file"),
     ".pt": (lambda path: path.touch(), "safetensors.torch.save_file"),
 }

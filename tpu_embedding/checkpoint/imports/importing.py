@@ -460,7 +460,8 @@ def match_tables(
             _check_rows(target, table.values)
             ids_of_rows = _ids(target, table, ids.get(target.name))
         except CheckpointError as error:
-            problems.append(f"table {target.name!r} of {other!r}: {error}")
+            renamed = "" if other == target.name else f" from {other!r}"
+            problems.append(f"table {target.name!r}{renamed}: {error}")
             continue
         matched[target.name] = MatchedTable(
             source_name=other, source=table, slot_names=slot_names, ids=ids_of_rows
@@ -497,15 +498,15 @@ def _names(
             if name in rename or other in source.tables
         }
     problems += [
-        f"table {name!r}: the source has no table {other!r}. Give its name there by "
-        f"rename={{{name!r}: ...}}, or leave the table out of tables."
+        f"table {name!r}: the source has no table {other!r}. Pass its name there as "
+        f"rename={{{name!r}: ...}}, or leave the table out of tables=."
         for name, other in names.items()
         if other not in source.tables
     ]
     if not problems and not names:
         problems = [
-            f"no table of the model, {sorted(own)}, has a name of the source; give "
-            "their names there by rename={own name: name in the source}."
+            f"no table of the model, {sorted(own)}, is in the source; pass "
+            "rename={name in the model: name in the source}."
         ]
     if problems:
         raise CheckpointError(
@@ -531,8 +532,8 @@ def _check_rows(target: TargetTable, values: RowArray) -> None:
     if (num_rows, dim) != (size, target.config.dim):
         raise CheckpointError(
             f"the source has {num_rows} rows of dim {dim}, the model {size} of dim "
-            f"{target.config.dim}; set TableConfig.vocabulary_size and dim, leave the "
-            "table out of tables, or import an array of the wanted rows."
+            f"{target.config.dim}; set TableConfig.vocabulary_size and dim, import "
+            "other rows, or leave the table out of tables=."
         )
 
 

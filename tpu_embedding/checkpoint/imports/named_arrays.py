@@ -123,10 +123,9 @@ def arrays_of_path(path: pathlib.Path) -> dict[str, RowArray]:
         arrays |= {key: array_of(tensor) for key, tensor in tensors.items()}
     if not arrays:
         raise CheckpointError(
-            f"The format of {path} is unknown. It must be a .safetensors file, a "
-            "directory of them, or a checkpoint of TensorFlow or orbax. Open files of "
-            "NumPy with np.load, and pass their arrays. Convert files of torch.save "
-            "with safetensors.torch.save_file, and files of Keras with np.savez."
+            f"The format of {path} is unknown. Pass .safetensors files, a TensorFlow "
+            "or Orbax checkpoint, or arrays of np.load; convert torch.save files with "
+            "safetensors.torch.save_file, and Keras files with np.savez."
         )
     return arrays
 

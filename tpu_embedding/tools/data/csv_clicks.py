@@ -367,9 +367,9 @@ class CsvSource:
         for kind, wanted in self._names_of_kinds().items():
             if missing := [name for name in wanted if name not in names]:
                 raise DataError(
-                    f"{path} has no column {missing[0]!r} for a {kind}, but {names}; "
-                    "name one of them by --label or --set, or, if these are values, "
-                    'all columns by --set data.column_names="NAME NAME".'
+                    f"{path} has no column {missing[0]!r} for a {kind}, only {names}. "
+                    "Name one of them with --label or --set. If these are values, name "
+                    'all columns with --set data.column_names="NAME NAME".'
                 )
 
     def is_held_out(self, num_rows: int, seed: int) -> np.ndarray:
