@@ -138,10 +138,10 @@ Recording = Literal["off", "recording", "serving"]
 """
 
 USE_VALUE_AND_GRAD: Final = (
-    "nnx.grad and nnx.value_and_grad would never train the tables of a TPUEmbedding. "
-    "Use te.value_and_grad(loss_fn)(model, ...), and te.Optimizer(model, tx) instead "
-    "of nnx.Optimizer. For gradients of another argument, close over the model: "
-    "nnx.grad(lambda x: loss_fn(model, x))(x)."
+    "nnx.grad and nnx.value_and_grad skip the tables of a TPUEmbedding. Use "
+    "te.value_and_grad(loss_fn)(model, ...), with wrt=nnx.PathContains('head') for a "
+    "part, and te.Optimizer instead of nnx.Optimizer. For another argument, close over "
+    "the model: nnx.grad(lambda x: loss_fn(model, x))(x)."
 )
 NO_DERIVATIVE: Final = (
     "The tables of a TPUEmbedding have no dense derivative. Use "

@@ -16,6 +16,7 @@ proof: a rule may mix rows whose values have a size that the probe doesn't try.
 import contextlib
 import dataclasses
 import functools
+import textwrap
 from collections.abc import Iterator, Sequence
 from typing import Any, Final, NamedTuple
 
@@ -502,10 +503,11 @@ def _says_why_it_does_not_run(dim: int) -> Iterator[None]:
     except NotRowLocalError:
         raise
     except Exception as error:  # The rule may be any function, and raise anything.
-        reason = f"{type(error).__name__}: {error}".splitlines()[0][:110]
-        if "no attribute fast" in reason:
+        text = textwrap.shorten(str(error), 90, placeholder=" ...")
+        reason = f"{type(error).__name__}: {text}"
+        if "no attribute fast" in str(error):
             reason = f"it is {LOOKAHEAD}; give the table its fast_optimizer alone."
-        if "takes 0 positional arguments" in reason:
+        if "takes 0 positional arguments" in str(error):
             reason += (
                 ". A schedule is a function of the step, counted from 0; for a "
                 "function without arguments, see te.nn.set_each_step"
