@@ -207,7 +207,9 @@ def check_equal_batches(
 def _check_ids(ids: Any, feature: FeaturePlan) -> None:
     """Rejects ids that are not an array of integers with a batch axis."""
     # Series of pandas and tensors of PyTorch also have a dtype.
-    if not isinstance(ids, np.ndarray | np.generic | jax.Array | jax.ShapeDtypeStruct):
+    arrays = np.ndarray | np.generic | jax.Array | jax.ShapeDtypeStruct
+    is_read = all(isinstance(leaf, arrays) for leaf in jax.tree.leaves(ids))
+    if not is_read or not hasattr(ids, "dtype"):
         raise TypeError(
             f"Ids of feature {feature.name!r} must be an array of NumPy or JAX, got "
             f"{type(ids).__name__}; pass the batch through layer.prepare(features), "

@@ -138,10 +138,10 @@ Recording = Literal["off", "recording", "serving"]
 """
 
 USE_VALUE_AND_GRAD: Final = (
-    "nnx.grad and nnx.value_and_grad skip the tables of a TPUEmbedding. Use "
+    "nnx.grad skips the tables of a TPUEmbedding. Use te.Optimizer, and "
     "te.value_and_grad(loss_fn)(model, ...), with wrt=nnx.PathContains('head') for a "
-    "part, and te.Optimizer instead of nnx.Optimizer. For another argument, close over "
-    "the model: nnx.grad(lambda x: loss_fn(model, x))(x)."
+    "part. For gradients of another argument, close over the model: "
+    "nnx.grad(lambda x: loss_fn(model, x))(x)."
 )
 NO_DERIVATIVE: Final = (
     "The tables of a TPUEmbedding have no dense derivative. Use "

@@ -141,7 +141,8 @@ def check_gradients(gradients: Any, owner: str, compute: str, line: str) -> Grad
         name = "nothing" if gradients is None else type(gradients).__name__
         raise TypeError(
             f"{owner} needs the gradients of value_and_grad as its second argument, "
-            f"got {name}. Write {compute}, then {line}."
+            f"got {name}, which lacks the gradients of the tables. Write {compute}, "
+            f"then {line}."
         )
     return gradients
 
