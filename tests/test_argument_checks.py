@@ -229,6 +229,38 @@ NAMES = {
         lambda x: x.model({"watched": [[1, 2], [3]]}),
         "layer.prepare(features)",
     ),
+    "call: a tensor of another library": (
+        lambda x: x.model({"watched": types.SimpleNamespace(dtype=np.dtype(int))}),
+        "got SimpleNamespace",
+        "layer.prepare(features)",
+    ),
+    "value_and_grad: a loss": (
+        lambda x: te.value_and_grad(jnp.float32(1)),
+        "a function of the model, got an array",
+        "te.value_and_grad(loss_fn)(model, ...)",
+    ),
+    "device_mesh: int": (lambda x: te.device_mesh(4), "(jax.devices()[:4])"),
+    "init_tables: int": (
+        lambda x: te.functional.init_tables(x.plan, 0),
+        "got 0",
+        "te.functional.init_tables(plan, jax.random.key(0))",
+    ),
+    "import: array": (
+        lambda x: te.checkpoint.open_tables(np.ones((2, 3))),
+        "got an array of shape (2, 3)",
+        "{'movie': array}",
+    ),
+    "export: swapped": (
+        lambda x: te.export.save("directory", x.model),
+        "got 'directory'",
+        "te.export.save(model, directory, batch)",
+    ),
+    "merge: others": (
+        lambda x: te.metrics.merge(te.metrics.AUC.empty(), te.metrics.MAE.empty()),
+        "got AUC and MAE",
+    ),
+    "dynamic: by place": (lambda x: te.Dynamic(9), "write capacity=..."),
+    "host rows: by place": (lambda x: te.HostRows(9), "write cache_rows=..."),
     "cross: rngs": (
         lambda x: te.nn.FeatureCross(3, rngs=0),
         "got 0",

@@ -85,7 +85,7 @@ def format_differences(differences: Sequence[Difference]) -> str:
         difference.owner for difference in differences if difference.fix == "dense"
     }
     if (hidden := len(leaves) - _MAX_LEAVES) > 0:  # Other leaves differ alike.
-        lines = [*lines[:-hidden], f"and {hidden} more leaves"]
+        lines = [*lines[:-hidden], f"and {hidden} more"]
     keys = dict.fromkeys(difference.fix for difference in differences)
     fixes = [_FIXES[x] for x in keys if x != "extra" or "missing" not in keys]
     if sum(map(len, lines)) < _MAX_LINE:
