@@ -163,7 +163,7 @@ WRONG_TYPES = [
             (adafactor, "relative_step", None),
         ]
     ),
-    (every_row, {"rule": "adagrad"}, "every_row: rule must be an optax Gradient"),
+    (every_row, {"rule": "adagrad"}, "every_row: rule must be an optax transformation"),
     (in_sequence, {"rule": None}, "in_sequence: rule must be an optax"),
     (every_row, {"rule": sgd(0.1), "gradient_steps": 2.0}, "must be an int of at le"),
     (user_defined, {"custom_computation": None}, "must be a function of one row"),

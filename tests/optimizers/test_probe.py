@@ -65,7 +65,7 @@ def test_a_probe_belongs_to_no_trace_and_no_mesh():
 
 
 NOT_RUNNABLE = {
-    "arguments": (optax.lbfgs(0.1), "TypeError: .*value_fn"),
+    "arguments": (optax.lbfgs(0.1), "TypeError: .*missing 3 required"),
     "value of a row": (rule_of(lambda u, s: u if s[0, 0] > 0 else s), "TracerBool"),
     "a rate without arguments": (optax.sgd(lambda: 0.1), "te.nn.set_each_step"),
     "no array": (optax.stateless(lambda u, p: None), "does not return one array"),
