@@ -139,9 +139,9 @@ def checked_shape(
     if config.output_shape is None and len(batch_shape) > 1:
         raise ValueError(
             f"Ids of feature {feature.name!r} must have one axis of samples, got the "
-            f"axes {batch_shape}. Set FeatureConfig.output_shape to {batch_shape} to "
-            "pool each sample's ids, or to the whole shape of dense ids to look up each "
-            "id by itself."
+            f"axes {batch_shape}; set FeatureConfig.output_shape to {batch_shape} to "
+            "combine the ids of each sample. The whole shape of dense ids looks up "
+            "each id without combining."
         )
     length = config.max_sequence_length
     if config.output_shape is None or config.has_own_batch:
