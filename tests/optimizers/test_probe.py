@@ -69,7 +69,7 @@ NOT_RUNNABLE = {
     "value of a row": (rule_of(lambda u, s: u if s[0, 0] > 0 else s), "TracerBool"),
     "a rate without arguments": (optax.sgd(lambda: 0.1), "te.nn.set_each_step"),
     "no array": (optax.stateless(lambda u, p: None), "does not return one array"),
-    "lookahead": (optax.lookahead(optax.sgd(0.1), 5, 0.5), "fast_optimizer alone"),
+    "lookahead": (optax.lookahead(optax.sgd(0.1), 5, 0.5), "only its fast_optimizer"),
 }
 
 

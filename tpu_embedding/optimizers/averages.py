@@ -1,6 +1,6 @@
 """Moving averages of rows for any optimizer, like Keras' `use_ema`.
 
-If a row does not move for `k` steps, its moving average `a` has a closed form,
+While a row does not move for `k` steps, its average `a` has a closed form,
 `a = momentum**k * a + (1 - momentum**k) * row`. So an average is updated only in steps
 that move its row, and catches up when it is read.
 """
@@ -143,14 +143,14 @@ def with_ema(
         average = momentum * average + (1 - momentum) * w
 
     The averages are a slot variable, `[rows, dim]`, plus one int32 per row. A step
-    updates only the averages of rows that it moves. The averages of other rows catch up
-    in closed form when the row is next touched or its average is read. Up to rounding,
-    the result equals averaging the whole table in each step.
+    updates only the averages of rows that it moves; others catch up in closed form when
+    their row is next touched or they are read. Up to rounding, the result equals
+    averaging the whole table in each step.
 
     `te.Optimizer.finalize_variable_values` sets a model to its averages, and
     `te.functional.finalize_variable_values` does so for tables or dense arrays alone.
     To evaluate the averages during training, copy model and optimizer with `nnx.clone`.
-    The same wrapper works around the optimizer of the dense parameters.
+    The wrapper also works for the dense parameters' optimizer.
 
     `with_ema` must be the outermost wrapper. `adafactor` has its own options for these
     averages. For a narrow table, the averages use new rows before they are rounded.

@@ -260,11 +260,8 @@ def check_rule(
 ) -> None:
     """Raises TypeError if a value is not an optax transformation.
 
-    Args:
-      owner: function that the error names first, or `None` if the caller adds it.
-      rule: value to check, a pair of functions `init` and `update`.
-      argument: name of the argument, for the error.
-      example: a transformation that the error suggests.
+    The error starts with `owner`, or `None` if the caller adds it, and suggests
+    `example`.
     """
     functions = (getattr(rule, "init", None), getattr(rule, "update", None))
     if not all(map(callable, functions)):

@@ -290,17 +290,17 @@ def from_keras_config(
 
     The equivalents are:
 
-    * `SGD`: `sgd`, followed by `optax.trace` if there is momentum.
+    * `SGD`: `sgd`, with `optax.trace` for momentum.
     * `Adagrad`: `adagrad` with an epsilon.
     * `Adam`, `AdamW`: `adam(sum_inside_sqrt=False, bias_correction=True)`.
     * `RMSprop`, `Adadelta`, `Lion`, `Ftrl`, `Adafactor`: the optimizer with that name.
 
-    Keras optimizers move every row of a table in each step, even rows that no id names:
-    moments decay, weights decay, and Ftrl recomputes each row from its slot variables.
-    The translation pays for that pass over table and slot variables only for optimizers
-    and fields that need it. `rows="touched"` selects the lazy algorithm, which is usual
-    on TPUs: rows and slot variables move only in steps that look the row up. A row's
-    gradient is summed over the occurrences of its id, before clipping.
+    Keras optimizers move every row of a table in each step: moments and weights decay,
+    and Ftrl recomputes each row from its slot variables. The translation makes this
+    pass over table and slot variables only for optimizers and fields that need it.
+    `rows="touched"` selects the lazy algorithm, which is usual on TPUs: rows and slot
+    variables move only in steps that look the row up. A row's gradient is summed over
+    its id's occurrences before clipping.
 
     If the gradient comes from a lookup (`tf.IndexedSlices`), `tf_keras` clips before
     summing. Its Adafactor's `clipnorm` is translated accordingly: the norm covers all
@@ -309,15 +309,15 @@ def from_keras_config(
     numbers differ from `tf_keras` if an id repeats within a step.
 
     The six schedules of `keras.optimizers.schedules` are translated from their
-    configurations, whichever backend Keras uses. Your own schedule class is called with
-    the step in each compiled step, so JAX must be able to trace it.
+    configurations, whichever backend Keras uses. Your own schedule class is called
+    inside the compiled step, so JAX must be able to trace it.
 
     Fields with an equivalent are `weight_decay`, `clipvalue`, `loss_scale_factor`,
     `gradient_accumulation_steps` and `use_ema` (`with_ema`). Fields without one are
-    `clipnorm`, `global_clipnorm` and `amsgrad`; Adafactor takes the first two. `name`,
-    `jit_compile` and `is_legacy_optimizer` do not affect the numbers. With
-    `loss_scale_factor`, multiply the loss by it, as Keras does. Gradients of several
-    steps are collected by the layer (`every_row`), not by the bare optimizer.
+    `clipnorm`, `global_clipnorm`, `amsgrad` and `adaptive_epsilon`; Adafactor supports
+    the first two. `name`, `jit_compile` and `is_legacy_optimizer` do not affect the
+    numbers. As in Keras, multiply the loss by `loss_scale_factor` yourself. The layer
+    collects the gradients of several steps (`every_row`); the bare optimizer does not.
 
     Args:
       config: the Keras optimizer or the result of its `get_config()`. Missing fields
@@ -325,8 +325,7 @@ def from_keras_config(
         or its serialized form, or a function of the step counted from 0.
       class_name: Keras' class, such as `"Adam"`. Defaults to the optimizer's class, or
         to the field `name`, which Keras derives from the class by default.
-      rows: `"every"` moves every row, as Keras does. `"touched"` moves the rows that
-        the step looks up.
+      rows: `"every"` as in Keras, or `"touched"`, see above.
 
     Raises:
       ValueError: if the class is unknown, or if fields have no equivalent. The error

@@ -45,13 +45,9 @@ def with_slot_storage(
     dtype: Any,
     initializers: SlotInitializers | None,
 ) -> optax.GradientTransformation:
-    """Sets the initial values and dtype of a rule's slot variables.
+    """Sets `slot_dtype` and `slot_initializers` of `with_options`.
 
-    Args:
-      owner: public function that the user called, for errors.
-      rule: an optax transformation of `[rows, dim]`.
-      dtype: `slot_dtype` of `with_options`.
-      initializers: `slot_initializers` of `with_options`.
+    Errors start with `owner`.
     """
     try:
         is_floating = dtype is None or jnp.issubdtype(dtype, jnp.floating)
@@ -177,9 +173,9 @@ def public_optimizer(
     * Equal calls return the same rule.
 
     A function that ends in `**options: Unpack[CommonOptions]` accepts the common
-    options. It need not read them: the returned rule is wrapped as by `with_options`.
-    The signature lists them one by one, because `optax.inject_hyperparams` and `help()`
-    need names and defaults.
+    options without reading them: its rule is wrapped as by `with_options`. The
+    signature lists them, because `optax.inject_hyperparams` and `help()` need names and
+    defaults.
 
     Args:
       **ranges: ranges of arguments that differ from `RANGES`.
@@ -287,10 +283,10 @@ def with_options(
           means `(-c, c)`. Either bound of a pair may be None.
         * `slot_dtype`: floating dtype to store slot variables in, such as
           `jnp.bfloat16`. Defaults to the rule's choice. The rule still computes in
-          float32. bfloat16 has 8 bits of precision, so a sum of squares, such as
-          Adagrad's, stops growing once it is 256 times the next summand: use bfloat16
-          only for moving averages. Integer slots, such as counts, keep their dtype. It
-          is a static argument under `optax.inject_hyperparams`.
+          float32. Use bfloat16 only for moving averages: with its 8 bits of precision,
+          a sum of squares such as Adagrad's stops growing once it is 256 times the next
+          summand. Integer slots, such as counts, keep their dtype. It is a static
+          argument under `optax.inject_hyperparams`.
         * `slot_initializers`: maps a slot's name, such as `"accumulators"`, to a
           number, or to a function `(shape, dtype) -> array` that returns the same
           values for all rows. The shape is the slot's on this shard. Other slots keep
@@ -421,18 +417,12 @@ def _decay_rows(
     factor: Any,
     learning_rate: optax.ScalarOrSchedule | None,
 ) -> optax.GradientTransformation:
-    """Returns an optimizer that decays rows before it updates them.
+    """Returns an optimizer that decays touched rows before `rule` updates them.
 
-    Before the wrapped optimizer runs, a row `w` becomes::
+    The rule's formula sees the decayed rows. For a row `w`::
 
         w -= factor * w                                   without learning_rate
         w -= factor * learning_rate * w                   with learning_rate
-
-    Args:
-      rule: the optimizer to wrap; its formula sees the decayed rows.
-      factor: fraction that touched rows lose in each update.
-      learning_rate: scalar or schedule of the step, counted from 0, that multiplies the
-        factor. `None` means 1.
     """
 
     def init(params):
@@ -457,12 +447,8 @@ def _clip_rows(
     """Returns a transformation that clips each element of an updated row.
 
     It must come last in a chain. Rows are updated by addition, so a row that was far
-    out of bounds reaches the bound only up to the rounding of its old value.
-
-    Args:
-      owner: public function that the user called, for errors.
-      bounds: names and values of the lower and the upper bound, in this order. `None`
-        means no bound.
+    out of bounds reaches the bound only up to the rounding of its old value. `bounds`
+    maps names to the lower and the upper bound, in this order, or `None`.
     """
     _check_bounds(owner, bounds)
     low, high = bounds.values()

@@ -119,11 +119,7 @@ class ProbedRule:
 def probe_rule(
     rule: optax.GradientTransformation | RowOptimizer, dim: int
 ) -> ProbedRule:
-    """Probes a rule, once per dim.
-
-    Args:
-      rule: a transformation of rows `[rows, dim]`.
-      dim: columns of the table.
+    """Probes a rule of rows `[rows, dim]`, once per dim.
 
     Raises:
       NotRowLocalError: if the rule mixes rows, cannot run on an array of rows, or has a
@@ -138,12 +134,8 @@ def split_rule(
 ) -> SplitRule:
     """Traces a rule without totals for a number of rows, and splits it.
 
-    The result has the same hyperparameters as `probe_rule(rule, dim).split`.
-
-    Args:
-      rule: a transformation of rows that `probe_rule` accepts.
-      dim: columns of the table.
-      num_rows: rows of each array.
+    The rule must pass `probe_rule`. The result has the same hyperparameters as
+    `probe_rule(rule, dim).split`.
 
     Raises:
       NotRowLocalError: if the rule's operations depend on the number of rows.
@@ -175,12 +167,8 @@ def rates_are_finite(
     The step's hyperparameters are applied to rows of ones. A non-finite rate makes all
     their updates NaN or infinite. Other non-finite hyperparameters need not: a bound
     may be infinite, and a branch that is not taken may compute NaN, as in the first
-    steps of `optax.radam`.
-
-    Args:
-      rule: the rule.
-      dim: columns of the table.
-      scalars: leaves of the rule's state that are not slot variables.
+    steps of `optax.radam`. `scalars` are the state's leaves that are not slot
+    variables.
 
     Returns:
       A bool scalar, or `None` if rows use no values that can change. Constants are
@@ -216,14 +204,13 @@ def rates_are_finite(
 def slot_row_shapes(
     rule: optax.GradientTransformation, row_shape: tuple[int, ...]
 ) -> Any:
-    """Finds a rule's slot variables without running it.
+    """Finds the slot variables of a rule of float32 rows without running it.
 
-    Slot variables are the arrays in the state with one entry per row. They are
-    recognized because their shapes differ between tables of two sizes, so the rule
-    needs no annotations.
+    Slot variables are the state's arrays with one entry per row. Their shapes differ
+    between tables of two sizes, so the rule needs no annotations.
 
     Args:
-      rule: transformation of float32 rows `[rows, *row_shape]`.
+      rule: transformation of rows `[rows, *row_shape]`.
       row_shape: shape of one row, `(dim,)`.
 
     Returns:
@@ -292,9 +279,7 @@ def _probe(rule: optax.GradientTransformation, dim: int) -> ProbedRule:
 def _slot_rows(state: Any, few_state: Any) -> list[jax.ShapeDtypeStruct | None]:
     """Returns each slot variable's row, and `None` for other leaves of a state.
 
-    Args:
-      state: the state for `_NUM_ROWS` rows, as shapes and dtypes.
-      few_state: the state for `len(_FEW_ROWS)` rows.
+    The states are shapes and dtypes, for `_NUM_ROWS` and `len(_FEW_ROWS)` rows.
     """
     rows: list[jax.ShapeDtypeStruct | None] = []
     leaves = jax.tree_util.tree_leaves_with_path(state)
@@ -342,11 +327,9 @@ class _TracedRule(NamedTuple):
     def start(
         self, rows: np.ndarray, later: int = 0
     ) -> tuple[list[Any], list[np.ndarray]]:
-        """Returns the scalars and slot variables of an initial state.
+        """Returns an initial state's scalars and slot variables.
 
-        Args:
-          rows: `[rows, dim]`.
-          later: steps to add to each count (an integer scalar of the state).
+        `later` steps are added to each count, an integer scalar of the state.
         """
         scalars, slots = partition(evaluate_by_numpy(self.init, [rows]), self.is_slot)
         for i, scalar in enumerate(scalars):
@@ -404,13 +387,7 @@ def _trace_update(
     """Returns the program of a rule's step.
 
     It maps gradients, rows, `is_touched` and the state's leaves to updates and the new
-    leaves.
-
-    Args:
-      rule: the rule.
-      state: the rule's state, as shapes and dtypes.
-      shape: shape of the rows.
-      asked: an item is appended for each total that the rule asks for.
+    leaves. Each total that the rule asks for adds an item to `asked`.
 
     Raises:
       NotRowLocalError: if updates change after the rule asked how the table stores
@@ -442,9 +419,7 @@ def _trace_update(
 def _as_in_layer(known: TableRows, asked: list[str]) -> Iterator[list[Any]]:
     """Lets a rule run as if within a layer, with ones for all totals.
 
-    Args:
-      known: facts about the rule's rows.
-      asked: an item is appended for each total that the rule asks for.
+    Each total that the rule asks for adds an item to `asked`.
 
     Yields:
       A list of the updates that the rule passes to `TableRows.stored`.
@@ -572,13 +547,8 @@ def _moved_by_adding(rule: _TracedRule, rows: np.ndarray, later: int) -> list[bo
     """Returns `ProbedSlot.is_moved_by_adding` for each slot variable.
 
     Doubling a slot variable should increase its new value by half to all of the old
-    value.
-
-    Args:
-      rule: the rule.
-      rows: `[rows, dim]` that the slot variables start from.
-      later: number of earlier steps that touched no row. The more there are, the more a
-        rule may forget.
+    value. `later` earlier steps touched no row: the more there are, the more a rule may
+    forget.
     """
     scalars, slots = rule.start(rows, later)
     hyperparameters, _ = rule.split.values(scalars, evaluate_by_numpy)

@@ -30,12 +30,9 @@ step does not look the row up."""
 
 
 def optimizer_problem(field: str, optimizer: Any, owner: str = "") -> str | None:
-    """Returns why a table or layer cannot take an optimizer, or `None` if it can.
+    """Returns why a table or layer cannot use an optimizer, or `None` if it can.
 
-    Args:
-      field: name of the argument, for the text.
-      optimizer: the user's value.
-      owner: text that names the table, such as `" for table 'movie'"`.
+    The text starts with `field` and `owner`, such as `" for table 'movie'"`.
     """
     try:
         if optimizer is not None:
@@ -74,14 +71,9 @@ def transformation_of(optimizer: TableOptimizer) -> optax.GradientTransformation
 def resolve_optimizer(
     optimizer: TableOptimizer | None, table_name: str, dim: int
 ) -> RowOptimizer | None:
-    """Returns how the layer applies an optimizer to a table.
+    """Returns how the layer applies an optimizer to a table with `dim` columns.
 
     Tables with equal results share a stack.
-
-    Args:
-      optimizer: an optax transformation of one array, a name, or a Keras optimizer.
-      table_name: name of the table, for errors.
-      dim: columns of the table.
 
     Raises:
       NotRowLocalError: if the rule mixes rows.

@@ -157,13 +157,7 @@ class DeclaredRule(optax.GradientTransformation):
         row_optimizer: RowOptimizer,
         on_arrays: optax.GradientTransformation | None = None,
     ) -> "DeclaredRule":
-        """Makes the value.
-
-        Args:
-          row_optimizer: What the layer applies.
-          on_arrays: Transformation of dense arrays. Defaults to the rows'
-            transformation.
-        """
+        """Makes the rule. `on_arrays` transforms dense arrays, by default like rows."""
         on_arrays = on_arrays or row_optimizer.transformation
 
         def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:

@@ -206,9 +206,7 @@ def _float_text(atom: Atom) -> str:
 def trace_program(function: Callable[..., Any], *examples: Any) -> tuple[Program, Any]:
     """Traces a function of pytrees of arrays.
 
-    Args:
-      function: the function.
-      *examples: arguments, or their shapes and dtypes.
+    `examples` are arguments, or their shapes and dtypes.
 
     Returns:
       A program from the arguments' leaves to the result's leaves, and the result's
@@ -259,10 +257,6 @@ def _inline(
 
 def evaluate_by_numpy(program: Program, arguments: Sequence[Any]) -> list[Any]:
     """Returns a program's results as NumPy arrays; random keys remain JAX arrays.
-
-    Args:
-      program: from `trace_program`.
-      arguments: one array per input.
 
     Example:
       >>> program, _ = trace_program(lambda x: 2 * x, np.ones(3, np.float32))
@@ -351,10 +345,8 @@ class SplitRule:
 def split_program(program: Program, is_slot: Sequence[bool]) -> SplitRule:
     """Splits a rule's program.
 
-    Args:
-      program: maps gradient, rows, `is_touched` and the state's leaves to updates and
-        the new leaves.
-      is_slot: True for each leaf that is a slot variable.
+    The program maps gradient, rows, `is_touched` and the state's leaves to updates and
+    the new leaves. `is_slot` is True for each leaf that is a slot variable.
     """
     depends = rows_dependence(program, [True, True, True, *is_slot])
     scalars, slots = partition(program.inputs[3:], is_slot)
@@ -425,9 +417,7 @@ def partition(
 def rows_dependence(program: Program, is_by_row: Sequence[bool]) -> set[Atom]:
     """Returns a program's values that depend on rows.
 
-    Args:
-      program: the program.
-      is_by_row: True for each argument that belongs to rows.
+    `is_by_row` is True for each argument that belongs to rows.
     """
     arguments = zip(program.inputs, is_by_row, strict=True)
     depends: set[Atom] = {atom for atom, by_row in arguments if by_row}

@@ -6,8 +6,8 @@ and a few others need totals over all rows of a table. They call `table_rows`, w
 knows each row's table and sums over shards and rounds. On a dense array outside the
 layer, all rows are present and belong to one table.
 
-So a rule is written once and composes with every optax wrapper. The rows are not passed
-through the wrappers. They belong to the context, like an axis name in JAX.
+So a rule is written once and composes with every optax wrapper. Wrappers don't pass the
+rows along; they belong to the context, like an axis name in JAX.
 """
 
 import contextlib

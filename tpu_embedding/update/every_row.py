@@ -72,12 +72,7 @@ class _SweptArrays(NamedTuple):
 
 
 def init_kept_gradient(rule_state: Any, layout: RowLayout) -> KeptGradientState:
-    """Returns a rule's state with a dense gradient of zeros. Per shard.
-
-    Args:
-      rule_state: the rule's state.
-      layout: the table's layout.
-    """
+    """Returns a rule's state with a dense gradient of zeros. Per shard."""
 
     def zeros(row_shape: tuple[int, ...], dtype: Any) -> PackedRows:
         row = jax.ShapeDtypeStruct(row_shape, dtype)
@@ -289,7 +284,7 @@ def _run_on_block(
       arrays: all rows.
       block: first row and number of rows.
       all_reduce: answers the rule's requests for totals.
-      sweep: what to run.
+      sweep: the pass.
 
     Returns:
       The arrays with the block updated, and the rule's new values.

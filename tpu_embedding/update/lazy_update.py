@@ -333,10 +333,6 @@ def abstract_rule_state(optimizer: RowOptimizer, layout: RowLayout) -> Any:
     """Returns a state structured like `init_rule`'s, with row shapes as slot variables.
 
     The rule does not run.
-
-    Args:
-      optimizer: the rule.
-      layout: the table's layout.
     """
     probed = probe_rule(optimizer, layout.dim)
     leaves, tree = jax.tree.flatten(probed.state)

@@ -1,7 +1,6 @@
 """Gradient scaling and clipping as in Keras, and L1 and L2 regularisation.
 
-Clipping works on tables' rows and on dense arrays. Several rules use the closed forms
-of regularisation.
+Clipping works on tables' rows and on dense arrays.
 """
 
 import dataclasses

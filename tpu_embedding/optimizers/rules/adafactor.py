@@ -5,11 +5,10 @@ Shazeer and Stern, "Adafactor: Adaptive Learning Rates with Sublinear Memory Cos
 rule by the mean of the column accumulators. Both are the same moving average of the
 mean squared gradient, but the second is known on every shard.
 
-One state serves tables and dense arrays of any rank. Keras factors the last two axes of
-arrays of rank 2 or more, and keeps full second moments for other arrays. Tables have
-rank 2, their totals are over all rows, and a step may skip rows.
+One state serves tables and dense arrays of any rank. Tables have rank 2, their totals
+are over all rows, and a step may skip rows.
 
-Totals are compensated float32 sums, accurate over millions of small additions.
+Totals are compensated float32 sums, which stay accurate over millions of additions.
 """
 
 import dataclasses
@@ -230,7 +229,7 @@ def adafactor(
 ) -> optax.GradientTransformation:
     """Makes Adafactor as Keras defines it, for tables and for dense arrays.
 
-    For a row `w` of `dim` elements with the summed gradient `g`, in step `t` counted
+    For a row `w` of `dim` elements with summed gradient `g`, in step `t` counted
     from 1::
 
         b = 1 - t**beta_2_decay
@@ -250,7 +249,7 @@ def adafactor(
     `tf_keras`. `optax.adafactor` is a different algorithm: it factors only large
     matrices, and its decay, clipping and scaling differ.
 
-    The modes differ in how they treat rows that the step does not look up:
+    The modes differ in rows that the step does not look up:
 
     * `"exact"` gives Keras' numbers. Such rows have gradient 0, so their `r` decays.
       The missed decays are applied when the row is next touched, so a rare row has a
@@ -269,21 +268,17 @@ def adafactor(
     must come last in a chain. To change table values later, use
     `tpu_embedding.Optimizer.set_embedding_tables`, which updates the sum.
 
-    It is also an optax transformation of dense arrays of any rank, with Keras' numbers
-    in either mode, so one `adafactor(...)` can train a model's tables and dense
-    parameters. Arrays of rank 2 or more are factored over their last two axes. Arrays
-    of rank 0 or 1 keep full second moments.
+    One `adafactor(...)` can train a model's tables and dense parameters: on dense
+    arrays of any rank it gives Keras' numbers in either mode. Arrays of rank 2 or more
+    are factored over their last two axes; others keep full second moments.
 
-    `use_ema` keeps moving averages of the rows, as `with_ema` does. After training,
-    `tpu_embedding.Optimizer.finalize_variable_values` sets a model to its averages, and
-    `tpu_embedding.functional.finalize_variable_values` does so for tables or dense
-    arrays alone.
+    `use_ema` keeps moving averages of the rows; see `with_ema`, also for how to read
+    them.
 
-    `global_clipnorm` bounds the norm of all the model's gradients, tables and dense
-    parameters together, as the loss returns them. `tpu_embedding.Optimizer` and Linen's
-    `TrainState` compute this norm. `tpu_embedding.functional.apply_gradients` accepts
-    it as an argument, or computes the norm of its tables. Otherwise it is the norm of
-    the arrays passed to the transformation.
+    `global_clipnorm` bounds the norm of all the loss's gradients, for tables and dense
+    parameters together. `tpu_embedding.Optimizer` and Linen's `TrainState` compute this
+    norm; `tpu_embedding.functional.apply_gradients` accepts it as an argument, or
+    computes its tables' norm. Otherwise it is the norm of the transformed arrays.
 
     Options that move all rows need a pass over the table in each step, and keep the
     dense gradient as `every_row` does: `gradient_accumulation_steps`,
@@ -291,8 +286,8 @@ def adafactor(
     only touched rows decay.
 
     Args:
-      learning_rate: scalar or optax schedule. With
-        `gradient_accumulation_steps` it counts every step, not every update.
+      learning_rate: scalar or optax schedule. With `gradient_accumulation_steps`,
+        schedules count steps instead of updates.
       beta_2_decay: exponent of `b`, at most 0.
       epsilon_1: non-negative.
       epsilon_2: smallest scale of the step, non-negative.
@@ -302,24 +297,22 @@ def adafactor(
       weight_decay: fraction of the rows, times the learning rate, lost before the
         update.
       clipnorm: largest norm of a table's gradient, positive.
-      clipvalue: largest absolute value of a gradient's element, positive. At most one
-        of `clipnorm`, `clipvalue` and `global_clipnorm` is allowed.
-      global_clipnorm: largest norm of the whole model's gradients, positive. On tables
-        it cannot be combined with `gradient_accumulation_steps`.
+      clipvalue: largest absolute gradient element, positive. At most one of `clipnorm`,
+        `clipvalue` and `global_clipnorm` is allowed.
+      global_clipnorm: largest norm of the model's gradients, positive. On tables,
+        excludes `gradient_accumulation_steps`.
       use_ema: True keeps moving averages of the rows.
       ema_momentum: decay of the averages, in [0, 1].
       ema_overwrite_frequency: number of updates after which the averages replace the
-        rows. Defaults to never. Cannot be combined with `gradient_accumulation_steps`.
+        rows. Defaults to never. Excludes `gradient_accumulation_steps`.
       loss_scale_factor: factor that the loss was multiplied by, positive; gradients are
         divided by it.
-      gradient_accumulation_steps: number of steps, at least 2, whose mean gradient
-        makes one update. By default each step updates. As in Keras, averages advance in
-        every step.
+      gradient_accumulation_steps: number of steps per update, at least 2, which uses
+        their mean gradient. Defaults to 1. As in Keras, averages advance in every step.
       name: no effect; an argument of Keras.
       mode: `"lazy"` or `"exact"`, see above.
-      ema_start: `"first_update"` starts the averages at the rows after the first
-        update, as Keras 3 does. `"initial_values"` starts them at the rows before it,
-        as `tf_keras` does.
+      ema_start: `"first_update"` starts the averages after the first update, like Keras
+        3; `"initial_values"` before it, like `tf_keras`.
       clipnorm_of: `"sum"` takes the norm of the summed gradient, `"occurrences"` the
         norm over all occurrences of ids, as `tf_keras` does for `tf.IndexedSlices`.
 
@@ -486,12 +479,9 @@ class _Adafactor:
     def _scale_array(
         self, gradient: jax.Array, state: AdafactorState, array: Any
     ) -> ScaledGradient:
-        """Scales the gradient of a dense array whose rank is not 2.
+        """Scales the clipped gradient of a dense array whose rank is not 2.
 
-        Args:
-          gradient: the clipped gradient.
-          state: state before the step.
-          array: values after weight decay.
+        `array` is after weight decay.
         """
         b = self._decay_at(state.count + 1)
         squares = jnp.square(gradient) + self.epsilon_1
@@ -520,15 +510,7 @@ class _Adafactor:
         decayed: jax.Array,
         tables: TableRows,
     ) -> ScaledGradient:
-        """Scales the gradients of the given rows.
-
-        Args:
-          gradient: the clipped gradient, `[rows, dim]`.
-          state: state before the step.
-          old: the rows before weight decay.
-          decayed: the rows after weight decay.
-          tables: the rows' tables.
-        """
+        """Scales the clipped gradients of rows, given before and after weight decay."""
         # Outside the layer all rows are given, and may have been set since.
         squares = state.squares if is_in_layer() else sum_of_squares(old, tables)
         moves, dim = self._rows_to_update(tables), gradient.shape[1]

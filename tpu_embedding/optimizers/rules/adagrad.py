@@ -1,4 +1,4 @@
-"""Adagrad and its kin: per element or row, bounded, proximal, Clippy, by frequency.
+"""Adagrad and its variants: per row, bounded, proximal, Clippy, and by frequency.
 
 Duchi, Hazan and Singer, "Adaptive Subgradient Methods for Online Learning and
 Stochastic Optimization", JMLR 12 (2011). Duchi and Singer, "Efficient Learning using
@@ -59,7 +59,7 @@ def adagrad(
 ) -> optax.GradientTransformation:
     """Makes Adagrad, which divides steps by the root of summed squared gradients.
 
-    For a row `w` with the summed gradient `g`::
+    For a row `w` with summed gradient `g`::
 
         a += g**2
         w -= learning_rate * g / sqrt(a + epsilon)
@@ -69,8 +69,8 @@ def adagrad(
     Source: Duchi et al. (2011), as in `tf.tpu.experimental.embedding.Adagrad`, which
     has no epsilon. Keras uses `epsilon=1e-7`.
 
-    With equal hyper-parameters it equals `optax.adagrad` on the dense gradient, because
-    rows that are not looked up have gradient zero.
+    With equal hyper-parameters it equals `optax.adagrad` on the dense gradient, which
+    is zero for untouched rows.
 
     Args:
       learning_rate: scalar or optax schedule.
@@ -116,7 +116,7 @@ def rowwise_adagrad(
 ) -> optax.GradientTransformation:
     """Makes Adagrad with one accumulator per row, which takes 1 / dim of the memory.
 
-    For a row `w` with the summed gradient `g`::
+    For a row `w` with summed gradient `g`::
 
         g += weight_decay * w                                  in mode "l2"
         a += mean(g**2)                                        mean over the row
@@ -194,7 +194,7 @@ def adagrad_momentum(
 ) -> optax.GradientTransformation:
     """Makes Adagrad with a momentum over the scaled gradients.
 
-    For a row `w` with the summed gradient `g`::
+    For a row `w` with summed gradient `g`::
 
         a += g**2                                         if beta2 == 1
         a = beta2 * a + (1 - beta2) * g**2                otherwise
@@ -277,7 +277,7 @@ def bounded_adagrad(
 ) -> optax.GradientTransformation:
     """Makes Adagrad with upper bounds on accumulators and steps.
 
-    For a row `w` with the summed gradient `g`::
+    For a row `w` with summed gradient `g`::
 
         a_new = min(a + g**2, max_accumulator)
         s = learning_rate * g / sqrt(a)
@@ -288,9 +288,8 @@ def bounded_adagrad(
     `initial_accumulator_value`, and `a_new` is its next value.
 
     Source: `BoundedAdagradParameters` of TensorFlow's `optimization_parameters.proto`.
-    Its update is not public, so this rule interprets that file's comments:
-    `max_var_update` bounds the step `s`, and the accumulator adds the unclipped
-    gradient's square.
+    Its update is not public. As that file's comments suggest, `max_var_update` bounds
+    the step `s`, and the accumulator adds the unclipped gradient's square.
 
     Without bounds and with `update_accumulator_first`, it equals `adagrad` and
     `optax.adagrad` with an epsilon of 0.
@@ -352,7 +351,7 @@ def proximal_adagrad(
 ) -> optax.GradientTransformation:
     """Makes Adagrad followed by a proximal step, which shrinks rows towards zero.
 
-    For a row `w` with the summed gradient `g`::
+    For a row `w` with summed gradient `g`::
 
         a += g**2
         eta = learning_rate / sqrt(a)
@@ -370,8 +369,8 @@ def proximal_adagrad(
 
     Args:
       learning_rate: scalar or optax schedule.
-      l1: strength of L1 regularisation, non-negative.
-      l2: strength of L2 regularisation, non-negative.
+      l1: L1 regularisation strength, non-negative.
+      l2: L2 regularisation strength, non-negative.
       initial_accumulator_value: positive.
       **options: see `with_options`.
 
@@ -414,7 +413,7 @@ def clippy_adagrad(
 ) -> optax.GradientTransformation:
     """Makes Adagrad that shortens a table's step if values would change too fast.
 
-    For a row `w` with the summed gradient `g`::
+    For a row `w` with summed gradient `g`::
 
         p = 1 / sqrt(a + epsilon)
         d = learning_rate * g * p
@@ -435,8 +434,8 @@ def clippy_adagrad(
     Source: Tang et al. (2023), as `tfrs.experimental.optimizers.ClippyAdagrad` of
     TensorFlow Recommenders.
 
-    It equals the dense rule, because rows that are not looked up have gradient zero.
-    optax has no Clippy.
+    It equals the dense rule, because untouched rows have gradient zero. optax has no
+    Clippy.
 
     Args:
       learning_rate: scalar or optax schedule.
@@ -446,8 +445,8 @@ def clippy_adagrad(
       absolute_threshold: non-negative.
       epsilon: positive.
       use_standard_accumulator_update: True adds the squares before the step.
-      clip_accumulator_update: True adds the squares of the scaled gradient. Cannot be
-        combined with `use_standard_accumulator_update`.
+      clip_accumulator_update: True adds the squares of the scaled gradient. Excludes
+        `use_standard_accumulator_update`.
       **options: see `with_options`.
 
     Raises:
@@ -525,7 +524,7 @@ def frequency_aware_adagrad(
 ) -> optax.GradientTransformation:
     """Makes Adagrad with longer steps for rarely looked-up rows ("F2A").
 
-    For a row `w` with the summed gradient `g`, in step `t` counted from 1::
+    For a row `w` with summed gradient `g`, in step `t` counted from 1::
 
         c += 1
         a = max(accumulator_decay * a + g**2, initial_accumulator_value)
@@ -539,19 +538,20 @@ def frequency_aware_adagrad(
     Source: `sparse_dense_matmul_grad_with_f2a` of jax-tpu-embedding. The decay and the
     floor of `a` come from `FrequencyAwareAdagradParameters` of TensorFlow's
     `optimization_parameters.proto`; at a decay of 1 they have no effect. That message's
-    comment has two errors: it divides by the accumulator instead of the counter, and
-    multiplies by the gradient twice.
+    comment wrongly divides by the accumulator instead of the counter, and multiplies by
+    the gradient twice.
 
-    Both sources keep equal counters for all elements of a row; this rule keeps one per
-    row. Rows are regularised only in steps that look them up. optax has no equivalent.
+    Both sources keep a counter per element, all equal within a row; this rule keeps one
+    per row. Rows are regularised only in steps that look them up. optax has no
+    equivalent.
 
     Args:
       learning_rate: scalar or optax schedule.
       initial_accumulator_value: start and lower bound of `a`, positive.
       probability_exponent: non-negative; 0 means plain Adagrad.
       max_lr_multiplier: upper bound of `k`, positive.
-      l1: strength of L1 regularisation, non-negative.
-      l2: strength of L2 regularisation, non-negative.
+      l1: L1 regularisation strength, non-negative.
+      l2: L2 regularisation strength, non-negative.
       accumulator_decay: in [0, 1].
       **options: see `with_options`.
 
@@ -624,8 +624,8 @@ def frequency_estimator(
     interval. The slot variable `last_hit_step`, `[rows]`, int32, starts at 0.
 
     The gradient is ignored, and a row changes in the steps that look it up. The table
-    must start at `max_delta`: `TableConfig(..., dim=1,
-    initializer=jax.nn.initializers.constant(max_delta))`.
+    must start at `max_delta`:
+    `TableConfig(..., dim=1, initializer=jax.nn.initializers.constant(max_delta))`.
 
     Source: `FrequencyEstimatorParameters` of TensorFlow's
     `optimization_parameters.proto`. There the learning rate passes the step; here the
@@ -684,8 +684,8 @@ def frequency_weights(
     """Returns sample weights from looked-up rows of a `frequency_estimator` table.
 
     An interval `delta` has the weight `(delta / max_delta)**weight_exponent`: 1 for ids
-    never seen, less for frequent ids. TensorFlow documents the formula but not where to
-    use it. Multiply the embeddings or losses of the same ids by these weights.
+    never seen, less for frequent ids. Multiply the ids' embeddings or losses by it;
+    TensorFlow documents only the formula.
 
     Args:
       deltas: activations of a `frequency_estimator` table, one id per sample, in any

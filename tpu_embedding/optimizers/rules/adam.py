@@ -56,7 +56,7 @@ def adam(
 ) -> optax.GradientTransformation:
     """Makes Adam as TensorFlow's TPU embedding defines it.
 
-    For a row `w` with the summed gradient `g`::
+    For a row `w` with summed gradient `g`::
 
         m = beta_1 * m + (1 - beta_1) * g
         v = beta_2 * v + (1 - beta_2) * g**2
@@ -155,7 +155,7 @@ def proximal_yogi(
 ) -> optax.GradientTransformation:
     """Makes Yogi followed by a proximal step, which shrinks rows towards zero.
 
-    For a row `w` with the summed gradient `g`::
+    For a row `w` with summed gradient `g`::
 
         v -= (1 - beta_2) * sign(v - g**2) * g**2
         m = beta_1 * m + (1 - beta_1) * g
@@ -181,8 +181,8 @@ def proximal_yogi(
       beta_1: decay of `m`, in [0, 1).
       beta_2: decay of `v`, in [0, 1).
       epsilon: positive.
-      l1: strength of L1 regularisation, non-negative.
-      l2: strength of L2 regularisation, non-negative.
+      l1: L1 regularisation strength, non-negative.
+      l2: L2 regularisation strength, non-negative.
       initial_accumulator_value: non-negative.
       **options: see `with_options`.
 
@@ -233,7 +233,7 @@ def online_yogi(
 ) -> optax.GradientTransformation:
     """Makes FTRL with Yogi's second moment, which recomputes rows from slot variables.
 
-    For a row `w` with the summed gradient `g`::
+    For a row `w` with summed gradient `g`::
 
         v_new = v - (1 - beta_2) * sign(v - g**2) * g**2
         l += g - (sqrt(v_new) - sqrt(v)) * w / learning_rate
@@ -254,8 +254,8 @@ def online_yogi(
 
     Args:
       learning_rate: scalar or optax schedule.
-      l1: strength of L1 regularisation, non-negative.
-      l2: strength of L2 regularisation, non-negative.
+      l1: L1 regularisation strength, non-negative.
+      l2: L2 regularisation strength, non-negative.
       beta_2: decay of `v`, in [0, 1).
       **options: see `with_options`.
 
@@ -327,7 +327,7 @@ def rmsprop(
 ) -> optax.GradientTransformation:
     """Makes RMSProp with momentum.
 
-    For a row `w` with the summed gradient `g`::
+    For a row `w` with summed gradient `g`::
 
         ms = rho * ms + (1 - rho) * g**2
         mg = rho * mg + (1 - rho) * g                     if centered, else 0
@@ -401,7 +401,7 @@ def adadelta(
 ) -> optax.GradientTransformation:
     """Makes Adadelta, which scales gradients to the size of past updates.
 
-    For a row `w` with the summed gradient `g`::
+    For a row `w` with summed gradient `g`::
 
         a = rho * a + (1 - rho) * g**2
         x = g * sqrt(u + epsilon) / sqrt(a + epsilon)

@@ -45,7 +45,7 @@ def ftrl(
 ) -> optax.GradientTransformation:
     """Makes FTRL-Proximal, which recomputes rows from their slot variables.
 
-    For a row `w` with the summed gradient `g`, `lr = learning_rate`,
+    For a row `w` with summed gradient `g`, `lr = learning_rate`,
     `p = -learning_rate_power`, and `l1`, `l2`, `s` the three strengths::
 
         a_new = a + g**2
@@ -61,9 +61,8 @@ def ftrl(
     `[rows, dim]`. `a` starts at `initial_accumulator_value`, and `a_new` is its next
     value. `l` starts at 0, so a row's first update discards its initial value.
 
-    If the learning rate is 0, the row and its slot variables do not change. With
-    `multiply_linear_by_learning_rate` the row may still move, because it is recomputed
-    from its slot variables, as in TensorFlow.
+    If the learning rate is 0, the row and its slot variables do not change, except with
+    `multiply_linear_by_learning_rate`, where they may, as in TensorFlow.
 
     Source: McMahan et al. (2013), as `tf.tpu.experimental.embedding.FTRL`, and the
     kernels `ResourceSparseApplyFtrl` and `ResourceSparseApplyFtrlV2MultiplyLinearByLr`.

@@ -55,7 +55,7 @@ def lazy_adam(
 ) -> optax.GradientTransformation:
     """Makes `optax.adam` for touched rows, with or without the steps they skipped.
 
-    For a row `w` with the summed gradient `g`, in step `t` counted from 1::
+    For a row `w` with summed gradient `g`, in step `t` counted from 1::
 
         m = beta_1 * m + (1 - beta_1) * g
         v = beta_2 * v + (1 - beta_2) * g**2
@@ -74,14 +74,14 @@ def lazy_adam(
       then its own. The row and its moments then equal dense Adam's with the same
       gradients. This needs an int32 slot variable per row.
 
-    With `"catch_up"`, lookups read the row before the skipped moves, including the
-    lookup of the step that takes them, whose gradient therefore belongs to the row as
-    it was read. Each move is `beta_1 / sqrt(beta_2)` times the previous one, 0.9005 by
-    default. A loop over the touched rows takes up to 198 of them; later ones are below
-    float32's precision. It runs for all rows until the row that waited longest is done,
-    so most steps on real data run all iterations. On a CPU the rule then takes about 20
-    times as long, 120 ms for 8,192 rows of 64. To get dense Adam's values in every
-    lookup, at the cost of a pass over the table, write `every_row(optax.adam(...))`.
+    With `"catch_up"`, lookups read the row before the skipped moves, even in the step
+    that takes them; its gradient belongs to the row as it was read. Each move is
+    `beta_1 / sqrt(beta_2)` times the previous one, 0.9005 by default. A loop over the
+    touched rows takes up to 198 of them; later ones are below float32's precision. It
+    runs until the row that waited longest is done, so most steps on real data run all
+    iterations. On a CPU the rule then takes about 20 times as long, 120 ms for 8,192
+    rows of 64. `every_row(optax.adam(...))` gives dense Adam's values in every lookup,
+    at the cost of a pass over the table.
 
     Source: Kingma and Ba (2015), as `optax.adam`. Skipped moves use a schedule's rates
     at the skipped steps, but the current value of a rate set by hand. A non-finite rate

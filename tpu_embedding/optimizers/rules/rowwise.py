@@ -32,7 +32,7 @@ def partial_rowwise_adam(
 ) -> optax.GradientTransformation:
     """Makes Adam with one velocity per row, and bias correction.
 
-    For a row `w` with the summed gradient `g`, in step `t` counted from 1::
+    For a row `w` with summed gradient `g`, in step `t` counted from 1::
 
         m = beta_1 * m + (1 - beta_1) * g
         v = beta_2 * v + (1 - beta_2) * mean(g**2)             mean over the row
@@ -79,7 +79,7 @@ def lamb(
 ) -> optax.GradientTransformation:
     """Makes LAMB with rows as layers: Adam's step, scaled to the row's norm.
 
-    For a row `w` with the summed gradient `g`, in step `t` counted from 1::
+    For a row `w` with summed gradient `g`, in step `t` counted from 1::
 
         m = beta_1 * m + (1 - beta_1) * g
         v = beta_2 * v + (1 - beta_2) * g**2
@@ -87,7 +87,7 @@ def lamb(
             + weight_decay * w
         w -= learning_rate * norm(w) / norm(u) * u            Euclidean norms of the row
 
-    `u` is Adam's step with weight decay. If either norm is 0, their ratio is 1, as in
+    `u` is Adam's step with weight decay. If either norm is 0, the ratio is 1, as in
     `optax.lamb`. The slot variables `m` and `v`, `[rows, dim]`, start at 0.
 
     Source: You et al., "Large Batch Optimization for Deep Learning" (ICLR 2020), as
@@ -131,7 +131,7 @@ def partial_rowwise_lamb(
 ) -> optax.GradientTransformation:
     """Makes LAMB with rows as layers, and one velocity per row.
 
-    For a row `w` with the summed gradient `g`, in step `t` counted from 1::
+    For a row `w` with summed gradient `g`, in step `t` counted from 1::
 
         m = beta_1 * m + (1 - beta_1) * g
         v = beta_2 * v + (1 - beta_2) * mean(g**2)             mean over the row
@@ -184,7 +184,7 @@ def rowwise_rmsprop(
 ) -> optax.GradientTransformation:
     """Makes RMSProp with one mean square per row.
 
-    For a row `w` with the summed gradient `g`::
+    For a row `w` with summed gradient `g`::
 
         ms = rho * ms + (1 - rho) * mean(g**2)                 mean over the row
         w -= learning_rate * g / sqrt(ms + epsilon)
@@ -247,11 +247,7 @@ def _moment_steps(
 ) -> tuple[optax.GradientTransformation, optax.GradientTransformation]:
     """Returns the steps that Adam and LAMB share: moments, then weight decay.
 
-    Args:
-      betas: decays of `m` and `v` in `partial_rowwise_adam`.
-      epsilon: positive.
-      weight_decay: non-negative.
-      velocity_of: `"element"` keeps one `v` per element, `"row"` one per row.
+    There is one velocity per `velocity_of`.
     """
     beta_1, beta_2 = betas
 

@@ -23,14 +23,14 @@ def sgd(
 ) -> optax.GradientTransformation:
     """Makes plain gradient descent.
 
-    For a row `w` with the summed gradient `g`::
+    For a row `w` with summed gradient `g`::
 
         w -= learning_rate * g
 
     It has no slot variables.
 
     Source: `tf.tpu.experimental.embedding.SGD`. It equals `optax.sgd` on the dense
-    gradient, because rows that are not looked up have gradient zero.
+    gradient, which is zero for untouched rows.
 
     Args:
       learning_rate: scalar or optax schedule.
@@ -56,7 +56,7 @@ def momentum(
 ) -> optax.GradientTransformation:
     """Makes gradient descent with momentum.
 
-    For a row `w` with the summed gradient `g`::
+    For a row `w` with summed gradient `g`::
 
         m = momentum * m + g
         w -= learning_rate * m
@@ -102,7 +102,7 @@ def lion(
 ) -> optax.GradientTransformation:
     """Makes Lion, which steps by the sign of an interpolated momentum.
 
-    For a row `w` with the summed gradient `g`::
+    For a row `w` with summed gradient `g`::
 
         w -= learning_rate * sign(beta_1 * m + (1 - beta_1) * g)
         m = beta_2 * m + (1 - beta_2) * g
@@ -141,7 +141,7 @@ def lion(
 def assign() -> optax.GradientTransformation:
     """Makes an optimizer that sets each touched row to its gradient.
 
-    For a row `w` with the summed gradient `g`::
+    For a row `w` with summed gradient `g`::
 
         w = g
 

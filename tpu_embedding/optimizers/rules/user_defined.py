@@ -43,13 +43,13 @@ def user_defined(
 ) -> optax.GradientTransformation:
     """Makes an optimizer from a function of one row.
 
-    For a row `w` with the summed gradient `g` and the tuple `s` of its slot variables::
+    For a row `w` with summed gradient `g` and the tuple `s` of its slot variables::
 
         w, *s = custom_computation(g, w, s, learning_rate, hyperparameters)
 
     Like TensorFlow, it calls the function with these positional arguments:
 
-    * `gradient`: summed over the ids of the step, `(dim,)`.
+    * `gradient`: summed over the step's ids, `(dim,)`.
     * `embedding_table`: the row, `(dim,)`.
     * `slot_variables`: a tuple of arrays `(dim,)`, or `()` for a slot of one dimension.
     * `learning_rate`: a float32 scalar.
@@ -71,7 +71,7 @@ def user_defined(
       slot_initializers: one scalar per slot, or a function of `(shape, dtype)` such as
         `jnp.ones` that returns the same values for every row. `shape` is the slot's on
         one shard.
-      hyperparameters: scalars, or schedules of the step, counted from 0.
+      hyperparameters: scalars or optax schedules.
       slot_dims: 2 for `[rows, dim]` or 1 for `[rows]`, per slot. Defaults to 2 for all.
 
     Raises:
