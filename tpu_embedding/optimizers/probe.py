@@ -401,7 +401,7 @@ def _trace_update(
         with _as_in_layer(known, asked) as stored:
             updates, new_state = rule.update(gradients, state, rows)
         if getattr(updates, "shape", None) != shape:
-            raise TypeError(f"its update does not return one array of shape {shape}")
+            raise TypeError(f"update must return one array of shape {shape}")
         if stored and stored[-1] is not updates:
             raise NotRowLocalError(
                 "adafactor must come last in a chain, without wrappers that change its "

@@ -131,7 +131,7 @@ def rowwise_adagrad(
     `initial_accumulator_value=0.0` and `epsilon=1e-8`.
 
     Rows decay only in steps that look them up. Without weight decay it equals the dense
-    rule. optax has no row-wise Adagrad.
+    rule. optax lacks row-wise Adagrad.
 
     Args:
       learning_rate: scalar or optax schedule.

@@ -45,7 +45,7 @@ def partial_rowwise_adam(
     Source: `PARTIAL_ROWWISE_ADAM` of FBGEMM, with its defaults.
 
     Rows that the step does not look up do not change, not even by weight decay. optax
-    has no row-wise Adam.
+    lacks row-wise Adam.
 
     Args:
       learning_rate: scalar or optax schedule.
@@ -193,7 +193,7 @@ def rowwise_rmsprop(
     `rmsprop`'s.
 
     Source: `rowwise_rmsprop_ar` of FBGEMM with `ar_alpha=0`, which adds epsilon outside
-    the root. optax has no row-wise RMSProp.
+    the root. optax lacks row-wise RMSProp.
 
     Args:
       learning_rate: scalar or optax schedule.
