@@ -126,19 +126,19 @@ OPTIMIZERS = {
         lambda x: layer(0.5),
         "got 0.5",
         "an optax GradientTransformation",
-        "with the learning rate or schedule as its argument",
+        "with a learning rate or schedule",
     ),
     "tables: schedule": (
         lambda x: layer(optax.exponential_decay(0.1, 10, 0.5)),
         "got the function schedule",
         "an optax GradientTransformation",
-        "with the learning rate or schedule as its argument",
+        "with a learning rate or schedule",
     ),
     "tables: lookahead": (
         lambda x: layer(optax.lookahead(optax.sgd(0.1), 5, 0.5)),
         "optax.lookahead",
         "pairs of fast and slow",
-        "give the table its fast_optimizer",
+        "pass only its fast_optimizer",
     ),
     "dense: not called": (
         lambda x: te.Optimizer(x.model, optax.adam),
@@ -149,19 +149,19 @@ OPTIMIZERS = {
     "both names": (
         lambda x: te.optimizers.adam(0.1, b1=0.9, beta_1=0.9),
         "b1 and beta_1",
-        "names of one argument",
-        "Leave one out",
+        "names of the same argument",
+        "Remove one",
     ),
     "argument of PyTorch": (
         lambda x: te.optimizers.adam(0.1, betas=(0.9, 0.99)),
         "'betas'",
         "unexpected keyword argument",
-        "It takes learning_rate, beta_1",
+        "arguments are learning_rate, beta_1",
     ),
     "unknown option": (
         lambda x: te.optimizers.with_options(optax.sgd(0.1), clip=1.0),
         "'clip'",
-        "unknown option",
+        "option must be one of",
         "clip_weight_min",
     ),
 }
