@@ -72,13 +72,9 @@ _MAX_PADDING: Final = 1 / 128
 def array_spec(
     path: epath.Path, dtype: Any, shape: Sequence[int], chunk_shape: Sequence[int]
 ) -> dict[str, Any]:
-    """Returns the tensorstore spec of a new array.
+    """Returns the tensorstore spec of a new array in the directory `path`.
 
-    Args:
-      path: directory of the array.
-      dtype: element type.
-      shape: shape of the array.
-      chunk_shape: shape of a chunk. Zeros, for empty axes, are raised to one.
+    Zeros in `chunk_shape`, for empty axes, are raised to one.
     """
     return {
         "driver": "zarr3",
@@ -104,11 +100,6 @@ def rows_per_chunk(num_rows: int, row_shape: Sequence[int], dtype: Any) -> int:
 
     Zeros pad the last chunk to full size. The chunk size is halved until this padding
     is at most 1/128 of the rows.
-
-    Args:
-      num_rows: rows of the array.
-      row_shape: shape of a row.
-      dtype: element type.
     """
     size = rows_per_block(math.prod(row_shape) * np.dtype(dtype).itemsize)
     if num_rows <= size:
@@ -119,7 +110,7 @@ def rows_per_chunk(num_rows: int, row_shape: Sequence[int], dtype: Any) -> int:
 
 
 class PendingWrites:
-    """Writes in progress. `add` blocks while more than `MAX_PENDING_BYTES` wait."""
+    """Writes in progress. `add` blocks while over `MAX_PENDING_BYTES` are pending."""
 
     def __init__(self):
         self._writes: collections.deque[tuple[int, ts.Future]] = collections.deque()
@@ -173,9 +164,6 @@ def open_checkpoint(directory: str | os.PathLike[str]) -> Iterator[OpenCheckpoin
     On Linux, files are read through the open directory, so a directory that takes its
     name in the meantime isn't read.
 
-    Args:
-      directory: checkpoint from `te.save`, or one step of a `CheckpointManager`.
-
     Raises:
       CheckpointError: if the checkpoint is missing, or its description is damaged.
     """
@@ -199,13 +187,7 @@ class SavedArray:
     def __init__(
         self, checkpoint: OpenCheckpoint, keys: Sequence[str], *records: ArrayRecord
     ):
-        """Starts to open an array.
-
-        Args:
-          checkpoint: the open checkpoint.
-          keys: keys of the array in the tree.
-          *records: accepted shapes and types.
-        """
+        """Starts to open the array at `keys`. `records` are its accepted types."""
         self._name = ".".join(keys)
         self._owner = f"The array {self._name} of {checkpoint.root}"
         self._files = checkpoint.files
@@ -357,7 +339,6 @@ def read_table(
 
 
 def _index_of(rows: Any, array: ArrayRecord) -> Any:
-    """Returns a checked index for rows of an array."""
     if rows is None or not array.has_rows:
         return ()
     size = array.shape[0]
@@ -394,8 +375,8 @@ class StackToSave:
     Attributes:
       packed: global rows.
       stack: the rows' stack.
-      plan: plan of the embedding layer.
-      chosen: rows to write for each dynamic table, in ascending order of their ids.
+      plan: plan of the layer.
+      chosen: rows of each dynamic table to write, in ascending order of their ids.
     """
 
     packed: PackedRows

@@ -126,13 +126,7 @@ def _vocabulary_kind(table: TableRecord) -> str:
 def optimizer_differences(
     name: str, saved: TableRecord, wanted: TableRecord
 ) -> Iterator[Difference]:
-    """Yields the differences in one table's optimizer and slot variables.
-
-    Args:
-      name: the table's name in the state.
-      saved: the checkpoint's table.
-      wanted: the state's table.
-    """
+    """Yields the differences in one table's optimizer and slot variables."""
     owner = f"table {name!r}"
     if saved.optimizer is None or wanted.optimizer is None:
         if saved.optimizer is not wanted.optimizer:
@@ -164,10 +158,6 @@ def saved_slots(saved: TableRecord, wanted: TableRecord) -> dict[str, str]:
     Their names, types and shapes are equal. A rule with a different number of step
     counts also names them differently, so a count whose name the checkpoint lacks is
     restored from the checkpoint's first one.
-
-    Args:
-      saved: the checkpoint's table.
-      wanted: the state's table.
     """
     counts = [name for name, array in saved.slots.items() if _is_count(name, array)]
     names = {}

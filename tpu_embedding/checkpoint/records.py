@@ -42,11 +42,7 @@ class CheckpointError(ValueError):
 
 @contextlib.contextmanager
 def errors_of_writing(path: str | os.PathLike[str]) -> Iterator[None]:
-    """Turns errors raised while a checkpoint is written into `CheckpointError`.
-
-    Args:
-      path: the checkpoint, for the message.
-    """
+    """Turns errors raised while a checkpoint is written into `CheckpointError`."""
     try:
         yield
     except CheckpointError:
@@ -62,11 +58,7 @@ def errors_of_writing(path: str | os.PathLike[str]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def errors_of_reading(owner: str) -> Iterator[None]:
-    """Turns errors raised while a checkpoint is read into `CheckpointError`.
-
-    Args:
-      owner: the array or file, for the message.
-    """
+    """Turns errors raised while an array or file is read into `CheckpointError`."""
     try:
         yield
     except CheckpointError:
@@ -222,9 +214,6 @@ def checkpoint_path(path: str | os.PathLike[str]) -> epath.Path:
     """Returns a checkpoint's absolute path, without `~`, `..` or symbolic links.
 
     Orbax rejects relative paths, and tensorstore rejects `..`.
-
-    Args:
-      path: the user's path, local or in a bucket such as `gs://...`.
 
     Raises:
       CheckpointError: if the kind of store is not supported.

@@ -110,12 +110,7 @@ class RestoreState(ocp.args.CheckpointArgs):
 
 
 def restore_state(directory: str | os.PathLike[str], args: RestoreState) -> Any:
-    """Restores a state; see `te.restore`.
-
-    Args:
-      directory: checkpoint from `te.save`, or one step of a `CheckpointManager`.
-      args: the state and options.
-    """
+    """Restores a state; see `te.restore`."""
     state = SplitState(args.state, args.plan)
     _check_arguments(args, state.layers)
     with contextlib.ExitStack() as ends:
@@ -166,10 +161,6 @@ def _checked_by_all(
     Otherwise some processes would start writing rows and wait forever for the one that
     raised.
 
-    Args:
-      directory: the checkpoint.
-      layers: layers of the state.
-
     Yields:
       A list to which the caller appends the checkpoint's digest.
 
@@ -208,7 +199,6 @@ def _check_fit(
     dense: Mapping[str, Any],
     args: RestoreState,
 ) -> None:
-    """Raises `CheckpointError` if the checkpoint does not fit the state."""
     differences = list(_differences(checkpoint.record, restores, dense, args))
     if not differences:  # Values can be compared only if their shapes are equal.
         for restore in restores:
@@ -229,7 +219,6 @@ def _differences(
     dense: Mapping[str, Any],
     args: RestoreState,
 ) -> Iterator[Difference]:
-    """Yields all differences between a checkpoint and a state."""
     names = {
         restore.layer.name_of(table): saved_name
         for restore in restores
@@ -474,10 +463,6 @@ def _restarted_slots(layer: LayerState, restored: Collection[str]) -> dict[str, 
 
     Tables share step counts, so these are reset only if all trained tables are
     restored.
-
-    Args:
-      layer: the layer, with its restored tables.
-      restored: names of the restored tables.
     """
     fresh = init_slots(dict(layer.tables), layer.plan)
     trained = {table.name for x in layer.plan.trained_stacks for table in x.tables}

@@ -130,7 +130,7 @@ def place_saved_ids(
     evict last.
 
     Args:
-      arrays: arrays of the directory, by their names in the files.
+      arrays: arrays of the saved directory.
       capacity: capacity of the saved table, or None if its ids had no places.
       member: the table.
 
@@ -229,13 +229,7 @@ def restored_directory(
     """Returns a stack's directory with the saved ids of some tables.
 
     Its clock is the latest of the saved clocks and, if some tables are not restored,
-    the current clock.
-
-    Args:
-      layer: layer of the stack, with arrays or their shapes.
-      stack: the stack.
-      placed: table name to its saved ids.
-      clocks: table name to its saved clock.
+    the current clock. Arrays of the layer may be shapes.
     """
     old = layer.tables[directory_name(stack.name)]
     if isinstance(old.keys, jax.ShapeDtypeStruct):

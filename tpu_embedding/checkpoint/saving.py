@@ -62,15 +62,7 @@ class StateHandler(ocp.AsyncCheckpointHandler):
     async def async_save(
         self, directory: epath.Path, args: "SaveState"
     ) -> list[ocp.future.Future]:
-        """Copies the state to the host and starts to write it.
-
-        Args:
-          directory: directory to write the state to.
-          args: the state and options.
-
-        Returns:
-          Futures of the writes.
-        """
+        """Copies the state to the host, starts to write it, and returns the futures."""
         # Wait until Orbax has made the directory, which it does in the background.
         ready = _nothing()
         try:

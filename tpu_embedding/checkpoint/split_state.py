@@ -248,7 +248,6 @@ def _plan_of(
 def _pairs(
     tables: Sequence[_Stacks], slots: Sequence[_Stacks]
 ) -> list[tuple[str, _Stacks, _Stacks | None]]:
-    """Returns the path, tables and slots of each layer."""
     if len(tables) == len(slots) == 1:
         return [(_layer_path(tables[0].keys), tables[0], slots[0])]
     pairs = []
@@ -329,7 +328,6 @@ def _is_module(value: Any) -> bool:
 
 
 def _key(entry: Any) -> str:
-    """Returns the field name, key or index of a path entry."""
     return jax.tree_util.keystr((entry,), simple=True)
 
 

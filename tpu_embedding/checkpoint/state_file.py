@@ -110,10 +110,6 @@ def _product(axes: Sequence[Sequence[int]]) -> Iterator[tuple[int, ...]]:
 def chunk_size_and_crc(root: epath.Path, name: str) -> tuple[int, str]:
     """Returns the size in bytes of a chunk's file, and the CRC-32C at its end.
 
-    Args:
-      root: directory of the checkpoint.
-      name: path of the file in it.
-
     Raises:
       ValueError: if it is not a regular file inside the checkpoint.
     """
@@ -126,11 +122,6 @@ def chunk_size_and_crc(root: epath.Path, name: str) -> tuple[int, str]:
 
 def read_small_file(root: epath.Path, name: str, max_bytes: int) -> bytes:
     """Returns the contents of a file.
-
-    Args:
-      root: directory of the checkpoint.
-      name: path of the file in it.
-      max_bytes: maximum size.
 
     Raises:
       ValueError: if it is too large, or not a regular file inside the checkpoint.
@@ -162,12 +153,7 @@ def metadata_checksum(metadata: bytes) -> str:
 
 
 def array_checksums(root: epath.Path, names: Sequence[str]) -> dict[str, str]:
-    """Returns each array's checksums: its metadata's, then one per chunk.
-
-    Args:
-      root: directory of the state.
-      names: names of the arrays.
-    """
+    """Returns each array's checksums: its metadata's, then one per chunk."""
     with ThreadPoolExecutor(_THREADS) as threads:
         checksums = {}
         for name in names:
@@ -286,7 +272,6 @@ def _digest_of(values: Json) -> str:
 
 
 def _record_of(values: Json) -> CheckpointRecord:
-    """Returns the record described by JSON values, without checking it."""
 
     def array(fields: Json) -> ArrayRecord:
         values: Json = fields | {"shape": tuple(fields["shape"])}
@@ -323,12 +308,7 @@ def _check(field: str, value: Any, is_valid: bool) -> None:
 
 
 def _check_table(field: str, table: TableRecord) -> None:
-    """Raises ValueError if a table's description is inconsistent.
-
-    Args:
-      field: table's name for the error.
-      table: description read from a file, which may be forged.
-    """
+    """Raises ValueError if a table's description, which may be forged, is invalid."""
     for slot, array in table.arrays.items():
         where, has_rows = f"{field}[{slot or 'values'!r}]", array.has_rows
         are_sizes = all(type(size) is int and size >= 0 for size in array.shape)

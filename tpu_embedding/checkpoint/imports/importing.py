@@ -105,8 +105,7 @@ class TargetTable:
     """A table of the model that may be imported.
 
     Attributes:
-      name: name of the table, prefixed with the layer's path if there are several
-        layers: `"user/movie"`.
+      name: name of the table, as in `import_tables`.
       config: config of the table.
       slots: row shape and type of each slot variable by name. Empty without an
         optimizer.
@@ -175,8 +174,8 @@ def import_tables(
         `"user/movie"`.
       rename: name of a table in the model to its name in the source, where they differ.
       slots: `"same_rule"` imports a table's slot variables if the source has exactly
-        those of the optimizer's rule, under any library's names. A mapping from slot
-        names in the model to names in the source imports those; `{}` imports none.
+        the same slots as the optimizer's rule, under any library's names. A mapping
+        from slot names in the model to names in the source imports only these.
       ids: name of a dynamic table in the model to the ids of the source's rows, 64-bit
         integers or strings, `[rows]`. Needed unless the source has ids. They replace
         all ids of the table and count as just used.
@@ -276,11 +275,6 @@ def _match(
 ) -> tuple[list[dict[str, MatchedTable]], ImportReport]:
     """Returns the tables to write into each layer, by name in its plan, and the report.
 
-    Args:
-      source: see `import_tables`.
-      layers: layers of the model.
-      **options: passed to `match_tables`.
-
     Raises:
       CheckpointError: if the tables do not fit or the source is damaged.
     """
@@ -311,7 +305,6 @@ def _match(
 
 
 def _slot_rows(layer: LayerState, stack: StackPlan) -> dict[str, PackedRows]:
-    """Returns a stack's slot variables by name, or an empty dict if it has none."""
     slots = slots_of(layer, stack)
     return {slot.name: slot.leaf for slot in slots if slot.kind == "rows"}
 
@@ -402,7 +395,6 @@ def _write(
     placed: Mapping[str, PlacedIds],
     not_finite: NotFinite,
 ) -> PackedRows:
-    """Returns packed rows with the rows of some tables replaced, in place."""
     layout = packed.layout
     is_int8 = layout.narrow_dtype == "int8"
 
@@ -438,13 +430,7 @@ def match_tables(
 ) -> dict[str, MatchedTable]:
     """Returns the tables to import, by their names in the model.
 
-    Args:
-      source: the source's tables.
-      targets: tables of the model.
-      tables: see `import_tables`.
-      rename: see `import_tables`.
-      slots: see `import_tables`.
-      ids: see `import_tables`.
+    The options are explained in `import_tables`.
 
     Raises:
       CheckpointError: if tables do not fit. It lists each mismatch with a fix.
@@ -518,7 +504,6 @@ def _names(
 
 
 def _check_rows(target: TargetTable, values: RowArray) -> None:
-    """Raises CheckpointError if a source's values do not fit a table."""
     if len(values.shape) != 2:
         raise CheckpointError(f"the shape must be [rows, dim], got {values.shape}.")
     num_rows, dim = values.shape
@@ -539,11 +524,7 @@ def _check_rows(target: TargetTable, values: RowArray) -> None:
 
 
 def _ids(target: TargetTable, table: SourceTable, given: Any) -> np.ndarray | None:
-    """Returns the ids of a dynamic table's rows as uint64, or None for a static table.
-
-    Raises:
-      CheckpointError: if the ids are missing, not needed or invalid.
-    """
+    """Returns a dynamic table's ids as uint64, or None for a static table."""
     given = table.ids if given is None else given
     if (given is None) != target.config.vocabulary.ids_are_rows:
         raise CheckpointError(
@@ -576,11 +557,7 @@ def _ids(target: TargetTable, table: SourceTable, given: Any) -> np.ndarray | No
 def _slot_names(
     target: TargetTable, table: SourceTable, slots: ImportedSlots
 ) -> dict[str, str]:
-    """Returns the slots to import: name in the model to name in the source.
-
-    Raises:
-      CheckpointError: if a slot named by the caller is missing or does not fit.
-    """
+    """Returns the slots to import: name in the model to name in the source."""
     if slots == "same_rule":
         own = tuple(sorted(target.slots))
         for theirs in (own, *_SAME_SLOTS.get(own, ())):
@@ -603,7 +580,6 @@ def _slot_names(
 
 
 def _slot_fits(target: TargetTable, table: SourceTable, own: str, theirs: str) -> bool:
-    """Returns True if a source's slot can be imported as a table's slot."""
     slot, array = target.slots.get(own), table.slots.get(theirs)
     if slot is None or array is None:
         return False

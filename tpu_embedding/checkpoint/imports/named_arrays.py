@@ -46,10 +46,6 @@ def tables_by_name(arrays: Mapping[str, RowArray], origin: str) -> TableSource:
     If there is an array `"movie"`, then `"movie/accumulators"` with the same number of
     rows is its slot variable `accumulators`.
 
-    Args:
-      arrays: arrays by name.
-      origin: format and path, for messages.
-
     Example:
       >>> import numpy as np
       >>> arrays = {"movie": np.ones((5, 2)), "movie/accumulators": np.ones((5, 2))}
@@ -210,12 +206,7 @@ def read_header(
 def map_tensors(
     path: pathlib.Path, error_type: type[ValueError] = CheckpointError
 ) -> dict[str, np.ndarray]:
-    """Returns the memory-mapped tensors of a file. Pages are read when used.
-
-    Args:
-      path: see `read_header`.
-      error_type: see `read_header`.
-    """
+    """Returns the memory-mapped tensors of a file. Pages are read when used."""
     stored = read_header(path, error_type)
     try:
         # One map for all tensors, because each map keeps a file open.
@@ -242,10 +233,6 @@ def tables_of_state_dict(arrays: Mapping[str, RowArray], origin: str) -> TableSo
 
     A table whose name occurs in several collections is named by its tensor's full name.
     Tensors that aren't tables, such as dense weights, are left out.
-
-    Args:
-      arrays: arrays by name in the state dict.
-      origin: format and path, for messages.
     """
     matches = {k: match[1] for k in arrays if (match := _WEIGHT.fullmatch(k))}
     names = list(matches.values())
@@ -286,9 +273,6 @@ def tables_of_dump(directory: pathlib.Path) -> TableSource | None:
 
     Names that occur in several collections are extended by their directories' names.
 
-    Args:
-      directory: directory of the dump, or part of it.
-
     Raises:
       CheckpointError: if a file's size doesn't fit the keys, or the file that names the
         optimizer is invalid.
@@ -308,12 +292,7 @@ def tables_of_dump(directory: pathlib.Path) -> TableSource | None:
 
 
 def _table_of_dump(path: pathlib.Path, num_ranks: int) -> SourceTable:
-    """Returns the table whose files' names start with `path`.
-
-    Raises:
-      CheckpointError: if a file's size isn't a multiple of the number of keys, or the
-        file that names the optimizer is invalid.
-    """
+    """Returns the table whose files' names start with `path`."""
 
     def read(item: str, dtype: Any) -> np.ndarray:
         # Not lists, because the number of ranks comes from a file name and may be huge.

@@ -160,7 +160,6 @@ def open_stacked_tables(
 def _check_shape(
     stack: SourceTable, tables: Sequence[TableConfig], num_shards: int, owner: str
 ) -> None:
-    """Raises CheckpointError if a stack's shape doesn't fit its tables."""
     rows = num_shards * sum(rows_in_shard(x.max_rows, num_shards) for x in tables)
     stack_rows, stack_dim = stack.values.shape
     widest = max(table.dim for table in tables)
@@ -174,7 +173,6 @@ def _check_shape(
 
 
 def _stacks_of(source: TableSource) -> dict[str, SourceTable]:
-    """Returns the stacks of a checkpoint by name, with their slot variables."""
     tables = {name: table.values for name, table in source.tables.items()}
     slots = {name: dict(table.slots) for name, table in source.tables.items()}
     for name, table in source.tables.items():
@@ -211,12 +209,7 @@ def _rows_of_table(
 ) -> RowArray:
     """Returns the rows of a table or slot variable in natural order.
 
-    Args:
-      stack: rows of the stack.
-      config: config of the table.
-      num_shards: total number of SparseCores.
-      row_offset: first row of the table in each shard.
-      rotation: shard of row 0, modulo `num_shards`.
+    See the module's docstring for the layout.
     """
     row_shape = (config.dim,) if len(stack.shape) > 1 else ()
 
