@@ -62,7 +62,7 @@ class StateHandler(ocp.AsyncCheckpointHandler):
     async def async_save(
         self, directory: epath.Path, args: "SaveState"
     ) -> list[ocp.future.Future]:
-        """Copies the state to the host, starts to write it, and returns the futures."""
+        """Copies the state to the host, and returns the futures of its writes."""
         # Wait until Orbax has made the directory, which it does in the background.
         ready = _nothing()
         try:
@@ -248,8 +248,8 @@ def restore(
     Args:
       directory: checkpoint from `save`, or one step of a `CheckpointManager`.
       state: state with the saved structure. Modules are restored in place. Other
-        leaves are arrays or shapes (`jax.ShapeDtypeStruct`). The optimizer may be
-        left out: restore the model of a saved `(model, optimizer)` as `(model,)`.
+        leaves are arrays or shapes (`jax.ShapeDtypeStruct`). Later parts may be left
+        out: restore the model of a saved `(model, optimizer)` as `(model,)`.
       plan: the tables' plan. Needed unless modules or Linen variables hold it.
       tables: names of the tables to restore. Defaults to all; other tables keep their
         values. If the state has several layers, the layer's path precedes the name:

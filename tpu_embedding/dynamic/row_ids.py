@@ -80,7 +80,7 @@ from tpu_embedding.types import (
 from tpu_embedding.update.lazy_update import state_specs
 from tpu_embedding.update.totals import across_shards
 
-_CLOCK_RULE: Final = "insert_ids: now must be one integer from 1 to 2**32 - 1"
+_CLOCK_RULE: Final = "insert_ids: now must be an integer from 1 to 2**32 - 1"
 _CLOCK_LINE: Final = (
     "Pass np.uint32(time.time() // 60), for example, or leave it out to use the number "
     "of the step."

@@ -197,7 +197,7 @@ class Dynamic(Vocabulary):
 
     ids_are_rows = False
     instead_of_row_numbers = (
-        "Ids get rows in the step that looks them up, so write a plain step with "
+        "Ids are assigned rows in the step that looks them up, so write a step with "
         "optimizer.insert_ids and te.value_and_grad. te.functional.dynamic_rows "
         "returns the ids and their rows."
     )
