@@ -20,8 +20,8 @@ hyper-parameters such as the learning rate. `"ignore"` restores slot variables w
 equal names, types and shapes, and resets the rest."""
 
 DtypesChoice = Literal["check", "convert"]
-"""`"check"` requires equal types of tables. `"convert"` converts rows to the state's
-type, float32 or bfloat16."""
+"""`"check"` requires tables to have their saved types. `"convert"` converts rows to
+the state's type, float32 or bfloat16."""
 
 _CONVERTIBLE: Final = ("float32", "bfloat16")
 """Types to which rows of any type can be converted."""
@@ -43,7 +43,7 @@ _FIXES: Final = {
     "dtype": "Pass dtypes='convert' to convert the rows to the state's types.",
     "abstract": "Pass a state of arrays, so that new rows have initial values.",
     "rule": "Restore with the checkpoint's optimizer, or pass rules='ignore' to reuse "
-    "slot variables with equal names and shapes and reset the rest, or "
+    "slot variables with equal names, types and shapes and reset the rest, or "
     "slots='initialize' to reset all of them.",
     "shared": "Give these tables different optimizers so that they are not stacked, or "
     "pass slots='initialize' to reset their slot variables.",

@@ -82,11 +82,11 @@ class DynamicTablePlan:
 
     Attributes:
       table: the table.
-      dynamic: vocabulary of the table.
+      dynamic: its vocabulary.
       num_buckets: number of buckets over all shards.
-      buckets_per_shard: number of buckets on each shard. The last shards may use fewer.
+      buckets_per_shard: buckets on each shard. The last shards may use fewer.
       first_bucket: first bucket in a shard's directory.
-      first_row: first row in a shard's rows.
+      first_row: first row on a shard.
       num_shards: number of shards.
     """
 

@@ -1,9 +1,9 @@
 """Finds the rows of 64-bit ids in a directory, and inserts new ids. Per shard.
 
-This code runs on the shard that owns the buckets. It uses only integer arithmetic on
-the set of a call's ids, so results don't depend on order, repeats or the number of
-devices. Known ids, usually most of them, are found by reading one line each. Unknown
-ids are sorted by bucket. docs/guides/dynamic_tables.md explains the rules.
+This runs on the shard that owns the buckets. It uses only integer arithmetic on the set
+of a call's ids, so results don't depend on order, repeats or the number of devices.
+Known ids are found by reading one line each, and unknown ids are sorted by bucket.
+docs/guides/dynamic_tables.md explains the rules.
 """
 
 import dataclasses
@@ -345,8 +345,7 @@ def _fill_buckets(
 ) -> tuple[IdDirectory, Int[Array, " ids"], Int[Array, " tables"]]:
     """Assigns lanes to admitted ids.
 
-    A loop fills several buckets with admitted ids per iteration. In a steady state,
-    there are few such buckets.
+    A loop fills several buckets per iteration. In a steady state, few need it.
 
     Returns:
       The directory, the lane of each new id or -1, and evictions by table.

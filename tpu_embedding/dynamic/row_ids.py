@@ -513,11 +513,7 @@ def _ask_owners(
     sources: Sequence[SourceIds],
     stack: StackPlan,
 ) -> tuple[Any, UInt32[Array, " ids"]]:
-    """Sends the ids of all features to their owners, round by round.
-
-    Returns:
-      The carry, and the reply for each id; see `_NO_ROW`.
-    """
+    """Sends all ids to their owners, round by round, and returns carry and replies."""
     ids = _mix(sources, stack)
     if stack.num_devices == 1:
         only_pass = Pass(notes=True, fills=True)

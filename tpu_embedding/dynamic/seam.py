@@ -132,11 +132,7 @@ class DynamicInputs(VocabularyInputs):
     def served_rows(
         self, ids: Any, feature: FeaturePlan, tables: Mapping[str, Any], name: str
     ) -> Any:
-        """Returns the rows of ids in tables of an export.
-
-        A table has 64 rows per bucket and optionally a default row after them. Its ids'
-        upper and lower words are under its `directory_name`, uint32 `[buckets, 128]`.
-        """
+        """Returns the rows of ids in an export's tables; see `export.table_files`."""
         dynamic, words = feature.table.vocabulary, ids_of(ids)
         assert isinstance(dynamic, Dynamic)
         if not isinstance(words, Ids64):
@@ -233,10 +229,7 @@ class DynamicStacks(VocabularyStacks):
     def table_sizes(
         self, used_rows: Int[Array, " tables"], stack: StackPlan
     ) -> Float[Array, " tables"]:
-        """Returns the number of rows in use over all shards, including a default row.
-
-        A table in full use thus has the size of a static table.
-        """
+        """Returns the number of rows in use over all shards, including default rows."""
         if stack.num_shards > 1:
             used_rows = jax.lax.psum(used_rows, stack.shard_axes)
         has_default = [table.default_row is not None for table in dynamic_tables(stack)]

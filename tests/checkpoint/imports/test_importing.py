@@ -119,7 +119,7 @@ REFUSED = {
     "rename": (WHOLE, {"rename": {"a": "x"}}, "table 'x'"),
     "slots": (WHOLE, SLOT | {"tables": ["a"]}, r"'accumulators': 'float64\[20\]'"),
     "slot": (WHOLE, {"slots": {"m": "v"}}, "must map a slot of the table"),
-    "ids": (WHOLE, {"ids": {"a": np.arange(20)}}, "ids exactly if .* is te.Dynamic"),
+    "ids": (WHOLE, {"ids": {"a": np.arange(20)}}, "a static table takes none"),
     "damage": (TableSource(origin="x", tables={"a": READ}), {}, "file is damaged"),
 }
 
@@ -239,7 +239,7 @@ def test_ids_without_a_place():
 @pytest.mark.parametrize(
     ("ids", "message"),
     [
-        (None, "ids exactly if their vocabulary is te.Dynamic"),
+        (None, "te.Dynamic table needs ids"),
         (IDS[:99], r"100 rows, got shape \(99,\)"),
         (np.r_[-1, IDS[1:]], "distinct and not 2"),
         (np.r_[IDS[1], IDS[1:]], "distinct and not 2"),

@@ -160,9 +160,9 @@ def import_tables(
     """Imports a model's tables and slot variables from another library's files.
 
     Dense parameters and step counts don't change. Static tables are written in place,
-    block by block, so the host never holds a whole table. State that an optimizer
-    derives from these tables' values, such as moving averages, restarts from the new
-    values. Numbers outside the range of a table's type become infinite, with a warning.
+    block by block, without a copy of a whole table. State that an optimizer derives
+    from these tables' values, such as moving averages, restarts from the new values.
+    Numbers outside the range of a table's type become infinite, with a warning.
 
     Args:
       source: a `TableSource`, or anything that `open_tables` accepts.
@@ -528,7 +528,7 @@ def _ids(target: TargetTable, table: SourceTable, given: Any) -> np.ndarray | No
     given = table.ids if given is None else given
     if (given is None) != target.config.vocabulary.ids_are_rows:
         raise CheckpointError(
-            "tables need ids exactly if their vocabulary is te.Dynamic. Pass "
+            "a te.Dynamic table needs ids, and a static table takes none. Pass "
             f"ids={{{target.name!r}: array}}, or set TableConfig.vocabulary_size to "
             "te.Dynamic(capacity=...)."
         )

@@ -152,7 +152,7 @@ DTYPES: Final = {
 LENGTH_BYTES: Final = 8
 
 MAX_HEADER_BYTES: Final = 2**23
-"""Maximum header size, enough for 80,000 tensors. Parsing needs about 25 times it."""
+"""Maximum header size, enough for 80,000 tensors. Parsing takes 25 times as much."""
 
 
 class StoredTensor(NamedTuple):
