@@ -175,7 +175,7 @@ TRAINING = {
     ),
     "norm of optax in jit": (
         lambda x: jax.jit(optax.global_norm)(x.gradients),
-        "no arithmetic leaf by leaf",
+        "because some leaves are row ids",
         "te.gradients.global_norm(gradients)",
     ),
     "optimizer of Flax": (
