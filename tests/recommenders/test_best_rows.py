@@ -175,7 +175,7 @@ def test_wrong_arguments_are_named():
             ((queries, plan, 1), {"table": "few", "excluded": x}, message)
             for x, message in (
                 ([3], "excluded must be integers [7, n]"),
-                ([[1, 2], [3]], "fill lists of other lengths up by te.inputs.PADDING"),
+                ([[1, 2], [3]], "pad lists to equal lengths with te.inputs.PADDING"),
                 (np.zeros((6, 1), int), "got int64 [6, 1]"),
                 (np.full((7, 1), 2.7), "got float64 [7, 1]"),
             )
