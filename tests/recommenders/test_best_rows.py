@@ -165,7 +165,7 @@ def test_wrong_arguments_are_named():
         ((queries, plan, 6), {"table": "few"}, "k must be from 1 to 5, the rows of"),
         ((queries, plan, 0), {"table": "few"}, "k must be from 1 to 5"),
         ((queries, plan, 1), {}, "one of the tables ['few', 'many'], got None"),
-        ((queries[:, :3], plan, 1), {"table": "few"}, "the shape [queries, 4], as"),
+        ((queries[:, :3], plan, 1), {"table": "few"}, "the shape [queries, 4], like"),
         (
             (queries, plan, 1),
             {"table": "few", "transform": lambda rows: rows[:, :3]},

@@ -130,10 +130,7 @@ def stack_gradient(
 ) -> Sealed:
     """Returns the gradient of a stacked table, a sealed `StackGradient`. Per shard.
 
-    Args:
-      routing: routing of the lookup.
-      cotangents: derivatives of the loss with respect to the activations, per feature.
-      stack: plan of the stack.
+    `cotangents` are the derivatives of the loss with respect to the activations.
     """
     blocks, first = None, None
     if stack.updates == "blocks":
@@ -193,10 +190,6 @@ def gradient_rounds(gradient: Sealed, stack: TrainedStackPlan) -> GradientRounds
 
     The first round is straight-line code. The ids of later rounds cross the network
     again, since keeping them would use memory in every step.
-
-    Args:
-      gradient: from `stack_gradient` or `join_gradients`.
-      stack: plan of the stack.
     """
     opened = gradient.open()
     reader = cotangent_reader(opened.cotangents, opened.routing.poolings)
@@ -297,12 +290,7 @@ def cotangent_reader(
     cotangents: Sequence[Float[Array, "_ dim"]],
     poolings: Sequence[PoolingSpec],
 ) -> ReadCotangents:
-    """Returns a function that gathers the cotangents of ids, times gain and scale.
-
-    Args:
-      cotangents: per feature of the stack.
-      poolings: the features of the stack.
-    """
+    """Returns a function that gathers the cotangents of ids, times gain and scale."""
     samples = jnp.concatenate(scale_samples(cotangents, poolings))
     sample_ids = None
     if any(p.sample_ids is not None or p.valence != 1 for p in poolings):
@@ -473,13 +461,7 @@ def sorted_blocks(
 def gradient_blocks(
     blocks: IdBlocks, read_cotangents: ReadCotangents, layout: RowLayout
 ) -> GradientRounds:
-    """Sums the gradients block by block. Per shard.
-
-    Args:
-      blocks: from `sorted_blocks`.
-      read_cotangents: reads the cotangents of ids.
-      layout: packing of the table.
-    """
+    """Sums the gradients block by block. Per shard."""
     num_blocks, ids_per_block = blocks.row_ids.shape
     nothing = jnp.zeros((layout.dim,), jnp.float32)
     first, open_sum, end_row = _sum_block(
@@ -520,14 +502,9 @@ def _sum_block(
     read_cotangents: ReadCotangents,
     layout: RowLayout,
 ) -> tuple[RowGradients, Float[Array, " dim"], Int[Array, ""]]:
-    """Sums the gradients of one block.
+    """Sums the gradients of block `index`.
 
-    Args:
-      index: number of the block.
-      blocks: all blocks.
-      open_sum: gradient of the block's first row from earlier blocks.
-      read_cotangents: reads the cotangents of ids.
-      layout: packing of the table.
+    `open_sum` is the gradient of its first row from earlier blocks.
 
     Returns:
       The gradients of finished rows, the partial sum of a row that continues in the

@@ -133,11 +133,6 @@ def flatten(
 ) -> tuple[Int[Array, " all_ids"], list[PoolingSpec], list[Int[Array, ""]]]:
     """Turns the features of a stack into keys and pooling specs. Per shard.
 
-    Args:
-      inputs: one per feature of the stack.
-      features: their plans.
-      stack: the stack's plan.
-
     Returns:
       The keys of all features, one feature after the other; and for each feature, its
       `PoolingSpec` and the number of ids outside the table.
@@ -160,10 +155,6 @@ def rows_and_poolings(
     inputs: Sequence[FeatureInput], features: Sequence[FeaturePlan]
 ) -> tuple[Int[Array, " all_ids"], list[PoolingSpec], list[Int[Array, ""]]]:
     """Applies the id policies and combiners of features. Per shard.
-
-    Args:
-      inputs: ids of each feature.
-      features: their plans.
 
     Returns:
       The row that each position reads in its table, or `PADDING_ROW_ID`, one feature
@@ -413,11 +404,7 @@ def pool(
 ) -> list[Float[Array, "_ dim"]]:
     """Sums gain-weighted rows into their samples, as `pool_buffer` does.
 
-    Args:
-      rows_at: reads the rows of some positions.
-      positions: the argument of `rows_at` for each id.
-      poolings: the features of the stack.
-      gathers: form of the gathers.
+    `positions` has the argument of `rows_at` for each id.
     """
     sizes = [pooling.num_ids for pooling in poolings]
     if gathers != "by_feature" and all(pooling.is_copy for pooling in poolings):
@@ -460,13 +447,7 @@ def scale_samples(
 def gather_and_pool(
     pooling: PoolingSpec, rows_at: ReadRows, positions: Int[Array, " ids"]
 ) -> Float[Array, "samples dim"]:
-    """Sums rows as they are gathered, without writing them to memory first.
-
-    Args:
-      pooling: the feature.
-      rows_at: reads the rows of some positions.
-      positions: the argument of `rows_at` for each id of the feature.
-    """
+    """Sums a feature's rows as they are gathered, without writing them to memory."""
     is_ragged, valence = pooling.sample_ids is not None, pooling.valence
     if is_ragged or not 1 < valence <= _MAX_UNROLLED_VALENCE:
         return _pool(pooling, rows_at(positions))
@@ -552,11 +533,6 @@ def route_stack(
     """Sends the ids of one stack to the owners of their rows. Per shard.
 
     It reads no table, so it may run before a table's update.
-
-    Args:
-      inputs: ids of each feature of the stack.
-      features: their plans.
-      stack: plan of the stack.
     """
     keys, poolings, out_of_range = flatten(inputs, features, stack)
     max_unique = max_unique_ids(inputs, features, stack)
@@ -574,13 +550,7 @@ def route_stack(
 def read_stack(
     table: PackedRows, routing: StackRouting, stack: StackPlan
 ) -> StackLookup:
-    """Reads and combines the rows of routed ids. Per shard.
-
-    Args:
-      table: this shard's rows.
-      routing: routed ids of the stack.
-      stack: plan of the stack.
-    """
+    """Reads and combines the rows of routed ids. Per shard."""
     poolings = routing.poolings
 
     def read_own_rows(table: PackedRows) -> Activations:

@@ -57,9 +57,6 @@ def rank_unique(
 ) -> tuple[Words, Int[Array, " n"], Int[Array, " n"]]:
     """Sorts ids, and ranks each among the distinct ids.
 
-    Args:
-      *words: the words of the ids.
-
     Returns:
       The words, rising; the position of each id before sorting; and its rank, the
       number of smaller distinct ids.
@@ -80,9 +77,7 @@ def unsort(
 ) -> Integer[Array, " n"]:
     """Returns values of sorted ids in their order before sorting.
 
-    Args:
-      values: one value per sorted id.
-      order: position of each id before sorting, as `rank_unique` returns it.
+    `order` has the position of each id before sorting; see `rank_unique`.
     """
     return (
         jnp.zeros_like(values)
@@ -225,10 +220,7 @@ def fetch_rows(
 ) -> Float[Array, "buffer dim"]:
     """Gathers the rows requested from this shard, and sends them back. Per shard.
 
-    Args:
-      table: this shard's rows.
-      row_ids: requests of a `Round`.
-      stack: plan of the stack.
+    `row_ids` are the requests of a `Round`.
 
     Returns:
       The rows that this shard requested, float32, in the positions of its requests.
@@ -338,10 +330,8 @@ def send_ids(
 ) -> SentIds:
     """Sends the unique ids of the first round to the owners of their rows. Per shard.
 
-    Args:
-      keys: keys of all features; see `_forward.py`.
-      max_unique_ids: upper bound on the unique ids of a shard.
-      stack: plan of the stack.
+    `keys` has the keys of all features; see `_forward.py`. No shard has more than
+    `max_unique_ids` unique ids.
     """
     unique = dedup(
         (keys,),
@@ -360,11 +350,7 @@ def send_unique(
 ) -> SentIds:
     """Sends the first round of unique ids to their owners. Per shard.
 
-    Args:
-      unique: the unique ids of the shard.
-      companions: see `SentIds`.
-      size: buffer sizes of each round.
-      stack: provides the axes of the exchange.
+    See `SentIds` for the arguments.
     """
     first_ranks = unique.first_ranks[:-1]
     first = _next_round(unique, companions, first_ranks, size, stack)
@@ -425,12 +411,7 @@ def _next_round(
 ) -> Round:
     """Sends the requests of a round. Per shard.
 
-    Args:
-      unique: the shard's unique ids.
-      companions: see `SentIds`.
-      first_ranks: the first pending rank of each destination.
-      size: buffer sizes of the round.
-      stack: the stack's plan.
+    `first_ranks` has the first pending rank of each destination.
     """
     if size.holds_all:
         # No batch of this shape needs a second round, so there is nothing to agree on.
@@ -506,10 +487,6 @@ def gather_from_replicas(
     received: RowGradients, stack: TrainedStackPlan
 ) -> RowGradients:
     """Returns the gradients that all copies of the shard received.
-
-    Args:
-      received: gradients that this copy received. Rows may repeat.
-      stack: plan of the stack.
 
     Returns:
       The gradients of all copies, one copy after the other. Rows may repeat. If the

@@ -90,11 +90,8 @@ class Backend:
     ) -> Any:
         """Returns what lookup and update need from the ids, as a pytree.
 
-        Args:
-          keys: keys of all features; see `lookup/_forward.py`.
-          poolings: the features of the stack.
-          stack: plan of the stack.
-          are_joined: whether the ids come from several lookups, to sum their gradients.
+        `keys` are the keys of all features; see `lookup/_forward.py`. With
+        `are_joined`, they come from several lookups, whose gradients are summed.
         """
         return None
 
@@ -108,12 +105,7 @@ class Backend:
     ) -> Activations:
         """Returns activations, rounds (0 without an exchange) and missing rows.
 
-        Args:
-          table: this shard's rows.
-          ids: from `prepare_ids`.
-          poolings: the features of the stack.
-          otherwise: the exchange.
-          stack: plan of the stack.
+        `ids` are from `prepare_ids`, and `otherwise` runs the exchange.
         """
         return otherwise(table)
 
@@ -127,13 +119,9 @@ class Backend:
     ) -> tuple[PackedRows, Any]:
         """Returns the updated table and rule state, in place if they are donated.
 
-        Args:
-          table: this shard's rows.
-          state: state of the rule.
-          gradient: a `StackGradient` of `lookup/_backward.py`. Its routing has
-            `backend_ids` if the backend replaces the update.
-          otherwise: the rule's driver.
-          stack: plan of the stack.
+        `gradient` is a `StackGradient` of `lookup/_backward.py`. Its routing has
+        `backend_ids` if the backend replaces the update. `otherwise` runs the rule's
+        driver.
         """
         return otherwise(table, state)
 
@@ -147,11 +135,7 @@ class BackendOptions(abc.ABC):
     ) -> Backend:
         """Returns the backend of a stack, with its reason.
 
-        Args:
-          table: a table of the stack.
-          num_rows: rows of the stack.
-          mesh: devices of the plan.
-          hardware: kind of the devices.
+        `table` is any table of the stack, which has `num_rows` rows.
         """
 
 

@@ -144,13 +144,7 @@ def choose_updates(
     """Returns how gradients are summed and applied.
 
     Each block is a round, so blocks are used only for rules with little cost per round.
-
-    Args:
-      hardware: kind of device.
-      optimizer: rule of the tables, or None if they are not trained.
-      num_devices: devices of the mesh.
-      capacity: the user's limit of ids per round, or None.
-      backend: implementation of the lookup. Blocks need gathers and scatters.
+    They also need one CPU device, no user's `capacity`, and gathers and scatters.
     """
     is_one_cpu = hardware.name == "cpu" and num_devices == 1 and capacity is None
     is_one_cpu &= not backend.replaces_lookup

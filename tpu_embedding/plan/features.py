@@ -189,13 +189,7 @@ def plan_features(
     table_names: Sequence[str],
     stacks: Sequence["StackPlan"],
 ) -> tuple[FeaturePlan, ...]:
-    """Returns one plan per feature.
-
-    Args:
-      features: the features by name.
-      table_names: name of each feature's table.
-      stacks: the stacks that hold these tables.
-    """
+    """Returns one plan per feature, whose tables are `table_names` of `stacks`."""
     tables = {
         table.name: (i, table)
         for i, stack in enumerate(stacks)

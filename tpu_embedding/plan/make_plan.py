@@ -213,11 +213,8 @@ def _place_tables(
 ) -> list[NamedTable]:
     """Returns each table once, with the mesh axes that split its rows.
 
-    Args:
-      tables: the table of each lookup.
-      placement: placement for tables that don't set their own. A function chooses by
-        name and number of rows. By default, rows are split over the whole mesh.
-      mesh: devices of the layer.
+    `placement` is for tables that don't set their own. A function chooses by name and
+    number of rows. By default, rows are split over the whole mesh.
 
     Raises:
       TypeError: if `placement` is not a placement or a function that returns one.
@@ -279,9 +276,6 @@ def stack_tables(tables: Sequence[NamedTable]) -> list[list[NamedTable]]:
 
     An int32 must identify each row of a stack, so a larger group is split into several
     stacks. Each table goes into the first one with room.
-
-    Args:
-      tables: different tables, placed on the mesh.
     """
     groups: dict[Any, list[list[NamedTable]]] = {}
     for table in sorted(tables, key=lambda table: table.name):
@@ -323,9 +317,7 @@ def _row_offsets(tables: Sequence[NamedTable], num_owners: int) -> list[int]:
     1, are far apart for any number of tables. The stride is the next integer that
     reaches all owners. Up to `num_owners - 1` rows before a table stay unused.
 
-    Args:
-      tables: the tables of the stack, in order.
-      num_owners: shards, or SparseCores of all shards.
+    Owners are shards, or the SparseCores of all shards.
 
     Example:
       >>> table = TableConfig(vocabulary_size=100, dim=2)

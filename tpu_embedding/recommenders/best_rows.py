@@ -289,12 +289,7 @@ def best_of_device(
 ) -> TopK:
     """Returns the best rows of one device, or all its rows if it has fewer.
 
-    Args:
-      queries: the queries.
-      read: see `ReadRows`.
-      num_rows: rows to read.
-      num_best: rows to return.
-      transform: see `top_k`.
+    It reads `num_rows` rows, and returns `num_best`; see also `top_k`.
     """
     num_queries = queries.shape[0]
     num_best, size = min(num_best, num_rows), min(ROWS_PER_BLOCK, num_rows)

@@ -163,12 +163,7 @@ def _value_of(metric: Metric) -> Float[Array, ""]:
 
 
 def merge(metrics: Nest, others: Nest) -> Nest:
-    """Merges two nests of metrics, such as dicts, entry by entry.
-
-    Args:
-      metrics: nest of metrics.
-      others: nest of the same structure.
-    """
+    """Merges two nests of metrics with equal structure, such as dicts."""
     is_sum = lambda value: isinstance(value, Sum)  # noqa: E731
     return jax.tree.map(Sum.add, metrics, others, is_leaf=is_sum)
 

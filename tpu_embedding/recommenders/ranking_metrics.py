@@ -176,9 +176,7 @@ class _TopK(Mean):
     def _gains(cls, ranks: Any, xp: Any = jnp) -> Any:
         """Returns the gain of a relevant candidate by rank, from 0.
 
-        Args:
-          ranks: an array.
-          xp: the library of the array, `numpy` or `jax.numpy`.
+        `xp` is the library of the array, `numpy` or `jax.numpy`.
         """
         raise NotImplementedError
 

@@ -111,18 +111,8 @@ def _top_k_with_module(
 ) -> TopK:
     """Returns the best rows as transformed by a module; see `top_k`.
 
-    Parameters are arguments, so a training step doesn't recompile.
-
-    Args:
-      tables: see `functional.top_k`.
-      queries: the queries.
-      graph: structure of the module, from `nnx.split`.
-      method: method of the module's class.
-      plan: plan of the layer.
-      k: number of rows.
-      table: name of the table.
-      transform: state of the module.
-      **options: other options of `functional.top_k`.
+    Parameters are arguments, so a training step doesn't recompile. The module is split
+    into `graph`, `method` (of its class) and `transform`, its state.
     """
     by_module = functools.partial(method, nnx.merge(graph, transform))
     return functional.top_k(

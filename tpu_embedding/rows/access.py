@@ -62,10 +62,8 @@ def _at_places(function: _RowFunction) -> _RowFunction:
 def gather_rows(packed: PackedRows, row_ids: Int[Array, " ids"]) -> Array:
     """Reads rows.
 
-    Args:
-      packed: the rows of this shard.
-      row_ids: rows to read. Ids past the last row, including padding, read the last
-        row; their result must not be used.
+    Ids past the last row, including padding, read the last row. Their result must not
+    be used.
 
     Returns:
       `[ids, *row_shape]`: narrow rows as float32, others in the array's dtype.
@@ -81,9 +79,7 @@ def gather_lines(
 ) -> Shaped[Array, "n *lane"]:
     """Returns `lines[positions]`, the rows of a buffer or the lines of a table.
 
-    Args:
-      lines: the lines; for a buffer, one row per line.
-      positions: line numbers, all in bounds.
+    All positions must be in bounds.
     """
     return copied_in_vectors(gather_in_bounds(lines, positions))
 
@@ -101,7 +97,7 @@ def add_to_rows(
     Args:
       packed: the rows of this shard.
       row_ids: rows to change, each at most once. Ids past the last row are dropped.
-      values: `[ids, *row_shape]`.
+      values: `[ids, *row_shape]`, numbers to add.
     """
     assert packed.layout.narrow_dtype is None, "words are not numbers to add to"
     values = values.astype(packed.lines.dtype)
@@ -197,14 +193,8 @@ def _clear_stuck_values(
     twice at once, so the first rows of all lines are cleared together, then the second
     rows, and so on. If nothing is stuck, no line is read.
 
-    Args:
-      packed: the rows of this shard.
-      row_ids: see `add_to_rows`.
-      old: the current values; see `replace_rows`.
-      new: the new values.
-
     Returns:
-      The rows, and their current values.
+      The rows, and their current values. See `replace_rows` for the arguments.
     """
     layout = packed.layout
     is_stuck = ~jnp.isfinite(row_differences(old, new)) & ~jnp.isnan(new)
@@ -357,10 +347,7 @@ def write_block(
 ) -> PackedRows:
     """Writes rows from `start` on. A line must begin there.
 
-    Args:
-      packed: all rows of the shard.
-      start: first row of the block.
-      rows: the new rows, as they are stored. Unused lanes may be missing.
+    The new rows are as they are stored. Unused lanes may be missing.
     """
     layout = dataclasses.replace(packed.layout, num_rows=rows.shape[0])
     rows = padded(rows.reshape(rows.shape[0], -1), layout.lanes_per_row)
@@ -377,13 +364,9 @@ def merge_block(
     stored: Shaped[Array, "rows lanes"],
     is_new: Bool[Array, " rows"],
 ) -> PackedRows:
-    """Replaces some rows from `start` on. A line must begin there.
+    """Replaces the rows where `is_new`, from `start` on. A line must begin there.
 
-    Args:
-      packed: all rows of the shard.
-      start: first row of the block.
-      stored: whole lines of rows, as they are stored.
-      is_new: False for rows that keep their values.
+    `stored` has whole lines of rows, as they are stored.
     """
     old = unpack_stored(lines_of_block(packed, start, stored.shape[0]))
     rows = jnp.where(is_new[:, None], stored, old)

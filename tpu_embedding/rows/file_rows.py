@@ -121,12 +121,7 @@ def file_rows_of_values(values: np.ndarray, packed: PackedRows) -> np.ndarray:
 def values_of_file_rows(rows: np.ndarray, layout: RowLayout) -> np.ndarray:
     """Returns rows of a file as numbers, narrow rows as float32.
 
-    Args:
-      rows: `[rows, *shape]` of `file_row`.
-      layout: see `file_rows_of_lines`.
-
-    Returns:
-      `[rows, *row_shape]`.
+    Maps `[rows, *shape]` of `file_row` to `[rows, *row_shape]`.
     """
     match layout.narrow_dtype:
         case None:

@@ -79,10 +79,7 @@ def encode_rows(rows: Any, dtype: NarrowDtype, bits: Any = None) -> Any:
 def decode_rows(stored: Any, dtype: NarrowDtype, dim: int) -> Any:
     """Decodes stored rows to float32, the inverse of `encode_rows`.
 
-    Args:
-      stored: int32 `[rows, lanes]`, NumPy or JAX.
-      dtype: storage type.
-      dim: elements of a row.
+    `stored` is int32 `[rows, lanes]`, NumPy or JAX.
     """
     xp = _module_of(stored)
     if dtype == "int8":
@@ -93,14 +90,9 @@ def decode_rows(stored: Any, dtype: NarrowDtype, dim: int) -> Any:
 
 
 def join_rows(stored: Any, dtype: NarrowDtype) -> Any:
-    """Joins rows that share lanes.
+    """Joins rows that share lanes, from `encode_rows`.
 
-    Args:
-      stored: int32 `[lines, rows_per_lane, lanes]`, from `encode_rows`.
-      dtype: storage type.
-
-    Returns:
-      int32 `[lines, lanes]`.
+    Maps int32 `[lines, rows_per_lane, lanes]` to `[lines, lanes]`.
     """
     if dtype == "int8":
         return stored[:, 0]
@@ -120,10 +112,7 @@ def mix_bits(words: Any) -> Any:
 
     Each input bit changes each output bit with probability near 1/2. A hash of
     counters, unlike a random stream, is independent of the order and number of devices.
-    Source: Wellons' "lowbias32".
-
-    Args:
-      words: uint32, NumPy or JAX.
+    Words are uint32, NumPy or JAX. Source: Wellons' "lowbias32".
     """
     words = (words ^ (words >> np.uint32(16))) * np.uint32(0x7FEB352D)
     words = (words ^ (words >> np.uint32(15))) * np.uint32(0x846CA68B)
@@ -133,9 +122,7 @@ def mix_bits(words: Any) -> Any:
 def random_bits(keys: UInt32[Array, " rows"], dim: int) -> UInt32[Array, "rows dim"]:
     """Returns random bits for each element of each row.
 
-    Args:
-      keys: a random number per row, from `mix_bits`.
-      dim: elements of a row.
+    `keys` has a random number per row, from `mix_bits`.
     """
     elements = jnp.arange(dim, dtype=jnp.uint32) * jnp.uint32(0x9E3779B9)
     return mix_bits(keys[:, None] + elements[None, :])

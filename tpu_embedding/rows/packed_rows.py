@@ -232,11 +232,7 @@ class RowLayout:
         return rows % self.rows_per_bank * self.banks + rows // self.rows_per_bank
 
     def slot_layout(self, row: jax.ShapeDtypeStruct) -> "RowLayout":
-        """Returns the layout of a slot variable for the same rows.
-
-        Args:
-          row: shape and dtype of one row of the slot variable.
-        """
+        """Returns the layout of a slot variable with this shape and dtype of a row."""
         return dataclasses.replace(self, row_shape=row.shape, narrow_dtype=None)
 
     @functools.cached_property
@@ -350,11 +346,7 @@ class PackedRows:
 def pack_rows(rows: Array, layout: RowLayout) -> PackedRows:
     """Packs `[num_rows, *row_shape]`, per shard. Unused lanes are zero.
 
-    Narrow rows are rounded to the nearest numbers of their type.
-
-    Args:
-      rows: the rows.
-      layout: packing of the rows.
+    Narrow rows are rounded to nearest.
     """
     rows = rows.reshape(layout.num_rows, layout.dim)
     return pack_stored(store_rows(rows, layout), layout)
@@ -364,11 +356,7 @@ def full_rows(value: Any, layout: RowLayout, dtype: Any) -> PackedRows:
     """Returns rows with one value in all elements, per shard. Unused lanes are zero.
 
     XLA writes the packed lines directly, instead of computing rows and packing them.
-
-    Args:
-      value: a number.
-      layout: packing of the rows, which must not be narrow.
-      dtype: type of the elements.
+    Rows must not be narrow.
     """
     shape = layout.lines_shape
     value = jnp.full(shape, value, dtype)
@@ -410,12 +398,7 @@ def store_rows(rows: Any, layout: RowLayout) -> Any:
 
 
 def load_rows(stored: Any, layout: RowLayout) -> Any:
-    """Returns stored rows as `[rows, dim]`, narrow rows as float32.
-
-    Args:
-      stored: `[rows, lanes_per_row]`, NumPy or JAX.
-      layout: see `store_rows`.
-    """
+    """Returns stored rows as `[rows, dim]`, narrow rows as float32."""
     if layout.narrow_dtype is None:
         return stored[:, : layout.dim]
     return decode_rows(stored, layout.narrow_dtype, layout.dim)

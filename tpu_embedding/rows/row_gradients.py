@@ -221,11 +221,7 @@ class GradientRounds:
 
 
 def empty_gradient(dim: int) -> GradientRounds:
-    """Returns the gradient of a step that touched no rows of a stack. Per shard.
-
-    Args:
-      dim: columns of the stack's tables.
-    """
+    """Returns the gradient of a step that touched no rows of a stack. Per shard."""
     row_ids = jnp.full((1,), PADDING_ROW_ID, jnp.int32)
     gradients = RowGradients(row_ids=row_ids, values=jnp.zeros((1, dim), jnp.float32))
     return GradientRounds(first=gradients)

@@ -199,15 +199,7 @@ def _fill_slabs(
     One loop covers all slabs of all tables, because XLA:TPU copies the rows between
     nested loops.
 
-    Args:
-      rows: rows of this shard.
-      values_of: returns the values of some rows of table `i`.
-      offsets: first row of each table in the stack.
-      sizes: rows of each table.
-      stack: the stack of the tables.
-
-    Returns:
-      The rows, with the tables' rows replaced.
+    `values_of` returns the values of some rows of table `i`.
     """
     layout = stack.layout
     slab, rows_per_line = _rows_per_slab(layout), layout.rows_per_line
@@ -249,11 +241,7 @@ def _rows_per_slab(layout: RowLayout) -> int:
     A pass reads or writes a few blocks at a time. Each row counts as whole lines there,
     since XLA:TPU may tile an array of short rows.
 
-    Args:
-      layout: packing of the rows of one shard.
-
-    Returns:
-      A number of rows that fills whole lines, at most all lines of the shard.
+    The rows fill whole lines, at most all lines of the shard.
     """
     row_bytes = LANE_BYTES * round_up(layout.dim, layout.tile_lanes or 1)
     shard_bytes = LANE_BYTES * layout.num_lines * layout.lanes_per_line
@@ -318,12 +306,6 @@ def _deal_rows(
     Shard `s` owns the table's rows `r` with `(row_offset + r) % num_shards == s`, and
     stores them contiguously. The block size is a multiple of the number of shards, so
     row `i * num_shards + j` of every block has the same owner.
-
-    Args:
-      rows: this shard's rows of the stack.
-      values: this shard's block of the table's rows.
-      table: the table to write.
-      stack: the stack of the table.
 
     Returns:
       `rows` with the table's rows replaced.

@@ -55,10 +55,7 @@ UNUSED: Final = ""
 
 
 def rows_per_block(row_bytes: int) -> int:
-    """Returns the rows of a block: a power of two that takes 10 to 20 MB.
-
-    Args:
-      row_bytes: bytes of a row in a file.
+    """Returns the rows of a block: a power of two that takes 10 to 20 MB in a file.
 
     Example:
       >>> rows_per_block(row_bytes=128)
@@ -237,10 +234,7 @@ def read_lines(
 ) -> Shaped[Array, "parts *lane"]:
     """Sends the lines of one window to each device. Global.
 
-    Args:
-      lines: lines of all shards.
-      starts: first row of each device's window.
-      exchange: static facts.
+    `starts` has the first row of each device's window.
 
     Returns:
       The parts of each window, `part_lines` lines per part.
@@ -290,13 +284,9 @@ def write_lines(
 ) -> Shaped[Array, "lines *lane"]:
     """Writes the rows of one window per shard, or of a single window, in place. Global.
 
-    Args:
-      lines: lines of all shards.
-      parts: new lines for the parts of each shard's window. The parts of a single
-        window must already be on their shards.
-      starts: first row of each window.
-      sizes: number of rows of each window.
-      exchange: static facts.
+    `parts` has new lines for the parts of each shard's window. The parts of a single
+    window must already be on their shards. `starts` and `sizes` have the first row and
+    number of rows of each window.
     """
     size = exchange.part_lines
 

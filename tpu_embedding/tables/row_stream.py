@@ -295,8 +295,7 @@ def _windows_of_devices(
 def windows_for_all(processes: Sequence[int]) -> list[int]:
     """Returns each device's window, such that each process has all windows of a turn.
 
-    Args:
-      processes: process of each device.
+    `processes` has the process of each device.
 
     Example:
       >>> windows_for_all([0, 0, 1, 1])
@@ -400,11 +399,7 @@ def _dealt(
 ) -> np.ndarray:
     """Deals the rows of a window to their owners, and returns the lines of all owners.
 
-    Args:
-      rows: `[num_rows, *shape]`.
-      window: range of the rows.
-      exchange: facts of the lines.
-      parts: buffer for the rows of each part, `[num_parts, part_rows, *shape]`.
+    `parts` is a buffer for the rows of each part, `[num_parts, part_rows, *shape]`.
     """
     for part, rows_of_part in enumerate(parts):
         in_part, in_window = exchange.rows_of_part(part, window)

@@ -164,9 +164,7 @@ def with_slot_values(
 def slot_rows(state: Any, stack: TrainedStackPlan) -> dict[str, PackedRows]:
     """Returns the slot variables of one stack by name; see `slot_values`.
 
-    Args:
-      state: optimizer state of the stack, as arrays or shapes.
-      stack: the stack.
+    `state` may hold arrays or their shapes.
     """
     slots = named_slots(state, stack)
     return {slot.name: slot.leaf for slot in slots if slot.kind == "rows"}
@@ -175,13 +173,7 @@ def slot_rows(state: Any, stack: TrainedStackPlan) -> dict[str, PackedRows]:
 def with_slot_rows(
     state: Any, rows: Mapping[str, PackedRows], stack: TrainedStackPlan
 ) -> Any:
-    """Returns the state of one stack with some slot variables replaced.
-
-    Args:
-      state: optimizer state of the stack.
-      rows: new slot variables by name, as `slot_rows` returns them.
-      stack: the stack.
-    """
+    """Returns the state of one stack with some of its `slot_rows` replaced."""
     leaves = [rows.get(slot.name, slot.leaf) for slot in named_slots(state, stack)]
     return jax.tree.structure(state, is_leaf=_is_rows).unflatten(leaves)
 
@@ -288,8 +280,7 @@ def named_slots(state: Any, stack: TrainedStackPlan) -> Iterator[NamedSlot]:
 def _names(paths: list[list[str]]) -> list[str]:
     """Returns the shortest end of each path that is unique and has a meaning.
 
-    Args:
-      paths: the fields, keys and positions around each leaf of a state.
+    A path has the fields, keys and positions around a leaf of a state.
     """
     # A part of a compensated sum is prefixed with the name of the sum, and the name of
     # a hyperparameter begins at the field that holds hyperparameters.

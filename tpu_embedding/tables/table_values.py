@@ -174,13 +174,9 @@ def _checked(
 def real_array(values: Any, shape: tuple[int, ...], owner: str) -> np.ndarray:
     """Returns values as an array of real numbers with the given shape.
 
-    Args:
-      values: the user's values.
-      shape: the required shape.
-      owner: owner of the values, for errors.
-
     Raises:
-      ValueError: if the shape differs, or the values are complex or not numbers.
+      ValueError: if the shape differs, or the values are complex or not numbers. The
+        message names the `owner`.
     """
     try:
         array = np.asarray(values)
@@ -200,14 +196,9 @@ def check_range(rows: np.ndarray, start: int, dtype: str, owner: str) -> None:
 
     NaN and infinities pass, except in int8 rows. `NotFinite` warns about them.
 
-    Args:
-      rows: `[rows, ...]`, real numbers.
-      start: number of the first row, for messages.
-      dtype: name of the type.
-      owner: owner of the rows, for messages.
-
     Raises:
-      ValueError: if a number is out of the type's range.
+      ValueError: if a number is out of the type's range. The message names the `owner`,
+        and counts rows from `start`.
     """
     if dtype == "int8":
         # A row's scale is the float32 difference between its smallest and largest
