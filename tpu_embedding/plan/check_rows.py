@@ -17,11 +17,7 @@ from tpu_embedding.rows.packed_rows import PackedRows, RowLayout
 
 
 def check_tables(tables: Any, stacks: Sequence[StackPlan]) -> None:
-    """Raises unless `tables` holds the rows of every stack.
-
-    Args:
-      tables: packed rows by stack name. Extra stacks are allowed.
-      stacks: stacks of the plan.
+    """Raises unless `tables` holds the rows of every stack. More are allowed.
 
     Raises:
       TypeError: if `tables` is not a mapping of packed rows.
@@ -40,11 +36,7 @@ def check_tables(tables: Any, stacks: Sequence[StackPlan]) -> None:
 
 
 def check_slots(slots: Any, stacks: Sequence[TrainedStackPlan]) -> None:
-    """Raises unless `slots` holds the optimizer state of every stack.
-
-    Args:
-      slots: optimizer state by stack name. Extra stacks are allowed.
-      stacks: stacks of the plan.
+    """Raises unless `slots` holds the state of every stack. More are allowed.
 
     Raises:
       TypeError: if `slots` is not a mapping.
@@ -64,11 +56,7 @@ def check_slots(slots: Any, stacks: Sequence[TrainedStackPlan]) -> None:
 
 
 def check_stack(rows: PackedRows, stack: StackPlan) -> None:
-    """Raises unless rows have values, and were made for the stack.
-
-    Args:
-      rows: rows of a table, or of a slot variable.
-      stack: stack of the plan.
+    """Raises unless a table's or slot's rows have values, and belong to the stack.
 
     Raises:
       TypeError: if `jax.jit` traces the rows, so the host can't read or set them.

@@ -117,9 +117,6 @@ def make_plan(
         `print(plan)` shows which, and why. `tpu-embedding doctor` compares both on
         your devices.
 
-    Returns:
-      The plan.
-
     Raises:
       TypeError: if an option has the wrong type.
       ValueError: if the configuration is inconsistent. The message says where.

@@ -272,10 +272,8 @@ class EmbeddingPlan(FeatureNest):
     def sharding_of_samples(self, shape: Sequence[AxisSize]) -> NamedSharding:
         """Returns the sharding of an array of samples, such as an activation.
 
-        It is replicated if the number of devices doesn't divide its first axis.
-
-        Args:
-          shape: shape of the global array.
+        It is replicated if the number of devices doesn't divide its first axis. `shape`
+        is global.
         """
         divides = len(shape) > 0 and shape[0] % self.num_shards == 0
         return self.batch_sharding if divides else self.replicated
@@ -503,7 +501,7 @@ def _notes(stack: StackPlan) -> Iterator[str]:
             f"warning: the largest array of {stack.name} takes "
             f"{format_bytes(largest)} per device, more than the "
             f"{format_bytes(stack.hardware.max_array_bytes)} that "
-            f"{stack.hardware.name} is said to take; more devices make it smaller"
+            f"{stack.hardware.name} is said to support; use more devices"
         )
     yield from (f"{stack.name}: {note}" for note in stack.backend.notes(stack.hardware))
     yield from stack.vocabulary.stacks.notes(stack, stack.hardware)

@@ -66,9 +66,7 @@ def on_shards(
 def on_plan_mesh(batch: Any, plan: EmbeddingPlan) -> Any:
     """Moves a batch's arrays from another `Explicit` mesh to the plan's mesh.
 
-    Args:
-      batch: pytree. Leaves other than JAX arrays are returned unchanged.
-      plan: provides the mesh.
+    Leaves other than JAX arrays are returned unchanged.
 
     Raises:
       ValueError: if an array has to move under `jit`, which can't change its mesh.
@@ -118,11 +116,9 @@ def in_auto_axes(
 ) -> Callable[..., Any]:
     """Returns a function that runs in a context of `Auto` axes.
 
-    Args:
-      function: takes and returns global arrays.
-      plan: provides the mesh.
-      out_specs: partitions of the results on a mesh with `Explicit` axes, as pytree
-        prefixes. On other meshes, XLA chooses the partitions.
+    The function takes and returns global arrays. `out_specs` are the partitions of its
+    results on a mesh with `Explicit` axes, as pytree prefixes. On other meshes, XLA
+    chooses the partitions.
     """
     context = jax.sharding.get_abstract_mesh().axis_types
     is_in_auto_axes = context and AxisType.Explicit not in context
@@ -166,9 +162,7 @@ def user_mesh(plans: Iterable[EmbeddingPlan]) -> Iterator[None]:
 def zeros_like(shapes: Any) -> Any:
     """Returns zeros of the given types.
 
-    Args:
-      shapes: pytree of `jax.ShapeDtypeStruct`, whose shardings apply if the axes of the
-        context are `Explicit`.
+    The shardings of `shapes` apply if the axes of the context are `Explicit`.
     """
     context = jax.sharding.get_abstract_mesh()
 
@@ -200,10 +194,8 @@ def constrain_samples(array: jax.Array, plan: EmbeddingPlan) -> jax.Array:
     A mesh with `Explicit` axes needs no constraint, since the array's type includes the
     sharding.
 
-    Args:
-      array: global array, in a context of the user's mesh. It is replicated if it is a
-        scalar, or if the number of devices doesn't divide its first axis.
-      plan: provides the mesh.
+    The array is global, in a context of the user's mesh. It is replicated if it is a
+    scalar, or if the number of devices doesn't divide its first axis.
     """
     if _is_explicit(plan):
         return array

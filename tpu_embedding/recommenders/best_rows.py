@@ -190,9 +190,7 @@ _compiled_search = jax.jit(
 def find_table(plan: EmbeddingPlan, name: str | None) -> tuple[StackPlan, TablePlan]:
     """Returns a table, whose ids must be row numbers, and its stack.
 
-    Args:
-      plan: plan of the layer.
-      name: name of the table, or None if the plan has only one.
+    The name may be None if the plan has only one table.
     """
     known = {table.name: (s, table) for s in plan.stacks for table in s.tables}
     if name is None and len(known) == 1:

@@ -110,7 +110,7 @@ class Metric:
 
     @classmethod
     def empty(cls, **settings: Any) -> Self:
-        """Returns the metric of no samples, with these settings."""
+        """Returns the metric without samples, with these settings."""
         fields = dataclasses.fields(cls)  # pyright: ignore
         sums = {x.name: Sum.zeros() for x in fields if not x.metadata.get("static")}
         return cls(**sums, **settings)

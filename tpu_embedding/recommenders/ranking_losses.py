@@ -119,7 +119,7 @@ def sampled_softmax(
         log_softmax_i = s_i - log(exp(s_i) + sum over j of exp(s_ij))
 
     The loss is the mean of `-log_softmax`. Source: Jean et al., "On Using Very Large
-    Target Vocabulary for Neural Machine Translation" (ACL 2015), as
+    Target Vocabulary for Neural Machine Translation" (ACL 2015), like
     `tf.nn.sampled_softmax_loss`. With ids, negatives that are the query's own item
     (*accidental hits*) are excluded, as in TensorFlow by default.
 

@@ -193,8 +193,10 @@ def _clear_stuck_values(
     twice at once, so the first rows of all lines are cleared together, then the second
     rows, and so on. If nothing is stuck, no line is read.
 
+    See `replace_rows` for the arguments.
+
     Returns:
-      The rows, and their current values. See `replace_rows` for the arguments.
+      The rows, and their current values.
     """
     layout = packed.layout
     is_stuck = ~jnp.isfinite(row_differences(old, new)) & ~jnp.isnan(new)

@@ -1,6 +1,6 @@
 """Ids of strings: hashes, fingerprints and vocabularies, as in TensorFlow and Keras.
 
-The layer itself takes integers, and never imports this package. Its public names are in
+The layer itself takes integers, and never imports this package. Public names are in
 `tpu_embedding.inputs`, which imports them on first use.
 """
 

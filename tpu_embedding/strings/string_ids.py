@@ -169,7 +169,7 @@ def hash_ids(
 def fingerprint_ids(strings: Any) -> Any:
     """Returns FarmHash's 64-bit fingerprint of each string, for tables of any ids.
 
-    Among 2**32 strings, the probability that two have the same one is about 1/2.
+    Among 2**32 strings, two have the same fingerprint with a probability of 0.4.
 
     Args:
       strings: see `hash_ids`.
@@ -237,7 +237,7 @@ class Vocabulary:
 
         Raises:
           TypeError: if a token is not a str, or `tokens` is a single string.
-          ValueError: if there are no tokens, too many, or duplicates.
+          ValueError: if there are no tokens, more than the limit, or duplicates.
         """
         if not _is_int(num_oov_buckets) or not 0 <= num_oov_buckets <= MAX_IDS:
             raise ValueError(
@@ -386,9 +386,8 @@ class Vocabulary:
         """Returns the id of each string.
 
         Args:
-          strings: array of strings, nested lists, `DenseIds`, `RaggedIds`, `SparseIds`,
-            or an object with the fields of a ragged or sparse tensor. If some token is
-            a number, integers are looked up by their decimal digits.
+          strings: containers as in `hash_ids`. If some token is a number, integers are
+            looked up by their decimal digits.
           unknown: how to handle unknown strings: `"bucket"` returns a bucket's id,
             `"error"` raises an error.
 

@@ -56,7 +56,7 @@ def init_tables(plan: EmbeddingPlan, key: jax.Array) -> dict[str, Any]:
 
     Returns:
       Packed rows by stack name, sharded over the plan's mesh. A stack whose ids are not
-      row numbers has additional arrays, under other names, that map ids to rows.
+      row numbers also has arrays, under other names, that say which ids its rows have.
 
     Example:
       >>> import tpu_embedding as te
@@ -164,7 +164,7 @@ def facts_of_tables(tables: Sequence[TablePlan], key: jax.Array) -> _Tables:
         keys=keys,
         parameters=parameters,
     )
-    # Round the parameters of a single table like those of several.
+    # Round the parameters of a single table as with several tables.
     return as_variables(jax.tree.map(jnp.asarray, facts))
 
 
@@ -241,7 +241,7 @@ def _rows_per_slab(layout: RowLayout) -> int:
     A pass reads or writes a few blocks at a time. Each row counts as whole lines there,
     since XLA:TPU may tile an array of short rows.
 
-    The rows fill whole lines, at most all lines of the shard.
+    The rows fill whole lines, at most all of the shard's.
     """
     row_bytes = LANE_BYTES * round_up(layout.dim, layout.tile_lanes or 1)
     shard_bytes = LANE_BYTES * layout.num_lines * layout.lanes_per_line

@@ -32,7 +32,7 @@ class NotFinite:
         self._counts: dict[str, tuple[int, int]] = {}
 
     def look_at(self, rows: np.ndarray, start: int, owner: str) -> None:
-        """Counts them in rows `[rows, ...]`, which begin at row `start`."""
+        """Counts NaN and infinities in rows `[rows, ...]`, from row `start` on."""
         if not jnp.issubdtype(rows.dtype, jnp.floating):
             return
         is_bad = ~np.isfinite(rows)
@@ -42,7 +42,7 @@ class NotFinite:
             self._counts[owner] = count + int(is_bad.sum()), row
 
     def warn(self) -> None:
-        """Warns once about all that were counted."""
+        """Warns once about all numbers that were counted."""
         if self._counts:
             counts = "; ".join(
                 f"{owner} hold {count}, the first in row {row}"
