@@ -110,7 +110,7 @@ LAYERS = {
     "values of tables in jit": (
         lambda x: nnx.jit(lambda m: m.embedding.embedding_tables())(x.model),
         "got traced values of the tables ['movie']",
-        "on the host",
+        "outside of jit",
         "layer.embedding_tables()",
     ),
 }
