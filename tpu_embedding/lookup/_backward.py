@@ -88,7 +88,7 @@ class IdBlocks:
     """The ids of a batch, sorted by row, in blocks of equal size. Per shard.
 
     Attributes:
-      row_ids: int32 `[blocks, block_size]`, rising; padding last.
+      row_ids: int32 `[blocks, block_size]`, ascending; padding last.
       order: int32 `[blocks, block_size]`, position of each id before sorting.
       ranks: int32 `[blocks, block_size]`, number of distinct rows before each id's.
     """

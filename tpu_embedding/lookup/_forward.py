@@ -62,7 +62,7 @@ class FeatureInput:
     Attributes:
       ids: int32 `[ids]`.
       weights: float32 `[ids]`. None means weight 1 for every id.
-      sample_ids: int32 `[ids]`, the output sample of each id, rising; `num_samples` in
+      sample_ids: int32 `[ids]`, output sample of each id, ascending; `num_samples` in
         unused positions. None if the ids are in blocks: the first ids of all samples,
         then the second ids, up to `valence`. A TPU adds such blocks without moving
         them.

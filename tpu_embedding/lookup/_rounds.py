@@ -58,7 +58,7 @@ def rank_unique(
     """Sorts ids, and ranks each among the distinct ids.
 
     Returns:
-      The words, rising; the position of each id before sorting; and its rank, the
+      The words, ascending; the position of each id before sorting; and its rank, the
       number of smaller distinct ids.
     """
     positions = jnp.arange(words[0].shape[0], dtype=jnp.int32)
@@ -97,7 +97,7 @@ class SortedIds:
     """The ids of a shard, sorted by key. Per shard.
 
     Attributes:
-      words: `[ids]` each, rising; padding last. The first word is the key.
+      words: `[ids]` each, ascending; padding last. The first word is the key.
       order: int32 `[ids]`, position of each sorted id before sorting.
       ranks: int32 `[ids]`, number of smaller distinct ids. If duplicates are kept, each
         occurrence counts as distinct.

@@ -144,7 +144,7 @@ def choose_updates(
     """Returns how gradients are summed and applied.
 
     Each block is a round, so blocks are used only for rules with little cost per round.
-    They also need one CPU device, no user's `capacity`, and gathers and scatters.
+    They also need one CPU device, gathers and scatters, and no user-set `capacity`.
     """
     is_one_cpu = hardware.name == "cpu" and num_devices == 1 and capacity is None
     is_one_cpu &= not backend.replaces_lookup

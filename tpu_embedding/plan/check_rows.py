@@ -90,7 +90,7 @@ def _check_words(owner: str, rows: PackedRows, stack: StackPlan) -> None:
 
 
 def _check_rows_of(owner: str, layout: RowLayout, stack: StackPlan) -> None:
-    """Raises unless rows belong to the stack's tables, and are as many.
+    """Raises unless rows belong to the stack's tables and match them in number.
 
     Slot variables may have shorter rows than the table, packed in their own lines.
     """

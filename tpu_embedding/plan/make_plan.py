@@ -423,7 +423,7 @@ def _layout(
 
 
 def _slot_rows(table: NamedTable) -> tuple[jax.ShapeDtypeStruct, ...]:
-    """Returns row shape and dtype of each slot variable of a table."""
+    """Returns the row shape and dtype of each slot variable of a table."""
     optimizer, dim = table.optimizer, table.config.dim
     if optimizer is None:
         return ()

@@ -81,7 +81,7 @@ class StackPlan:
       num_shards: devices along the `shard_axes`.
       num_replicas: devices along the `replica_axes`, each with a copy of the shard.
       layout: packing of one shard's rows.
-      quantization: applied to looked-up rows.
+      quantization: quantization of looked-up rows, if any.
       capacity: the user's maximum of ids per destination and round, or None.
       gathers: form of the gathers that bring rows to samples.
       updates: form in which gradients are summed and applied.
@@ -224,7 +224,7 @@ class TrainedStackPlan(StackPlan):
 class EmbeddingPlan(FeatureNest):
     """Everything about an embedding layer that is fixed before the step.
 
-    It is a static pytree, so a function under `jax.jit` can receive it.
+    It is a static pytree, and can be passed to functions under `jax.jit`.
 
     Attributes:
       stacks: the stacked tables.
@@ -368,8 +368,8 @@ class EmbeddingPlan(FeatureNest):
     def with_features(self, feature_config: Any) -> "EmbeddingPlan":
         """Returns a plan with other features on the same tables.
 
-        Both plans read the same arrays. Use it to evaluate with features that the model
-        was not trained with.
+        Both plans read the same arrays. Use the new plan to evaluate with features that
+        the model was not trained with.
 
         Args:
           feature_config: any nest of `FeatureConfig` whose tables belong to this plan.

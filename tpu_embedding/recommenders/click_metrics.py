@@ -264,7 +264,7 @@ class AUC(ClickMetric):
     `max_error()`. It is defined if there are positive and negative samples.
 
     Attributes:
-      positives: `[num_bins]`, weight of the positive samples by rising score.
+      positives: `[num_bins]`, weight of the positive samples by ascending score.
       negatives: `[num_bins]`, weight of the negative samples.
       num_bins: number of bins, at least 2; an option of `from_batch`.
 

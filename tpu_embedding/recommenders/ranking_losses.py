@@ -284,7 +284,7 @@ def list_mle_loss(
 
         loss = sum over i of log(sum over j >= i of exp(s_j)) - s_i
 
-    Items are numbered by falling label, and equal labels keep their order, as in Keras
+    Items are numbered by descending label, with equal labels in order, as in Keras
     Recommenders. All bits of labels count, except that JAX truncates 64-bit arguments
     of a jitted function. See Xia et al., "Listwise Approach to Learning to Rank" (ICML
     2008). Arguments and errors are the same as for `pairwise_loss`.

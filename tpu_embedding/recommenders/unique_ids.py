@@ -28,7 +28,7 @@ class UniqueIds(NamedTuple):
     """The unique ids of each device's samples, and the position of each use.
 
     Attributes:
-      ids: `[num_devices * size]`, the unique ids of each device, rising, then padding.
+      ids: `[num_devices * size]`, each device's unique ids, ascending, then padding.
         Look them up as a feature with `output_shape=(-1,)`.
       index: nest like the ids, of int32 `[batch]` or `[batch, valence]`: the position
         of each id among its device's unique ids, or `size` for padding.
@@ -245,7 +245,7 @@ def _joined(arrays: list[np.ndarray]) -> tuple[np.ndarray, np.generic]:
 
 
 def _rank(ids: np.ndarray, padding: Any) -> tuple[np.ndarray, np.ndarray]:
-    """Returns the unique ids, rising, and the rank of each id, -1 for padding."""
+    """Returns the unique ids, ascending, and the rank of each id, -1 for padding."""
     is_id = ids != padding
     used = ids[is_id]
     ranks = np.full(ids.shape, -1, np.int32)

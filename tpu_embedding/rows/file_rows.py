@@ -31,7 +31,7 @@ SCALE_AND_BIAS_BYTES: Final = 8
 
 
 def file_row(packed: PackedRows) -> jax.ShapeDtypeStruct:
-    """Returns shape and dtype of one row in a file.
+    """Returns the shape and dtype of a row in a file.
 
     Args:
       packed: rows of a table or slot variable, or their shapes.

@@ -309,7 +309,7 @@ class PackedRows:
         return rows
 
     def num_missing(self, row_ids):
-        """Returns how many rows, except padding, the lines lack. None if never any."""
+        """Counts missing rows, except padding. Returns None if none can be missing."""
         return None
 
     def read_windows(self, windows, exchange):
@@ -376,7 +376,7 @@ def full_rows(value: Any, layout: RowLayout, dtype: Any) -> PackedRows:
 
 
 def unpack_rows(packed: PackedRows) -> Array:
-    """Returns `[num_rows, *row_shape]`, per shard, the inverse of `pack_rows`."""
+    """Unpacks rows to `[num_rows, *row_shape]`, per shard."""
     layout = packed.layout
     rows = load_rows(unpack_stored(packed), layout)
     return rows.reshape(layout.num_rows, *layout.row_shape)
@@ -412,7 +412,7 @@ def pack_stored(stored: Shaped[Array, "rows _"], layout: RowLayout) -> PackedRow
 
 
 def unpack_stored(packed: PackedRows) -> Shaped[Array, "rows _"]:
-    """Returns the stored rows, per shard, the inverse of `pack_stored`."""
+    """Unpacks lines to stored rows, per shard."""
     layout = packed.layout
     lines = packed.lines.reshape(layout.num_lines, layout.lanes_per_line)
     return rows_of_lines(lines, layout)[: layout.num_rows]

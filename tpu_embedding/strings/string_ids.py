@@ -1,7 +1,7 @@
 """Turns strings into ids, by hashing, fingerprints or a vocabulary.
 
-All work on any container of strings, and keep its weights and structure. They number
-strings like TensorFlow and Keras, so tables trained there can be used.
+All of them accept any container of strings, and keep its weights and structure. Strings
+have the same ids as in TensorFlow and Keras, so tables trained there can be used.
 
 Runs and exports save the vocabularies of features in numbered files, and the names in
 another file, since file systems limit the length of names and may ignore case. The
@@ -197,7 +197,7 @@ class Vocabulary:
     """A numbered list of strings, like `keras.layers.StringLookup`.
 
     Ids are assigned in this order: 0 to the mask token, if there is one; then the
-    buckets of unknown strings; then the tokens. FarmHash picks one of several buckets.
+    buckets of unknown strings; then the tokens. FarmHash picks among several buckets.
 
     Attributes:
       tokens: the strings, in the order of their ids.
@@ -229,8 +229,8 @@ class Vocabulary:
             mask token, if there is one, and `num_oov_buckets` times `oov_token`.
           num_oov_buckets: number of ids for unknown strings. With 0, unknown strings
             raise an error.
-          mask_token: string that looks up nothing: its places become `PADDING_ROW_ID`.
-            Id 0 stays unused, as in Keras.
+          mask_token: string that looks up nothing. Its places become `PADDING_ROW_ID`,
+            and id 0 stays unused, as in Keras.
           oov_token: token for unknown strings in lists written by Keras.
           strip_whitespace: whether `ids` strips white space around strings, like
             `str.strip`. The tokens must not have any.

@@ -145,8 +145,8 @@ def write_blocks(
 
     Raises:
       ValueError: if the rows were made for another plan, if `ranges` doesn't match the
-        stack, or if `read` returns the wrong shape or dtype. The last error loses the
-        rows.
+        stack, or if `read` returns the wrong shape or dtype. In the last case, the
+        rows are lost.
     """
     check_stack(packed, stack)
     exchange = line_exchange(packed, stack, plan)
@@ -329,7 +329,7 @@ def _batched(windows: Sequence[Window], size: int) -> list[Sequence[Window]]:
 
 
 def _bounds(windows: Sequence[Window]) -> tuple[np.ndarray, np.ndarray]:
-    """Returns start and number of rows of each window."""
+    """Returns the start and number of rows of each window."""
     starts = np.asarray([window.start for window in windows], np.int32)
     return starts, np.asarray([window.num_rows for window in windows], np.int32)
 

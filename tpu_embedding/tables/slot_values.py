@@ -278,7 +278,7 @@ def named_slots(state: Any, stack: TrainedStackPlan) -> Iterator[NamedSlot]:
 
 
 def _names(paths: list[list[str]]) -> list[str]:
-    """Returns the shortest end of each path that is unique and has a meaning.
+    """Returns the shortest end of each path that is unique and meaningful.
 
     A path has the fields, keys and positions around a leaf of a state.
     """
