@@ -110,7 +110,7 @@ LAYERS = {
     "values of tables in jit": (
         lambda x: nnx.jit(lambda m: m.embedding.embedding_tables())(x.model),
         "got traced values of the tables ['movie']",
-        "on the host",
+        "outside of jit",
         "layer.embedding_tables()",
     ),
 }
@@ -175,7 +175,7 @@ TRAINING = {
     ),
     "norm of optax in jit": (
         lambda x: jax.jit(optax.global_norm)(x.gradients),
-        "no arithmetic leaf by leaf",
+        "because some leaves are row ids",
         "te.gradients.global_norm(gradients)",
     ),
     "optimizer of Flax": (
