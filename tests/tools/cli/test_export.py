@@ -108,7 +108,7 @@ def test_a_csv_file_is_trained_exported_and_served_strings(tmp_path, capsys):
     options = ["--data-dir", path, "--format", "safetensors"]
     export(tmp_path / "run", tmp_path / "tables", *options)
     strings = tmp_path / "run" / "vocabularies"
-    assert f"it takes ids; the strings are in {strings}" in capsys.readouterr().out
+    assert f"inputs are ids; the strings are in {strings}" in capsys.readouterr().out
     path.write_text(path.read_text().replace("u3", "u8"))
     with pytest.raises(DataError, match="The strings of 'user' must be those"):
         export(tmp_path / "run", tmp_path / "other", *options)
