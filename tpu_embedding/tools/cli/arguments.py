@@ -43,8 +43,8 @@ def emulated_mesh(count: int, num_processes: int = 1) -> Mesh:
     devices = jax.devices("cpu")
     if count % num_processes or len(devices) < count:
         raise UsageError(
-            f"--devices must be a multiple of the {num_processes} processes, and at "
-            f"most the {len(devices)} CPU devices of JAX, got {count}."
+            f"--devices must be at most JAX's {len(devices)} CPU devices and divisible "
+            f"by the number of processes, {num_processes}, got {count}."
         )
     return device_mesh(devices[:count])
 
