@@ -63,13 +63,13 @@ def test_version(capsys):
         (["train", "synthetic", "--set", "num_steps=many"], "num-steps"),
         (["train", "synthetic", "--set", "num_steps=0"], "an int of at least 1, got 0"),
         (["train", "syntetic"], "There is no config 'syntetic'"),
-        (["train", "synthetic", "--devices", "9"], "at most the 8 CPU devices"),
+        (["train", "synthetic", "--devices", "9"], "at most JAX's 8 CPU devices"),
         (["train", "synthetic", "--devices", "1", "--data-dir", "."], "reads no file"),
         (["train", "csv_file", "--devices", "1"], "--data-dir"),
         (["train", "synthetic", "--label", "y"], "--data.label"),
         (
             ["train", "clicks.csv", "--label", "y"],
-            "machine; give the path of a CSV file",
+            "does not exist on this machine. Pass the path",
         ),
         pytest.param(
             ["compile", "csv_file", "--topology", "v5e:2x2"],

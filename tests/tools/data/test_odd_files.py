@@ -121,8 +121,8 @@ def test_other_cells_of_several_lines_are_not_told(tmp_path):
 
 
 WRONG = {
-    "empty": (b"", {}, "rows, got an empty file"),
-    "blank": (b"\n \n", {}, "rows, got an empty file"),
+    "empty": (b"", {}, "must have rows"),
+    "blank": (b"\n \n", {}, "must have rows"),
     "header only": (HEAD.encode(), {}, "'y'.*two different values.*rows"),
     "a zip archive": (b"PK\x03\x04" + b"\0" * 30, {}, "Excel.*save the sheet as CSV"),
     "gzip without its name": (gzip.compress(b"a"), {}, "gzip.*end with .gz"),

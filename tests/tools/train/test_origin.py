@@ -172,5 +172,5 @@ def test_settings_of_a_csv_file(tmp_path):
     settings = ("data.label='is click'", "data.separator=' '", "data.lists=x 'y z'")
     data = RunOrigin(config=str(path), settings=settings).load().data
     assert (data.label, data.separator, data.lists) == ("is click", " ", ("x", "y z"))
-    with pytest.raises(DataError, match="is missing on this machine"):
+    with pytest.raises(DataError, match="does not exist on this machine"):
         RunOrigin(config=str(tmp_path / "other.csv")).load()

@@ -1,11 +1,10 @@
 """Data sets: batches of samples from files, or from a known teacher.
 
-A run config has a source, a frozen dataclass next to its reader; `open` makes a data
-set of it. What all of them share:
+A run config has a source, a frozen dataclass next to its reader. `open` returns its
+data set. Shared by all of them:
 
-* `batch`: a batch, the interfaces of a data set and of its source, and the error of
-  damaged data.
-* `block_dataset`: batches, epochs and held-out samples of any reader of samples, in an
+* `batch`: a batch, the interfaces of data sets and sources, and the error for bad data.
+* `block_dataset`: batches, epochs and held-out samples for any reader of samples, in an
   order shuffled by blocks.
 
 Files:
