@@ -188,7 +188,7 @@ def test_a_column_of_two_types(tmp_path, types):
     data = open_source(
         tmp_path, features=(feature,), dense=(), weight=None, num_evaluation_samples=4
     )
-    with pytest.raises(DataError, match="column 'uid': .*one type in all files"):
+    with pytest.raises(DataError, match="column 'uid': .*the same type in all files"):
         samples_of_steps(data, 4)
 
 

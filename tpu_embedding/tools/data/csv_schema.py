@@ -140,7 +140,7 @@ class Column:
             rule = f"must be a date in the format {self.date_format!r} or empty"
             values, wrong = seconds_of(cells, self.date_format)
         else:
-            rule = "must be a float32 number or empty"
+            rule = "must be a number that fits in float32, or empty"
             values, wrong = numbers_of(cells, self.decimal, self.thousands)
         if wrong is not None:
             fix = f"correct it, or set data.categories={self.name}"
