@@ -101,7 +101,7 @@ def test_evaluation_files(directory):
     assert (data.num_train_samples, data.num_evaluation_samples) == (70, 50)
     with pytest.raises(DataError, match=r"has no training file.*evaluation_files"):
         open_source(directory, files="b*", **changes)
-    with pytest.raises(DataError, match=r"must have files 'c\*', but has none"):
+    with pytest.raises(DataError, match=r"matches 'c\*'"):
         open_source(directory, files="c*")
 
 

@@ -142,7 +142,7 @@ TRUNCATED = gzip.compress(999 * b"1,2", mtime=0)[:-9]
 def test_a_damaged_csv_file(tmp_path, content):
     path = tmp_path / "clicks.csv.gz"
     path.write_bytes(content)
-    with pytest.raises(DataError, match="clicks.csv.gz must be a CSV file"):
+    with pytest.raises(DataError, match="clicks.csv.gz could not be read"):
         RunOrigin(config=str(path)).load()
 
 

@@ -68,7 +68,7 @@ class Export:
         Raises:
           ConfigError, DataError: if the config or the data are wrong.
           RunDirectoryError: if a file of the run is damaged or a link.
-          CheckpointError: if there is no checkpoint, or its config differs.
+          CheckpointError: if the checkpoint is missing, or its config differs.
           ExportError: if the model cannot be exported, an extra is not installed, or
             the output directory has files.
         """

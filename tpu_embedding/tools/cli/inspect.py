@@ -88,8 +88,7 @@ def _print_column(
 def _find_checkpoint(path: pathlib.Path) -> tuple[pathlib.Path, pathlib.Path | None]:
     """Returns a checkpoint and its run's directory, or None without a run.
 
-    Args:
-      path: directory of a run, of its checkpoints, or of one checkpoint.
+    The path can be a run's directory, its checkpoints directory, or a checkpoint.
     """
     checkpoint = path = path.resolve()
     if (path / CHECKPOINTS_DIR).is_dir():

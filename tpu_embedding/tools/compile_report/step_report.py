@@ -177,12 +177,7 @@ def memory_of(compiled: jax.stages.Compiled, hardware: HardwareInfo) -> Memory:
 def refused_memory(rejection: str, hardware: HardwareInfo) -> Memory | None:
     """Returns the memory of a program that the compiler rejected for its size.
 
-    Args:
-      rejection: first line of the compiler's error.
-      hardware: hardware of the devices.
-
-    Returns:
-      Memory that does not fit, or None if the error has another reason.
+    Returns None if `rejection`, the error's first line, has another reason.
     """
     if "RESOURCE_EXHAUSTED" not in rejection or "HBM" not in rejection.upper():
         return None

@@ -110,7 +110,7 @@ def _unknown(topology: str, reason: str) -> ValueError:
 
 @contextlib.contextmanager
 def _one_host() -> Iterator[None]:
-    """Sets the variables of `_HOST` within a context."""
+
     names = (*_HOST, _REMOVED)
     before = {name: os.environ.pop(name) for name in names if name in os.environ}
     os.environ.update(_HOST)
@@ -192,11 +192,7 @@ class SliceShapes:
     max_chips: int
 
     def has(self, grid: tuple[int, ...]) -> bool:
-        """Returns True if a slice of the generation can have this grid.
-
-        Args:
-          grid: chips along each dimension.
-        """
+        """Returns True if a slice can have this grid of chips along each dimension."""
         if grid in self.fixed or self.cube_side is None:
             return grid in self.fixed
         fits = len(grid) == len(self.fixed[0]) and math.prod(grid) <= self.max_chips

@@ -131,14 +131,10 @@ def _join_ragged(
 def padded_batches(
     read: Callable[[np.ndarray], Batch], samples: np.ndarray, batch_size: int
 ) -> Iterator[Batch]:
-    """Yields samples in batches of equal size, for evaluation.
+    """Yields the numbered samples in batches of equal size, for evaluation.
 
-    Copies of the last sample, with weight 0, pad the last batch.
-
-    Args:
-      read: returns the batch of the given samples.
-      samples: numbers of the samples.
-      batch_size: samples per batch.
+    `read` returns the given samples. Copies of the last sample, with weight 0, pad the
+    last batch.
     """
     for start in range(0, len(samples), batch_size):
         places = start + np.arange(batch_size)
@@ -201,11 +197,7 @@ def required_files(data_dir: Any, files: str) -> pathlib.Path:
 
 
 def check_counts(settings: Any) -> None:
-    """Raises a ValueError that names each int field less than 1.
-
-    Args:
-      settings: a dataclass, such as a source.
-    """
+    """Raises a ValueError that names each int field of a dataclass less than 1."""
     raise_all(
         [
             f"{type(settings).__name__}.{name} must be at least 1, got {value}"

@@ -154,8 +154,8 @@ class BlockOrder:
       bounds: int64 `[blocks + 1]`, rising: the first sample of each block, then the
         number of samples.
       seed: seed of the order.
-      num_streams: number of pieces of an epoch that a batch mixes.
-      stride: number of consecutive samples from a piece, at least 1.
+      num_streams: number of pieces.
+      stride: consecutive samples from a piece, at least 1.
 
     Example:
       >>> order = BlockOrder(np.array([0, 3, 6, 7]), seed=0)

@@ -56,11 +56,8 @@ class CriteoSource:
     ) -> ParquetClicks | SyntheticCriteo:
         """Returns the data set: rows of a log, or synthetic rows without files.
 
-        Args:
-          data_dir: a file that `criteo_to_parquet` wrote, a directory of such files
-            whose names sort by time, or None.
-          batch_size: samples per batch, over all devices.
-          seed: seed of the samples' order, or of synthetic samples.
+        `data_dir` is a file that `criteo_to_parquet` wrote, a directory of such files
+        whose names sort by time, or None. See also `DataSource.open`.
 
         Raises:
           DataError: if a file is missing or damaged.

@@ -54,7 +54,7 @@ _RULES: Final = {
     ),
     "encoding": Rule(_is_encoding, "the name of an encoding, such as cp1252, or None"),
     "held_out": Rule(lambda x: 0 < x < 1, "between 0 and 1"),
-    "separator": Rule(bool, "a text of at least one character"),
+    "separator": Rule(bool, "at least one character"),
     "delimiter": Rule(
         lambda x: x is None or (x and not set(x) & set('"\r\n')),
         "a text without quotes and line breaks, or None",
@@ -94,14 +94,7 @@ class CsvClicks(BlockDataset):
     def __init__(
         self, path: pathlib.Path, source: "CsvSource", *, batch_size: int, seed: int
     ):
-        """Reads the file, and encodes its columns.
-
-        Args:
-          path: path of the file.
-          source: settings of columns, label and held-out rows.
-          batch_size: samples per batch.
-          seed: seed of the order and of the held-out rows.
-        """
+        """Reads the file, and encodes its columns; see `CsvSource.open`."""
         source, columns, numbers, strings = read_columns(path, source)
         labels = numbers.pop(source.label)
         is_labelled = ~np.isnan(labels)
@@ -204,7 +197,7 @@ class CsvClicks(BlockDataset):
             shown.append((name, column.kind, distinct, size, column.because))
         shown.append((source.label, "label", "-", "-", "data.label"))
         lines = [format_table(shown, num_left_aligned=2), *warnings]
-        fix = "data.categories=COLUMN, data.numbers, dates, lists or ignored"
+        fix = "data.categories=COLUMN, or data.numbers, dates, lists or ignored"
         return features, dense, [*lines, f"change a kind with --set {fix}"]
 
     def constant_loss(self) -> float:
@@ -228,9 +221,9 @@ class CsvSource:
     """Source of `CsvClicks`: a CSV file whose first line names the columns.
 
     Cells and list elements are stripped of white space. Columns not named in any field
-    are recognised from rows throughout the file. Cells with the separator make a column
-    of lists. Numbers and dates must fit all cells. The rest are categories, and so are
-    integers with few distinct values, or that identify something.
+    are recognised from rows throughout the file. A column is a list if a cell has the
+    separator, and numbers or dates if all cells are. The rest are categories, including
+    integers that have few distinct values or identify something.
 
     The label selects the task. Two values make a binary task. The positive value is the
     one that means yes (`1`, `true`, `yes`, `y`, `positive`, `>50K`), or else the
@@ -256,8 +249,8 @@ class CsvSource:
       delimiter: text between the fields of a row. By default, the one of comma, tab,
         semicolon, `|`, `::` and space that splits the first lines into equal numbers of
         fields. A space matches any number of spaces.
-      encoding: encoding of the file. By default, UTF-8 is tried, then UTF-16, then
-        Windows' Latin-1.
+      encoding: encoding of the file. By default, UTF-8, UTF-16 or Windows' Latin-1 is
+        detected.
       column_names: names of the columns, if the first line is already a row.
       min_count: minimum number of occurrences of a string in the training rows for its
         own table row.
@@ -298,12 +291,9 @@ class CsvSource:
     ) -> CsvClicks:
         """Reads the file, and returns the data set.
 
-        Args:
-          data_dir: path of the file, compressed if it ends with `.gz`. Blank lines are
-            skipped. A column without a name is named after its position, such as
-            `column 1`.
-          batch_size: samples per batch, over all devices.
-          seed: seed of the order and of the held-out rows.
+        The file is decompressed if its name ends with `.gz`. Blank lines are skipped. A
+        column without a name is named after its position, such as `column 1`. `seed`
+        selects the order and the held-out rows.
 
         Raises:
           DataError: if the file is missing, empty or damaged, a column is missing, or a
@@ -463,9 +453,7 @@ class _Rows:
 def signed_log(values: Any, xp: Any = np) -> Any:
     """Returns `sign(x) * log(1 + |x|)`, which keeps the order and shortens tails.
 
-    Args:
-      values: array of numbers.
-      xp: module of the array, `numpy` or `jax.numpy`.
+    `xp` is the array's module, `numpy` or `jax.numpy`.
 
     Example:
       >>> signed_log(np.array([0.0, -1.0])).round(3).tolist()

@@ -29,12 +29,8 @@ def read_columns(
     The first rows determine the kinds. If a sample of all rows gives a column a
     different kind, or a cell does not fit, the column is read again.
 
-    Args:
-      path: path of the file.
-      source: the `CsvSource`.
-
     Returns:
-      The source with its encoding and task. Then three dicts by column name: each
+      The `CsvSource` with its encoding and task. Then three dicts by column name: each
       column except the label, numbers including labels, and strings. Numbers and dates
       are float64 `[rows]`, as from `Column.read`. Labels are float32 `[rows]`, NaN if
       missing.
@@ -146,7 +142,6 @@ class _Cells:
         }
 
     def add(self, block: CsvBlock) -> None:
-        """Adds the rows of a block."""
 
         def note(name: str, row: int, rule: str, fix: str) -> DataError:
             self.odd[name] = block.cells[name][row]

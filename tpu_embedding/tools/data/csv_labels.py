@@ -37,7 +37,7 @@ class LabelColumn:
     """
 
     def __init__(self, path: pathlib.Path, name: str):
-        """Starts with an empty column of a file."""
+
         self._path, self._name = path, name
         self._key_of_cell: dict[str, int] = {}
         self._first_lines: dict[str, int] = {}
@@ -60,8 +60,7 @@ class LabelColumn:
     def fields(self, source: Any) -> dict[str, Any]:
         """Returns a `CsvSource`'s `task`, `positive` and `classes` for these labels.
 
-        Args:
-          source: the `CsvSource`. Its own fields take precedence.
+        Fields that are set in the `CsvSource` take precedence.
 
         Raises:
           DataError: if the labels do not determine what to predict.
@@ -91,7 +90,7 @@ class LabelColumn:
         ):
             if others:
                 raise self._error(
-                    f"a label must be a number like all others, got "
+                    f"a label must be a number like the rest, got "
                     f"{self._text(others[0])!r}",
                     "correct it or leave it empty, or set data.task=classes",
                     line=self._first_lines[others[0]],
@@ -146,8 +145,7 @@ class LabelColumn:
     def labels(self, source: Any) -> np.ndarray:
         """Returns the labels, float32 `[rows]`, NaN for missing cells.
 
-        Args:
-          source: the `CsvSource` with the `fields` of this or another file's column.
+        `source` has the `fields` of this column, or of another file's column.
 
         Raises:
           DataError: if a value is not a number or not one of the classes, as the task

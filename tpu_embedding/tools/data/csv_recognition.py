@@ -67,7 +67,7 @@ def recognise(
         kept = [i for i, text in enumerate(texts) if text.lower() not in MISSING]
         present[name] = [texts[i] for i in kept]
         places[name] = np.array(kept, int)
-        if rows is not None:  # Further cells have no row number.
+        if rows is not None:  # Further cells lack a row number.
             places[name] = rows[[i for i in kept if i < len(rows)]]
     marks = {name: number_marks(set(texts)) for name, texts in present.items()}
     has_commas = any(m and all(mark == "," for mark, _ in m) for m in marks.values())
@@ -138,7 +138,7 @@ def _column(
 
 
 def _is_clock(texts: list[str], different: set[str]) -> bool:
-    """Returns True for many distinct hours and minutes, such as 1730."""
+    """Returns True for many distinct times such as 1730."""
     if len(different) <= _MIN_CLOCK_TIMES:
         return False
     return seconds_of(texts, CLOCK_FORMAT)[1] is None
@@ -205,14 +205,10 @@ def _date_format(different: set[str]) -> str | None:
 
 
 def named_date(name: str, texts: Collection[str]) -> Column:
-    """Returns a column that `data.dates` names.
+    """Returns a column that `data.dates` names, given the cells that are not missing.
 
     Its format is the first one that fits all texts, or else the one that fails last, so
     that reading the column raises an error for that cell.
-
-    Args:
-      name: name of the column.
-      texts: cells that are not missing.
     """
     cells = sorted(texts)
     formats = [*DATE_FORMATS, CLOCK_FORMAT, *UNIX_FORMATS]
@@ -231,12 +227,8 @@ def named_date(name: str, texts: Collection[str]) -> Column:
 def fitted(column: Column, values: np.ndarray, is_trained: np.ndarray) -> Column:
     """Returns a column of numbers or dates with its buckets and date parts.
 
-    Buckets have about equally many training rows.
-
-    Args:
-      column: the column.
-      values: values from `Column.read`.
-      is_trained: bool `[rows]`, True for training rows.
+    Buckets have about equally many training rows, for which `is_trained`, bool
+    `[rows]`, is True. `values` are from `Column.read`.
     """
     values = values[is_trained]
     values = values[np.isfinite(values)]

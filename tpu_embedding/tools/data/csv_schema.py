@@ -91,7 +91,7 @@ class Column:
         if self.kind not in get_args(ColumnKind):
             raise self._error("kind", f"one of {get_args(ColumnKind)}")
         if not self.separator:
-            raise self._error("separator", "a text of at least one character")
+            raise self._error("separator", "at least one character")
         if (self.decimal, self.thousands) not in NUMBER_MARKS:
             raise self._error("thousands", "a mark that differs from the decimal mark")
         is_date = self.kind == "date"
@@ -215,11 +215,7 @@ class CsvSchema:
         return tuple(x.number_name for x in self.columns if x.number_name is not None)
 
     def feature_sizes(self, vocabularies: Mapping[str, Vocabulary]) -> dict[str, int]:
-        """Returns the number of ids of each feature, that is, of its table's rows.
-
-        Args:
-          vocabularies: vocabulary of each column of categories or lists.
-        """
+        """Returns the number of ids of each feature, that is, of its table's rows."""
         lists = {x.name for x in self.columns if x.kind == "list"}
         sizes: dict[str, int] = {}
         for column in self.columns:

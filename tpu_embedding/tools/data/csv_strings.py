@@ -27,11 +27,7 @@ class Strings:
     """
 
     def __init__(self, separator: str | None = None):
-        """Starts an empty column.
-
-        Args:
-          separator: text between list elements. By default, each cell is one string.
-        """
+        """Starts an empty column of strings, or of lists if a separator is given."""
         self._separator = separator
         self._lengths: list[np.ndarray] = []
         self._numbers: list[np.ndarray] = []
@@ -117,7 +113,7 @@ class Strings:
         return numbers, hashes[is_first], order[is_first]
 
     def _texts_of(self, hashes: np.ndarray) -> list[str]:
-        """Returns the strings with the given hashes."""
+
         order = np.argsort(hashes)
         rising, texts = hashes[order], np.empty(len(hashes), object)
         for compressed in self._texts:

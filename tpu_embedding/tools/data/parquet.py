@@ -117,12 +117,7 @@ class ParquetRows:
     """
 
     def __init__(self, paths: Sequence[pathlib.Path], source: "ParquetSource"):
-        """Reads the footers of the files.
-
-        Args:
-          paths: paths of the files, at least one.
-          source: columns to read.
-        """
+        """Reads the footers of the files, at least one."""
         self._source, self._paths = source, paths
         names = source.column_names
         self._groups = [group for path in paths for group in row_groups(path, names)]
@@ -149,7 +144,7 @@ class ParquetRows:
         return join_samples(batches, np.split(rows, breaks))
 
     def _decode(self, number: int) -> Batch:
-        """Returns all rows of a row group."""
+
         source, group = self._source, self._groups[number]
         arrays = group.read(source.column_names)
 
@@ -185,9 +180,7 @@ class ParquetRows:
 def row_groups(path: pathlib.Path, columns: Sequence[str]) -> list[RowGroup]:
     """Returns the row groups of a file that have rows.
 
-    Args:
-      path: path of the file.
-      columns: names of columns that the file must have.
+    The file must have the given columns.
 
     Raises:
       DataError: if the file is missing or damaged, lacks a column, or pyarrow is not
@@ -359,10 +352,7 @@ class ParquetSource:
     ) -> ParquetClicks:
         """Returns the data set.
 
-        Args:
-          data_dir: directory of the files, or one file.
-          batch_size: samples per batch, over all devices.
-          seed: seed of the order of the row groups.
+        `data_dir` is a directory or one file. `seed` shuffles the row groups.
 
         Raises:
           DataError: if a file is missing or damaged, lacks a column, or pyarrow is not
@@ -427,5 +417,5 @@ def _matching(directory: pathlib.Path, pattern: str) -> list[pathlib.Path]:
         return [directory]
     paths = sorted(path for path in directory.glob(pattern) if path.is_file())
     if not paths:
-        raise DataError(f"{directory} must have files {pattern!r}, but has none.")
+        raise DataError(f"No file in {directory} matches {pattern!r}.")
     return paths

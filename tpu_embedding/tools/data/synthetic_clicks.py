@@ -157,11 +157,6 @@ class SyntheticCriteo(TeacherDataset):
     Features: int32 `[batch]` for valence 1, otherwise int32 `[batch, valence]` without
     padding. Dense: float32 `[batch, 13]`.
 
-    Args:
-      source: a `CriteoSource`.
-      batch_size: samples per batch.
-      seed: seed of the teacher and of all samples, at least 0.
-
     Example:
       >>> from tpu_embedding.tools.train import CriteoSource
       >>> source = CriteoSource(

@@ -65,7 +65,7 @@ class SyntheticStreamSource(SyntheticSource):
     def table_size(self, living_ids: int) -> int | Dynamic:
         """Returns a table's number of rows, or its dynamic vocabulary."""
         if self.vocabulary == "unlimited":
-            # Ids born after the evaluation step have no row.
+            # Only ids born until the evaluation step need rows.
             last_life = (self.evaluation_step + self.life_steps - 1) // self.life_steps
             return living_ids * (last_life + 1)
         dynamic = Dynamic(capacity=round(self.capacity_ratio * living_ids))
@@ -151,5 +151,5 @@ def _hash(words: np.ndarray) -> np.ndarray:
 
 
 def _uniform(ids: np.ndarray, salt: int) -> np.ndarray:
-    """Returns a number per id, uniform over the ids with mean 0 and variance 1."""
+    """Returns a uniform number per id, with mean 0 and variance 1."""
     return (_hash(ids ^ np.uint64(salt)) * 2.0**-64 - 0.5) * np.sqrt(12.0)

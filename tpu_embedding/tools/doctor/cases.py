@@ -216,14 +216,7 @@ def _expected(
     weights: np.ndarray,
     cotangents: np.ndarray,
 ) -> tuple[np.ndarray, Values]:
-    """Computes the steps in NumPy.
-
-    Args:
-      case: the case.
-      before: values before the first step.
-      ids: ids, `[samples, valence]`.
-      weights: weights of the ids, 0 for padding.
-      cotangents: cotangents of the activations, `[samples, dim]`.
+    """Computes the steps in NumPy, from the values before the first step and a batch.
 
     Returns:
       The rows that are looked up, and the values after the checked steps, with the last
@@ -264,13 +257,10 @@ def _expected(
 def _difference(
     name: str, actual: np.ndarray, expected: np.ndarray, rows: np.ndarray
 ) -> str | None:
-    """Describes the wrong rows; returns None if all are right.
+    """Describes the wrong rows of an array; returns None if all are right.
 
-    Args:
-      name: name of the array.
-      actual: computed values, float32 `[rows, dim]`.
-      expected: expected values, float32 `[rows, dim]`.
-      rows: rows that may differ by rounding; all other rows must be bitwise equal.
+    `rows` may differ by rounding. All other rows must be bitwise equal. Arrays are
+    float32 `[rows, dim]`.
     """
     is_wrong = actual.view(np.int32) != expected.view(np.int32)
     tolerance = _TOLERANCE * (1 + np.abs(expected[rows]))

@@ -83,7 +83,7 @@ class Finding:
 
 
 def _finding(check: str, is_right: bool, text: str, fix: str) -> Finding:
-    """Returns a finding that is ok, or that failed and has a fix."""
+
     return (
         Finding(check, "ok", text) if is_right else Finding(check, "FAILED", text, fix)
     )
@@ -122,9 +122,7 @@ def check_variables(
 ) -> Iterator[Finding]:
     """Checks environment variables that disable or change the detection of TPUs.
 
-    Args:
-      environment: the user's variables, from `user_environment`.
-      chips: device files of this host's TPU chips. Without any, all findings are ok.
+    Without `chips`, the device files of this host's TPU chips, all findings are ok.
     """
     for name, (status, effect) in _EFFECTS.items():
         value = environment.get(name, "")
@@ -147,12 +145,8 @@ def ask_child(
     """Returns the answer of a child process, or a description of the failure.
 
     Only one process at a time can use a TPU, and a program may hang or halt it. So all
-    work on the devices happens in child processes with a time limit.
-
-    Args:
-      question: arguments of `child.py`.
-      environment: environment variables of the child.
-      seconds: time limit.
+    work on the devices happens in child processes with a time limit. `question` has the
+    arguments of `child.py`.
     """
     command = [sys.executable, "-m", "tpu_embedding.tools.doctor.child", *question]
     try:
@@ -195,13 +189,7 @@ def parse_expectation(text: str) -> tuple[str | None, int]:
 def check_devices(
     devices: dict[str, Any] | str, expected: str | None, chips: list[str]
 ) -> Iterator[Finding]:
-    """Checks the devices that JAX found.
-
-    Args:
-      devices: the child's answer to `devices`, or its failure.
-      expected: expected devices, as in `parse_expectation`.
-      chips: device files of this host's TPU chips.
-    """
+    """Checks the devices that JAX found, given the child's answer or failure."""
     if isinstance(devices, str):
         fix = (
             "Another process may use the TPU. On a slice of several hosts, start the "

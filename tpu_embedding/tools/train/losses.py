@@ -65,12 +65,9 @@ def mean_loss(
 
 
 def merge_batches(batches: Iterable[Metrics]) -> Metrics:
-    """Returns the merged metrics of all batches, or no metrics without batches.
+    """Returns the merged metrics of all batches; empty without batches.
 
     Waits for a batch only after the next one is dispatched.
-
-    Args:
-      batches: metrics of each batch, on the devices.
     """
     merged: Metrics = collections.OrderedDict()
     for batch_metrics in batches:
@@ -132,7 +129,6 @@ def _evaluate_ratings(outputs: Outputs, labels: Array, weights: Array) -> Metric
 
 
 def _class_loss(outputs: Outputs, labels: Array) -> Array:
-    """Returns the cross-entropy of logits `[batch, classes]` and class numbers."""
     return optax.softmax_cross_entropy_with_integer_labels(
         outputs.scores, labels.astype(jnp.int32)
     )

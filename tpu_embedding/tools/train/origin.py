@@ -169,7 +169,7 @@ def config_of_run(
 
 
 def _latest_start(directory: pathlib.Path) -> tuple[dict[str, Any] | None, Any]:
-    """Returns the latest records of a run's origin, or None, and of its config."""
+    """Returns the latest record of a run's origin, or None, and of its config."""
     origin, run = None, {}
     for record in read_records(directory / RECORDS_FILE):
         origin, run = record.get("origin") or origin, record.get("run") or run
@@ -203,11 +203,6 @@ def _recorded_csv_run(config: RunConfig, run: dict[str, Any]) -> RunConfig:
 
 def _recorded(default: Any, values: Any, name: str) -> Any:
     """Returns a config's section with recorded values, after checking their types.
-
-    Args:
-      default: the section, a dataclass.
-      values: recorded values by field.
-      name: name of the section, for errors.
 
     Raises:
       ConfigError: if a field is unknown, or a value has the wrong type or size.
@@ -252,13 +247,10 @@ def _has_type(value: Any, hint: Any) -> bool:
 
 
 def _for_task(config: RunConfig, data: CsvSource, deviation: float = 1) -> RunConfig:
-    """Returns the config `csv_file` with the loss and target for a task.
+    """Returns the config `csv_file` with the loss and target for the task of `data`.
 
-    Args:
-      config: the config.
-      data: its new data, with the task.
-      deviation: standard deviation of the labels. A regression's loss is divided by its
-        square, so that training does not depend on the labels' scale.
+    A regression's loss is divided by the square of `deviation`, the labels' standard
+    deviation, so that training does not depend on their scale.
     """
     loss, target, weight = "log_loss", config.target, 1.0
     if data.task == "classes":
@@ -277,7 +269,7 @@ def csv_run(path: pathlib.Path) -> RunConfig:
 
     A batch has about 1/500 of the rows: a power of two from 32 to 4,096. The run
     reports 20 times, evaluates 5 times, and passes over the rows `EPOCHS` times, or
-    once more if there are fewer than `SMALL_FILE_ROWS`.
+    `EPOCHS + 1` times if there are fewer than `SMALL_FILE_ROWS`.
 
     Args:
       path: path of the CSV file; its name becomes the run's name.

@@ -50,12 +50,7 @@ class StepMeter:
     """Keeps step metrics on the devices, and reports their means."""
 
     def __init__(self, config: RunConfig, report: Callable[..., None]):
-        """Starts without steps.
-
-        Args:
-          config: config of the run.
-          report: called with the number of steps done, `"train"` and the means.
-        """
+        """Stores `report`, a function of the steps done, `"train"` and the means."""
         self._config, self._report = config, report
         self._steps: list[StepMetrics] = []
         self._waited = 0.0
@@ -133,14 +128,7 @@ class RunReport:
         first_step: int,
         origin: Mapping[str, Any] | None = None,
     ):
-        """Opens the files, and prints changes in the config since the last start.
-
-        Args:
-          directory: directory of the run.
-          config: config of the run.
-          first_step: number of steps done before.
-          origin: record of what the config was loaded from, or None.
-        """
+        """Opens the files, and prints changes in the config since the last start."""
         self._path, self._config = directory / RECORDS_FILE, config
         self._file = self._board = None
         if not distributed.is_first():
@@ -173,13 +161,7 @@ class RunReport:
             self._file.flush()
 
     def scalars(self, step: int, group: str, values: Mapping[str, float]) -> None:
-        """Prints and records values after a step.
-
-        Args:
-          step: number of steps done.
-          group: `"train"` or `"evaluation"`.
-          values: values by name.
-        """
+        """Prints and records values of a step, for "train" or "evaluation"."""
         num_steps = self._config.num_steps
         text = "  ".join(
             f"{name} {value:.5g}"
@@ -199,9 +181,7 @@ class RunReport:
     def plot(self, metric: str, teacher: float | None) -> None:
         """Plots the training loss and a metric over all recorded steps.
 
-        Args:
-          metric: name of the metric.
-          teacher: the teacher's value of the metric, or None.
+        `teacher` is the teacher's value of the metric, or None.
         """
         if self._file is None:
             return
@@ -244,7 +224,7 @@ def format_tables(plan: EmbeddingPlan) -> str:
         f"{format_table(rows, num_left_aligned=2)}\n"
         f"{plan.num_shards} {'devices' if plan.num_shards > 1 else 'device'}, "
         f"{plan.hardware.name}; tables and slot variables take {format_bytes(total)} "
-        "on each"
+        "per device"
     )
 
 
@@ -274,10 +254,7 @@ def changes(
 ) -> Iterator[tuple[str, Any, Any]]:
     """Yields name, old value and new value of each changed field of a config.
 
-    Args:
-      before: fields from `RunConfig.describe`, nested by section.
-      now: fields of the current config.
-      section: prefix of the names.
+    `before` and `now` are from `RunConfig.describe`. `section` is the names' prefix.
 
     Example:
       >>> list(changes({"seed": 1, "model": {"dim": 4}}, {"model": {"dim": 8}}))
@@ -296,12 +273,9 @@ def drop_repeated_records(
 ) -> None:
     """Removes the records of steps that a resumed run repeats.
 
-    The file is replaced atomically, so a kill leaves the old or the new one.
-
-    Args:
-      directory: directory of the run.
-      step: number of steps done before the run continues.
-      evaluates: whether the run evaluates before the next step.
+    The run continues after `step` steps, with an evaluation before the next step if
+    `evaluates`. The file is replaced atomically, so a kill leaves the old or the new
+    one.
     """
     path = directory / RECORDS_FILE
     kept = ""

@@ -1,4 +1,4 @@
-"""Runs a training: steps, evaluations, checkpoints and the result.
+"""Runs training: steps, evaluations, checkpoints and the result.
 
 `train` does all of it, and `evaluate` only the last part, for a saved run. In a job of
 several processes, all processes call them. Each process feeds its devices and writes
@@ -105,8 +105,8 @@ def train(
       data_dir: path of the data, if the config's source reads files.
       mesh: mesh of the devices. Defaults to all devices.
       existing_run: how to handle a checkpoint in `output_dir`; see `ExistingRun`.
-      stop_at: number of steps after which the run stops as if it got SIGTERM. By
-        default, it runs to the end.
+      stop_at: number of steps after which the run stops as if it had received
+        SIGTERM. By default, it runs to the end.
       profile: numbers of steps at which recording an xprof profile starts and ends. The
         profile is written to `profile/` in the output directory. By default, none is
         recorded.
@@ -117,8 +117,8 @@ def train(
       ConfigError: if the model does not fit the config.
       DataError: if data are missing or damaged.
       CheckpointError: if the checkpoint to resume from is damaged, or does not fit.
-      RunDirectoryError: if another process uses `output_dir`, or it has a checkpoint
-        and `existing_run` is `"refuse"`.
+      RunDirectoryError: if another process uses `output_dir`, or `existing_run` does
+        not allow its checkpoint.
       TrainingDivergedError: if a loss, a gradient or a metric is not finite.
       MissingExtraError: if a library of the extra `train` is not installed.
     """
@@ -175,12 +175,7 @@ def evaluate(
 
 
 def open_data(config: RunConfig, data_dir: Any) -> Dataset:
-    """Opens the data set of a run.
-
-    Args:
-      config: config of the run.
-      data_dir: path of the data, None, or anything else that the source accepts.
-    """
+    """Opens a run's data set; `data_dir` is a path or anything the source accepts."""
     if is_local_path(data_dir):
         data_dir = local_path(data_dir)
     return config.data.open(data_dir, batch_size=config.batch_size, seed=config.seed)
@@ -230,12 +225,7 @@ class _Run:
         self.exchanged: dict[str, Any] = {}
 
     def restore(self, existing_run: ExistingRun, step: int | None = None) -> None:
-        """Restores the state if there is a checkpoint.
-
-        Args:
-          existing_run: how to handle a checkpoint.
-          step: step of the checkpoint. Defaults to the newest one.
-        """
+        """Restores the state of a step, by default the newest one, if it was saved."""
         config, data, plan = self.config, self.data, self.plan
         graph, abstract = run_steps.abstract_train_state(config, data, plan)
         self.graph, self.abstract = graph, abstract
@@ -246,8 +236,8 @@ class _Run:
         self.step = step or self.checkpoints.latest_step() or 0
         if self.step and existing_run == "refuse":
             raise RunDirectoryError(
-                f"{self.directory} holds a run, saved at step {self.step}. Continue it "
-                "with --resume, choose another --output-dir, or delete it."
+                f"{self.directory} already has a run, saved at step {self.step}. "
+                "Continue it with --resume, choose another --output-dir, or delete it."
             )
         self.state = None
         if self.step:
@@ -388,13 +378,9 @@ class _Run:
     ) -> Generator[_Item, None, None]:
         """Yields batches once their rows of `te.HostRows` tables are in the state.
 
-        Only with such tables, batches are drawn ahead, and `exchanged` is set for each
+        With such tables, batches are drawn ahead, and `exchanged` is set for each
         batch: `hit_rate`, the share of its distinct rows that were on the devices, and
         `exchanged_bytes`, the size of all other rows, there and back.
-
-        Args:
-          batches: batches of training or evaluation.
-          features_of: returns a batch's prepared features.
         """
         if all(stack.storage.holds_all_rows for stack in self.plan.stacks):
             yield from batches

@@ -233,10 +233,6 @@ def vocabularies_of(directory: pathlib.Path) -> dict[str, Vocabulary]:
 def check_vocabularies(data: Dataset, directory: pathlib.Path) -> None:
     """Checks that strings have the same ids as when the run was trained.
 
-    Args:
-      data: opened data set, which may have vocabularies.
-      directory: output directory of the run.
-
     Raises:
       DataError: if they differ; the message names the feature.
     """

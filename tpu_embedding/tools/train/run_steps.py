@@ -71,14 +71,8 @@ def train_batches(
 
     A thread prepares the next batches while the caller uses the current one. In a job
     of several processes, each process reads the samples of its own devices if the data
-    set has a method `train_part`, and otherwise whole batches.
-
-    Args:
-      config: config of the run.
-      data: opened data set.
-      plan: plan of the embedding layer.
-      steps: numbers of the steps, from 0.
-      sizes: buffer sizes after earlier steps. By default, the first batch sets them.
+    set has a method `train_part`, and otherwise whole batches. `sizes` are the buffer
+    sizes after earlier steps; by default, the first batch sets them.
 
     Raises:
       DataError: if the data are damaged, or ids are out of range.
@@ -211,10 +205,7 @@ def make_run_plan(
 ) -> EmbeddingPlan:
     """Returns the plan of the model's embedding layer; see `make_plan`.
 
-    Args:
-      config: config of the run.
-      data: opened data set, or its outline.
-      mesh: mesh of the devices. Defaults to all devices.
+    `data` can be an outline. `mesh` defaults to all devices.
     """
     mesh = choose_mesh(mesh)
     features = config.model.feature_config(data)
@@ -241,11 +232,6 @@ def init_train_state(
     """Returns the initial state: parameters, tables and optimizer states.
 
     The values depend on the seed, never on the number of devices.
-
-    Args:
-      config: config of the run.
-      data: opened data set, which determines the sizes of the model.
-      plan: plan from `make_run_plan`.
 
     Returns:
       The graph definition of the pair (model, optimizer), and its state on the mesh.
@@ -342,10 +328,7 @@ def abstract_step(
 ) -> tuple[Any, nnx.State, Batch]:
     """Returns a run's train step and arguments to compile it ahead of time.
 
-    Args:
-      config: config of the run.
-      data: opened data set, or its outline. Its first batch determines the shapes.
-      plan: plan from `make_run_plan`.
+    `data` can be an outline. Its first batch determines the shapes.
 
     Returns:
       The jitted step, the state and the batch. The leaves of state and batch are
@@ -413,7 +396,6 @@ def _call_model(model: Any, batch: Batch, loss_name: LossName) -> Outputs:
 
 
 def _layer_counts(model: nnx.Module) -> StepMetrics:
-    """Returns the embedding layers' counts of a step."""
     out_of_range, by_name = [], collections.defaultdict(list)
     for layer in embedding_layers(model).values():
         stats = layer.stats.get_value()

@@ -213,7 +213,6 @@ def restored_model(
 
 
 def _ids_of(ids: Any) -> list[int]:
-    """Returns the rows that a sample's inputs look up."""
     values = np.asarray(getattr(ids, "values", ids)).ravel()
     return values[values != PADDING_ROW_ID].tolist()
 
@@ -248,13 +247,7 @@ def evaluate_rows(
 def predictor(
     model: Any, encoder: CsvEncoder, plan: EmbeddingPlan
 ) -> Callable[[CsvBlock], np.ndarray]:
-    """Returns a function from a block to predictions `[rows]` or `[rows, classes]`.
-
-    Args:
-      model: the restored model.
-      encoder: the run's encoder.
-      plan: plan of the tables.
-    """
+    """Returns a function from a block to predictions `[rows]` or `[rows, classes]`."""
     model.eval()
     graph, state = nnx.split(model)
     sizes = BufferSizes()

@@ -96,7 +96,7 @@ class MLP(nnx.Module):
         activation: Callable[[jax.Array], jax.Array] = nnx.relu,
         rngs: nnx.Rngs,
     ):
-        """Uses He initialization before an activation, and LeCun otherwise."""
+        """Uses He initialisation before an activation, and LeCun otherwise."""
         layers: list[Any] = []
         for index, size in enumerate(layer_sizes):
             is_activated = last_activation or index + 1 < len(layer_sizes)
@@ -198,7 +198,7 @@ class ClickModelConfig:
             logarithm, then of the number itself. It may also have `num_classes`, or
             `label_scale` for a regression.
           plan: plan of the tables.
-          rngs: random streams.
+          rngs: random streams for the initial parameters.
         """
         return ClickModel(self, data, plan, rngs=rngs)
 
@@ -208,11 +208,11 @@ class ClickModel(nnx.Module):
 
     Many activations enter as sums; see `ClickModelConfig.interactions`.
 
-    A number `x` enters as `(f(x) - mean) / deviation`, clipped to `MAX_DEVIATIONS` for
-    `f(x) = x`, and also for the logarithm `f(x) = signed_log(x)`. Logarithms alone
-    would lose differences between numbers. Both are 0 for a missing number, which a
-    further input flags. The model stores means and deviations, so a server passes the
-    numbers as they are in the data.
+    A number `x` enters twice as `(f(x) - mean) / deviation`: with the logarithm `f(x) =
+    signed_log(x)`, and with `f(x) = x`, clipped to `MAX_DEVIATIONS`. Logarithms alone
+    would lose small differences. Both are 0 for a missing number, which a further input
+    flags. The model stores means and deviations, so a server passes the numbers as they
+    are in the data.
 
     With classes, the scores are logits `[batch, classes]`. With a label scale, they are
     `mean + deviation * MLP(...)`, in the label's units.
@@ -259,7 +259,7 @@ class ClickModel(nnx.Module):
         )
 
     def __call__(self, features: dict[str, Any], dense: Any) -> Outputs:
-        """Returns each sample's logit and click probability, or other task's outputs.
+        """Returns each sample's outputs: for clicks, a logit and a probability.
 
         Args:
           features: inputs of the tables.

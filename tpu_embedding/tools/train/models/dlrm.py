@@ -103,7 +103,6 @@ class DLRM(_TwoMLPs):
     """
 
     def _init_combination(self, config: Any, num_vectors: int, rngs: nnx.Rngs) -> int:
-        """Returns the size of one vector plus a product for each pair."""
         del rngs
         return config.dim + num_vectors * (num_vectors - 1) // 2
 
@@ -151,14 +150,14 @@ class DLRMDCNv2(_TwoMLPs):
     """The DCNv2 click model: `logit = top(cross([bottom(dense), activations]))`."""
 
     def _init_combination(self, config: Any, num_vectors: int, rngs: nnx.Rngs) -> int:
-        """Creates the cross layers; returns the size of all vectors together."""
+
         num_inputs = num_vectors * config.dim
         keys = jax.random.split(rngs.params(), config.num_cross_layers)
         self.cross = _make_layers(keys, num_inputs, config.cross_rank)
         return num_inputs
 
     def _combine(self, vectors: list[jax.Array]) -> Float[Array, "batch inputs"]:
-        """Applies the cross layers to the concatenated vectors."""
+
         return cross_all(self.cross, jnp.concatenate(vectors, axis=1))
 
 
