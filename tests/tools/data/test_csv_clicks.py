@@ -475,7 +475,7 @@ def test_wrong_files(tmp_path, text, changes, message):
     ("settings", "message"),
     [
         (dict(held_out=1.0), "held_out must be between 0 and 1, got 1.0"),
-        (dict(separator=""), "separator must be a text of"),
+        (dict(separator=""), "separator must be at least one"),
         (dict(delimiter=""), "delimiter must be a text"),
         (dict(delimiter='"'), "delimiter must be a text without quotes"),
         (dict(encoding="utf-9"), "encoding must be the name of an encoding"),
