@@ -35,9 +35,7 @@ class ConfigCommand:
 def emulated_mesh(count: int, num_processes: int = 1) -> Mesh:
     """Returns a mesh of CPU devices, creating them if JAX is not initialised yet.
 
-    Args:
-      count: number of devices over all processes.
-      num_processes: number of processes in the job; each has an equal share.
+    `count` devices are divided equally among the job's processes.
     """
     emulate_devices(count // num_processes)
     devices = jax.devices("cpu")

@@ -1,8 +1,8 @@
 """Parses the command line with tyro, runs a command, and prints errors on one line.
 
 Exit status 1 means that a run failed after it had started, or that a program does not
-fit. 2 means that the command, the config or the data are wrong. 75 means that a signal
-stopped a run, which saved its state.
+fit; 2 that the command, the config or the data are wrong; and 75 that a signal stopped
+a run, which saved its state.
 """
 
 import os

@@ -10,10 +10,10 @@ from tpu_embedding.tools.doctor.examine import examine, parse_expectation
 class Doctor:
     """Checks this machine: versions, variables, devices, memory and training.
 
-    Trains as production does, and compares every row with NumPy. This covers XLA's
-    gathers and scatters, and SparseCores or, on other platforms, the same operations in
-    plain JAX. It takes a few minutes. On a slice of several hosts, start it on all of
-    them at the same time. The exit status is 1 if a check failed.
+    Trains as in production, and compares every row with NumPy: with XLA's gathers and
+    scatters, and with SparseCores or, on other platforms, the same operations in plain
+    JAX. This takes a few minutes. Start it on all hosts of a slice at the same time.
+    The exit status is 1 if a check failed.
     """
 
     expect: str | None = None

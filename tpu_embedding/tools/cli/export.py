@@ -30,8 +30,8 @@ class Export:
 
     A run of a CSV file or of a config in the package needs no --config. Nothing in the
     run's directory is executed, and files outside of it are read only if --data-dir
-    names them. The tables are restored on this process's devices, sharded as in
-    training, and streamed from there to the files. Slot variables are not restored.
+    names them. The tables are restored on this process's devices and streamed to the
+    files. Slot variables are not restored.
     """
 
     run_dir: Annotated[pathlib.Path, tyro.conf.Positional]

@@ -159,8 +159,8 @@ class Evaluate(_Run):
     """Evaluates a run's best or newest checkpoint on the held-out data.
 
     The first argument can also be the directory of a run of a CSV file. Then pass
-    another CSV file with the label column as the second argument, or the run's own file
-    with --data-dir to evaluate its held-out rows. The run's records do not change.
+    another labelled CSV file as the second argument, or the run's own file with
+    --data-dir to evaluate its held-out rows. The run's records do not change.
     """
 
     file: Annotated[pathlib.Path | None, tyro.conf.Positional] = None
@@ -202,8 +202,8 @@ class Evaluate(_Run):
 class Predict:
     """Predicts each row of a CSV file with the model of a run of a CSV file.
 
-    Needs only the run's directory. The file can have strings that the run has never
-    seen, and needs no label column.
+    Needs only the run's directory. The file can have new strings, and needs no label
+    column.
     """
 
     run_dir: Annotated[pathlib.Path, tyro.conf.Positional]

@@ -1,8 +1,8 @@
 """Meshes of TPU topologies to compile programs for, without TPUs.
 
-`libtpu`, which the `tpu` extra installs, compiles ahead of time for any named topology.
-No function of this module uses a device. `SLICE_SHAPES` lists the grids of each
-generation's slices. libtpu also accepts other grids, but aborts the process for some.
+`libtpu`, from the `tpu` extra, compiles ahead of time for any named topology. No
+function here uses a device. `SLICE_SHAPES` lists the grids of each generation's slices.
+libtpu also accepts other grids, but aborts the process for some.
 """
 
 import contextlib

@@ -52,12 +52,12 @@ class Dataset(Protocol):
     The training batch is a pure function of the step. A resumed run thus reads the same
     batches as the interrupted run, and no reader state needs saving.
 
-    `ModelConfig.feature_config` and `ModelConfig.build` receive the data set. It can
-    have further attributes for them, such as the sizes of its vocabularies. The loop
-    itself uses three optional attributes. `vocabularies` is a dict from feature name to
-    `Vocabulary`, which a run checks on resuming and an export includes. `schema` has a
-    method `to_json()`, whose result a run stores and an export includes. `description`
-    is a text printed when a run starts.
+    `ModelConfig.feature_config` and `ModelConfig.build` receive the data set, so it can
+    have attributes for them, such as the sizes of its vocabularies. The loop itself
+    uses three optional attributes. A run stores `vocabularies`, a dict from feature
+    name to `Vocabulary`, and checks them on resuming. It also stores the result of
+    `schema.to_json()`. An export includes both. `description` is a text printed when a
+    run starts.
 
     In a job of several processes, each process feeds its own devices. It reads only
     their samples if the data set has a method `train_part(step, samples)`, like

@@ -143,12 +143,12 @@ class BlockOrder:
     """A new random order of the blocks in each epoch.
 
     The order is a pure function of a position: the number of a sample, counted over all
-    epochs. A run can thus resume at any position, on any number of processes, without
-    saved reader state.
+    epochs. A run can thus resume anywhere, on any number of processes, without saved
+    reader state.
 
-    With several streams, an epoch is cut into `num_streams` pieces of equal length. A
-    batch takes `stride` consecutive samples from each piece in turn, so it mixes
-    distant blocks. Leftover samples come last.
+    With several streams, an epoch is cut into `num_streams` equal pieces. A batch mixes
+    them: it takes `stride` consecutive samples from each piece in turn. Leftover
+    samples come last.
 
     Args:
       bounds: int64 `[blocks + 1]`, rising: the first sample of each block, then the

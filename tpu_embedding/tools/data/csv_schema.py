@@ -57,8 +57,8 @@ class Column:
       name: name of the column.
       kind: kind of the column. A category or a list becomes ids of a vocabulary. A
         number becomes the number `name` and, with edges, an id of `name (bucket)`. A
-        date becomes the number `name (days)` and its bucket, and ids of `name
-        (weekday)` and `name (hour)`.
+        date becomes the number `name (days)` and its bucket, and ids of
+        `name (weekday)` and `name (hour)`.
       because: why the column has this kind.
       separator: text between list elements.
       decimal: decimal mark of a number.
@@ -271,10 +271,10 @@ class CsvSchema:
             error names column and row.
 
         Returns:
-          Features and numbers. A feature is int32 `[rows]` with `PADDING_ROW_ID` where
-          a value is missing, or `RaggedIds`; `joined` may join several as `SHARED`.
-          Strings missing from the vocabulary have the id of unknown strings. Numbers
-          are float64 `[rows]`, NaN where missing or infinite.
+          Features and numbers. A feature is `RaggedIds`, or int32 `[rows]` with
+          `PADDING_ROW_ID` where a value is missing; `joined` may join several as
+          `SHARED`. Strings missing from the vocabulary have the id of unknown strings.
+          Numbers are float64 `[rows]`, NaN where missing or infinite.
 
         Raises:
           DataError: if a column is missing, or a number or a date is invalid.

@@ -1,8 +1,8 @@
 """Samples of Parquet files that may be larger than memory, with a column per feature.
 
-A row group is the smallest part of a file that can be read by itself. Row groups are
-therefore the blocks of the training order, and a few decoded ones stay in memory.
-pyarrow is only imported when a file is opened.
+Row groups, the smallest parts of a file that can be read alone, are the blocks of the
+training order. A few decoded ones stay in memory. pyarrow is only imported when a file
+is opened.
 """
 
 import contextlib
@@ -230,9 +230,7 @@ def _read_ids(
 ) -> np.ndarray | RaggedIds:
     """Returns the ids of all rows of a row group.
 
-    A column of integers becomes int32 `[rows]`. Lists of a fixed size become int32
-    `[rows, size]`, and a null becomes a row of `PADDING_ROW_ID`. Other lists become
-    `RaggedIds`, and a null becomes an empty list.
+    See `ParquetClicks` for their types.
     """
     if hasattr(array.type, "value_type") != (feature.expected_valence is not None):
         rule = "integers without expected_valence, or lists of integers with it"
@@ -291,13 +289,13 @@ NUM_STREAMS: Final = 8
 class ParquetClicks(BlockDataset):
     """The rows of Parquet files, in an order shuffled by row groups.
 
-    Features are int32 `[batch]` for a column of integers, int32 `[batch, size]` for
-    lists of a fixed size, and `RaggedIds` for other lists. Dense inputs are float32
+    Features are int32 `[batch]` for integers, int32 `[batch, size]` for lists of a
+    fixed size, and `RaggedIds` for other lists. Dense inputs are float32
     `[batch, num_dense]`, or None without columns. A null list becomes an empty list, or
     a row of `PADDING_ROW_ID` if the size is fixed. Any other null raises a DataError.
 
-    A batch takes consecutive rows of `num_streams` row groups. At most `num_streams +
-    1` decoded row groups are in memory, whatever the files' size.
+    A batch takes consecutive rows of `num_streams` row groups. At most
+    `num_streams + 1` decoded row groups are in memory, whatever the files' size.
 
     Attributes:
       vocabulary_sizes: number of table rows by feature name.

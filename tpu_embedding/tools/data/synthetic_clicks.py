@@ -1,12 +1,11 @@
 """Synthetic click logs with a known best log loss: a small one, and one like Criteo's.
 
-The config `synthetic` trains on the small one. It needs no file and has every kind of
-id column: large and small vocabularies, skew, samples with several ids and with none. A
-good training run comes close to `teacher_log_loss()`.
+The config `synthetic` trains on the small one. It has every kind of id column: large
+and small vocabularies, skew, samples with several ids and with none.
 
-The Criteo-like log is one-hot or multi-hot. Without files, the configs `dlrm`,
-`dlrm_dcnv2` and `host_rows_demo` train on it. Memory does not grow with the
-vocabularies: 40 million rows cost no more than 40.
+Without files, the configs `dlrm`, `dlrm_dcnv2` and `host_rows_demo` train on the
+Criteo-like log, which is one-hot or multi-hot. Memory does not grow with the
+vocabularies.
 """
 
 import dataclasses

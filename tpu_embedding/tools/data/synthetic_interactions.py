@@ -78,8 +78,8 @@ class Interactions:
       carry no information about the groups.
     * "device": int32 `[batch]`, random.
     * "history": int32 `[batch, history_length]`, earlier items of the user, filled from
-      the left and padded with `PADDING_ROW_ID`. Their number is uniform in `0 ..
-      history_length`.
+      the left and padded with `PADDING_ROW_ID`. Their number is uniform in
+      `0 .. history_length`.
 
     Dense: float32 `[batch, 1]`, the natural log probability of the item over all
     samples. An in-batch softmax needs it to correct for popularity. With a real log,

@@ -1,13 +1,12 @@
 """Parts of the synthetic data sets: random streams, popular ids and a teacher model.
 
-Click logs are skewed: a few ids make up most of the traffic. Data without skew would
-not exercise an embedding layer, so ids have a Zipf-like popularity. Each random stream
-depends on a seed and the stream's number.
+Click logs are skewed: a few ids make up most of the traffic. Ids here have a Zipf-like
+popularity, because data without skew would not exercise an embedding layer. Each random
+stream depends on a seed and the stream's number.
 
 The teacher assigns every sample a click probability and draws the label from it. No
-model has a lower expected log loss than the teacher. The gap to `teacher_log_loss()`
-thus measures how well a model has learned, which a real log cannot offer.
-`synthetic_clicks.py` and `synthetic_stream.py` define the samples.
+model has a lower expected log loss, so the gap to `teacher_log_loss()` measures how
+well a model has learned, which a real log cannot offer.
 """
 
 import abc
@@ -78,10 +77,10 @@ class ZipfIds:
 
         P(k) proportional to the integral of x**-exponent from k to k + 1.
 
-    This is Zipf's law with an integral instead of the power. The inverse of its
-    cumulative distribution has a closed form, so drawing needs no table. A fixed
-    permutation, `id = (rank * multiplier) % vocabulary_size`, maps ranks to ids. It
-    spreads hot ids, so that no shard owns all of them.
+    This is Zipf's law with an integral instead of the power. Its cumulative
+    distribution has a closed-form inverse, so drawing needs no table. The permutation
+    `id = (rank * multiplier) % vocabulary_size` maps ranks to ids. It spreads hot ids
+    over the shards.
 
     Attributes:
       vocabulary_size: number of distinct ids, from 1 to 2**31 - 2.

@@ -1,8 +1,8 @@
 """Where the config of a run comes from: a config's name, a Python file or a CSV file.
 
-A run records its origin for `tpu-embedding export`. Somebody else may have written the
-record, so it only selects a config of the package and sets its fields. It never names
-code to run, an option, or a file to open.
+A run records its origin for `tpu-embedding export`. The record is not trusted: it only
+selects a config of the package and sets its fields. It never names code to run, an
+option, or a file to open.
 """
 
 import dataclasses

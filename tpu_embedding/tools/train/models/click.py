@@ -43,9 +43,8 @@ class ModelConfig(Protocol):
 
     A frozen dataclass, whose fields `--set` can change.
 
-    `feature_config` is called first. The plan is made from its result, and then `build`
-    is called. The plan can thus be printed, and compared with a checkpoint's plan,
-    before anything is allocated.
+    `feature_config` is called first. The plan is made from its result, before `build`
+    allocates anything, so it can be printed and compared with a checkpoint's plan.
 
     A model whose features differ from the data set's can have one more method. It runs
     on the host, with `sizes` and `samples` as in `prepare_features`::
@@ -208,11 +207,11 @@ class ClickModel(nnx.Module):
 
     Many activations enter as sums; see `ClickModelConfig.interactions`.
 
-    A number `x` enters twice as `(f(x) - mean) / deviation`: with the logarithm `f(x) =
-    signed_log(x)`, and with `f(x) = x`, clipped to `MAX_DEVIATIONS`. Logarithms alone
-    would lose small differences. Both are 0 for a missing number, which a further input
-    flags. The model stores means and deviations, so a server passes the numbers as they
-    are in the data.
+    A number `x` enters twice as `(f(x) - mean) / deviation`: with the logarithm
+    `f(x) = signed_log(x)`, and with `f(x) = x`, clipped to `MAX_DEVIATIONS`. Logarithms
+    alone would lose small differences. Both are 0 for a missing number, which a further
+    input flags. The model stores means and deviations, so a server passes the numbers
+    as they are in the data.
 
     With classes, the scores are logits `[batch, classes]`. With a label scale, they are
     `mean + deviation * MLP(...)`, in the label's units.
