@@ -183,7 +183,7 @@ TRAINING = {
             x.model, x.gradients
         ),
         "structure error",
-        "'dense': give gradients of te.value_and_grad to te.Optimizer",
+        "gradients of te.value_and_grad to te.Optimizer",
     ),
     "update: loss and gradients": (
         lambda x: x.optimizer.update(x.model, (0.0, x.gradients)),
@@ -259,13 +259,13 @@ NAMES = {
             drop_nonpositive_weights=False,
             validate_weights_and_indices=False,
         ),
-        "which is the same, got both",
+        "drop_nonpositive_weights and validate_weights_and_indices",
     ),
     "feature: a second name to replace": (
         lambda x: dataclasses.replace(
             te.FeatureConfig(table=TABLE), drop_nonpositive_weights=False
         ),
-        "Give validate_weights_and_indices alone",
+        "Pass only validate_weights_and_indices",
     ),
     "layer: num_embeddings": (
         lambda x: te.TPUEmbedding(num_embeddings=9, rngs=nnx.Rngs(0)),

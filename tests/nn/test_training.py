@@ -358,7 +358,7 @@ def test_flax_optimizer_does_not_take_the_gradients():
             + jnp.sum(m.embedding(np.zeros((2, 3), int)))
         )
     )(model)
-    with pytest.raises(ValueError, match="give gradients of .* to te.Optimizer"):
+    with pytest.raises(ValueError, match="gradients of .* to te.Optimizer"):
         optimizer.update(model, gradients)
     np.testing.assert_array_equal(model.linear.kernel.get_value(), before)
 
