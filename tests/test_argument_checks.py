@@ -193,8 +193,7 @@ TRAINING = {
     ),
     "loss: nested": (
         in_loss(nested),
-        "calls it for the same model",
-        "calls no te.value_and_grad",
+        "for the same model",
         "first(model) + second(model)",
     ),
     "loss: nnx.cond": (in_loss(one_branch), "inside", "nnx.cond", BEFORE_IT),
@@ -297,13 +296,13 @@ FILTERS = {
             x.model, IDS
         ),
         "embedding/tables",
-        "must select dense parameters",
+        "wrt must select only dense float",
         "wrt=False",
     ),
     "wrt of an optimizer": (
         lambda x: te.Optimizer(x.model, optax.sgd(0.1), wrt=te.nn.EmbeddingTables),
         "te.Optimizer",
-        "must select dense parameters",
+        "wrt must select only dense float",
         "leave wrt out",
     ),
     "update: gradients alone": (

@@ -231,7 +231,7 @@ MISUSE = {
             None, optax.sgd(0.1), plan=m.embedding.plan, rngs=nnx.Rngs(0)
         ),
         ValueError,
-        "got both",
+        "got a plan together with optimizer",
     ),
 }
 
