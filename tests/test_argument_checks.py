@@ -226,7 +226,7 @@ NAMES = {
     ),
     "call: lists": (
         lambda x: x.model({"watched": [[1, 2], [3]]}),
-        "layer.prepare(features) takes lists",
+        "layer.prepare(features)",
     ),
     "cross: rngs": (
         lambda x: te.nn.FeatureCross(3, rngs=0),
