@@ -218,6 +218,17 @@ class RowIds:
     Attributes:
       ids: int32, in the form of the feature: an array, `DenseIds` or
         `ShardedRaggedIds`. An id without a row is `PADDING_ROW_ID`.
+
+    Example:
+      >>> import tpu_embedding as te
+      >>> users = te.TableConfig(vocabulary_size=te.Dynamic(capacity=10), dim=4)
+      >>> plan = te.make_plan(te.FeatureConfig(table=users), optimizer="adagrad")
+      >>> tables = te.functional.init_tables(plan, jax.random.key(0))
+      >>> slots = te.functional.init_slots(tables, plan)
+      >>> ids = te.inputs.prepare_features([7, 2**40], plan)
+      >>> result = te.functional.insert_ids(tables, slots, ids, plan)
+      >>> isinstance(result.features, RowIds)
+      True
     """
 
     ids: Any
@@ -279,6 +290,17 @@ class RowUpdates:
         pytree leaf, so code that reads the dtype of the first leaf sees a float.
       row_ids: int32 `[num_rows]`, row ids within the shard. Unused positions hold
         `PADDING_ROW_ID`.
+
+    Example:
+      >>> import tpu_embedding as te
+      >>> table = te.TableConfig(vocabulary_size=10, dim=4, name="movie")
+      >>> plan = te.make_plan(te.FeatureConfig(table=table), optimizer="adagrad")
+      >>> tables = te.functional.init_tables(plan, jax.random.key(0))
+      >>> result = te.functional.lookup(tables, np.array([1, 1, 2]), plan)
+      >>> ones = np.ones((3, 4))
+      >>> gradients = te.functional.compute_gradients(result.routing, ones, plan)
+      >>> float(gradients.row_updates("stack_0").values.max())  # row 1 counts twice
+      2.0
     """
 
     values: Float[Array, "num_rows dim"]

@@ -123,7 +123,7 @@ class VocabularyInputs:
     ) -> Any:
         """Returns a batch with `RowIds` for its features that need rows.
 
-        Tables don't change, so new ids have no rows. One call handles all features with
+        Tables don't change, so new ids lack rows. One call handles all features with
         these inputs.
         """
         return features

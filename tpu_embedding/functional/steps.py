@@ -76,7 +76,7 @@ class Routing:
       shapes: sizes of each feature.
       plan: plan of the batch's features.
       raw_feature: the first feature whose rows `lookup` had to find, if any. New ids
-        have no rows, so such a batch cannot be trained on.
+        lack rows, so such a batch cannot be trained on.
 
     Example:
       >>> import tpu_embedding as te

@@ -293,7 +293,7 @@ def fill_up(
     if weights is not None:
         weights = jnp.asarray(weights, jnp.float32).reshape(values.shape)
     if values.shape[1] == 0:
-        # There are no positions for ids, but the stages need at least one.
+        # Ids lack a position, but the stages need at least one.
         values = jnp.full((values.shape[0], 1), PADDING_ROW_ID, jnp.int32)
         weights = None
     if is_ragged:
