@@ -73,24 +73,12 @@ def check_type(owner: str, expected: ArgumentType, value: Any, line: str) -> Non
 
 
 def check_mapping(owner: str, value: Any, line: str) -> None:
-    """Raises TypeError unless a value is a mapping.
-
-    Args:
-      owner: function and argument, such as `"te.functional.lookup: tables"`.
-      value: the user's value.
-      line: correct call, for the error.
-    """
+    """Raises TypeError unless a value is a mapping; see `check_type`."""
     check_type(owner, ArgumentType(Mapping, "a dict"), value, line)
 
 
 def check_scalar(owner: str, value: Any, line: str) -> None:
-    """Raises TypeError unless a value is a number or an array of shape `()`.
-
-    Args:
-      owner: function and argument, such as `"te.gradients.scale: factor"`.
-      value: the user's value.
-      line: correct call, for the error.
-    """
+    """Raises TypeError unless a value is a number or an array of shape `()`."""
     if not isinstance(value, numbers.Real) and getattr(value, "shape", None) != ():
         raise TypeError(
             f"{owner} must be a number, got {describe_value(value)}. Write {line}."

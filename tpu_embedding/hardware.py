@@ -198,11 +198,7 @@ def hardware_of_device(device: jax.Device) -> HardwareInfo:
 
 
 def hardware_of_kind(platform: str, device_kind: str) -> HardwareInfo:
-    """Returns the hardware of a device from JAX's names.
-
-    Args:
-      platform: `jax.Device.platform`.
-      device_kind: `jax.Device.device_kind`.
+    """Returns the hardware for a device's `platform` and `device_kind`.
 
     Raises:
       ValueError: if the TPU kind is unknown.

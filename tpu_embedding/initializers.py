@@ -322,10 +322,7 @@ _CONSTANTS: Final = {jax.nn.initializers.zeros: 0.0, jax.nn.initializers.ones: 1
 def row_initializer(initializer: Initializer | None, dim: int) -> RowInitializer | None:
     """Returns a table's row initializer, or None if it needs the whole table.
 
-    Args:
-      initializer: initializer of the table. Defaults to a truncated normal distribution
-        with stddev `1 / sqrt(dim)`.
-      dim: columns of the table.
+    Without an initializer, it is a truncated normal with stddev `1 / sqrt(dim)`.
     """
     if initializer is None:
         # TensorFlow's default. There, `stddev` is also before truncation.

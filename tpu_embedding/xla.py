@@ -33,9 +33,6 @@ def read_before_write(values: T) -> T:
     Pass a table and the rows read from it, and write to the returned table. Otherwise
     XLA may write first and keep the old rows in a copy of the whole table. For updates
     in a loop, XLA:CPU copies whole slot variables.
-
-    Args:
-      values: pytree of arrays.
     """
     return jax.lax.optimization_barrier(values)
 
@@ -44,12 +41,8 @@ def run_if(condition: Any, function: Callable[[T], T], carry: T) -> T:
     """Returns `function(carry)` if a condition holds, otherwise the carry.
 
     A loop of at most one iteration updates the carry in place. XLA copies the operands
-    of a conditional, so `jax.lax.cond` would copy whole tables.
-
-    Args:
-      condition: bool scalar.
-      function: takes and returns pytrees of the same shapes and dtypes.
-      carry: pytree of arrays.
+    of a conditional, so `jax.lax.cond` would copy whole tables. `function` must keep
+    shapes and dtypes.
     """
 
     def run_once(state: tuple[Array, T]) -> tuple[Array, T]:
@@ -64,9 +57,6 @@ def as_variables(values: T) -> T:
 
     Otherwise XLA folds them into the arithmetic, which then rounds differently, or
     removes operations that have no effect with these values.
-
-    Args:
-      values: pytree of arrays.
     """
     return jax.lax.optimization_barrier(values)
 
@@ -77,9 +67,6 @@ def computed_apart(values: T) -> T:
     XLA:CPU fuses arithmetic with the copy, slice or scatter around it. The fused loop
     runs on one core or without vector instructions. XLA:TPU aborts on some fusions of
     gathers.
-
-    Args:
-      values: pytree of arrays.
     """
     return jax.lax.optimization_barrier(values)
 
@@ -187,13 +174,7 @@ def forward_fill(values: Int[Array, " n"]) -> Int[Array, " n"]:
 def _scan(
     values: Int[Array, " n"], combine: Callable[[Array, Array], Array], neutral: int
 ) -> Int[Array, " n"]:
-    """Combines each number with all numbers before it.
-
-    Args:
-      values: the numbers.
-      combine: associative function.
-      neutral: neutral element of `combine`.
-    """
+    """Combines each number with all before it, using an associative function."""
     num_values = values.shape[0]
     if num_values <= _BLOCK:
         return jax.lax.associative_scan(combine, combine(jnp.int32(neutral), values))

@@ -123,15 +123,7 @@ def with_table_values(
 
 
 def check_has_slots(tables: Collection[str], line: str) -> None:
-    """Raises if tables with derived state are to be set without that state.
-
-    Args:
-      tables: names of the tables to set that have derived state.
-      line: correct call, for the error.
-
-    Raises:
-      ValueError: if `tables` is not empty.
-    """
+    """Raises ValueError for tables with derived state that are set without it."""
     if tables:
         raise ValueError(
             f"The values of the tables {sorted(tables)} must be set together with the "
@@ -177,15 +169,15 @@ def restarted_slots(
     plan: EmbeddingPlan,
     kinds: tuple[DerivedKind, ...] = ("slot", "total"),
 ) -> dict[str, Any]:
-    """Returns slots whose derived state restarts from the values of some tables.
+    """Returns slots whose derived state restarts from the new values of some tables.
 
     A total that still agrees with the values keeps its bits.
 
     Args:
       slots: stack name to optimizer state. Stacks may be missing.
-      tables: stack name to packed rows, with the new values.
-      names: names of the tables whose values were set.
-      plan: plan of the embedding layer.
+      tables: stack name to packed rows.
+      names: tables whose values were set.
+      plan: plan of the layer.
       kinds: kinds of state to restart.
     """
     result = dict(slots)
@@ -212,7 +204,7 @@ def _restarted_state(
 ) -> Any:
     """Returns a stack's state with the derived state of some tables restarted.
 
-    The source of the new state is the table, or a state made from it.
+    The source is the table, or a state made from it.
     """
     is_table = isinstance(source, PackedRows)
 

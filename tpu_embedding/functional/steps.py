@@ -258,11 +258,7 @@ def row_numbers(features: Any, plan: EmbeddingPlan) -> list[Any]:
 def _feature_shapes(
     leaves: Sequence[Any], plan: EmbeddingPlan
 ) -> tuple[FeatureShape, ...]:
-    """Returns the sizes of each feature of a batch.
-
-    Args:
-      leaves: ids of each feature; only shapes and dtypes are read.
-      plan: plan of these features.
+    """Returns the sizes of each feature of a batch, from shapes and dtypes alone.
 
     Raises:
       TypeError, ValueError: if a feature's dtype or shape does not fit its config.
@@ -384,12 +380,7 @@ def _read_routed(tables: dict[str, PackedRows], routed: Routing) -> LookupResult
 def _collect_stats(
     results: Mapping[str, StackLookup], plan: EmbeddingPlan
 ) -> LookupStats:
-    """Adds up the counts of all devices.
-
-    Args:
-      results: stack name to the lookup of the stack.
-      plan: plan of the batch's features.
-    """
+    """Adds up the counts of all devices."""
     out_of_range, num_ids, requested_rows, missing_rows = {}, {}, {}, {}
     for stack in plan.used_stacks:
         result = results[stack.name]
@@ -487,13 +478,9 @@ def _cotangent_of_samples(
     feature: FeaturePlan,
     plan: EmbeddingPlan,
 ) -> Float[Array, "samples dim"]:
-    """Returns the cotangent of each sample of a feature, over all devices.
+    """Returns the cotangent of each sample of a feature, padded for all devices.
 
-    Args:
-      cotangent: like the feature's activations. None means zeros.
-      shape: sizes of the feature.
-      feature: provides the name for errors.
-      plan: provides the number of devices; zeros fill up the last ones.
+    A cotangent of None means zeros.
 
     Raises:
       ValueError: if the cotangent's shape differs from the activations'.

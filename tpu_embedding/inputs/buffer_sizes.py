@@ -324,10 +324,7 @@ def _agreed(
 ) -> list[RaggedDemand]:
     """Returns the combined demands of all processes for the same batch.
 
-    Args:
-      demands: demands of all ragged features in this process's part.
-      sizes: sizes that the demands are for. All processes must use their objects in the
-        same order.
+    All processes must use their `BufferSizes` in the same order.
 
     Raises:
       RuntimeError: in a process that isn't part of the job, such as a loader.

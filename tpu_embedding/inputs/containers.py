@@ -41,9 +41,8 @@ def read_ids(ids: Any, owner: str, what: What = "Ids") -> HostIds:
     """Reads a container of ids, or of weights in the same form.
 
     Args:
-      ids: array, nested lists, `DenseIds`, `RaggedIds`, `SparseIds`, an object with
-        `values` and `row_splits` (`tf.RaggedTensor`), or one with `indices`, `values`
-        and `dense_shape` (`tf.SparseTensor`).
+      ids: array, nested lists, `DenseIds`, `RaggedIds`, `SparseIds`, or an object with
+        the fields of `tf.RaggedTensor` or `tf.SparseTensor`.
       owner: owner of the ids, for errors, such as `"feature 'movie'"`.
       what: name of the values, for errors.
 

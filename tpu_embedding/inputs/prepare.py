@@ -400,14 +400,7 @@ def _demand_of(ids: RaggedIds, feature: FeaturePlan, num_shards: int) -> RaggedD
 def _pad_to_shards(
     ids: RaggedIds, num_shards: int, size: int, num_parts: int
 ) -> ShardedRaggedIds:
-    """Copies the checked ids of each shard into a buffer.
-
-    Args:
-      ids: int32 or uint64 ids.
-      num_shards: shards of the samples.
-      size: entries of each buffer, at least the demand's `num_ids`.
-      num_parts: number of equal parts of the global batch, including this one.
-    """
+    """Copies the checked ids of each shard into a buffer of a given size."""
     splits = _splits_of_shards(ids, num_shards)
     bounds = np.append(splits[:, 0], splits[-1, -1])
 

@@ -83,8 +83,6 @@ def attach_weights(features: Any, weights: Any, plan: EmbeddingPlan) -> Any:
 def feature_shape(ids: FeatureIds, feature: FeaturePlan, plan: AnyPlan) -> FeatureShape:
     """Checks the form of a feature in a lookup and returns its sizes.
 
-    It reads only shapes and dtypes.
-
     Raises:
       TypeError: if the ids are not integers, or ragged ids were not prepared.
       ValueError: if the shape of the ids does not fit the feature's configuration.
@@ -114,10 +112,7 @@ def checked_shape(
 ) -> FeatureShape:
     """Checks the form of a feature on the host or in a lookup and returns its sizes.
 
-    Args:
-      ids: arrays, in any container; only shapes and dtypes are read.
-      feature: feature of the ids.
-      num_shards: shards of the samples.
+    It reads only shapes and dtypes.
 
     Raises:
       TypeError: if ids are not integers, or weights not real numbers.
@@ -273,11 +268,6 @@ def fill_up(
 ) -> DenseIds | ShardedRaggedIds:
     """Returns int32 ids and float32 weights that can be split by shard. Global.
 
-    Args:
-      ids: array, `DenseIds` or `ShardedRaggedIds`.
-      shape: sizes of the feature.
-      num_shards: shards of the samples.
-
     Returns:
       Ragged ids in their form; dense ones `[num_shards * samples_per_shard, valence]`,
       with a valence of at least 1. Padding fills up the last shards. A second call
@@ -314,12 +304,9 @@ def to_feature_input(
     shape: FeatureShape,
     sample_axes: tuple[str, ...] = (),
 ) -> FeatureInput:
-    """Converts a feature to the input of the stages. Per shard.
+    """Converts the shard's part of `fill_up` to the input of the stages. Per shard.
 
-    Args:
-      filled: the shard's part of the result of `fill_up`.
-      shape: sizes of the feature.
-      sample_axes: mesh axes of the samples. By default, there is one shard.
+    Without `sample_axes`, the mesh axes of the samples, there is one shard.
     """
     if shape.sequence_length:
         return _to_sequences(filled, shape)

@@ -578,19 +578,14 @@ class TPUEmbedding(ShortRepr):
           recording: how to answer calls.
           path: path of the layer.
           recorder_number: from `open_recorder`.
-          taps_or_tables: taps of the calls inside inner transformations; when serving,
-            whole tables.
+          taps_or_tables: taps of the calls in inner transformations, or served tables.
         """
         self.recording = recording
         self.path, self.recorder_number = path, recorder_number
         self.recorded.set_value((taps_or_tables,))
 
     def stop_recording(self, recorder: Recorder) -> LayerCalls:
-        """Returns the records of all calls since the start, including calls of copies.
-
-        Args:
-          recorder: the open recorder.
-        """
+        """Returns the records of all calls since the start, including copies' calls."""
         _, *inner_calls = self.recorded.get_value()
         calls = LayerCalls(tuple(recorder.calls[self.path]), tuple(inner_calls))
         if self.path in recorder.agreements:

@@ -54,10 +54,6 @@ ModelSlots = dict[str, Any]
 def init_model_slots(layers: ModelTables, opt_state: Any) -> ModelSlots:
     """Returns the slot variables before the first step.
 
-    Args:
-      layers: tables of the model.
-      opt_state: state of the optimizer of the dense parameters.
-
     Raises:
       ValueError: if the dense optimizer collects gradients of several steps but tables
         do not, or if it is `optax.lookahead`.
@@ -189,12 +185,6 @@ def finalize_model_values(
 
     Tables and dense parameters without averages don't change, as in Keras without
     `use_ema`.
-
-    Args:
-      layers: tables of the model.
-      slots: slot variables of all layers.
-      params: dense parameters.
-      opt_state: state of the dense optimizer.
 
     Returns:
       New stacks and slot variables by layer, dense parameters, and their state.

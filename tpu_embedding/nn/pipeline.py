@@ -350,14 +350,7 @@ class PipelinedTrainStep:
         batch: Any,
         next_batch: Any,
     ) -> tuple[nnx.State, InFlight, Any]:
-        """Trains on a batch and starts the lookup of the next one.
-
-        Args:
-          graph: graph of (model, optimizer).
-          state: state of (model, optimizer).
-          in_flight: what is in flight for the batch.
-          batch: batch to train on.
-          next_batch: batch to look up, or None.
+        """Trains on a batch and starts the lookup of the next one, if any.
 
         Returns:
           New state; what is in flight for the next batch; and the loss, or

@@ -123,11 +123,7 @@ def open_recorder(
 
 
 def recorder_of_trace(number: int) -> Recorder | None:
-    """Returns the open recorder with this number, or None in inner transformations.
-
-    Args:
-      number: from `open_recorder`.
-    """
+    """Returns the open recorder with this number, or None in inner transformations."""
     open_recorders = _OPEN_RECORDERS.get()
     if number < len(open_recorders) and open_recorders[number].is_current():
         return open_recorders[number]

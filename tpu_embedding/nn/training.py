@@ -175,11 +175,6 @@ def grad(
 def check_filter(owner: str, wrt: Any, model: nnx.Module) -> None:
     """Rejects a `wrt` that is not a filter, or selects more than dense parameters.
 
-    Args:
-      owner: name of the function that takes the filter.
-      wrt: the user's value.
-      model: the model whose variables it selects.
-
     Raises:
       TypeError: if it is not a filter.
       ValueError: if it selects tables or variables that are not floats.

@@ -169,12 +169,7 @@ def map_tables(
 def with_stacks(
     variables: Mapping[str, Any], stacks: Mapping[str, dict[str, PackedRows]]
 ) -> dict[str, Any]:
-    """Returns the variables with the stacked tables of some layers replaced.
-
-    Args:
-      variables: a model's variables.
-      stacks: layer path to stack name to packed rows.
-    """
+    """Returns the variables with some layers' stacks replaced, by layer path."""
 
     def new_tables(path: str, old: LayerTables) -> LayerTables:
         return dataclasses.replace(old, stacks=stacks.get(path, old.stacks))
