@@ -96,10 +96,6 @@ class Placement(abc.ABC):
     def shard_axes(self, mesh_axes: tuple[str, ...], owner: str) -> tuple[str, ...]:
         """Returns the axes that split rows, in mesh order.
 
-        Args:
-          mesh_axes: names of the mesh axes.
-          owner: the setting that chose the placement, for errors.
-
         Raises:
           ValueError: if the placement names an axis that the mesh lacks.
         """
@@ -181,14 +177,12 @@ ChoosePlacement = Callable[[str, int], Placement]
 def placement_of_embedding_feature(embedding_feature: Any) -> Replicated | None:
     """Returns the placement that TensorFlow's `embedding_feature` asks for.
 
-    TensorFlow's value names the embedding hardware of a TPU. `"UNSUPPORTED"`, no such
-    hardware, replicates all tables. `"V1"` and `"V2"` shard them, on any hardware here.
-
-    Args:
-      embedding_feature: one of these names, TensorFlow's enum member, or None.
+    TensorFlow's value, a name or an enum member, is a TPU's embedding hardware.
+    `"UNSUPPORTED"`, no such hardware, replicates all tables. `"V1"` and `"V2"` shard
+    them, on any hardware here.
 
     Returns:
-      The placement of all tables. None leaves the choice to `make_plan`.
+      The placement of all tables, or None to leave the choice to `make_plan`.
 
     Raises:
       ValueError: if the name is unknown.

@@ -17,7 +17,7 @@ def require_extra(
 
     Args:
       extra: name of the extra in `pyproject.toml`.
-      *modules: top-level modules that the caller will import.
+      *modules: top-level modules to check.
       purpose: what needs them, the subject of the message.
       error: type of the error.
 

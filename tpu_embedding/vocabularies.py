@@ -62,11 +62,11 @@ class VocabularyInputs:
         Args:
           ids: integers of any dtype.
           holds_padding: whether `PADDING_ROW_ID` marks positions without an id.
-          feature: sets `out_of_range_ids`, the policy for invalid ids.
+          feature: sets the policy, `out_of_range_ids`.
           where: name of a position, for errors.
 
         Raises:
-          ValueError: if an id is invalid and the feature's policy is `"error"`.
+          ValueError: if an id is invalid and the policy is `"error"`.
         """
         num_rows = feature.table.max_rows
         policy = feature.config.out_of_range_ids
@@ -131,13 +131,9 @@ class VocabularyInputs:
     def served_rows(
         self, ids: Any, feature: "FeaturePlan", tables: Mapping[str, Any], name: str
     ) -> Any:
-        """Returns the row numbers of a feature in an exported model.
+        """Returns a feature's row numbers in an exported model, from its table's name.
 
-        Args:
-          ids: ids of the feature.
-          feature: the feature.
-          tables: the served tables, and arrays that the export added.
-          name: name of the feature's table.
+        `tables` also has the arrays that the export added.
         """
         return ids
 
@@ -223,10 +219,7 @@ class Vocabulary:
     ) -> Iterator[str]:
         """Yields problems with other fields of the `TableConfig`.
 
-        Args:
-          dtype_name: storage type of the rows, or None if it is unknown.
-          initializer: the table's initializer, if any.
-          owner: the table, for errors.
+        A `dtype_name` of None means that it is unknown. `owner` names the table.
         """
         return iter(())
 

@@ -394,11 +394,8 @@ def _finalize_shard(
 def _finalize_dense(params: Any, state: Any, waiting_steps: Any = 0) -> tuple[Any, Any]:
     """Sets dense parameters to their moving averages.
 
-    Args:
-      params: pytree of dense parameters.
-      state: state of their optimizer, or of the optimizer inside a `MultiSteps`.
-      waiting_steps: steps since the latest update that only collected gradients. They
-        count in the averages.
+    `waiting_steps` only collected gradients since the latest update, inside a
+    `MultiSteps`. They count in the averages.
     """
 
     def finalize_node(node: Any) -> Any:

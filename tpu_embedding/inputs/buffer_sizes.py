@@ -309,8 +309,7 @@ def choose_sizes(
     Args:
       demands: demands of all ragged features in this process's part of the batch.
       sizes: sizes of earlier batches. If None, each batch has its own.
-      num_parts: number of parts of the batch that processes pass. If 1, all processes
-        pass the whole batch.
+      num_parts: parts of the batch that processes pass, 1 for the whole batch.
     """
     if num_parts > 1 and demands:
         demands = _agreed(demands, sizes)

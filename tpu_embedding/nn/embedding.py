@@ -73,11 +73,6 @@ def warn_of_pooled_ids(features: Any, plan: EmbeddingPlan, stacklevel: int) -> N
 
     `nnx.Embed` returns `[batch, n, dim]` for them, but this layer `[batch, dim]`. Host
     ids padded with negative numbers are bags that users want pooled, so they pass.
-
-    Args:
-      features: batch of the layer.
-      plan: plan of the features.
-      stacklevel: frames from here to the user's line.
     """
     if all(x.says_combiner for x in plan.features) or is_mapped(features):
         return

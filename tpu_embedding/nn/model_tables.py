@@ -132,11 +132,7 @@ def apply_model_gradients(
 def check_gradients(gradients: Any, owner: str, compute: str, line: str) -> Gradients:
     """Returns the gradients, or raises if they lack the tables.
 
-    Args:
-      gradients: the user's value.
-      owner: the method that got them.
-      compute: the line that computes gradients of dense parameters and tables.
-      line: the line that calls the method.
+    The error shows `compute` and `line`, which compute them and call the owner.
 
     Raises:
       TypeError: if they are not `Gradients`.
@@ -154,10 +150,7 @@ def check_gradients(gradients: Any, owner: str, compute: str, line: str) -> Grad
 def layer_of_new_ids(layers: ModelTables, path: str | None, owner: str) -> str:
     """Returns the path of the layer that assigns rows to new ids.
 
-    Args:
-      layers: tables of the model.
-      path: the user's path. Defaults to the only such layer.
-      owner: the called method.
+    Without a path, it is the only such layer.
 
     Raises:
       ValueError: if no such layer has the path, or it is missing and there are several.

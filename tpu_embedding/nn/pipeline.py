@@ -33,7 +33,7 @@ from tpu_embedding.xla import read_before_write
 def set_each_step(
     step: Callable[..., Any], **functions: Callable[[], Any]
 ) -> Callable[..., Any]:
-    """Returns a train step that first gets tables' hyper-parameters from functions.
+    """Returns a train step that first sets table hyper-parameters from functions.
 
     TensorFlow calls a learning rate such as `lambda: rate` on the host in each step.
     Here steps are compiled, so functions must be called outside of them. The tables'

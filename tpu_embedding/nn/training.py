@@ -202,10 +202,7 @@ def check_filter(owner: str, wrt: Any, model: nnx.Module) -> None:
 def checked_layers(owner: str, model: nnx.Module, line: str) -> dict[str, TPUEmbedding]:
     """Returns the model's `TPUEmbedding` layers by their path, at least one.
 
-    Args:
-      owner: name of the function that takes the model; Flax has the same name.
-      model: the user's value.
-      line: correct call, for the error.
+    Flax must have a function named like `owner`. `line` is the correct call.
 
     Raises:
       TypeError: if it is not a Flax module.

@@ -279,8 +279,7 @@ class TrainState(struct.PyTreeNode):
     ) -> "TrainState":
         """Returns the state with the values of some tables replaced.
 
-        The moving averages of all their rows and Adafactor's scale of a table restart
-        from the new values. Other slot variables don't change.
+        State derived from them restarts, as in `te.Optimizer.set_embedding_tables`.
 
         Args:
           values: layer path to table name to array `[vocabulary_size, dim]`.

@@ -129,9 +129,6 @@ def with_embedding_tables(
 def layer_tables(variables: Mapping[str, Any]) -> dict[str, LayerTables]:
     """Returns the tables of each layer by its path in the model, `"a/b"`.
 
-    Args:
-      variables: from `model.init`, or `state.variables`.
-
     Raises:
       ValueError: if there are none.
     """
