@@ -175,7 +175,7 @@ ChoosePlacement = Callable[[str, int], Placement]
 
 
 def placement_of_embedding_feature(embedding_feature: Any) -> Replicated | None:
-    """Returns the placement that TensorFlow's `embedding_feature` asks for.
+    """Returns the placement that TensorFlow's `embedding_feature` requests.
 
     TensorFlow's value, a name or an enum member, is a TPU's embedding hardware.
     `"UNSUPPORTED"`, no such hardware, replicates all tables. `"V1"` and `"V2"` shard

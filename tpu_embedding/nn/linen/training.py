@@ -99,7 +99,7 @@ def value_and_grad(
 
 
 class TrainState(struct.PyTreeNode):
-    """The state of training, all that a step changes. Donate it under `jit`.
+    """State of a training run: everything a step changes. Donate it under `jit`.
 
     Attributes:
       step: number of updates.
