@@ -183,7 +183,7 @@ TRAINING = {
             x.model, x.gradients
         ),
         "structure error",
-        "'dense': give gradients of te.value_and_grad to te.Optimizer",
+        "gradients of te.value_and_grad to te.Optimizer",
     ),
     "update: loss and gradients": (
         lambda x: x.optimizer.update(x.model, (0.0, x.gradients)),
@@ -193,8 +193,7 @@ TRAINING = {
     ),
     "loss: nested": (
         in_loss(nested),
-        "calls it for the same model",
-        "calls no te.value_and_grad",
+        "for the same model",
         "first(model) + second(model)",
     ),
     "loss: nnx.cond": (in_loss(one_branch), "inside", "nnx.cond", BEFORE_IT),
@@ -227,7 +226,7 @@ NAMES = {
     ),
     "call: lists": (
         lambda x: x.model({"watched": [[1, 2], [3]]}),
-        "layer.prepare(features) takes lists",
+        "layer.prepare(features)",
     ),
     "cross: rngs": (
         lambda x: te.nn.FeatureCross(3, rngs=0),
@@ -259,13 +258,13 @@ NAMES = {
             drop_nonpositive_weights=False,
             validate_weights_and_indices=False,
         ),
-        "which is the same, got both",
+        "drop_nonpositive_weights and validate_weights_and_indices",
     ),
     "feature: a second name to replace": (
         lambda x: dataclasses.replace(
             te.FeatureConfig(table=TABLE), drop_nonpositive_weights=False
         ),
-        "Give validate_weights_and_indices alone",
+        "Pass only validate_weights_and_indices",
     ),
     "layer: num_embeddings": (
         lambda x: te.TPUEmbedding(num_embeddings=9, rngs=nnx.Rngs(0)),
@@ -297,13 +296,13 @@ FILTERS = {
             x.model, IDS
         ),
         "embedding/tables",
-        "must select dense parameters",
+        "wrt must select only dense float",
         "wrt=False",
     ),
     "wrt of an optimizer": (
         lambda x: te.Optimizer(x.model, optax.sgd(0.1), wrt=te.nn.EmbeddingTables),
         "te.Optimizer",
-        "must select dense parameters",
+        "wrt must select only dense float",
         "leave wrt out",
     ),
     "update: gradients alone": (
