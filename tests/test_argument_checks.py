@@ -92,7 +92,7 @@ def one_branch(model):
     return jnp.sum(nnx.cond(jnp.array(True), lambda m: m(IDS), zeros, model))
 
 
-BEFORE_IT = "activations = model.embedding(features)"
+BEFORE_IT = "Call the layer before it"
 
 LAYERS = {
     "plan: features": (
@@ -119,20 +119,20 @@ OPTIMIZERS = {
     "tables: not called": (
         lambda x: layer(te.optimizers.adagrad),
         "got the function adagrad",
-        "an optax GradientTransformation",
+        "an optax transformation",
         "te.optimizers.adagrad(0.1)",
     ),
     "tables: number": (
         lambda x: layer(0.5),
         "got 0.5",
-        "an optax GradientTransformation",
-        "with a learning rate or schedule",
+        "an optax transformation",
+        "with its learning rate",
     ),
     "tables: schedule": (
         lambda x: layer(optax.exponential_decay(0.1, 10, 0.5)),
         "got the function schedule",
-        "an optax GradientTransformation",
-        "with a learning rate or schedule",
+        "an optax transformation",
+        "with its learning rate",
     ),
     "tables: lookahead": (
         lambda x: layer(optax.lookahead(optax.sgd(0.1), 5, 0.5)),
@@ -143,7 +143,7 @@ OPTIMIZERS = {
     "dense: not called": (
         lambda x: te.Optimizer(x.model, optax.adam),
         "got the function adam",
-        "an optax GradientTransformation",
+        "an optax transformation",
         "optax.adam(0.1)",
     ),
     "both names": (
@@ -228,6 +228,38 @@ NAMES = {
         lambda x: x.model({"watched": [[1, 2], [3]]}),
         "layer.prepare(features)",
     ),
+    "call: a tensor of another library": (
+        lambda x: x.model({"watched": types.SimpleNamespace(dtype=np.dtype(int))}),
+        "got SimpleNamespace",
+        "layer.prepare(features)",
+    ),
+    "value_and_grad: a loss": (
+        lambda x: te.value_and_grad(jnp.float32(1)),
+        "a function of the model, got an array",
+        "te.value_and_grad(loss_fn)(model, ...)",
+    ),
+    "device_mesh: int": (lambda x: te.device_mesh(4), "(jax.devices()[:4])"),
+    "init_tables: int": (
+        lambda x: te.functional.init_tables(x.plan, 0),
+        "got 0",
+        "te.functional.init_tables(plan, jax.random.key(0))",
+    ),
+    "import: array": (
+        lambda x: te.checkpoint.open_tables(np.ones((2, 3))),
+        "got an array of shape (2, 3)",
+        "{'movie': array}",
+    ),
+    "export: swapped": (
+        lambda x: te.export.save("directory", x.model),
+        "got 'directory'",
+        "te.export.save(model, directory, batch)",
+    ),
+    "merge: others": (
+        lambda x: te.metrics.merge(te.metrics.AUC.empty(), te.metrics.MAE.empty()),
+        "got AUC and MAE",
+    ),
+    "dynamic: by place": (lambda x: te.Dynamic(9), "write capacity=..."),
+    "host rows: by place": (lambda x: te.HostRows(9), "write cache_rows=..."),
     "cross: rngs": (
         lambda x: te.nn.FeatureCross(3, rngs=0),
         "got 0",
@@ -308,7 +340,7 @@ FILTERS = {
     "update: gradients alone": (
         lambda x: x.optimizer.update(x.gradients),
         "got nothing",
-        "as second argument",
+        "second argument",
         "optimizer.update(model, gradients)",
     ),
     "gradients: unknown part": (

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 import tpu_embedding as te
+from tpu_embedding.argument_checks import describe_value
 from tpu_embedding.initializers import row_initializer
 
 TABLE = te.TableConfig(vocabulary_size=7, dim=3, name="movie")
@@ -127,7 +128,7 @@ def test_wrong_value_is_refused_by_field(make, field, value):
     # The rule of two fields of a quantization names the class once.
     assert CLASS_NAMES[make] in message
     assert field in message
-    assert repr(value) in message or str(value) in message
+    assert any(x(value) in message for x in (repr, str, describe_value))
     assert message.endswith(".")
     assert ";" not in message or message.count(" must ") == 1
 

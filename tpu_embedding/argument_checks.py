@@ -203,8 +203,11 @@ def broken_rules(
         value = getattr(config, field)
         if not is_met(value):
             ending = f"; {fix}" if fix else ""
+            # The elements of an array would hide the rest of the error.
+            is_array = getattr(value, "ndim", 0) and not isinstance(value, type)
+            got = describe_value(value) if is_array else repr(value)
             yield (
-                f"{type(config).__name__}.{field} must be {text}, got {value!r}"
+                f"{type(config).__name__}.{field} must be {text}, got {got}"
                 f"{owner}{ending}"
             )
 

@@ -21,6 +21,7 @@ from tpu_embedding.argument_checks import (
     broken_rules,
     choice_rule,
     convert_ints,
+    describe_value,
     int_rule,
     is_finite,
     is_int,
@@ -223,9 +224,9 @@ _TABLE_RULES: Final = {
     "vocabulary_size": Rule(
         lambda x: isinstance(x, Vocabulary) or _ROWS_RULE.is_met(x),
         f"{_ROWS_RULE.text}, or a te.Dynamic",
-        "give the number of different ids",
+        "pass the number of different ids",
     ),
-    "dim": int_rule(1, fix="give the number of columns"),
+    "dim": int_rule(1, fix="pass the number of columns"),
     "initializer": optional(
         Rule(
             callable,
@@ -251,7 +252,7 @@ _TABLE_RULES: Final = {
         Rule(
             lambda x: isinstance(x, Placement),
             "a te.Sharded, te.Replicated",
-            "write te.Replicated(); make_plan(placement=...) takes functions",
+            "write te.Sharded() or te.Replicated(); only make_plan takes functions",
         )
     ),
 }
@@ -330,15 +331,15 @@ class TableConfig:
         object.__setattr__(self, "dtype", np.dtype(self.dtype))
 
     def _problems(self):
-        owner = f" for table {self.name!r}"
+        owner = "" if self.name is None else f" for table {self.name!r}"
         yield from broken_rules(self, _TABLE_RULES, owner)
         initializer = self.initializer
         if callable(initializer) and not takes_key(initializer):
             yield (
                 "TableConfig.initializer must take (key, shape, dtype), got "
-                f"{initializer!r} with arguments {inspect.signature(initializer)}"
-                f"{owner}; call it if it is a factory, as in "
-                "jax.nn.initializers.normal(), or wrap it: lambda key, shape, "
+                f"{describe_value(initializer)}{inspect.signature(initializer)}{owner}"
+                "; call it if it makes an initializer, as "
+                "jax.nn.initializers.normal() does, or wrap it: lambda key, shape, "
                 "dtype: jnp.asarray(initializer(shape), dtype)"
             )
         problem = optimizer_problem("TableConfig.optimizer", self.optimizer, owner)
@@ -476,12 +477,13 @@ class FeatureConfig:
         return self.output_shape == (-1,)
 
     def _problems(self):
-        owner = f" for feature {self.name!r}"
+        owner = "" if self.name is None else f" for feature {self.name!r}"
         if not isinstance(self.table, TableConfig):
             yield (
-                "FeatureConfig.table must be one TableConfig, got "
-                f"{self.table!r}{owner}; write te.TableConfig(vocabulary_size=..., "
-                "dim=...). To look ids up in several tables, add a feature per table"
+                "FeatureConfig.table must be a TableConfig, got "
+                f"{describe_value(self.table)}{owner}; write te.TableConfig("
+                "vocabulary_size=..., dim=...), or one feature for each of several "
+                "tables"
             )
             return
         yield from broken_rules(self, _FEATURE_RULES, owner)

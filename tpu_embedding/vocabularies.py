@@ -79,12 +79,12 @@ class VocabularyInputs:
         if policy == "error" and is_outside.any():
             position = tuple(int(i) for i in np.argwhere(is_outside)[0])
             raise ValueError(
-                f"Ids of feature {feature.name!r} must be in [0, {num_rows}), the "
-                f"rows of its table, got {ids[position]} at {where} {position}, "
-                f"and {int(is_outside.sum())} such ids in all. Correct the data, pad "
-                "with te.inputs.PADDING_ROW_ID, map other ids to rows with "
-                "te.inputs.Vocabulary or te.inputs.hash_ids, or set "
-                "FeatureConfig.out_of_range_ids to 'drop' or 'clip'."
+                f"Ids of feature {feature.name!r} must be in [0, {num_rows}), got "
+                f"{ids[position]} at {where} {position}, and "
+                f"{int(is_outside.sum())} such ids in all. Map ids to rows with "
+                "te.inputs.hash_ids or te.inputs.Vocabulary, mark missing ids with "
+                "te.inputs.PADDING_ROW_ID, or set FeatureConfig.out_of_range_ids to "
+                "'drop' or 'clip'."
             )
         # Replace ids that don't fit in int32 first: the conversion would wrap them.
         is_foreign = is_outside & ((ids < 0) | (ids >= PADDING_ROW_ID))

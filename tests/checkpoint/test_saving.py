@@ -363,7 +363,6 @@ def test_all_differences_are_listed_and_nothing_changes(saved):
         "dim 4 in the checkpoint, 8 now",
         "vocabulary_size 40 in the checkpoint, 39 now",
         "optimizer rows touched in the checkpoint, every now",
-        "slot 'accumulators' only in the checkpoint",
         "step: int in the checkpoint, float32[2] now",
         "more: not in the checkpoint",
         *("tables=", "read_table", "slots='initialize'", "dense='keep'"),

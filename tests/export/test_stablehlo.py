@@ -167,7 +167,7 @@ NO_BATCH = {"user": np.array([1, 2])}
 
 
 WRONG_EXPORTS = {
-    "missing a required argument": (),
+    "needs a batch": (),
     "must hold at least one array": ({},),
     "'user/0' of the example must be an array": ({"user": [1, 2]},),
     "movie": ({"movie": np.array([1])},),

@@ -233,7 +233,7 @@ TABLE = functools.partial(
     ("message", "options", "plan_options"),
     [
         (
-            "leave out te.optimizers.every_row",
+            "remove te.optimizers.every_row",
             {},
             {"optimizer": te.optimizers.every_row(optax.adam(0.1))},
         ),
@@ -242,10 +242,10 @@ TABLE = functools.partial(
             {"vocabulary_size": te.Dynamic(capacity=64)},
             {},
         ),
-        ("leave backend out", {}, {"backend": "sparse_core"}),
+        ("remove the backend", {}, {"backend": "sparse_core"}),
         ("float32 or bfloat16", {"dtype": "int8"}, {}),
         (
-            "leave out use_ema",
+            "remove the optimizer's use_ema",
             {},
             {"optimizer": te.optimizers.adafactor(0.1, use_ema=True)},
         ),

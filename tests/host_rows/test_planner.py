@@ -355,10 +355,9 @@ def test_the_error_names_the_least_cache(num_shards, seed):
         last, message = fails_at(cache_rows)
         if message:
             pattern = (
-                rf"The rows of batch {last} and of the two before it that device \d "
-                rf"owns, [\d,]+, do not fit in its [\d,]+ cached rows of stack "
-                rf"'stack_0' \(tables 'a', 'b'\); raise HostRows.cache_rows to at "
-                rf"least ([\d,]+), or use smaller batches\."
+                rf"Batch {last} .* [\d,]+ rows of device \d, which .* "
+                rf"[\d,]+ cached rows of stack 'stack_0' \(tables 'a', 'b'\)\. "
+                rf"Raise HostRows.cache_rows to at least ([\d,]+), .*\."
             )
             found = re.fullmatch(pattern, message)
             assert found is not None
@@ -394,7 +393,7 @@ def test_pinned_rows_stay_until_they_are_unpinned():
     for rows in batches[:20]:
         planner.plan(rows)
         assert (planner.place[pinned] >= 0).all()
-    with pytest.raises(ValueError, match="owns, 61, do not fit in its 60"):
+    with pytest.raises(ValueError, match="61 rows of device 0.* its 60 cached"):
         planner.plan(np.arange(900, 921, dtype=np.int32))
     planner.unpin(pinned)
     for rows in batches[20:]:

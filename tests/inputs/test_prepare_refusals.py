@@ -2,7 +2,6 @@
 
 import dataclasses
 
-import jax
 import numpy as np
 import pytest
 
@@ -34,8 +33,7 @@ def test_another_structure_shows_both(what):
         arguments = [features, plan]
     with pytest.raises(ValueError, match=f"{what} must have the structure") as error:
         te.inputs.prepare_features(*arguments)
-    assert str(plan.feature_tree) in str(error.value)
-    assert str(jax.tree.structure(features)) in str(error.value)
+    assert "dict with the keys ['the_feature', 'other']" in str(error.value)
 
 
 @pytest.mark.parametrize("ids", [RAGGED, SPARSE], ids=["ragged", "sparse"])

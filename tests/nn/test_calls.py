@@ -201,7 +201,7 @@ SHOP = te.TableConfig(vocabulary_size=3, dim=4, name="shop")
 MISUSE = {
     "unknown key": (
         lambda layer: layer({"shop": USER_IDS}),
-        r"no keys \['shop'\].*'item', 'user'",
+        r"keys \['shop'\].*'item', 'user'",
     ),
     "nothing": (lambda layer: layer({}), "at least one feature"),
     "another table": (

@@ -38,7 +38,7 @@ OTHER_PLANS = {
         [
             "the array has table 'items' in rows 0 to 12",
             "the plan has table 'a_users' in rows 0 to 12",
-            "the plan has table 'items' in rows 13 to 25",
+            "table 'items' in rows 13 to 25",
         ],
     ),
     "other sizes of the same sum": (

@@ -109,8 +109,8 @@ def test_plan_for_a_subset(batch, expected):
 
 
 WRONG = {
-    "unknown key": ({"item": 1, "shop": 2}, "no keys \\['shop'\\]; it has .*'item'"),
-    "unknown nested key": ({"user": {"age": 2}}, "no keys \\['age'\\]; it has .*'id'"),
+    "unknown key": ({"item": 1, "shop": 2}, "keys \\['shop'\\].*'item'"),
+    "unknown nested key": ({"user": {"age": 2}}, "keys \\['age'\\].*'id'"),
     "shorter list": ({"user": {"history": [1]}}, "structure of feature_config"),
     "longer list": ({"user": {"history": [1, 2, 3]}}, "structure of feature_config"),
     "tuple for list": ({"user": {"history": (1, 2)}}, "structure of feature_config"),

@@ -95,7 +95,7 @@ RULES = {
     "every row": (te.optimizers.every_row(ADAGRAD), "every row"),
     "totals": (te.optimizers.adafactor(0.1), "totals"),
     "mixes elements": (te.optimizers.lamb(0.1), ""),
-    "sets rows": (te.optimizers.assign(), "sets rows"),
+    "sets rows": (te.optimizers.assign(), "overwrites rows"),
 }
 
 
@@ -111,14 +111,14 @@ def test_a_table_beyond_an_operation_keeps_the_exchange():
     huge = dict(hardware="v5p", vocabulary_size=2**28 + 2)
     found = backend_of("sparse_core", **huge)
     assert ways_of(found) == ("xla", "xla")
-    assert "16.00 GiB of an operation" in found.reason
+    assert "at most 16.00 GiB" in found.reason
 
 
 def test_an_older_jax_keeps_the_exchange_of_a_tpu(monkeypatch):
     monkeypatch.setattr(jax, "__version_info__", (0, 11, 2))
     found = backend_of("sparse_core", hardware="v5p")
     assert ways_of(found) == ("xla", "xla")
-    assert "need 0.12" in found.reason
+    assert "needs jax 0.12" in found.reason
     assert ways_of(backend_of("sparse_core")) == ("sparse_core", "sparse_core")
 
 
@@ -127,7 +127,7 @@ def test_several_slices_of_a_tpu_keep_the_exchange(monkeypatch, hardware, way):
     monkeypatch.setattr(sparse_core_backend, "num_slices_of", lambda mesh: 2)
     found = backend_of("sparse_core", hardware=hardware)
     assert ways_of(found) == (way, way)
-    assert ("between the 2 slices" in found.reason) == (way == "xla")
+    assert ("between 2 slices" in found.reason) == (way == "xla")
 
 
 @pytest.mark.parametrize(("num_devices", "fits"), [(1024, True), (2048, False)])
@@ -142,7 +142,7 @@ def test_libtpu_takes_4096_sparse_cores(num_devices, fits):
 def test_cores_are_those_of_the_chip():
     found = backend_of(te.SparseCore(cores=2), hardware="v5p")
     assert ways_of(found) == ("xla", "xla")
-    assert "te.SparseCore(cores=2), but a device of v5p has 4" in found.reason
+    assert "te.SparseCore(cores=2), but a v5p device has 4" in found.reason
 
 
 @pytest.mark.parametrize(

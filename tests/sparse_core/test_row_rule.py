@@ -24,7 +24,7 @@ def by_elements(update, init=lambda rows: ()):
 
 REFUSED = {
     "rowwise_adagrad": (OPTIMIZERS["rowwise_adagrad"], r"float32\[\] per row"),
-    "lamb": (OPTIMIZERS["lamb"], "reduce_sum mixes"),
+    "lamb": (OPTIMIZERS["lamb"], "reduce_sum is not elementwise"),
     "adafactor": (OPTIMIZERS["adafactor"], "totals over the rows"),
     "clippy_adagrad": (OPTIMIZERS["clippy_adagrad"], "totals over the rows"),
     "every_row": (te.optimizers.every_row(optax.adam(0.1)), "every row"),
@@ -39,9 +39,12 @@ REFUSED = {
     ),
     "sum over a row": (
         by_elements(lambda g, s, rows: (g / jnp.sum(g, 1, keepdims=True), s)),
-        "reduce_sum mixes",
+        "reduce_sum is not elementwise",
     ),
-    "neighbours": (by_elements(lambda g, s, rows: (g[:, ::-1], s)), "rev mixes"),
+    "neighbours": (
+        by_elements(lambda g, s, rows: (g[:, ::-1], s)),
+        "rev is not elementwise",
+    ),
     "columns": (
         by_elements(lambda g, s, rows: (g * jnp.arange(4.0)[None], s)),
         "differs between the elements of a row",
@@ -54,13 +57,16 @@ REFUSED = {
             ),
             lambda rows: (jnp.zeros((), jnp.int32),),
         ),
-        "cond mixes",
+        "cond is not elementwise",
     ),
     "half": (
         by_elements(lambda g, s, rows: (g.astype("float16").astype("float32"), s)),
-        "no float16",
+        "not support float16",
     ),
-    "erf": (by_elements(lambda g, s, rows: (jax.lax.erf(g), s)), "erf mixes"),
+    "erf": (
+        by_elements(lambda g, s, rows: (jax.lax.erf(g), s)),
+        "erf is not elementwise",
+    ),
     "integer of the step": (
         by_elements(
             lambda g, s, rows: (

@@ -34,22 +34,28 @@ _ROUNDING_SLOT: Final = "step"
 """Update count of narrow tables, which seeds their stochastic rounding."""
 
 _FIXES: Final = {
-    "missing": "Pass the tables to restore as tables=, or rename={new name: old name}.",
-    "extra": "Pass the tables to restore as tables=.",
+    "missing": "Pass tables=[the tables to restore], or rename={new name: old name}.",
+    "extra": "Pass tables=[the tables to restore].",
     "shape": "Load such a table with te.checkpoint.read_table and "
     "te.functional.with_table_values.",
-    "dynamic": "Use the checkpoint's kind of vocabulary and default_row, or leave the "
-    "table out of tables=.",
-    "dtype": "Pass dtypes='convert' to convert the rows to the state's types.",
-    "abstract": "Pass a state of arrays, so that new rows have initial values.",
-    "rule": "Restore with the checkpoint's optimizer, or pass rules='ignore' to reuse "
-    "slot variables with equal names, types and shapes and reset the rest, or "
-    "slots='initialize' to reset all of them.",
-    "shared": "Give these tables different optimizers so that they are not stacked, or "
-    "pass slots='initialize' to reset their slot variables.",
-    "dense": "Pass dense='keep' to restore only tables. Paths start with a position: "
-    "restore a model that was saved in (model, optimizer) as (model,).",
+    "dynamic": "Use the kind of vocabulary and the default_row of the "
+    "checkpoint, or leave it out of tables=.",
+    "dtype": "Pass dtypes='convert' to round the rows to the state's types.",
+    "abstract": "Pass a state of arrays, whose new rows have their initial values.",
+    "rule": "Restore with the optimizer of the checkpoint, or pass rules='ignore' to "
+    "keep slots that fit, or slots='initialize' to keep none.",
+    "shared": "Give these tables different optimizers, so that they are not stacked. "
+    "Or start their slot variables again with slots='initialize'.",
+    "dense": "Pass dense='keep' to restore tables only. Restore a model that was saved "
+    "in (model, optimizer) as (model,).",
 }
+
+
+_MAX_LEAVES: Final = 2
+"""Leaves of the state that are listed; usually many differ in the same way."""
+
+_MAX_LINE: Final = 160
+"""Characters of differences that are written in one paragraph."""
 
 
 class Difference(NamedTuple):
@@ -71,9 +77,17 @@ def format_differences(differences: Sequence[Difference]) -> str:
     problems: dict[str, list[str]] = {}
     for difference in differences:
         problems.setdefault(difference.owner, []).append(difference.problem)
-    lines = [f"  {owner}: {'; '.join(texts)}" for owner, texts in problems.items()]
-    fixes = dict.fromkeys(_FIXES[difference.fix] for difference in differences)
-    return "\n".join([*lines, *fixes])
+    lines = [f"{owner}: {'; '.join(texts)}" for owner, texts in problems.items()]
+    leaves = {
+        difference.owner for difference in differences if difference.fix == "dense"
+    }
+    if (hidden := len(leaves) - _MAX_LEAVES) > 0:  # Other leaves differ alike.
+        lines = [*lines[:-hidden], f"and {hidden} more"]
+    keys = dict.fromkeys(difference.fix for difference in differences)
+    fixes = [_FIXES[x] for x in keys if x != "extra" or "missing" not in keys]
+    if sum(map(len, lines)) < _MAX_LINE:
+        return f" {'; '.join(lines)}. {' '.join(fixes)}"
+    return "\n  " + "\n".join(["\n  ".join(lines), *fixes])
 
 
 def table_differences(
@@ -139,6 +153,8 @@ def optimizer_differences(
         if value != (now := wanted.optimizer[key]):
             text = f"optimizer {key} {value} in the checkpoint, {now} now"
             yield Difference(owner, text, "rule")
+    if saved.optimizer != wanted.optimizer:
+        return  # So their slot variables also differ.
     for slot in sorted(saved.slots.keys() | wanted.slots.keys()):
         saved_slot, wanted_slot = saved.slots.get(slot), wanted.slots.get(slot)
         if slot == _ROUNDING_SLOT and saved.dtype != wanted.dtype:

@@ -243,7 +243,9 @@ def state_directory(directory: str | os.PathLike[str]) -> epath.Path:
         if (path / item / STATE_FILE).exists():
             return path if item == "." else path / item
     steps = [p.name for p in path.glob("*") if p.name.isdigit()]
-    hint = f" Pass one of its steps, such as {path / steps[0]}." if steps else ""
+    hint = " Pass a directory that te.save wrote, or a step of a CheckpointManager."
+    if steps:
+        hint = f" Pass one of its steps, such as {path / steps[0]}."
     if (path / "_METADATA").exists():
         hint = (
             " This is a plain Orbax checkpoint. Restore it with the Checkpointer that "

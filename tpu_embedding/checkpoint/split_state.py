@@ -186,9 +186,10 @@ class SplitState:
             isinstance(leaf, bool | int | float)
             or (hasattr(leaf, "shape") and hasattr(leaf, "dtype"))
         ):
+            fix = "Pass texts and other JSON values as description=."
             raise TypeError(
                 f"Leaves of a state must be arrays or real numbers, got {leaf!r} at "
-                f"{name!r}. Pass strings and other JSON values as description=."
+                f"{name!r}. {fix if name else 'Write te.save(directory, state).'}"
             )
         self._dense_indices[name] = index
 

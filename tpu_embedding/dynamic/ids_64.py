@@ -83,10 +83,10 @@ class Ids64:
 def truncated_ids(form: str, feature: FeaturePlan) -> TypeError:
     """Returns the error for integers that may be the lower halves of ids."""
     return TypeError(
-        f"Feature {feature.name!r} of a te.Dynamic table must hold Ids64, got {form}. "
-        "JAX truncates int64 ids, so pass them to prepare as NumPy arrays, or to "
-        "te.functional.Ids64.of_array before jit. If they never had more than 32 bits, "
-        "pass np.asarray(ids) to prepare."
+        f"Feature {feature.name!r} of a te.Dynamic table must hold Ids64, got {form}: "
+        "JAX keeps only the lower half of an int64. Pass NumPy ids through prepare, or "
+        "te.functional.Ids64.of_array, before jit. JAX ids that never had more than 32 "
+        "bits go into prepare as np.asarray(ids)."
     )
 
 

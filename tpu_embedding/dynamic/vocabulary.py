@@ -16,6 +16,7 @@ from tpu_embedding.argument_checks import (
     int_rule,
     optional,
     raise_all,
+    right_names,
 )
 from tpu_embedding.initializers import Initializer, starts_any_row
 from tpu_embedding.vocabularies import Vocabulary, VocabularyInputs, VocabularyStacks
@@ -140,6 +141,7 @@ _DYNAMIC_RULES: Final = {
 }
 
 
+@right_names(max_capacity="capacity", size="capacity")
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Dynamic(Vocabulary):
     """The vocabulary of a table whose ids come and go. Ids are any 64-bit integers.

@@ -14,6 +14,7 @@ from flax import nnx
 from jax.experimental.layout import Format, Layout
 from jax.sharding import SingleDeviceSharding
 
+from tpu_embedding.argument_checks import ArgumentType, check_type
 from tpu_embedding.export.documents import (
     AGAIN,
     DENSE_FILE,
@@ -106,6 +107,12 @@ def save(
       >>> served({"watched": np.array([3, 4, 5])})["watched"].shape
       (3, 4)
     """
+    line = "te.export.save(model, directory, batch)"
+    check_type(
+        "te.export.save: model", ArgumentType(nnx.Module, "an nnx.Module"), model, line
+    )
+    if not example:
+        raise TypeError(f"te.export.save needs a batch as an example. Write {line}.")
     check_row_format(dtype)
     check_serving_extra()
     check_new_directory(local_path(directory))

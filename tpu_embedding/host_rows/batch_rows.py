@@ -1,19 +1,19 @@
-"""Finds the rows that the lookup of a batch reads, on the host.
+"""Finds, on the host, the rows that a batch's lookup reads.
 
-The devices cache only some rows of such tables, so a batch's rows must be known before
-its step runs. This module follows the rules of `inputs/shard_inputs.py` (padding, cut
-sequences) and of `lookup/_forward.py` (ids outside the table, weights, default ids) in
-NumPy. It needs few passes over the ids, and compiles nothing. Tests compare it with
-the compiled stages.
+The devices cache only some of these rows, so a batch's rows must be known before its
+step runs. This module repeats in NumPy the rules of `inputs/shard_inputs.py` (padding,
+truncated sequences) and `lookup/_forward.py` (ids outside the table, weights, default
+ids). It makes few passes over the ids and compiles nothing. Tests compare it with the
+compiled stages.
 
-Two facts are known only to a device, or to the caller of the step:
+Two cases can't be decided here:
 
-* Devices may treat weights smaller than the smallest normal float32 as zero. CPUs and
-  TPUs do. An id with such a weight may be left out, and its sample be empty. Both its
-  row and the default row are returned, so the result may be larger than what is read.
-* NumPy ids that don't fit in int32 stay outside their table, as in a lookup that is not
-  under `jax.jit`. `jax.jit` truncates 64-bit arguments without `jax_enable_x64`, before
-  this library sees them. `prepare_features` replaces such ids.
+* CPUs and TPUs flush weights below the smallest normal float32 to zero; other devices
+  may not. An id with such a weight may be dropped, which may leave its sample empty.
+  Both its row and the default row are returned, a superset of what is read.
+* NumPy ids that don't fit in int32 stay outside their table, as in a lookup without
+  `jax.jit`. Without `jax_enable_x64`, `jax.jit` truncates 64-bit arguments before this
+  library sees them. `prepare_features` replaces such ids.
 """
 
 from collections.abc import Collection
@@ -33,22 +33,21 @@ _SMALLEST_NORMAL: Final = np.finfo(np.float32).tiny
 def rows_of_batch(
     features: Any, plan: EmbeddingPlan, stacks: Collection[str]
 ) -> dict[str, list[np.ndarray]]:
-    """Returns the rows that a lookup of a batch reads in some stacks.
+    """Returns the rows that a batch's lookup reads, for the given stacks.
 
     Args:
-      features: batch of `lookup`, prepared or not, of NumPy or JAX arrays that this
-        process holds whole. Global. Its dicts may lack keys.
+      features: batch for `lookup`, prepared or not: NumPy arrays, or JAX arrays that
+        this process holds in full. Global. Dicts may omit features.
       plan: plan of the layer.
-      stacks: names of stacks. Features of other stacks are not read.
+      stacks: names of stacks. Features of other stacks are skipped.
 
     Returns:
-      Stack name to an int32 array per feature of the batch that looks up in the stack,
-      `[rows read]`: rows of the stack, in `[0, stack.num_rows)`. They are in no order,
-      and a row may come several times. Padding is left out. The arrays don't share
-      memory with the batch.
+      Stack name to a list with one int32 array `[rows read]` per feature of that stack
+      in the batch: stack rows in `[0, stack.num_rows)`, unordered, with duplicates and
+      without padding. The arrays don't share memory with the batch.
 
     Raises:
-      TypeError, ValueError: if a feature's dtype, form or shape does not fit its
+      TypeError, ValueError: if a feature's dtype, form or shape doesn't match its
         config, as in the lookup.
 
     Example:
@@ -72,9 +71,9 @@ def rows_of_batch(
 
 
 def _rows_of_feature(ids: Any, shape: FeatureShape, feature: FeaturePlan) -> np.ndarray:
-    """Returns the rows of the stack that a feature reads, int32 `[rows read]`."""
+    """Returns the stack rows that a feature reads, int32 `[rows read]`."""
     values, weights, row_splits = _by_sample(ids, shape)
-    if values.dtype.itemsize < 4:  # Such as int4, which NumPy cannot compare.
+    if values.dtype.itemsize < 4:  # NumPy can't compare int4, for example.
         values = values.astype(np.int32)
     is_row = (values >= 0) & (values < feature.num_rows)
     if feature.config.out_of_range_ids == "clip" and not is_row.all():
@@ -87,12 +86,12 @@ def _rows_of_feature(ids: Any, shape: FeatureShape, feature: FeaturePlan) -> np.
         # A weight of NaN counts.
         is_surely_row = is_row & ~(weights < _SMALLEST_NORMAL)
         is_row = is_row & ~(weights <= 0)
-    # Several times as fast as `values[is_row]` where padding is mixed in.
+    # Several times faster than `values[is_row]` if padding is mixed in.
     rows = values if is_row.all() else np.compress(is_row, values)
     if shape.default_id is not None:
         rows_before = np.zeros(values.size + 1, np.int32)
         np.cumsum(is_surely_row, dtype=np.int32, out=rows_before[1:])
-        real_splits = row_splits[: shape.batch_size + 1]  # Other samples only fill up.
+        real_splits = row_splits[: shape.batch_size + 1]  # The rest is padding.
         if not np.diff(rows_before[real_splits]).all():
             rows = np.append(rows, values.dtype.type(shape.default_id))
     return rows.astype(np.int32, copy=False) + np.int32(feature.row_offset)
@@ -101,9 +100,10 @@ def _rows_of_feature(ids: Any, shape: FeatureShape, feature: FeaturePlan) -> np.
 def _by_sample(
     ids: Any, shape: FeatureShape
 ) -> tuple[np.ndarray, np.ndarray | None, np.ndarray]:
-    """Returns ids in the order of samples, their weights, and the samples' splits.
+    """Returns ids in sample order, their weights, and the row splits.
 
-    Sequences are cut to their length. Their weights have no effect, so there are none.
+    Sequences are truncated to their length. They have no weights: a sequence lookup
+    ignores weights.
     """
     length = shape.sequence_length
     if not isinstance(ids, ShardedRaggedIds):

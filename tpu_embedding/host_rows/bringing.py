@@ -1,4 +1,4 @@
-"""What the three forms of `host_rows` share: a feed, and the exchanges of a model."""
+"""Code shared by the three forms of `host_rows`: the feed and a model's exchanges."""
 
 import contextlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -21,7 +21,7 @@ _NO_ROWS: Final = np.zeros(0, np.int32)
 def open_feed(
     batches: Iterable[Batch], layers: ModelTables, features_of: Callable[[Batch], Any]
 ) -> Iterator[Iterable[tuple[Batch, Mapping[Key, FetchedRows]]]]:
-    """Opens a feed of the model's rows on the host, and closes it at the end."""
+    """Opens a feed of the model's host rows; closes it on exit."""
     hosts: dict[Key, HostStack] = {
         (path, name): rows.host
         for path, tables in layers.items()
@@ -40,9 +40,9 @@ def open_feed(
         elif not isinstance(features, Mapping) or not set(features) <= set(plans):
             got = list(features) if isinstance(features, Mapping) else type(features)
             raise ValueError(
-                "host_rows: features_of must return a dict by the path of each layer "
-                f"that looks up, some of {sorted(plans)}, because the model has "
-                f"several layers, got {got}."
+                f"features_of of host_rows returned {got}, but the model has several "
+                "layers. Return a dict from layer path to that layer's features; the "
+                f"paths are {sorted(plans)}."
             )
         rows = dict.fromkeys(hosts, _NO_ROWS)
         for path, plan in plans.items():
@@ -67,13 +67,14 @@ def rows_brought(
     fetched: Mapping[Key, FetchedRows] | None,
     lost_reads: Mapping[str, Mapping[str, Any]] | None = None,
 ) -> tuple[dict[str, dict[str, Any]], dict[str, Any]]:
-    """Returns tables and slots by layer, with fetched rows; both are donated.
+    """Brings fetched rows into tables and slots, and returns both by layer.
 
     Args:
-      layers: tables of the model.
-      slots: slot variables by layer; layers may be missing.
-      fetched: exchanges by stack. None only checks the steps so far.
-      lost_reads: reads of missing rows in the latest lookup, by layer and stack.
+      layers: tables of the model; donated.
+      slots: slot variables by layer; donated. Layers may be missing.
+      fetched: exchanges by stack. `None` only checks the steps so far.
+      lost_reads: number of missing rows that the latest lookup read, by layer and
+        stack.
     """
     stacks = {path: dict(tables.stacks) for path, tables in layers.items()}
     new_slots = {path: dict(states) for path, states in slots.items()}

@@ -1,8 +1,8 @@
-"""Rows on the host; each device holds some of them, in slots of a cache.
+"""Rows on the host, some of which each device caches in slots.
 
-A row keeps its number, its owner and its place in every sort. Only `rows/access.py`
-turns numbers into slots. So sums, rules and random bits see the numbers that they see
-with all rows on the devices, and give the same bits.
+A cached row keeps its row id, its owner and its position in every sort. Only
+`rows/access.py` turns row ids into slots. Sums, rules and random bits therefore see the
+same ids as with all rows on the devices, and give the same bits.
 """
 
 import dataclasses
@@ -19,21 +19,21 @@ if TYPE_CHECKING:
     from tpu_embedding.host_rows.stack import HostStack
 
 
-@no_type_check  # It also holds shapes and shardings instead of arrays.
+@no_type_check  # Fields may also be shapes or shardings.
 @jax.tree_util.register_pytree_with_keys_class
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CachedRows(PackedRows):
-    """The cached rows of a slot variable; ids are slots.
+    """The cached rows of a slot variable, addressed by slot.
 
     Attributes:
       lines: lines of `layout_of_cache(layout, ...)` per shard.
       layout: packing of all rows of a shard.
-      host: the rest of the rows. It is static: a step that was compiled for these rows
-        compiles again for the rows of another model.
-      column: number of the array in the records of the host; 0 is the table.
-      owner: number of the optimizer state that has the slot variable; 0 is the table.
-      version: int32 `[1]` per shard. The host counts along, and so notices an old copy
-        of the rows, whose slots have other rows.
+      host: the host's rows. Static, so another model's rows recompile the step.
+      column: index of the array in the host's records; 0 is the table.
+      owner: number of the optimizer state that the slot variable belongs to; 0 for the
+        table.
+      version: int32 `[1]` per shard, incremented by every exchange. The host keeps the
+        same count to detect stale copies, whose slots hold other rows.
     """
 
     holds_all_rows: ClassVar[bool] = False
@@ -49,15 +49,15 @@ class CachedRows(PackedRows):
         return PackedRows(lines=self.lines, layout=layout)
 
     def with_held_rows(self, held, row_ids):
-        """Returns these rows with other cached rows."""
+        """Returns a copy with new cached rows."""
         return dataclasses.replace(self, lines=held.lines)
 
     def read_windows(self, windows, exchange):
-        """Yields the blocks of windows, from the host after a flush."""
+        """Flushes the cache, then yields the windows' blocks from the host."""
         return self.host.read_windows(self, windows, exchange)
 
     def write_windows(self, windows, exchange, read):
-        """Replaces the rows of windows on the host, and in the cache."""
+        """Replaces the windows' rows on the host and in the cache."""
         return self.host.write_windows(self, windows, exchange, read)
 
     def _static(self):
@@ -68,13 +68,13 @@ class CachedRows(PackedRows):
         return {name: self.lines, "version": self.version}
 
     def tree_flatten_with_keys(self):
-        """Returns the arrays under their names, and what is static."""
+        """Returns the arrays with their names, and the static fields."""
         leaves = self._leaves().items()
         key = jax.tree_util.GetAttrKey
         return tuple((key(name), leaf) for name, leaf in leaves), self._static()
 
     def tree_flatten(self):
-        """Returns the arrays, and what is static."""
+        """Returns the arrays and the static fields."""
         return tuple(self._leaves().values()), self._static()
 
     def check_current(self):
@@ -82,7 +82,7 @@ class CachedRows(PackedRows):
         self.host.check_current(self)
 
     def zeros(self, sharding):
-        """Returns empty slots, if the arrays are shapes."""
+        """Returns an empty cache of the slot variable; the arrays may be shapes."""
         return self.host.empty_slot(self.column)
 
     @classmethod
@@ -102,9 +102,9 @@ class MappedRows(CachedRows):
     """The cached rows of a table, and the slot of each row. Per shard, or global.
 
     Attributes:
-      slot_of_row: int32 `[rows of the shard]`; -1 for a row that is on the host only.
-      num_lost: int32 `[1]` per shard, changes that were dropped because the shard lacks
-        the row.
+      slot_of_row: int32 `[rows of the shard]`; -1 for rows that aren't cached.
+      num_lost: int32 `[1]` per shard, number of updates dropped because their row
+        wasn't cached.
     """
 
     ARRAYS: ClassVar[tuple[str, ...]] = ("lines", "version", "slot_of_row", "num_lost")
@@ -120,31 +120,31 @@ class MappedRows(CachedRows):
         }
 
     def zeros(self, sharding):
-        """Returns an empty cache, if the arrays are shapes."""
+        """Returns an empty cache of the table; the arrays may be shapes."""
         self.host.empty()
         return self.host.empty_rows()
 
     def places(self, row_ids):
-        """Returns the slots of rows; `PADDING_ROW_ID` for rows without one."""
+        """Returns the rows' slots; `PADDING_ROW_ID` for rows that aren't cached."""
         slots = self._slots(row_ids)
         return jnp.where(slots >= 0, slots, PADDING_ROW_ID)
 
     def with_held_rows(self, held, row_ids):
-        """Returns these rows with other cached rows; counts rows without a slot."""
+        """Returns a copy with new cached rows; counts the rows that aren't cached."""
         num_lost = self.num_lost + self.num_missing(row_ids)
         return dataclasses.replace(self, lines=held.lines, num_lost=num_lost)
 
     def where_held(self, rows, row_ids):
-        """Returns rows with NaN for those without a slot, such as never to be used."""
+        """Returns rows, with NaN where a row isn't cached, so its use is noticed."""
         is_missing = (self._slots(row_ids) < 0).reshape(-1, *[1] * (rows.ndim - 1))
         return jnp.where(is_missing, jnp.full((), jnp.nan, rows.dtype), rows)
 
     def num_missing(self, row_ids):
-        """Returns how many rows have no slot; padding does not count."""
+        """Returns how many rows aren't cached, not counting padding."""
         return jnp.sum(self._slots(row_ids) < 0, dtype=jnp.int32)
 
     def _slots(self, row_ids):
-        """Returns the slots of rows: -1 on the host, `PADDING_ROW_ID` for padding."""
+        """Returns the rows' slots: -1 if not cached, `PADDING_ROW_ID` for padding."""
         last = self.slot_of_row.shape[0] - 1
         slots = gather_in_bounds(self.slot_of_row, jnp.minimum(row_ids, last))
         return jnp.where(row_ids <= last, slots, PADDING_ROW_ID)
@@ -152,8 +152,8 @@ class MappedRows(CachedRows):
 
 def _reject_flax(*args: Any) -> Any:
     raise ValueError(
-        "flax.serialization would save the cached rows of a table with te.HostRows "
-        "only; save all rows by te.save, and restore them by te.restore."
+        "flax.serialization would save only the cached rows of a table with "
+        "te.HostRows. Save all rows with te.save, and restore them with te.restore."
     )
 
 
@@ -162,5 +162,5 @@ for kind in (CachedRows, MappedRows):
 
 
 def layout_of_cache(layout: RowLayout, slots_per_shard: int) -> RowLayout:
-    """Returns the packing of the cached rows of a shard, given the one of all rows."""
+    """Returns the packing of a shard's cached rows, from its whole packing."""
     return dataclasses.replace(layout, num_rows=slots_per_shard, contents=None)

@@ -1,7 +1,8 @@
-"""The program that swaps rows between the caches of the devices and the host.
+"""The program that swaps rows between the devices' caches and the host.
 
-Each device takes `K` rows out of slots of its cache, and sets the slots to rows from
-the host. Rows travel as records: the bits of a table's row and of its slot variables.
+Each device reads `K` rows from slots of its cache, then fills those slots with rows
+from the host. A row is transferred as a record: the bits of the table's row and of its
+slot variables.
 """
 
 import dataclasses
@@ -29,27 +30,27 @@ def swap_rows(
     records: UInt32[Array, "rows words"],
     plan: EmbeddingPlan,
 ) -> tuple[MappedRows, list[CachedRows], UInt32[Array, "rows words"]]:
-    """Swaps rows of a stack, in place. Global.
+    """Swaps rows of a stack in place. Global.
 
     Args:
       table: rows of the table; donated.
       slots: its slot variables; donated.
-      moves: per shard `3 * K` integers: the slots, the local rows that come in, and the
-        local rows that leave; `PADDING_ROW_ID` where there is none.
-      records: per shard `K` records for the slots.
+      moves: `3 * K` integers per shard: the slots, the local rows that enter, and the
+        local rows that leave. Unused positions hold `PADDING_ROW_ID`.
+      records: `K` records per shard, for the slots.
       plan: plan of the layer.
 
     Returns:
-      The table, its slot variables, and the records that were in the slots.
+      The table, its slot variables, and the slots' previous records.
     """
     return swap_program(plan.hardware)(table, slots, moves, records, plan)
 
 
 @functools.cache
 def swap_program(hardware: HardwareInfo) -> Any:
-    """Returns `swap_rows`, jitted with the options of the hardware.
+    """Returns the jitted swap with the hardware's compiler options.
 
-    Without them, TPUs add to packed rows on the TensorCore.
+    Without these options, TPUs scatter into packed rows on the TensorCore.
     """
     return jax.jit(
         _swap_rows,
@@ -101,12 +102,12 @@ def _swap_rows(
 
 
 def words_per_row(layout: RowLayout) -> int:
-    """Returns the words of 32 bits of a row in a record."""
+    """Returns the number of 32-bit words of a row in a record."""
     return -(-layout.dim // 2) if layout.narrow_dtype else layout.dim
 
 
 def _words_of_rows(rows: Float[Array, "rows *row"], layout: RowLayout) -> Any:
-    """Returns the bits of rows; two bfloat16 elements share a word."""
+    """Returns the rows' bits; two bfloat16 elements share a word."""
     words = jax.lax.bitcast_convert_type(rows, jnp.uint32)
     words = words.reshape(words.shape[0], layout.dim)
     if layout.narrow_dtype is None:
@@ -118,7 +119,7 @@ def _words_of_rows(rows: Float[Array, "rows *row"], layout: RowLayout) -> Any:
 def _rows_of_words(
     words: UInt32[Array, "rows words"], layout: RowLayout, dtype: Any
 ) -> Array:
-    """Returns the rows with these bits; the inverse of `_words_of_rows`."""
+    """Returns the rows with the given bits; inverse of `_words_of_rows`."""
     if layout.narrow_dtype is not None:
         pairs = jnp.stack([words << 16, words & jnp.uint32(0xFFFF0000)], axis=2)
         words = pairs.reshape(words.shape[0], -1)[:, : layout.dim]

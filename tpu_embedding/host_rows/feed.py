@@ -1,8 +1,8 @@
-"""Brings the rows of coming batches to the devices while a step computes.
+"""Prefetches the rows of upcoming batches while a step computes.
 
-The main thread draws batches and dispatches exchanges. A reader, a thread, finds the
-rows of a batch, plans, reads the store and starts the transfers, two batches ahead of
-the exchanges. `HostStack` has the rules that keep the order.
+The main thread draws batches and dispatches exchanges. A reader thread plans a batch,
+reads its rows from the store and starts the transfers, two batches ahead of the
+exchanges. `HostStack` states the rules that keep the order.
 """
 
 import collections
@@ -17,7 +17,7 @@ from tpu_embedding.host_rows.stack import FetchedRows, HostStack
 from tpu_embedding.host_rows.worker import ENDING, Worker
 
 BATCHES_FETCHED: Final = 3
-"""Batches whose rows are on their way: the next one, and two for the reader to do."""
+"""Batches being fetched: the next one, and two more for the reader to work on."""
 
 Batch = TypeVar("Batch")
 Key = tuple[str, str]
@@ -27,22 +27,22 @@ RowsOfStacks = Mapping[Key, np.ndarray]
 
 
 class _Coming(NamedTuple):
-    """A batch that was drawn, and its rows."""
+    """A drawn batch and its rows."""
 
     batch: Any
     rows: Future[RowsOfStacks]
 
 
 class Feed(Generic[Batch]):
-    """Yields batches with the exchanges that bring their rows.
+    """An iterator over batches and the exchanges that bring their rows.
 
-    It is an iterator. The caller runs the exchanges of a batch before it draws the next
-    one, and calls `close` at the end.
+    The caller must run a batch's exchanges before drawing the next batch, and call
+    `close` at the end.
 
     Args:
       batches: batches on the host. Each is drawn `window + 2` batches early.
-      hosts: rows on the host.
-      rows_of: returns the rows of a batch. Threads run it for several batches at once.
+      hosts: host rows by stack.
+      rows_of: returns a batch's rows. Called for several batches at once, in threads.
     """
 
     def __init__(
@@ -58,12 +58,12 @@ class Feed(Generic[Batch]):
         self._fetched: collections.deque[Future[dict[Key, FetchedRows]]] = (
             collections.deque()
         )
-        # A loop may be one batch ahead of its steps.
+        # Two batches, since a loop may be one batch ahead of its steps.
         self._handed_out: collections.deque[RowsOfStacks] = collections.deque(maxlen=2)
         self._fetched_last: dict[Key, FetchedRows] = {}
         self._stopped = threading.Event()
         self._reader = Worker("host_rows_reader")
-        # NumPy releases Python's lock: several batches at a time are faster.
+        # NumPy releases the GIL, so several batches at a time are faster.
         self._finders = ThreadPoolExecutor(thread_name_prefix="host_rows_finder")
 
     def __iter__(self) -> Iterator[tuple[Batch, dict[Key, FetchedRows]]]:
@@ -97,7 +97,7 @@ class Feed(Generic[Batch]):
         return batch, fetched
 
     def _start(self) -> None:
-        """Starts, or goes on after another pipeline or new values of the tables."""
+        """Starts, or resumes after another pipeline ran or the tables changed."""
         for host in self._hosts.values():
             host.claim(self)
         self._unpin()
@@ -109,7 +109,7 @@ class Feed(Generic[Batch]):
         for coming in self._coming:
             self._reader.submit(self._enter, coming)
 
-    # In the reader, one after the other:
+    # Called in the reader thread, one call at a time:
 
     def _enter(self, coming: _Coming) -> None:
         for key, rows in coming.rows.result().items():
@@ -127,14 +127,14 @@ class Feed(Generic[Batch]):
         }
 
     def stop(self) -> None:
-        """Ends the fetches on their way, whose plans the caller takes back."""
+        """Cancels pending fetches. The caller must undo their plans."""
         self._stopped.set()
         for host in self._hosts.values():
             host.wake()
         self._reader.wait()
 
     def pin(self, host: HostStack) -> None:
-        """Keeps rows of the last two batches, which may have to train, in a cache."""
+        """Keeps rows of the last two batches cached: they may still have to train."""
         for rows_of_stacks in self._handed_out:
             for key, rows in rows_of_stacks.items():
                 if self._hosts[key] is host:
@@ -146,10 +146,11 @@ class Feed(Generic[Batch]):
                 self._hosts[key].planner.unpin(rows)
 
     def close(self) -> None:
-        """Ends the pipeline, at the end of the batches or before.
+        """Ends the pipeline, at the end of the batches or earlier.
 
-        The garbage collector may call it in any thread. In one of a pipeline, which
-        must not wait for itself, the next claim does the rest.
+        The garbage collector may call this in any thread. A pipeline's own thread must
+        not wait for itself, so there it only stops the fetches, and the next `claim`
+        does the rest.
         """
         if ENDING is None or ENDING.is_set():  # Python has cleared this module.
             return

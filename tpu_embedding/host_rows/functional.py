@@ -1,4 +1,4 @@
-"""`te.functional.host_rows`: batches whose rows are brought into tables and slots."""
+"""`te.functional.host_rows`, which brings each batch's rows into tables and slots."""
 
 import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -19,19 +19,19 @@ def host_rows(
     *,
     features_of: Callable[[Batch], Any],
 ) -> Iterator[tuple[Batch, Callable[..., tuple[Any, Any]]]]:
-    """Yields batches, and functions that bring their rows into tables and slots.
+    """Yields batches with functions that bring their rows into tables and slots.
 
-    `tables, slots = bring(tables, slots)` comes before the step of the batch, and
-    donates both. See `te.host_rows`.
+    Call `tables, slots = bring(tables, slots)`, which donates both, before the batch's
+    step. See `te.host_rows`.
 
     Args:
       batches: see `te.host_rows`.
       tables: stack name to packed rows, from `init_tables`.
       plan: plan of the layer.
-      features_of: returns the features that a batch looks up, as `lookup` takes them.
+      features_of: returns a batch's features, in the form that `lookup` accepts.
 
     Yields:
-      A batch and its function.
+      A batch and its `bring` function.
 
     Example:
       >>> import jax

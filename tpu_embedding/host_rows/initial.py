@@ -1,10 +1,10 @@
-"""Fills the store of a stack with initial rows and slot variables, block by block.
+"""Fills a stack's store with initial rows and slot variables, block by block.
 
 The values equal `te.functional.init_tables` and `init_slots` bit for bit, although the
-devices hold a block at a time. Row initializers run on all devices, each on a range of
-the table. Rules run on blocks of each shard's local rows. Local rows `s` to `e` of all
-shards are rows `s * num_shards` to `e * num_shards` of the stack, so the store reads
-one range per block. `init_state` sums totals over the same blocks in the same order.
+devices hold only a block at a time. Row initializers run on all devices, each on a
+range of the table. Rules run on blocks of each shard's local rows. Local rows `s` to
+`e` of all shards are stack rows `s * num_shards` to `e * num_shards`, so a block is one
+range of the store. `init_state` sums totals over the same blocks in the same order.
 
 A store has `read_range(begin, end, words)`, which returns uint32 `[rows, words]`, and
 `write_range(begin, values, words)`. Rows are stack rows, and `words` is a slice.
@@ -33,11 +33,11 @@ from tpu_embedding.update import apply, lazy_update, totals
 from tpu_embedding.xla import computed_apart, run_if
 
 _BLOCK_BYTES: Final = 2**22
-"""Bytes of float32 rows that a device computes at a time."""
+"""Bytes of float32 rows that a device computes at once."""
 
 
 def rows_of_record(stack: StackPlan) -> list[jax.ShapeDtypeStruct]:
-    """Returns shape and dtype of a record's file rows: the table's, then the slots'."""
+    """Returns a record's file rows as shapes: the table's, then the slot variables'."""
     return [file_rows.file_row(_abstract_table(stack)), *stack.slots]
 
 
@@ -47,7 +47,7 @@ def _abstract_table(stack: StackPlan) -> PackedRows:
 
 
 def columns_of(stack: StackPlan) -> list[slice]:
-    """Returns the words of a record that hold each of its file rows.
+    """Returns each file row's words within a record.
 
     Example:
       >>> import tpu_embedding as te
@@ -63,10 +63,10 @@ def columns_of(stack: StackPlan) -> list[slice]:
 
 
 def words_of_file_rows(rows: np.ndarray) -> np.ndarray:
-    """Returns file rows as words of records; the last word is filled up with zeros.
+    """Returns file rows as words of records, the last word padded with zeros.
 
     Args:
-      rows: `[rows, *shape]` as `file_row` says.
+      rows: `[rows, *shape]`, with the shape and dtype of `file_row`.
 
     Returns:
       uint32 `[rows, words]`.
@@ -77,7 +77,7 @@ def words_of_file_rows(rows: np.ndarray) -> np.ndarray:
 
 
 def file_rows_of_words(words: np.ndarray, row: jax.ShapeDtypeStruct) -> np.ndarray:
-    """Returns words of records as file rows; the inverse of `words_of_file_rows`.
+    """Returns words of records as file rows; inverse of `words_of_file_rows`.
 
     Args:
       words: uint32 `[rows, words]`.
@@ -101,12 +101,12 @@ def fill_tables(
 
     The devices hold a block at a time. An initializer that needs all rows at once
     computes one whole table, split over the devices, and the host copies each device's
-    share. XLA may round it differently in another program. Rows between two tables stay
-    as they are.
+    part; XLA may round these values differently than in `init_tables`. Padding rows
+    between tables are not written.
 
     Args:
       store: records of the stack's rows.
-      stack: the stack of the rows.
+      stack: the stack to fill.
       plan: plan of the embedding layer.
       key: typed JAX random key.
     """
@@ -120,7 +120,7 @@ def fill_tables(
 def _rows_at_once(
     table: TablePlan, stack: StackPlan, plan: EmbeddingPlan, key: jax.Array
 ) -> Iterator[tuple[int, np.ndarray]]:
-    """Yields first row and initial rows of each device's share, as `file_row` says."""
+    """Yields the first row and the file rows of each device's part of a table."""
     compute = functools.partial(initial_values.logical_values, table, stack, plan)
     values = jax.jit(in_auto_axes(compute, plan, stack.rows_spec))(key)
     for shard in values.addressable_shards:
@@ -133,7 +133,7 @@ def _rows_at_once(
 def _rows_by_block(
     table: TablePlan, stack: StackPlan, plan: EmbeddingPlan, key: jax.Array
 ) -> Iterator[tuple[int, np.ndarray]]:
-    """Yields first row and initial rows of each block, as `file_row` says."""
+    """Yields the first row and the file rows of each block of a table."""
     initializer = table.row_initializer
     assert initializer is not None
     size = max(1, _BLOCK_BYTES // (packed_rows.LANE_BYTES * stack.dim))
@@ -165,13 +165,13 @@ def fill_slots(
     """Writes initial slot variables, equal to `init_slots`, and returns the state.
 
     Args:
-      store: records of the stack's rows, with the table's rows.
-      stack: the stack of the rows; its rule is for touched rows.
+      store: records of the stack's rows; the table's rows must be filled.
+      stack: the stack to fill. Its rule must update touched rows only.
       plan: plan of the embedding layer.
       slot_at: see `measured_state`.
 
     Returns:
-      The state of the stack, see `measured_state`.
+      The stack's state; see `measured_state`.
     """
     spec, known = stack.rows_spec, []
 
@@ -207,21 +207,21 @@ def fill_slots(
 def measured_state(
     store: Any, stack: Any, plan: EmbeddingPlan, slot_at: Callable[[int], Any]
 ) -> Any:
-    """Returns the first state of a stack, with totals over the store's present rows.
+    """Returns a stack's initial state, with totals over the rows now in the store.
 
     Args:
       store: records of the stack's rows.
       stack: the stack of the rows.
       plan: plan of the embedding layer.
-      slot_at: makes the leaf of slot variable `i`, in the order of `stack.slots`.
+      slot_at: returns the leaf of slot variable `i`, numbered as in `stack.slots`.
 
     Returns:
-      A state of the structure of `init_state`. Counts, rates and totals are
+      A state with the structure of `init_state`. Counts, rates and totals are
       replicated over the devices, and equal `init_slots` bit for bit.
     """
 
     def values(known: list[Array]) -> list[Array]:
-        # They depend on rows through totals only.
+        # Values depend on rows only through totals, so any rows will do.
         layout = dataclasses.replace(stack.layout, num_rows=apply.PADDING_ROWS)
         zeros = jnp.zeros(layout.lines_shape, layout.stored_dtype)
         rows = PackedRows(lines=zeros, layout=layout)
@@ -238,10 +238,10 @@ def measured_state(
 
 
 def _totals_of_store(store: Any, stack: Any, plan: EmbeddingPlan) -> list[jax.Array]:
-    """Returns the totals that the rule asks for; see `totals.find_totals`. Global."""
+    """Returns the totals that the rule requests; see `totals.find_totals`. Global."""
 
     def add(total: Any, block: PackedRows, start: Array, known: list[Array]) -> Any:
-        # A total is `{reduction: sum so far}`, and empty before the first block.
+        # A total is `{reduction: result so far}`, empty before the first block.
         def request() -> Any:
             requests = totals.requests_of(
                 lambda rows, ask: apply.init_block(rows, start, ask, stack),
@@ -254,8 +254,8 @@ def _totals_of_store(store: Any, stack: Any, plan: EmbeddingPlan) -> list[jax.Ar
             return {reduction: values[None] for values, reduction in request()}
         ((reduction, so_far),) = total.items()
         combine = totals.ACROSS_PARTS[reduction]
-        # In a loop, as `init_state` does: XLA:CPU adds up a matrix-vector product in
-        # another order outside of one.
+        # In a loop, like `init_state`: outside of one, XLA:CPU sums a matrix-vector
+        # product in a different order.
         return {
             reduction: run_if(
                 start >= 0, lambda x: combine(x, request()[0].values[None]), so_far
@@ -283,7 +283,7 @@ def _totals_of_store(store: Any, stack: Any, plan: EmbeddingPlan) -> list[jax.Ar
 
 
 def _blocks_of(stack: StackPlan) -> Iterator[tuple[int, int]]:
-    """Yields first local row and size of the blocks of `init_state`, in its order."""
+    """Yields the first local row and size of each block, in `init_state`'s order."""
     blocks = access.blocks_of([stack.layout])
     yield blocks.first
     for i in range(*blocks.others):
@@ -291,7 +291,7 @@ def _blocks_of(stack: StackPlan) -> Iterator[tuple[int, int]]:
 
 
 def _stack_rows(start: int, size: int, stack: StackPlan) -> tuple[int, int]:
-    """Returns the range of stack rows that are a block of local rows of all shards."""
+    """Returns the stack rows of a block of all shards' local rows, as a range."""
     # The last local rows may be padding.
     begin, end = (
         min(row * stack.num_shards, stack.num_rows) for row in (start, start + size)
@@ -302,7 +302,7 @@ def _stack_rows(start: int, size: int, stack: StackPlan) -> tuple[int, int]:
 def _read_block(
     store: Any, start: int, size: int, stack: StackPlan, plan: EmbeddingPlan
 ) -> PackedRows:
-    """Returns the table's rows in a block of local rows of all shards. Global."""
+    """Returns the table's rows in a block of all shards' local rows. Global."""
     begin, end = _stack_rows(start, size, stack)
     layout = dataclasses.replace(stack.layout, num_rows=size)
     row, num_rows = rows_of_record(stack)[0], layout.row_of(layout.num_lines)

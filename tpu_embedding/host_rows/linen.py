@@ -1,4 +1,4 @@
-"""`te.linen.host_rows`: batches whose rows are brought into a Linen state."""
+"""`te.linen.host_rows`, which brings each batch's rows into a Linen train state."""
 
 import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -17,18 +17,18 @@ def host_rows(
     *,
     features_of: Callable[[Batch], Any],
 ) -> Iterator[tuple[Batch, Callable[[TrainState], TrainState]]]:
-    """Yields batches, and functions that bring their rows into a Linen state.
+    """Yields batches with functions that bring their rows into a Linen state.
 
-    `state = bring(state)` comes before the step of the batch, and donates the tables
-    and slot variables of the state. See `te.host_rows`.
+    Call `state = bring(state)`, which donates the state's tables and slot variables,
+    before the batch's step. See `te.host_rows`.
 
     Args:
       batches: see `te.host_rows`.
-      state: the first state; its plans are read.
+      state: the initial state, which provides the layers' plans.
       features_of: see `te.host_rows`.
 
     Yields:
-      A batch and its function.
+      A batch and its `bring` function.
 
     Example:
       >>> import tpu_embedding as te

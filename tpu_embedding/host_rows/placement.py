@@ -1,4 +1,4 @@
-"""The placement that keeps the rows of a table in host memory."""
+"""The placement that keeps a table's rows in host memory."""
 
 import dataclasses
 import os
@@ -14,6 +14,7 @@ from tpu_embedding.argument_checks import (
     int_rule,
     optional,
     raise_all,
+    right_names,
 )
 from tpu_embedding.config import Placement
 from tpu_embedding.host_rows.cached_rows import layout_of_cache
@@ -30,33 +31,35 @@ if TYPE_CHECKING:
     from tpu_embedding.plan.plan import EmbeddingPlan, StackPlan, TrainedStackPlan
 
 _RULES: Final = {
-    "cache_rows": int_rule(1, fix="give the rows that all devices cache together"),
+    "cache_rows": int_rule(1, fix="pass the number of rows that all devices cache"),
     "directory": optional(
-        Rule(lambda x: isinstance(x, str | os.PathLike), "a path of a directory")
+        Rule(lambda x: isinstance(x, str | os.PathLike), "a path to a directory")
     ),
-    "window": int_rule(1, 64, "give the batches that are read ahead"),
+    "window": int_rule(1, 64, "pass the number of batches to read ahead"),
 }
 
 
+@right_names(cache_size="cache_rows", size="cache_rows")
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class HostRows(Placement):
     """Keeps all rows of a table in host memory, and caches some on the devices.
 
-    For tables larger than the devices' memory. `te.host_rows` brings the rows of each
-    batch to the devices before the step, and takes others back. Values, slot variables
-    and activations are the same, bit for bit on CPU, as with `te.Sharded()`.
+    For tables that don't fit in the devices' memory. `te.host_rows` brings each batch's
+    rows to the devices before the step, and evicts others. Values, slot variables and
+    activations are the same as with `te.Sharded()`, bit for bit on CPU.
 
-    Slot variables are with their rows. Each row also takes 4 bytes on its device, for
-    its slot in the cache. Only one process can use such tables.
+    Slot variables are stored with their rows. Each row of the table also takes 4 bytes
+    on its device, for the map from rows to cache slots. Only jobs of one process are
+    supported.
 
     Attributes:
-      cache_rows: rows that all devices cache together. It must hold the rows of three
-        batches; a few times as many make most lookups hit. Rounded up to a multiple of
-        the devices.
-      directory: a directory for a file of the table, which is mapped, for tables larger
-        than the host's memory. The file is scratch space, and is removed at the end.
-        None keeps the rows in memory.
-      window: batches that are read ahead, 1 to 64. Their rows stay in the cache.
+      cache_rows: rows that all devices together cache, rounded up to a multiple of the
+        number of devices. The rows of three batches must fit; with a few times as many,
+        most lookups hit the cache.
+      directory: directory for a memory-mapped file, for tables larger than the host's
+        memory. The file is scratch space and is removed at the end. `None` keeps the
+        rows in memory.
+      window: batches to read ahead, 1 to 64. Their cached rows are evicted last.
 
     Example:
       >>> import tpu_embedding as te
@@ -77,7 +80,7 @@ class HostRows(Placement):
         raise_all(broken_rules(self, _RULES))
 
     def shard_axes(self, mesh_axes: tuple[str, ...], owner: str) -> tuple[str, ...]:
-        """Returns all axes: each row belongs to one device."""
+        """Returns all mesh axes, because each row belongs to one device."""
         return mesh_axes
 
     def storage(self, num_rows: int) -> RowStorage:
@@ -90,7 +93,7 @@ class HostRows(Placement):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class HostStorage(RowStorage):
-    """The host holds all rows of a stack, and devices cache some; see `HostRows`."""
+    """Storage with all rows of a stack on the host; see `HostRows`."""
 
     holds_all_rows: ClassVar[bool] = False
 
@@ -100,16 +103,16 @@ class HostStorage(RowStorage):
 
     @property
     def stacking_key(self) -> Any:
-        """Tables of a stack share files and the window."""
+        """Tables of a stack share the directory and the window."""
         return self.directory, self.window
 
     def joined(self, other: RowStorage) -> RowStorage:
-        """Returns the storage of all these rows."""
+        """Returns the storage of both tables' rows."""
         assert isinstance(other, HostStorage)
         return dataclasses.replace(self, cache_rows=self.cache_rows + other.cache_rows)
 
     def problem(self, table: "NamedTable", backend: "Backend") -> str | None:
-        """Returns the setting that contradicts rows on the host."""
+        """Returns why the table's rows can't be on the host, or None if they can."""
         vocabulary, optimizer = table.config.vocabulary, table.optimizer
         if jax.process_count() > 1:
             return (
@@ -118,70 +121,70 @@ class HostStorage(RowStorage):
             )
         if not vocabulary.ids_are_rows:
             return (
-                "te.HostRows needs a table whose ids are row numbers; give "
-                "TableConfig.vocabulary_size as an int, and hash ids by "
+                "te.HostRows needs a table whose ids are row numbers; set "
+                "TableConfig.vocabulary_size to an int, and hash ids with "
                 "te.inputs.hash_ids"
             )
         if backend.replaces_lookup or backend.replaces_update:
             return (
-                "te.HostRows needs backend='xla', which finds rows by their numbers; "
-                "leave backend out"
+                "te.HostRows works only with backend='xla'; remove the backend argument"
             )
         if table.config.dtype_name == "int8":
             return (
-                "te.HostRows needs rows of float32 or bfloat16; set TableConfig.dtype"
+                "te.HostRows does not support int8 rows; set TableConfig.dtype to "
+                "float32 or bfloat16"
             )
         if optimizer is None:
             return None
         if optimizer.moves_every_row or optimizer.gradient_steps > 1:
             return (
-                "te.HostRows needs an optimizer that moves the rows of a batch only; "
-                "leave out te.optimizers.every_row"
+                "te.HostRows needs an optimizer that updates only the batch's rows; "
+                "remove te.optimizers.every_row"
             )
         slots = probe_rule(optimizer, table.config.dim).slots
         if any(slot.starts_from_rows for slot in slots):
             return (
-                "te.HostRows cannot keep moving averages of all rows; leave out "
-                "use_ema of the optimizer, or te.optimizers.with_ema"
+                "te.HostRows cannot keep moving averages of all rows; remove the "
+                "optimizer's use_ema, or te.optimizers.with_ema"
             )
         if any(slot.row.dtype.itemsize != 4 for slot in slots):
-            return "te.HostRows needs slot variables of 32 bits"
+            return "te.HostRows needs an optimizer with 32-bit slot variables"
         return None
 
     def device_layout(self, layout: RowLayout) -> RowLayout:
-        """Returns the layout of the cache of a shard."""
+        """Returns the layout of a shard's cache."""
         assert layout.contents is not None
         slots_per_shard = -(-self.cache_rows // layout.contents.num_shards)
         return layout_of_cache(layout, min(slots_per_shard, layout.num_rows))
 
     def bytes_per_device(self, stack: "StackPlan") -> int:
-        """Returns the memory of the map from rows to slots."""
+        """Returns the size of the map from rows to slots."""
         return 4 * stack.rows_per_shard
 
     def notes(self, stack: "StackPlan") -> Iterator[str]:
-        """Yields what the host holds, and what the devices cache."""
+        """Yields a line about the sizes of the host's rows and of the cache."""
         cache_rows = min(self.cache_rows, stack.num_rows)
         share = cache_rows / stack.num_rows
         where = self.directory or "host memory"
         num_bytes = 4 * stack.num_rows * columns_of(stack)[-1].stop
         yield (
             f"{stack.num_rows:,} rows in {where}, {format_bytes(num_bytes)}; "
-            f"{cache_rows:,} of them ({share:.1%}) cached on devices, whose map "
-            f"of rows takes {format_bytes(self.bytes_per_device(stack))} on each"
+            f"{cache_rows:,} of them ({share:.1%}) cached on the devices; the map of "
+            f"rows takes {format_bytes(self.bytes_per_device(stack))} per device"
         )
 
     def init_rows(
         self, stack: "StackPlan", plan: "EmbeddingPlan", key: jax.Array
     ) -> PackedRows:
-        """Returns an empty cache of new rows."""
+        """Initializes the rows on the host, and returns an empty cache of them."""
         return HostStack(stack, plan).init_rows(key)
 
     def init_state(
         self, table: PackedRows, stack: "TrainedStackPlan", plan: "EmbeddingPlan"
     ) -> Any:
-        """Returns a new state of the optimizer of cached rows."""
+        """Returns a new optimizer state for the cached rows."""
         return table.host.init_state(table)  # type: ignore[attr-defined]
 
     def measured_state(self, table: PackedRows, state: Any) -> Any:
-        """Returns a state with totals over the present rows."""
+        """Returns the state with totals over the current rows."""
         return table.host.measured_state(table, state)  # type: ignore[attr-defined]

@@ -1,8 +1,8 @@
 """Decides which rows of a stack are cached, in which slots, and when they change.
 
-A `Planner` plans batches in the order in which they train, before the devices run
-them. It knows rows by number only, and needs no device. A plan takes time in proportion
-to the unique rows of its batch.
+A `Planner` plans batches in training order, before the devices run them. It works on
+row ids only and needs no device. Planning time is proportional to the batch's unique
+rows.
 """
 
 from collections.abc import Sequence
@@ -14,17 +14,17 @@ from tpu_embedding.rows.packed_rows import round_up
 from tpu_embedding.types import PADDING_ROW_ID
 
 UNFINISHED_BATCHES: Final = 3
-"""A batch and the two before it may still have to train when the batch is planned."""
+"""When a batch is planned, it and the two batches before it may not have trained."""
 
 _SLOTS_PER_VICTIM: Final = 8
 _FEWEST_SLOTS: Final = 64
-"""Fewest slots to choose victims from."""
+"""Minimum number of slots to choose victims from."""
 _NEVER: Final = np.iinfo(np.int32).max
-"""Sorts after the stamps of all batches."""
+"""A stamp that sorts after every batch."""
 
 
 class Exchange(NamedTuple):
-    """Rows that enter and leave the cache at once, at most K per shard.
+    """Rows that enter and leave the cache in one exchange, at most K per shard.
 
     All arrays are int32 `[num_shards, K]`, where K is `Planner.exchange_rows`.
 
@@ -44,13 +44,13 @@ class Exchange(NamedTuple):
 
 
 class _Undo(NamedTuple):
-    """State that a plan has overwritten, but for stamps."""
+    """The state that a plan overwrote, except stamps."""
 
-    used: np.ndarray  # Places of rows that were cached before the plan.
+    used: np.ndarray  # Places of the batch's rows that were already cached.
     users: np.ndarray
-    missing: np.ndarray  # Rows that the plan fetched, and their places before.
+    missing: np.ndarray  # Rows that the plan fetched, and their previous places.
     left: np.ndarray
-    taken: np.ndarray  # Places that they got.
+    taken: np.ndarray  # Their new places.
     taken_users: np.ndarray
     evicted: np.ndarray
     hands: np.ndarray
@@ -62,13 +62,13 @@ class BatchPlan(NamedTuple):
 
     Attributes:
       batch: number of the batch.
-      exchanges: to run in this order, before the batch's step.
-      wait_for: last batch before which one of the fetched rows left the cache: the
-        store has their records once that batch's evicted rows are written. -1 if they
-        never left.
+      exchanges: exchanges to run before the batch's step, in this order.
+      wait_for: latest batch whose exchanges evicted one of the fetched rows. The store
+        is up to date once that batch's evicted rows are written. -1 if the rows were
+        never evicted.
       num_rows: unique rows of the batch.
       num_fetched: unique rows that were not cached.
-      undo: what `Planner.undo` needs.
+      undo: previous state, for `Planner.undo`.
     """
 
     batch: int
@@ -80,12 +80,12 @@ class BatchPlan(NamedTuple):
 
 
 class Planner:
-    """Decides which rows of a stack are cached, one batch after the other.
+    """Decides which rows of a stack are cached, batch by batch.
 
     Row `q` of the stack belongs to shard `q % num_shards`, and is cached in a slot of
-    that shard. A missing row takes a slot that was never filled, or else it evicts the
-    row of a slot that no unfinished batch uses: with the oldest stamp among the next
-    slots after a clock hand (a sampled LRU). Equal calls give equal plans, on every
+    that shard. A missing row gets a slot that was never filled. If there is none, it
+    evicts a row that no unfinished batch uses: the one with the oldest stamp among the
+    next slots after a clock hand (a sampled LRU). Equal calls give equal plans on every
     machine.
 
     Args:
@@ -96,14 +96,14 @@ class Planner:
 
     Attributes:
       next_batch: number of the next batch to plan.
-      exchange_rows: K, rows of an exchange per shard. The first batch with rows sets
-        it, 0 before. It never changes afterwards, because a new one would recompile.
-      place: int32 `[num_rows]`. A cached row has `slot * num_shards + shard`. A row
-        that left in the exchanges of batch `t` has `-(t + 2)`; one that was never
-        cached, -1.
+      exchange_rows: K, the rows per shard of an exchange. 0 until the first batch with
+        rows sets it. It never changes afterwards, since each new size recompiles the
+        exchange.
+      place: int32 `[num_rows]`. `slot * num_shards + shard` for a cached row,
+        `-(t + 2)` for a row evicted by batch `t`, -1 for a row that was never cached.
       row_of: int32 `[slots_per_shard * num_shards]`, by place: the cached row, or -1.
-      stamp: by place: last batch known to use the row, planned or not.
-      user: by place: last planned batch that uses the row.
+      stamp: last batch known to use the row, planned or not, by place.
+      user: last planned batch that uses the row, by place.
     """
 
     def __init__(
@@ -124,7 +124,7 @@ class Planner:
         self.reset(0)
 
     def reset(self, next_batch: int) -> None:
-        """Empties the cache, and forgets pins. The store must have all rows."""
+        """Empties the cache and removes all pins. The store must have all rows."""
         self.next_batch = next_batch
         self.place.fill(-1)
         self.row_of.fill(-1)
@@ -135,14 +135,14 @@ class Planner:
         self._pinned: list[np.ndarray] = []
 
     def enter(self, batch: int, rows: np.ndarray) -> None:
-        """Marks the cached rows of a batch that will be planned as used by it.
+        """Stamps the cached rows of a batch that will be planned later.
 
         Args:
           batch: number of the batch.
           rows: int32, its sorted unique stack rows.
         """
         places = self.place[rows]
-        # `np.compress` is several times as fast as a mask in brackets.
+        # `np.compress` is several times faster than indexing with a mask.
         self._stamp(np.compress(places >= 0, places), batch)
 
     def plan(self, rows: np.ndarray) -> BatchPlan:
@@ -152,8 +152,8 @@ class Planner:
           rows: int32, its sorted unique stack rows.
 
         Raises:
-          ValueError: if the rows of this batch and the two before it, and pinned rows,
-            don't fit in a shard's slots. The planner is as before the call.
+          ValueError: if the rows of this batch and the two before it, with the pinned
+            rows, don't fit in a shard's slots. The planner is then unchanged.
         """
         assert not len(rows) or (rows[0] >= 0 and rows[-1] < len(self.place))
         batch = self.next_batch
@@ -196,13 +196,13 @@ class Planner:
         )
 
     def undo(self, plans: Sequence[BatchPlan], last_executed: int) -> None:
-        """Takes back the latest plans, whose exchanges never ran.
+        """Undoes the latest plans, whose exchanges never ran.
 
-        The state is then as before them, except for stamps and `exchange_rows`.
+        Restores the earlier state, except stamps and `exchange_rows`.
 
         Args:
-          plans: in order.
-          last_executed: number of the batch before them; the next one is planned next.
+          plans: plans to undo, in planning order.
+          last_executed: number of the batch before the first of them.
         """
         for plan in reversed(plans):
             assert plan.batch == self.next_batch - 1
@@ -218,38 +218,37 @@ class Planner:
         assert self.next_batch == last_executed + 1
 
     def pin(self, rows: np.ndarray) -> None:
-        """Keeps cached rows of a batch that has not trained, until `unpin`.
+        """Keeps a batch's cached rows in the cache until `unpin`.
 
         Args:
-          rows: int32, sorted unique stack rows. Rows that are not cached stay as they
-            are.
+          rows: int32, sorted unique stack rows. Rows that are not cached are ignored.
         """
         self._pinned.append(rows)
 
     def unpin(self, rows: np.ndarray) -> None:
-        """Ends a `pin` of the same array; does nothing after a `reset`."""
+        """Reverts `pin` of the same array object; does nothing after a `reset`."""
         self._pinned = [pinned for pinned in self._pinned if pinned is not rows]
 
     def _stamp(self, places: np.ndarray, batch: int) -> None:
         self.stamp[places] = np.maximum(self.stamp[places], batch)
 
     def _by_shard(self, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Returns rows in the order of their shards, and the count of each shard."""
+        """Returns rows ordered by shard, and the count of each shard."""
         if self.num_shards == 1:
             return rows, np.array([len(rows)])
         shards = (rows % self.num_shards).astype(np.uint16)
-        # NumPy sorts 16 bits by radix.
+        # NumPy uses a radix sort for 16 bits.
         order = np.argsort(shards, kind="stable")
         return rows[order], np.bincount(shards, minlength=self.num_shards)
 
     def _set_exchange_rows(self, rows: np.ndarray) -> None:
-        """Sets K to half of the most rows of a shard; usually fewer are missing."""
+        """Sets K to half the rows of the fullest shard; usually fewer are missing."""
         most = int(self._by_shard(rows)[1].max())
         slots = round_up(self.slots_per_shard, 8)
         self.exchange_rows = min(round_up(-(-most // 2), 256), slots)
 
     def _take_slots(self, counts: np.ndarray, batch: int) -> np.ndarray:
-        """Returns places for `counts` new rows of each shard, by shard, then slot."""
+        """Returns places for `counts` new rows per shard, ordered by shard and slot."""
         taken = [np.zeros(0, np.int32)]
         for shard in np.flatnonzero(counts).tolist():
             begin = int(self._num_filled[shard])
@@ -267,7 +266,7 @@ class Planner:
     def _victims(
         self, shard: int, need: int, num_filled: int, batch: int
     ) -> np.ndarray | None:
-        """Returns slots of a shard to evict, or `None` if too few may be."""
+        """Returns slots of a shard to evict, or `None` if too few may be evicted."""
         users = self.user.reshape(-1, self.num_shards)[:num_filled, shard]
         stamps = self.stamp.reshape(-1, self.num_shards)[:num_filled, shard]
         hand = int(self._hands[shard])
@@ -289,16 +288,16 @@ class Planner:
         return ((np.flatnonzero(is_victim) + hand) % num_filled).astype(np.int32)
 
     def _too_small(self, counts: np.ndarray, batch: int) -> ValueError:
-        """Returns the error for a batch whose cached rows are marked as used."""
+        """Returns the error, after the batch's cached rows were marked as used."""
         in_use = (self.user > batch - UNFINISHED_BATCHES).reshape(-1, self.num_shards)
         rows = in_use.sum(axis=0) + counts
         shard = int(rows.argmax())
         cache_rows = (int(rows[shard]) - 1) * self.num_shards + 1
         return ValueError(
-            f"The rows of batch {batch} and of the two before it that device {shard} "
-            f"owns, {rows[shard]:,}, do not fit in its {self.slots_per_shard:,} cached "
-            f"rows of {self._name}; raise HostRows.cache_rows to at least "
-            f"{cache_rows:,}, or use smaller batches."
+            f"Batch {batch} and the two before it need {rows[shard]:,} rows of device "
+            f"{shard}, which do not fit in its {self.slots_per_shard:,} cached rows of "
+            f"{self._name}. Raise HostRows.cache_rows to at least {cache_rows:,}, or "
+            "use smaller batches."
         )
 
     def _exchanges(
@@ -308,7 +307,7 @@ class Planner:
         fetched: np.ndarray,
         evicted: np.ndarray,
     ) -> list[Exchange]:
-        """Deals new rows, in the order of their shards, to exchanges of K rows."""
+        """Splits new rows, ordered by shard, into exchanges of K rows per shard."""
         if not len(places):
             return []
         size, num_shards = self.exchange_rows, np.int32(self.num_shards)
@@ -333,12 +332,12 @@ class Planner:
 
 
 def unique_rows(rows: Sequence[np.ndarray]) -> np.ndarray:
-    """Returns the rows of several arrays, sorted, each of them once.
+    """Returns the sorted unique rows of several arrays.
 
     Takes 2 to 3 ns per row where NumPy sorts with vector instructions (AVX2 or newer);
-    `np.unique`, which hashes, takes 40 to 160. Two threads that sort slices and merge
-    them are not faster than one. Instead, call this function in a loader's threads, for
-    several batches at a time: NumPy releases Python's lock.
+    `np.unique`, which hashes, takes 40 to 160. Sorting slices in two threads and
+    merging them is not faster. Call this function in threads for several batches at a
+    time instead: NumPy releases the GIL.
 
     Args:
       rows: int32 arrays of any shape. `PADDING_ROW_ID` is dropped.
@@ -354,7 +353,7 @@ def unique_rows(rows: Sequence[np.ndarray]) -> np.ndarray:
 
 
 def _ring(values: np.ndarray, begin: int, size: int) -> np.ndarray:
-    """Returns `size` values from `begin` on; the first follows the last."""
+    """Returns `size` values from `begin` on, wrapping around at the end."""
     if begin + size <= len(values):
         return values[begin : begin + size]
     return np.concatenate([values[begin:], values[: begin + size - len(values)]])

@@ -1,13 +1,12 @@
-"""The rows of a stack on the host, and what the devices have of them.
+"""A stack's rows on the host, kept in step with the devices' caches.
 
-Three parties use a `HostStack`. The reader, a thread of a pipeline, plans batches and
-reads their rows from the store. The main thread runs the exchanges on the devices, in
-the order of the plans. The writer, a thread, writes what comes back to the store.
-Nothing is lost, by two rules:
+Three threads use a `HostStack`. A pipeline's reader plans batches and reads their rows
+from the store. The main thread runs the exchanges on the devices in planning order. The
+writer writes evicted rows back to the store. Two rules ensure that no update is lost:
 
-1. Devices run exchanges and steps in the order of the batches, and no exchange takes
-   away a row of a batch that may not have trained.
-2. A reader waits until the rows that it wants have come back.
+1. Devices run exchanges and steps in batch order, and an exchange never evicts a row of
+   a batch that may not have trained.
+2. The reader waits until the rows it needs have been written back.
 """
 
 import dataclasses
@@ -60,12 +59,12 @@ if TYPE_CHECKING:
 
 
 _SECONDS_BETWEEN_LOOKS: Final = 0.2
-"""Time after which a reader that waits looks whether the process ends."""
+"""Interval at which a waiting reader checks whether the process is exiting."""
 
 
 @dataclasses.dataclass(frozen=True)
 class FetchedRows:
-    """The exchanges of a batch, with their arrays on the devices.
+    """A batch's exchanges, with their arrays on the devices.
 
     Attributes:
       plan: plan of the batch.
@@ -79,20 +78,21 @@ class FetchedRows:
 class HostStack:
     """All rows of a stack on the host, and the order of exchanges with the devices.
 
-    It is a static part of the stack's rows, and equal only to itself: a copy of the
-    rows shares it. `MappedRows.version` tells which copy is up to date.
+    A static field of the stack's rows, equal only to itself; copies of the rows share
+    it. `MappedRows.version` shows whether a copy is up to date.
 
     Args:
-      stack: the stack.
+      stack: plan of the stack.
       plan: plan of the layer.
 
     Attributes:
-      stack: the stack.
+      stack: plan of the stack.
       plan: plan of the layer.
       slots_per_shard: rows that a device caches.
-      owner: number of optimizer states so far.
-      feed: the pipeline that plans, or None.
-      num_ids, num_fetched: unique rows of batches, and those not found in the cache.
+      owner: number of optimizer states made so far.
+      feed: the active pipeline, or `None`.
+      num_ids: unique rows of all batches so far, each batch counted separately.
+      num_fetched: how many of them were not in the cache.
     """
 
     def __init__(self, stack: StackPlan, plan: EmbeddingPlan):
@@ -102,7 +102,7 @@ class HostStack:
         self.feed: Feed | None = None
         self.num_ids = self.num_fetched = 0
         self._columns = columns_of(stack)
-        # Of each array, by column.
+        # By column of the records: the table, then each slot variable.
         self._versions = np.full(len(self._columns), secrets.randbits(30), np.int32)
         self._is_filled = [False] * len(self._columns)
         self._is_verified = False
@@ -117,13 +117,13 @@ class HostStack:
 
     @functools.cached_property
     def store(self) -> RowStore:
-        """Records of all rows: the table's, then the slot variables'."""
+        """Records of all rows. Each holds the table's row, then its slot variables."""
         directory = self.stack.storage.directory  # type: ignore[attr-defined]
         return RowStore(self.stack.num_rows, self._columns[-1].stop, directory)
 
     @functools.cached_property
     def planner(self) -> Planner:
-        """Decides which rows are cached."""
+        """The planner that decides which rows are cached."""
         names = [table.name for table in self.stack.tables]
         return Planner(
             self.stack.num_rows,
@@ -134,7 +134,7 @@ class HostStack:
 
     @functools.cached_property
     def _held(self) -> np.ndarray:
-        """The stack row in each slot of the devices, by place; -1 in empty slots."""
+        """The stack row in each cache slot, by place; -1 for empty slots."""
         return np.full(self.slots_per_shard * self.stack.num_shards, -1, np.int32)
 
     @functools.cached_property
@@ -142,15 +142,15 @@ class HostStack:
         return Worker("host_rows_writer")
 
     def init_rows(self, key: jax.Array) -> MappedRows:
-        """Fills the store with new rows, and returns an empty cache of them."""
+        """Fills the store with new rows, and returns an empty cache."""
         rows = self.empty_rows()
-        if not isinstance(rows.lines, Tracer):  # Else only shapes are wanted.
+        if not isinstance(rows.lines, Tracer):  # Tracers only need shapes.
             fill_tables(self.store, self.stack, self.plan, key)
             self._is_filled[0] = True
         return rows
 
     def empty_rows(self) -> MappedRows:
-        """Returns the rows of the table with an empty cache."""
+        """Returns an empty cache of the table."""
         layout = self.stack.layout
         return MappedRows(
             lines=self._empty_lines(layout, layout.stored_dtype),
@@ -163,7 +163,7 @@ class HostStack:
         )
 
     def empty_slot(self, column: int) -> CachedRows:
-        """Returns a slot variable with an empty cache."""
+        """Returns an empty cache of a slot variable."""
         row = self.stack.slots[column - 1]
         layout = self.stack.layout.slot_layout(row)
         return CachedRows(
@@ -176,7 +176,7 @@ class HostStack:
         )
 
     def _full(self, size: int, value: Any) -> jax.Array:
-        """Returns integers, `[size]` per shard."""
+        """Returns an int32 array filled with a value, `[size]` per shard."""
         sharding = self.plan.rows_sharding(self.stack)
         shape = self.stack.num_shards * size
         return jnp.full(shape, value, jnp.int32, device=sharding)
@@ -187,12 +187,12 @@ class HostStack:
         return jnp.zeros(shape, dtype, device=self.plan.rows_sharding(self.stack))
 
     def init_state(self, table: MappedRows) -> Any:
-        """Fills the store with new slot variables, and returns the state of the rule.
+        """Fills the store with new slot variables, and returns the optimizer state.
 
-        Slot variables of an earlier state are lost, and its arrays no longer fit.
+        Overwrites the slot variables of an earlier state, which becomes invalid.
         """
         stack: Any = self.stack
-        if not isinstance(table.lines, Tracer):  # Else only shapes are wanted.
+        if not isinstance(table.lines, Tracer):  # Tracers only need shapes.
             self._check_filled(0)
             self.claim(None)  # Readers may have read old slot variables.
             self._flush(table)
@@ -209,18 +209,18 @@ class HostStack:
         return with_slots(state, slots)
 
     def measured_state(self, table: MappedRows, state: Any) -> Any:
-        """Returns a state with totals over the present rows, and the same slots."""
+        """Returns the state with totals over the current rows, and the same slots."""
         self._flush(table)
         slots = slots_of(state)
         stack: Any = self.stack
         return measured_state(self.store, stack, self.plan, lambda i: slots[i])
 
-    # A pipeline: claim, then fetch in its reader, and exchange in the main thread.
+    # A pipeline calls claim, then fetch in its reader, and exchange in the main thread.
 
     def claim(self, feed: "Feed | None") -> None:
-        """Makes a pipeline the only one that plans; takes back plans of the one before.
+        """Makes a pipeline the only active one; undoes the previous one's plans.
 
-        Rows of the batch that it handed out last stay in the cache until it goes on.
+        The previous pipeline's last two batches stay cached until it resumes.
         """
         if feed is not None:
             self._is_verified = False
@@ -233,11 +233,11 @@ class HostStack:
             before.pin(self)
 
     def fetch(self, rows: np.ndarray, stopped: threading.Event) -> FetchedRows:
-        """Plans the next batch and reads the rows that it lacks. In a reader.
+        """Plans the next batch and reads its missing rows. Called in the reader.
 
         Args:
           rows: its sorted unique stack rows.
-          stopped: set if the batch is not wanted any more.
+          stopped: set when the batch is no longer needed.
         """
         plan = self.planner.plan(rows)
         self._planned.append(plan)
@@ -249,12 +249,12 @@ class HostStack:
         with self._changed:
             while not self._changed.wait_for(is_over, _SECONDS_BETWEEN_LOOKS):
                 pass
-        if self._landed < plan.wait_for or stopped.is_set():  # Nobody wants it.
+        if self._landed < plan.wait_for or stopped.is_set():  # No longer needed.
             return FetchedRows(plan, [])
         return FetchedRows(plan, list(map(self._send, plan.exchanges)))
 
     def wake(self) -> None:
-        """Makes a reader look whether it was stopped."""
+        """Makes a waiting reader check whether it was stopped."""
         with self._changed:
             self._changed.notify_all()
 
@@ -271,16 +271,17 @@ class HostStack:
         lost_reads: Any,
         fetched: FetchedRows | None = None,
     ) -> None:
-        """Raises an error before rows are brought, or lets the writer find it.
+        """Checks the rows before an exchange.
 
-        Old copies of the rows, and steps that lost some, are found when the devices
-        have run the steps so far. The next check, or the end, raises the error.
+        Stale copies and lost updates are only known after the devices have run the
+        steps so far. The writer checks for them, and the next `check` or the end of the
+        loop raises the error.
 
         Args:
           table: rows of the table.
-          state: state of the optimizer; None if the table has none.
+          state: optimizer state, or `None` if the table has no optimizer.
           lost_reads: int32 scalar, reads of missing rows since the last check.
-          fetched: what is brought next, from `fetch`. Nothing at the end.
+          fetched: the next exchanges, from `fetch`, or `None` at the end.
         """
         self.check_error()
         slots = slots_of(state)
@@ -299,38 +300,37 @@ class HostStack:
         num_slots = len(self.stack.slots) if any(self._is_filled[1:]) else 0
         if [slot.owner for slot in slots] != [self.owner] * num_slots:
             raise ValueError(
-                f"Rows of {self._owner} travel with their slot variables, got "
-                f"{len(slots)} slot variables of {num_slots} of the latest "
-                "optimizer; pass the model together with the optimizer that was made "
-                "last for it."
+                f"host_rows got {len(slots)} slot variables for {self._owner}, but the "
+                f"latest optimizer of these tables has {num_slots} of its own. Pass "
+                "the model together with the optimizer that was made last for it."
             )
-        if not self._is_verified:  # It waits for the devices, so once per pipeline.
+        if not self._is_verified:  # Waits for the devices, so once per pipeline.
             for rows in (table, *slots):
                 self._check_filled(rows.column)
                 self.check_current(rows)
             self._is_verified = True
 
     def check_brought(self, fetched: FetchedRows) -> None:
-        """Rejects that a batch is drawn before the rows of the one before came."""
+        """Raises if a batch is drawn before the previous batch's rows were brought."""
         if fetched.plan.batch > self._executed:
             raise self._wrong_order()
 
     def _wrong_order(self) -> ValueError:
         return ValueError(
             f"Rows of {self._owner} must be brought once for each batch, before the "
-            "next batch is drawn, got the rows of another batch; call bring first in "
-            "the loop over host_rows."
+            "next batch is drawn. Call bring first in the body of the loop over "
+            "host_rows."
         )
 
     def exchange(
         self, table: MappedRows, state: Any, fetched: FetchedRows
     ) -> tuple[MappedRows, Any]:
-        """Brings the rows of the next batch to the devices, and donates the arrays.
+        """Brings the next batch's rows to the devices.
 
         Args:
-          table: rows of the table, after `check`.
-          state: state of the optimizer; None if the table has none.
-          fetched: from `fetch`.
+          table: rows of the table, after `check`; donated.
+          state: optimizer state, or `None` if the table has no optimizer; donated.
+          fetched: the batch's exchanges, from `fetch`.
         """
         plan = self._planned.pop(0)
         self._executed = plan.batch
@@ -345,7 +345,7 @@ class HostStack:
                 shard, lane = np.nonzero(exchange.fetched_rows >= 0)
                 places = exchange.slots[shard, lane] * self.stack.num_shards + shard
                 self._held[places] = exchange.fetched_rows[shard, lane]
-        except BaseException as error:  # The donated arrays are lost.
+        except BaseException as error:  # The donated arrays are gone.
             self._error = self._error or self._incomplete(error)
             self._landed = plan.batch
             raise
@@ -355,11 +355,11 @@ class HostStack:
         return table, with_slots(state, slots)
 
     def _write_back(self, batch: int, left: Sequence[tuple[Any, Any]]) -> None:
-        """Writes rows that left the devices to the store. In the writer."""
+        """Writes evicted rows to the store. Called in the writer."""
         try:
             for rows, records in left:
                 records = np.asarray(records)
-                if self._error is None:  # Else an old copy may have sent them.
+                if self._error is None:  # Otherwise a stale copy may have sent them.
                     self._write_records(rows, records)
         except BaseException as error:
             self._error = self._error or error
@@ -371,7 +371,7 @@ class HostStack:
         num_words = records.shape[1]
         if num_words == self._columns[-1].stop:
             self.store.write(rows, records)
-        else:  # Without an optimizer, the store keeps slot variables.
+        else:  # Without an optimizer, slot variables in the store must not change.
             rows, records = rows[rows >= 0], records[rows >= 0]
             self.store.write_words(rows, records, slice(0, num_words))
 
@@ -391,22 +391,25 @@ class HostStack:
     def _lost(self, reads: int, changes: int) -> ValueError:
         end = " Continue from a checkpoint." if changes else ""
         return ValueError(
-            f"Steps have read {reads} and changed {changes} rows of {self._owner} that "
-            "were not on their device: lookups gave NaN, and changes are lost. Look up "
-            "only what features_of of te.host_rows returns, and train on each batch "
-            f"before the next but two is drawn.{end}"
+            f"Steps read {reads} and changed {changes} rows of {self._owner} that were "
+            "not on their device: lookups gave NaN, and changes are lost. Look up only "
+            "what features_of of te.host_rows returns, and train on each batch before "
+            f"drawing the third one after it.{end}"
         )
 
     def end_writer(self) -> None:
-        """Ends the writer's thread after all its work; the next work starts another."""
+        """Ends the writer's thread when it is done. The next write starts a new one."""
         if writer := vars(self).pop("_writer", None):
             writer.wait()
             writer.close()
 
     def check_error(self, wait: bool = False) -> None:
-        """Raises the error of the writer, after all its work if `wait` is True.
+        """Raises an error that the writer found.
 
-        An error that lost rows stays until all rows are replaced.
+        Errors that lost updates are raised again until all rows are replaced.
+
+        Args:
+          wait: whether to wait for the writer first.
         """
         if wait and "_writer" in vars(self):
             self._writer.wait()
@@ -420,7 +423,7 @@ class HostStack:
         return is_old or (rows.column > 0 and rows.owner != self.owner)
 
     def check_current(self, rows: Any) -> None:
-        """Rejects rows older than the latest exchange, and rows with lost changes."""
+        """Raises if rows are older than the latest exchange, or have lost updates."""
         self.check_error(wait=True)
         if self._is_old(rows):
             raise ValueError(self._stale())
@@ -431,9 +434,9 @@ class HostStack:
     def _check_filled(self, column: int) -> None:
         if not self._is_filled[column]:
             raise ValueError(
-                f"{self._owner} must be made outside of jax.jit, nnx.jit and "
-                "jax.eval_shape, which can't fill the host's memory, got rows that "
-                "were made inside; make the model first, or restore it by te.restore."
+                f"{self._owner} were made inside jax.jit, nnx.jit or jax.eval_shape, "
+                "which can't fill the host's memory. Make the model outside of "
+                "jax.jit, or restore it with te.restore."
             )
 
     @property
@@ -443,26 +446,26 @@ class HostStack:
 
     def _incomplete(self, error: BaseException | None = None) -> ValueError:
         return ValueError(
-            f"Rows of {self._owner} are incomplete, since an exchange or a restore "
-            f"ended early ({error!r}); restore a checkpoint by te.restore."
+            f"Rows of {self._owner} are incomplete, because an exchange or a restore "
+            f"failed ({error!r}). Restore a checkpoint with te.restore."
         )
 
     def _stale(self) -> str:
         return (
-            f"Cached rows of {self._owner} must come from the latest exchange, "
-            "got older ones, such as of a copy of the model or of another "
-            "checkpointer; use the model that te.host_rows trains, and save it by "
+            f"Cached rows of {self._owner} must come from the latest exchange, but "
+            "these are older, for example from a copy of the model or from another "
+            "checkpointer. Use the model that te.host_rows trains, and save it with "
             "te.save."
         )
 
-    # Streams of all rows, for checkpoints, exports and users.
+    # Streams over all rows, for checkpoints, exports and users.
 
     def read_windows(
         self, rows: CachedRows, windows: Sequence[Window], exchange: LineExchange
     ) -> Iterator[list[RowBlock]]:
-        """Yields the blocks of windows, after a flush of the cached rows."""
+        """Flushes the cached rows, then yields the windows' blocks."""
         self._check_filled(rows.column)
-        self.check_current(rows)  # Also if nothing is cached.
+        self.check_current(rows)  # Even if nothing is cached.
         self._flush(rows)
         column = self._columns[rows.column]
         for window in windows:
@@ -477,9 +480,9 @@ class HostStack:
         exchange: LineExchange,
         read: ReadTableRows,
     ) -> CachedRows:
-        """Replaces the rows of windows on the host, and then in the cache.
+        """Replaces the windows' rows on the host, then in the cache.
 
-        After an error, all rows must be replaced, as `te.restore` does.
+        If this fails, all rows must be replaced, for example by `te.restore`.
         """
         self.claim(None)  # Readers may have read old rows.
         pieces = [piece for window in windows for piece in window.pieces]
@@ -503,9 +506,9 @@ class HostStack:
         return rows
 
     def empty(self) -> None:
-        """Empties the caches, for devices whose rows are missing or wrong."""
+        """Marks all cache slots as empty, if the devices' rows are missing or wrong."""
         self.claim(None)
-        self.end_writer()  # It would write old rows to the store later.
+        self.end_writer()  # Otherwise it would later write old rows to the store.
         self._held.fill(-1)
         self._versions += 1
         self.planner.reset(self._executed + 1)
@@ -528,7 +531,7 @@ class HostStack:
                 self.store.write_words(held[is_used], words, column)
 
     def _reloaded(self, rows: Any) -> Any:
-        """Returns cached rows with the values of the store; they are a new version."""
+        """Returns cached rows with the store's values, as a new version."""
         row, column = file_row(rows), self._columns[rows.column]
         cache, cached = self._cache(rows)
 

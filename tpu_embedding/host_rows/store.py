@@ -1,8 +1,8 @@
-"""The records of all rows of a stack, in the host's memory or in a mapped file.
+"""Records of all rows of a stack, in host memory or in a memory-mapped file.
 
-A record holds the bits of a table's row and of its slot variables, so that one access
-reads everything that is stored for a row. The files of this folder write their own code
-for what a record means; this file only moves bytes.
+A record holds the bits of a table's row and of its slot variables, so one access reads
+everything stored for a row. This module only moves bytes; `initial.py` and
+`exchange.py` define what they mean.
 """
 
 import functools
@@ -16,28 +16,28 @@ from typing import Final
 import numpy as np
 
 _SLICE_BYTES: Final = 2**20
-"""Fewest bytes of a thread's slice in memory: starting threads takes 20 to 50 us."""
+"""Minimum bytes per thread in memory, since starting threads takes 20 to 50 us."""
 
 _FILE_THREADS: Final = 32
 _FILE_SLICE_ROWS: Final = 64
-"""Fewest rows of a thread's slice of a file: each of them may wait for the disk."""
+"""Minimum rows per thread of a file, where each row may wait for the disk."""
 
 
 class RowStore:
-    """Records of a stack's rows, in natural order: uint32 `[num_rows, words]`.
+    """Records of a stack's rows, ordered by row: uint32 `[num_rows, words]`.
 
-    Threads may read and write at the same time if their rows differ.
+    Threads may read and write concurrently if their rows differ.
 
     Args:
       num_rows: rows of the stack.
       words: 4-byte words of a record.
-      directory: directory of a file to map, for tables larger than the host's memory.
-        The file is unnamed, and its space is free when the store or the process ends:
-        after a crash, training continues from a checkpoint. `None` keeps the records
-        in memory, and Linux provides each page when it is first written.
+      directory: directory for a memory-mapped file, for tables larger than the host's
+        memory. The file is unnamed, and its space is freed when the store or the
+        process ends, so training continues from a checkpoint after a crash. `None`
+        keeps the records in memory; Linux allocates each page at its first write.
 
     Raises:
-      OSError: if the file can't be made, or the disk has too little space for it.
+      OSError: if the file can't be created or the disk is too small.
     """
 
     def __init__(self, num_rows: int, words: int, directory: str | None = None):
@@ -47,7 +47,7 @@ class RowStore:
             return
         self._map = _mapped_file(directory, 4 * num_rows * words)
         if hasattr(mmap, "MADV_RANDOM"):
-            # Linux would read 128 KiB for each row.
+            # Without this, Linux reads 128 KiB for each row.
             self._map.madvise(mmap.MADV_RANDOM)
         self._records = np.frombuffer(self._map, np.uint32).reshape(num_rows, words)
 
@@ -57,12 +57,12 @@ class RowStore:
         return self._records.nbytes
 
     def read(self, rows: np.ndarray, out: np.ndarray | None = None) -> np.ndarray:
-        """Returns the records of rows, with several threads if there are many.
+        """Returns the records of rows, using several threads if there are many.
 
         Args:
-          rows: int32 `[count]`, stack rows. The record of a negative row is
-            unspecified.
-          out: uint32 `[count, words]`, contiguous, to return. `None` makes an array.
+          rows: int32 `[count]`, stack rows. Negative rows give unspecified records.
+          out: contiguous uint32 `[count, words]` array to fill and return. `None`
+            allocates one.
         """
         if out is None:
             out = np.empty((len(rows), self._records.shape[1]), np.uint32)
@@ -70,14 +70,14 @@ class RowStore:
         assert out.flags.c_contiguous and self._has(rows)
 
         def read_slice(part: slice) -> None:
-            # Any mode but "raise" copies directly to `out`, without Python's lock.
+            # Any mode except "raise" copies directly to `out`, without the GIL.
             np.take(self._records, rows[part], axis=0, out=out[part], mode="clip")
 
         self._in_slices(read_slice, len(rows))
         return out
 
     def write(self, rows: np.ndarray, records: np.ndarray) -> None:
-        """Replaces the records of rows, with several threads if there are many.
+        """Replaces the records of rows, using several threads if there are many.
 
         Args:
           rows: int32 `[count]`, distinct stack rows. Negative ones are skipped.
@@ -86,7 +86,7 @@ class RowStore:
         assert records.shape == (len(rows), self._records.shape[1])
         assert records.dtype == np.uint32 and self._has(rows)
         record = np.dtype((np.void, 4 * records.shape[1]))
-        # `np.put` of whole records is the fastest scatter, and releases Python's lock.
+        # `np.put` of whole records is the fastest scatter, and releases the GIL.
         target = self._records.view(record)[:, 0]
 
         def write_slice(part: slice) -> None:
@@ -100,7 +100,7 @@ class RowStore:
         self._in_slices(write_slice, len(rows))
 
     def read_words(self, rows: np.ndarray, words: slice) -> np.ndarray:
-        """Returns some words of the records of rows: uint32 `[rows, words]`."""
+        """Returns the given words of rows' records, uint32 `[rows, words]`."""
         num_words = len(range(*words.indices(self._records.shape[1])))
         values = np.empty((len(rows), num_words), np.uint32)
 
@@ -111,7 +111,7 @@ class RowStore:
         return values
 
     def write_words(self, rows: np.ndarray, values: np.ndarray, words: slice) -> None:
-        """Replaces some words of the records of distinct rows."""
+        """Replaces the given words of records; rows must be distinct."""
 
         def write_slice(part: slice) -> None:
             self._records[rows[part], words] = values[part]
@@ -119,10 +119,10 @@ class RowStore:
         self._in_slices(write_slice, len(rows))
 
     def read_range(self, begin: int, end: int, words: slice) -> np.ndarray:
-        """Returns a copy of some words of the rows `begin` to `end - 1`."""
+        """Returns a copy of the given words of rows `begin` to `end - 1`."""
         if self._map is None or begin >= end or not hasattr(mmap, "MADV_RANDOM"):
             return self._records[begin:end, words].copy()
-        # Linux reads ahead again, only for these rows.
+        # Turns read-ahead back on, only for these rows.
         row_bytes = self._records.strides[0]
         start = begin * row_bytes // mmap.PAGESIZE * mmap.PAGESIZE
         self._map.madvise(mmap.MADV_NORMAL, start, end * row_bytes - start)
@@ -131,12 +131,12 @@ class RowStore:
         return values
 
     def write_range(self, begin: int, values: np.ndarray, words: slice) -> None:
-        """Replaces some words of `len(values)` rows, from row `begin` on.
+        """Replaces the given words of `len(values)` rows, starting at row `begin`.
 
         Args:
           begin: first row.
           values: uint32 `[rows, number of words]`.
-          words: where they are in a record.
+          words: position of the words in a record.
         """
         assert values.dtype == np.uint32 and begin + len(values) <= len(self._records)
         target = self._records[begin : begin + len(values), words]
@@ -150,7 +150,7 @@ class RowStore:
         return not len(rows) or int(rows.max()) < len(self._records)
 
     def _in_slices(self, function: Callable[[slice], None], count: int) -> None:
-        """Calls a function for slices of `count` rows, in threads if there are many."""
+        """Calls a function on slices of `count` rows, in threads if there are many."""
         if self._map is None:
             num_bytes = count * self._records.strides[0]
             num_slices = min(_num_cores(), num_bytes // _SLICE_BYTES)
@@ -166,22 +166,22 @@ class RowStore:
 
 @functools.cache
 def _threads_of_process(process_id: int) -> ThreadPoolExecutor:
-    """Returns new threads in a forked process: the parent's don't run there."""
+    """Returns the process's threads. A forked process can't use its parent's."""
     del process_id
     return ThreadPoolExecutor(_num_cores() + _FILE_THREADS, "host_rows")
 
 
 def _num_cores() -> int:
-    """Returns the number of CPU cores that this process may use."""
+    """Returns how many CPU cores this process may use."""
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
 
 
 def _mapped_file(directory: str, num_bytes: int) -> mmap.mmap:
-    """Maps a new file without a name, whose space on the disk is reserved.
+    """Maps a new unnamed file, after reserving its disk space.
 
-    A mapped file without space ends the process when a page of it is written.
+    Without the space, writing to a page would kill the process.
     """
     try:
         with tempfile.TemporaryFile(dir=directory) as file:
@@ -194,6 +194,6 @@ def _mapped_file(directory: str, num_bytes: int) -> mmap.mmap:
         raise OSError(
             error.errno,
             f"HostRows.directory must be a directory with room for {num_bytes:,} "
-            f"bytes, got {directory!r}: {error.strerror}. Use a larger disk, or "
-            "fewer rows",
+            f"bytes, got {directory!r}: {error.strerror}. Use a larger disk or a "
+            "smaller table",
         ) from None

@@ -1,4 +1,4 @@
-"""`te.host_rows`: batches whose rows are brought into an NNX model."""
+"""`te.host_rows`, which brings each batch's rows into an NNX model."""
 
 import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -23,27 +23,27 @@ def host_rows(
     *,
     features_of: Callable[[Batch], Any],
 ) -> Iterator[Batch]:
-    """Yields batches whose rows of tables with `te.HostRows` are on the devices.
+    """Yields batches after bringing their `te.HostRows` rows to the devices.
 
-    Rows are brought into `model` and `optimizer` in place, before each batch is
-    yielded. Train on a batch before the next but two is drawn. Batches of evaluation
-    also need their rows. A loop over them may run while a loop of training waits.
+    Updates `model` and `optimizer` in place before yielding each batch. Train on each
+    batch before drawing the third batch after it. Evaluation batches also need their
+    rows; you can loop over them in the middle of a training loop.
 
     Args:
-      batches: batches on the host, as the step takes them. They must not depend on the
-        model's state: a batch is drawn `HostRows.window + 2` batches early.
-      model: owns at least one `TPUEmbedding`. Without a table with `te.HostRows`, the
-        batches are yielded as they are.
-      optimizer: the optimizer of the model; leave it out if the model has none.
-      features_of: returns the features that a batch looks up, prepared for the layer.
-        For a model with several layers, a dict of features by the path of the layer.
+      batches: batches on the host. They must not depend on the model's state, because
+        each is drawn `HostRows.window + 2` batches early.
+      model: model with at least one `TPUEmbedding`. If no table uses `te.HostRows`, the
+        batches are yielded unchanged.
+      optimizer: the model's optimizer, or `None` if it has none.
+      features_of: returns a batch's features, prepared for the layer. For a model with
+        several layers, it returns a dict from layer path to features.
 
     Yields:
       The batches.
 
     Raises:
-      ValueError: at the batch, if its rows do not fit in the cache; at the next batch
-        or the end, if a step has used rows that were not on their device.
+      ValueError: at the batch, if its rows don't fit in the cache; at the next batch or
+        the end, if a step used rows that were not on their device.
 
     Example:
       >>> import jax.numpy as jnp

@@ -1,4 +1,4 @@
-"""A thread that makes calls one after the other."""
+"""A thread that runs calls one at a time."""
 
 import atexit
 import queue
@@ -9,16 +9,16 @@ from concurrent.futures import Future
 from typing import Any, Final
 
 ENDING: Final = threading.Event()
-"""Set when the process ends: calls that wait for something must return."""
+"""Set when the process exits. Waiting calls must then return."""
 
 _SECONDS_TO_END: Final = 5
 
 
 class Worker:
-    """A thread that ends with this object, or with the process.
+    """A thread that ends with this object or with the process.
 
-    A `ThreadPoolExecutor` would keep the process alive while a call waits for a loop
-    that nobody continues.
+    A `ThreadPoolExecutor` would keep the process alive while a call waits for an
+    abandoned loop.
     """
 
     def __init__(self, name: str):
@@ -30,13 +30,13 @@ class Worker:
         self.close = weakref.finalize(self, self._calls.put, None)
 
     def submit(self, function: Callable[..., Any], *args: Any) -> Future[Any]:
-        """Calls a function after all calls so far; returns its future result."""
+        """Queues a call, and returns its future."""
         future: Future[Any] = Future()
         self._calls.put((future, function, args))
         return future
 
     def wait(self) -> None:
-        """Returns after all calls so far."""
+        """Waits until all queued calls have returned."""
         self.submit(lambda: None).result()
 
 
@@ -52,12 +52,12 @@ def _work(calls: "queue.SimpleQueue[Any]") -> None:
             future.set_result(function(*args))
         except BaseException as error:
             future.set_exception(error)
-        del call, future, function, args  # They may hold the rows of a batch.
+        del call, future, function, args  # Frees the batch's rows they may hold.
 
 
 @atexit.register
 def _end_all() -> None:
-    """Ends all threads: Python may not stop one that runs C++ code."""
+    """Ends all threads, because Python can't safely stop one that runs C++ code."""
     ENDING.set()
     for thread, calls in list(_threads.items()):
         calls.put(None)

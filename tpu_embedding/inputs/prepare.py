@@ -276,7 +276,7 @@ def _check_values(host_ids: HostIds, feature: FeaturePlan) -> DenseIds | RaggedI
             position = tuple(int(i) for i in np.argwhere(~is_finite)[0])
             raise ValueError(
                 f"Weights of feature {feature.name!r} must be finite, got "
-                f"{weights[position]} at {position}."
+                f"{weights[position]} at {position}; use 0 for missing weights."
             )
     is_dense, values = isinstance(host_ids, DenseIds), np.asarray(ids_of(host_ids))
     # Dense ids mark positions without an id. Ragged and sparse ids have such marks if

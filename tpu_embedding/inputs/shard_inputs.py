@@ -201,10 +201,14 @@ def check_equal_batches(
 
 def _check_ids(ids: Any, feature: FeaturePlan) -> None:
     """Rejects ids that are not an array of integers with a batch axis."""
-    if not hasattr(ids, "dtype"):
+    # Series of pandas and tensors of PyTorch also have a dtype.
+    arrays = np.ndarray | np.generic | jax.Array | jax.ShapeDtypeStruct
+    is_read = all(isinstance(leaf, arrays) for leaf in jax.tree.leaves(ids))
+    if not is_read or not hasattr(ids, "dtype"):
         raise TypeError(
-            f"Ids of feature {feature.name!r} must be an array, got {ids!r}; "
-            "pass lists through layer.prepare(features)."
+            f"Ids of feature {feature.name!r} must be an array of NumPy or JAX, got "
+            f"{type(ids).__name__}; pass the batch through layer.prepare(features), "
+            "which takes lists and other arrays."
         )
     _check_unmasked(ids, feature)
     if not is_integer(ids.dtype):

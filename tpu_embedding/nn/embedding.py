@@ -132,14 +132,10 @@ Recording = Literal["off", "recording", "serving"]
 """
 
 USE_VALUE_AND_GRAD: Final = (
-    "nnx.grad and nnx.value_and_grad skip the tables of a TPUEmbedding, "
-    "so the tables would never train. Change two lines:\n"
-    "  loss, gradients = te.value_and_grad(loss_fn)(model, ...)\n"
-    "  optimizer = te.Optimizer(model, tx)  # instead of nnx.Optimizer\n"
-    "To differentiate only a part: te.value_and_grad(loss_fn, wrt=nnx.PathContains("
-    "'head')). To differentiate another argument, close over the model: "
-    "nnx.grad(lambda x: loss_fn(model, x))(x). To freeze the tables, make the "
-    "layer without an optimizer."
+    "nnx.grad skips the tables of a TPUEmbedding. Use te.Optimizer, and "
+    "te.value_and_grad(loss_fn)(model, ...), with wrt=nnx.PathContains('head') for a "
+    "part. For gradients of another argument, close over the model: "
+    "nnx.grad(lambda x: loss_fn(model, x))(x)."
 )
 NO_DERIVATIVE: Final = (
     "The tables of a TPUEmbedding have no dense derivative. Use "

@@ -140,9 +140,9 @@ def check_gradients(gradients: Any, owner: str, compute: str, line: str) -> Grad
     if not isinstance(gradients, Gradients):
         name = "nothing" if gradients is None else type(gradients).__name__
         raise TypeError(
-            f"{owner} needs the gradients of value_and_grad as second argument, got "
-            f"{name}, which lacks the gradients of the tables. Write\n"
-            f"  {compute}\n  {line}"
+            f"{owner} needs the gradients of value_and_grad as its second argument, "
+            f"got {name}, which lacks the gradients of the tables. Write {compute}, "
+            f"then {line}."
         )
     return gradients
 
@@ -163,10 +163,11 @@ def layer_of_new_ids(layers: ModelTables, path: str | None, owner: str) -> str:
     if path is None and len(fitting) == 1:
         (path,) = fitting
     if path not in fitting:
+        fix = "Set TableConfig.vocabulary_size to te.Dynamic(capacity=...)."
         raise ValueError(
-            f"{owner}: layer must be the path of a layer with a table whose vocabulary "
-            f"assigns rows to ids, one of {fitting}, got {path!r}. It can be omitted "
-            "if there is only one."
+            f"{owner}: layer must be the path of a layer with a te.Dynamic table, one "
+            f"of {fitting}, got {path!r}. "
+            + ("Leave it out if there is only one." if fitting else fix)
         )
     return path
 

@@ -39,19 +39,16 @@ from tpu_embedding.rows.packed_rows import PackedRows
 from tpu_embedding.types import LookupStats
 
 CALL_OUTSIDE: Final = (
-    "The loss calls a TPUEmbedding inside a JAX transformation, such as jax.vmap, "
-    "nnx.cond or nnx.scan, which would lose the gradient of its tables. Call the layer "
-    "outside of it, with the whole batch: activations = model.embedding(features). "
-    "FeatureConfig.output_shape keeps extra axes. To nnx.jit or nnx.remat, pass the "
-    "model itself as an argument, not a copy."
+    "The loss calls a TPUEmbedding inside a transformation such as jax.vmap or "
+    "nnx.cond, which loses the gradient of its tables. Call the layer before it, on "
+    "the whole batch (FeatureConfig.output_shape keeps axes), or pass the model "
+    "itself, no copy, to nnx.jit or nnx.remat."
 )
 READ_WITHOUT_LOOKUP: Final = (
-    "The loss reads the tables of an embedding layer without a lookup, so this part of "
-    "the gradient would be lost. For weight decay, set it in the tables' "
-    "optimizer, such as te.optimizers.adagrad(0.1, weight_decay_factor=1e-4). For the "
-    "best rows, use te.nn.top_k. For a softmax over all rows, make the table a dense "
-    "parameter, such as nnx.Embed. For a metric, read "
-    "jax.lax.stop_gradient(layer.tables.get_value())."
+    "The loss reads the tables of an embedding layer without a lookup, which has no "
+    "gradient. Use weight_decay_factor of the tables' optimizer for decay, te.nn.top_k "
+    "for the best rows, nnx.Embed for a softmax over all rows, and "
+    "jax.lax.stop_gradient(layer.tables.get_value()) for a metric."
 )
 UNEQUAL_RUNS: Final = (
     "The loss must call its TPUEmbedding layers equally often whenever it runs, but "

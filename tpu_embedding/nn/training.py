@@ -39,6 +39,7 @@ NO_LAYER: Final = (
 FILTER: Final = ArgumentType(
     str | list | tuple, "a Flax filter of variables such as nnx.PathContains('linear')"
 )
+LOSS_FN: Final = ArgumentType(Callable, "a function of the model")
 MODEL: Final = ArgumentType(nnx.Module, "an nnx.Module that owns a te.TPUEmbedding")
 RECORDED: Final = "['recorded']"
 """The records of a layer's calls, as named in JAX's errors."""
@@ -91,6 +92,9 @@ def value_and_grad(
       >>> optimizer.update(layer, gradients)
     """
     filters = (wrt, EmbeddingTables, ...)
+
+    line = "te.value_and_grad(loss_fn)(model, ...)"
+    check_type("te.value_and_grad: loss_fn", LOSS_FN, loss_fn, line)
 
     def compute(model: nnx.Module, *args: Any, **kwargs: Any) -> Any:
         layers = checked_layers(

@@ -267,9 +267,9 @@ def check_rule(
     if not all(map(callable, functions)):
         prefix = "" if owner is None else f"{owner}: "
         raise TypeError(
-            f"{prefix}{argument} must be an optax GradientTransformation such as "
-            f"{example}, got {describe_value(rule)}. Call the optimizer's function "
-            "with a learning rate or schedule, or translate a Keras optimizer with "
+            f"{prefix}{argument} must be an optax transformation such as {example}, "
+            f"got {describe_value(rule)}. Call a function such as optax.adam with its "
+            "learning rate; convert Keras optimizers with "
             "te.optimizers.from_keras_config."
         )
 

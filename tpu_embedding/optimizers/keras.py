@@ -369,9 +369,9 @@ def _translate(
     class_key = re.sub(r"_\d+$", "", name).replace("_", "").lower()
     if class_key not in _OWN_FIELDS:
         raise ValueError(
-            f"The optimizer's class must be one of {sorted(_OWN_FIELDS)}, got "
-            f"{name!r}. Pass class_name, or write an optax transformation such as "
-            "te.optimizers.every_row(optax.adamw(0.1))."
+            f"config must be of one of Keras' classes {sorted(_OWN_FIELDS)}, got "
+            f"{name!r}; pass class_name=, or write the optimizer as an optax "
+            "transformation, such as te.optimizers.every_row(optax.adamw(0.1))."
         )
     values = {
         field: value.item() if isinstance(value, np.generic) else value

@@ -9,6 +9,7 @@ import jax.core
 import jax.numpy as jnp
 import optax
 
+from tpu_embedding.argument_checks import describe_value
 from tpu_embedding.optimizers.checks import (
     Check,
     check_hyperparameters,
@@ -91,9 +92,8 @@ def check_takes_a_step(owner: str, schedule: Callable[..., Any], name: str) -> N
             problem = f" with the arguments {signature}"
     raise TypeError(
         f"{owner}: {name} must be a number or a function of the step, counted from 0, "
-        f"got {schedule!r}{problem}. For a function without arguments, write "
-        f"optax.inject_hyperparams(te.optimizers.{owner})({name}=0.1), and call "
-        f"te.nn.set_each_step(train_step, {name}=function)."
+        f"got {describe_value(schedule)}{problem}. For a function without arguments, "
+        f"use optax.inject_hyperparams and te.nn.set_each_step(train_step, {name}=...)."
     )
 
 

@@ -7,6 +7,7 @@ the order; this order reproduces the recorded runs in the tests.
 Options also set the initial values and dtype of slot variables.
 """
 
+import difflib
 import functools
 import inspect
 from collections.abc import Callable, Mapping
@@ -229,10 +230,14 @@ def _make_public(
         except TypeError as error:
             parameters = signature.parameters.values()
             positional = [x.name for x in parameters if x.kind != x.KEYWORD_ONLY]
+            unknown = next((x for x in arguments if x not in signature.parameters), "")
+            similar = difflib.get_close_matches(unknown, signature.parameters, 1, 0.8)
+            fix = f"Write {similar[0]}=... " if similar else ""
+            if unknown and not similar:
+                fix = f"It takes {', '.join(signature.parameters)}. "
             raise TypeError(
-                f"{name}: {error}. Only {', '.join(positional)} may be positional, "
-                "because TensorFlow, Keras and optax order the rest differently. The "
-                f"arguments are {', '.join(signature.parameters)}."
+                f"{name}: {error}. {fix}Only {', '.join(positional)} may be given by "
+                "position."
             ) from None
         bound.apply_defaults()
         return make_checked(**bound.arguments)

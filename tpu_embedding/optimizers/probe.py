@@ -16,6 +16,7 @@ proof: a rule may mix rows only at magnitudes that the probe doesn't try.
 import contextlib
 import dataclasses
 import functools
+import textwrap
 from collections.abc import Iterator, Sequence
 from typing import Any, Final, NamedTuple
 
@@ -472,19 +473,20 @@ def _says_why_it_does_not_run(dim: int) -> Iterator[None]:
         yield
     except NotRowLocalError:
         raise
-    except Exception as error:  # The rule may be any function and raise anything.
-        reason = f"{type(error).__name__}: {error}"
-        if "no attribute fast" in reason:
-            reason = f"it is {LOOKAHEAD}; pass only its fast_optimizer to the table."
-        if "takes 0 positional arguments" in reason:
+    except Exception as error:  # The rule may be any function, and raise anything.
+        text = textwrap.shorten(str(error), 90, placeholder=" ...")
+        reason = f"{type(error).__name__}: {text}"
+        if "no attribute fast" in str(error):
+            reason = f"it is {LOOKAHEAD}; give the table its fast_optimizer alone."
+        if "takes 0 positional arguments" in str(error):
             reason += (
                 ". A schedule is a function of the step, counted from 0; for a "
                 "function without arguments, see te.nn.set_each_step"
             )
         raise NotRowLocalError(
-            "The optimizer is not row-local: update(gradient, state, rows) must work "
-            f"on a single array of shape [rows, {dim}], without the loss or other "
-            f"arguments: {reason}"
+            "The optimizer is not row-local: update(gradient, state, rows) of an array "
+            f"[rows, {dim}] fails without the loss or other arguments. Use an optax "
+            f"rule of one array. ({reason})"
         ) from error
 
 
@@ -534,12 +536,10 @@ def _check_row_local(
 
 def _mixes_rows() -> NotRowLocalError:
     return NotRowLocalError(
-        "The optimizer is not row-local: it mixes rows of a table, but only the "
-        "rows of this step's ids reach it, split over devices. Replace global norms "
-        "with te.gradients.clip_by_global_norm(gradients, 1.0) before the step, "
-        "factored moments with te.optimizers.adafactor, trust ratios with "
-        "te.optimizers.lamb, and apply_if_finite with te.gradients.update_if; or apply "
-        "the optimizer to the dense parameters only."
+        "The optimizer is not row-local: it mixes rows of a table, but a step has only "
+        "the rows of its own ids. Use te.gradients.clip_by_global_norm or update_if on "
+        "the model's gradients, te.optimizers.adafactor or lamb, or use this optimizer "
+        "for dense parameters only."
     )
 
 

@@ -1,6 +1,7 @@
 """Determines how the layer applies the optimizer that the user passes to a table."""
 
 import dataclasses
+import difflib
 import functools
 from typing import Any, Final, cast
 
@@ -38,7 +39,9 @@ def optimizer_problem(field: str, optimizer: Any, owner: str = "") -> str | None
         if optimizer is not None:
             check_rule(None, transformation_of(optimizer), "optimizer")
     except (TypeError, ValueError) as error:
-        return f"{field}{owner}: {str(error).rstrip('.')}"
+        text = str(error).rstrip(".")
+        prefix = "" if text.startswith(f"{field} must") else f"{field}{owner}: "
+        return f"{prefix}{text}"
     return None
 
 
@@ -61,9 +64,11 @@ def transformation_of(optimizer: TableOptimizer) -> optax.GradientTransformation
         return cast(optax.GradientTransformation, optimizer)
     # Importing the package has filled OPTIMIZERS.
     if optimizer.lower() not in OPTIMIZERS:
+        similar = difflib.get_close_matches(optimizer.lower(), OPTIMIZERS)
         raise ValueError(
-            f"optimizer must be one of {sorted(OPTIMIZERS)} or an optax "
-            f"transformation, got {optimizer!r}."
+            "optimizer must be an optax transformation or the name of a rule in "
+            f"te.optimizers, got {optimizer!r}. Write one of "
+            f"{similar or sorted(OPTIMIZERS)}."
         )
     return OPTIMIZERS[optimizer.lower()]()
 
@@ -84,9 +89,7 @@ def resolve_optimizer(
     try:
         resolved = _resolve(transformation_of(optimizer), dim)
     except ValueError as error:
-        raise type(error)(
-            f"{error} (The optimizer of table {table_name!r}.)"
-        ) from error
+        raise type(error)(f"{error} (Table {table_name!r}.)") from error
     if not isinstance(optimizer, str):
         return resolved
     (rate,) = OPTIMIZERS[optimizer.lower()].args

@@ -121,13 +121,13 @@ def _check_layout(owner: str, layout: RowLayout, planned: RowLayout) -> None:
         return
     only_array = [fact for fact in layout.facts if fact not in planned.facts]
     only_plan = [fact for fact in planned.facts if fact not in layout.facts]
-    listed = "\n  ".join(
-        [f"the array has {fact}" for fact in only_array]
-        + [f"the plan has {fact}" for fact in only_plan]
+    # The first fact is about shards, if they differ, and the last about tables.
+    listed = "; ".join(
+        f"the {name} has {' and '.join(dict.fromkeys(facts[:1] + facts[-1:]))}"
+        for name, facts in (("array", only_array), ("plan", only_plan))
+        if facts
     )
     raise ValueError(
-        f"{owner} was made for another plan, with a different row layout:\n"
-        f"  {listed}\n"
-        "Use the plan that the arrays were made with. To move tables to another "
-        "plan, read them with unstack_tables and set them with with_table_values."
+        f"{owner} was made for another plan: {listed}. Use the same plan, or move "
+        "tables with unstack_tables and with_table_values."
     )

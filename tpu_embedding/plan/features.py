@@ -10,6 +10,7 @@ and the number of devices.
 """
 
 import dataclasses
+import reprlib
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Self
 
@@ -100,7 +101,10 @@ class FeatureNest:
         try:
             kept, tree = jax.tree.flatten(_subset_of(numbers, batch))
         except (KeyError, ValueError, TypeError) as error:
-            raise self._structure_error(batch, what, error.args[0]) from None
+            reason = error.args[0]
+            if not isinstance(error, KeyError) and (len(reason) > 80 or "\n" in reason):
+                reason = ""  # JAX's reason may hold whole arrays.
+            raise self._structure_error(batch, what, reason) from None
         if not kept:
             raise self._structure_error(batch, what, "Pass at least one feature.")
         features = tuple(self.features[number] for number in kept)
@@ -129,10 +133,10 @@ class FeatureNest:
             return None
 
     def _structure_error(self, nest: Any, what: str, reason: str) -> ValueError:
+        config = self.unflatten([feature.config for feature in self.features])
         return ValueError(
-            f"{what} must have the structure of feature_config.\n"
-            f"  feature_config: {self.feature_tree}\n"
-            f"  {what}: {jax.tree.structure(nest)}\n{reason}".rstrip()
+            f"{what} must have the structure of feature_config, "
+            f"{describe_value(config)}, got {describe_value(nest)}. {reason}".rstrip()
         )
 
 
@@ -259,7 +263,7 @@ def _subset_of(nest: Any, batch: Any) -> Any:
         unknown = [key for key in batch if key not in nest]
         if unknown:
             raise KeyError(
-                f"feature_config has no keys {unknown}; it has {list(nest)} there."
+                f"Remove the keys {unknown}; there are only {reprlib.repr(list(nest))}."
             )
         return make({k: _subset_of(nest[k], batch[k]) for k in nest if k in batch})
     if isinstance(nest, list | tuple) and type(nest) is type(batch):

@@ -171,10 +171,13 @@ def name_tables(
             name = config.name
         other = by_name.setdefault(name, config)
         if other != config or (other.name is None) != (config.name is None):
+            fields = [field.name for field in dataclasses.fields(config)]
+            pairs = [(x, getattr(other, x), getattr(config, x)) for x in fields]
+            unequal = "; ".join(f"{x} {a!r} and {b!r}" for x, a, b in pairs if a != b)
             raise ValueError(
-                f"TableConfig.name must be unique, got two different tables named "
-                f"{name!r}:\n  {other}\n  {config}\nRename one of them, or give "
-                "both the same settings to share one table."
+                f"TableConfig.name must be unique, got two tables named {name!r} with "
+                f"different settings: {unequal}. Rename one of them, or use one "
+                "TableConfig to share a table."
             )
         named.append((name, config))
     return [
@@ -364,7 +367,7 @@ def _plan_stack(
     storage = functools.reduce(lambda joined, x: joined.joined(x), storages)
     for table in tables:
         if problem := table.storage.problem(table, backend):
-            raise ValueError(f"{problem}, got it for table {table.name!r}.")
+            raise ValueError(f"{problem} (table {table.name!r}).")
     facts: dict[str, Any] = dict(
         name=name,
         tables=table_plans,

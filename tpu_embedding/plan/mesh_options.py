@@ -36,6 +36,11 @@ def device_mesh(
       >>> device_mesh(num_slices=2).axis_names
       ('slice', 'shard')
     """
+    if isinstance(devices, int):
+        raise TypeError(
+            f"te.device_mesh: devices must be a list of JAX devices, got {devices}. "
+            f"Write te.device_mesh(jax.devices()[:{devices}])."
+        )
     chosen = sorted(jax.devices() if devices is None else devices, key=_order_of)
     found = len({_slice_of(device) for device in chosen})
     if num_slices is not None and found not in (1, num_slices):

@@ -17,6 +17,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, ArrayLike, Bool, Float
 
+from tpu_embedding.argument_checks import describe_value
+
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -165,7 +167,13 @@ def _value_of(metric: Metric) -> Float[Array, ""]:
 def merge(metrics: Nest, others: Nest) -> Nest:
     """Merges two nests of metrics with equal structure, such as dicts."""
     is_sum = lambda value: isinstance(value, Sum)  # noqa: E731
-    return jax.tree.map(Sum.add, metrics, others, is_leaf=is_sum)
+    try:
+        return jax.tree.map(Sum.add, metrics, others, is_leaf=is_sum)
+    except ValueError as error:
+        raise ValueError(
+            "merge needs two nests of the same metrics with equal settings, got "
+            f"{describe_value(metrics)} and {describe_value(others)}."
+        ) from error
 
 
 def compute(metrics: Any) -> Any:

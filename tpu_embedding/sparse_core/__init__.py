@@ -1,6 +1,6 @@
-"""XLA's own SparseCore operations, driven from raw ids inside `jit`.
+"""XLA's SparseCore operations, driven from raw ids inside `jit`.
 
-`partition_ids` sorts the ids of a device into the buffers that the operations read.
-`lookup` and `update` are the operations, `row_rule` lowers an optimizer to their
-arithmetic on rows, and `limits` says how many ids they take.
+`partition_ids` sorts a device's ids into the buffers that the operations read. `lookup`
+and `update` are the operations, `row_rule` lowers an optimizer to arithmetic on rows,
+and `limits` chooses how many ids an operation accepts.
 """

@@ -1,9 +1,9 @@
-"""The backend of a stack on SparseCores: its options, its choice, and its steps.
+"""The SparseCore backend of a stack: its options, its selection, and its steps.
 
-One operation of XLA looks rows up. Another sends the gradients of samples to the owners
-of their rows, sums them by row, and applies the optimizer's rule to table and slot
-variables, in place. If the ids of a step are beyond a limit of the operations, the
-exchange and the rule's driver run instead, on the same rows.
+One XLA operation looks up rows. Another sends the samples' gradients to the owners of
+their rows, sums them by row, and applies the optimizer's rule to table and slot
+variables in place. If a step's ids exceed the operations' limits, the exchange and the
+rule's driver run instead, on the same rows.
 """
 
 import dataclasses
@@ -63,33 +63,34 @@ from tpu_embedding.update.lazy_update import (
 )
 
 _EMULATED_CORES: Final = 2
-"""SparseCores per device, on devices without."""
+"""SparseCores per device to emulate on devices without SparseCores."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SparseCore(BackendOptions):
-    """XLA's embedding operations on the SparseCores of a TPU, with options.
+    """XLA's embedding operations on a TPU's SparseCores, with options.
 
-    TensorFlow's TPUEmbedding and jax-tpu-embedding train with these operations. They
-    look rows up, pool and exchange them, and apply the optimizer. Here they get raw ids
-    within the step. If a step has more ids than an operation takes at once, they are
-    cut into up to 64 minibatches. A step with more still runs XLA's gathers and
-    scatters on the same rows, so no id is lost.
+    TensorFlow's TPUEmbedding and jax-tpu-embedding use the same operations, which look
+    up, pool and exchange rows, and apply the optimizer. Here they read raw ids inside
+    the step. If a step has more ids than fit in an operation, the ids are split
+    into up to 64 minibatches. If even those are too few, the step runs XLA's gathers
+    and scatters on the same rows, so no id is dropped.
 
     Attributes:
-      max_ids: ids, and different rows among them, that the samples of one SparseCore
-        may look up in the rows of another in one minibatch, a multiple of 8; less if
-        the memory of a SparseCore bounds it. It changes speed, never results. Defaults
-        to the mean and some standard deviations, and room for hot rows.
-      cores: SparseCores per device, only for devices without: CPUs and GPUs run the
-        operations in plain JAX, for tests. Defaults to the device's, or 2.
-      exchange: whether programs contain XLA's gathers and scatters for steps that 64
-        minibatches do not hold. They are most of a program's code and compile time.
-        Without them, such a step does not change the rows of this stack, its
-        activations are NaN, and its `stats.rounds` are 1 instead of 0; the training
-        command then stops. The loss is NaN, and so is what it updates: restore the
-        last checkpoint. A weight that is NaN or infinite has the same effect. Stacks
-        that SparseCores cannot update, and sums of gradients, keep the exchange.
+      max_ids: maximum ids, and maximum distinct rows, that one SparseCore's samples may
+        look up in another's rows in one minibatch; a multiple of 8. The memory of a
+        SparseCore may lower it. It changes speed, never results. Defaults to the mean
+        plus a few standard deviations, with room for hot rows.
+      cores: SparseCores per device. Only devices without SparseCores accept another
+        number: CPUs and GPUs emulate the operations in plain JAX, for tests. Defaults
+        to the device's number, or 2.
+      exchange: whether to compile XLA's gathers and scatters into the program, for
+        steps that 64 minibatches can't hold. They are most of its code and compile
+        time. Without them, such a step leaves this stack's rows unchanged, returns NaN
+        activations, and reports `stats.rounds` of 1 instead of 0; the training command
+        then stops. The loss is NaN, and so is everything it updates, so restore the
+        last checkpoint. A NaN or infinite weight has the same effect. Stacks that
+        SparseCores can't update, and sums of gradients, keep the exchange.
 
     Raises:
       ValueError: if an option is out of range.
@@ -122,7 +123,7 @@ class SparseCore(BackendOptions):
     def choose(
         self, table: NamedTable, num_rows: int, mesh: Mesh, hardware: HardwareInfo
     ) -> Backend:
-        """Returns the backend of a stack, for `make_plan`; see `BackendOptions`."""
+        """Returns a stack's backend, for `make_plan`; see `BackendOptions`."""
         cores = hardware.cores_per_device or self.cores or _EMULATED_CORES
         problem = (
             unavailable_reason(hardware, mesh.size, num_slices_of(mesh))
@@ -142,11 +143,11 @@ class SparseCore(BackendOptions):
         )
 
     def _cores_problem(self, hardware: HardwareInfo) -> str:
-        """Returns why a device does not have the cores; empty if it has."""
+        """Returns why `cores` doesn't match the device; empty if it does."""
         if not hardware.is_tpu or self.cores in (None, hardware.cores_per_device):
             return ""
         return (
-            f"te.SparseCore(cores={self.cores}), but a device of {hardware.name} has "
+            f"te.SparseCore(cores={self.cores}), but a {hardware.name} device has "
             f"{hardware.cores_per_device}"
         )
 
@@ -154,7 +155,7 @@ class SparseCore(BackendOptions):
 def _table_problem(
     table: NamedTable, num_rows: int, cores: int, mesh: Mesh, hardware: HardwareInfo
 ) -> str:
-    """Returns why SparseCores cannot look up a table; empty if they can."""
+    """Returns why SparseCores can't look up a table; empty if they can."""
     config = table.config
     if config.dtype_name != "float32":
         return f"SparseCores look up float32 rows, not {config.dtype_name}"
@@ -166,14 +167,14 @@ def _table_problem(
     num_bytes = LANE_BYTES * rows * bank_lanes(config.dim)
     if hardware.is_tpu and num_bytes > MAX_SPARSE_CORE_BYTES:
         return (
-            f"the table takes {format_bytes(num_bytes)} per device, more than the "
-            f"{format_bytes(MAX_SPARSE_CORE_BYTES)} of an operation"
+            f"the table takes {format_bytes(num_bytes)} per device, and an operation "
+            f"can use at most {format_bytes(MAX_SPARSE_CORE_BYTES)}"
         )
     return ""
 
 
 def _update_problem(optimizer: RowOptimizer | None, dim: int) -> str:
-    """Returns why SparseCores cannot update rows; empty if they can."""
+    """Returns why SparseCores can't update rows; empty if they can."""
     if optimizer is None:
         return "no optimizer"
     rule = row_rule(optimizer, dim, bank_lanes(dim))
@@ -181,17 +182,17 @@ def _update_problem(optimizer: RowOptimizer | None, dim: int) -> str:
 
 
 _ROW_ALIGNMENT: Final = 128
-"""The rows of a SparseCore are a multiple of it: whole tiles of a TPU, at any dim."""
+"""A SparseCore's rows are padded to a multiple of this: whole TPU tiles at any dim."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SparseCoreBackend(Backend):
-    """SparseCores look up the rows of a stack, and may update them.
+    """A backend whose SparseCores look up a stack's rows, and may update them.
 
     Attributes:
-      max_ids: the user's limit, see `te.SparseCore`.
+      max_ids: the user's limit; see `te.SparseCore`.
       cores: SparseCores per device that own rows.
-      has_exchange: whether steps that do not fit run the exchange.
+      has_exchange: whether steps that don't fit run the exchange.
     """
 
     lookups: str = "sparse_core"
@@ -201,11 +202,11 @@ class SparseCoreBackend(Backend):
 
     @property
     def must_run_all(self) -> bool:
-        """True if the exchange is not in programs."""
+        """Whether programs lack the exchange."""
         return not self.has_exchange
 
     def arrange(self, layout: RowLayout) -> RowLayout:
-        """Returns the layout of a shard whose rows are dealt to SparseCores."""
+        """Returns a shard's layout, with its rows dealt to SparseCores."""
         return dataclasses.replace(
             layout,
             num_rows=rows_of_shard(layout.num_rows, self.cores),
@@ -215,19 +216,19 @@ class SparseCoreBackend(Backend):
         )
 
     def notes(self, hardware: HardwareInfo) -> tuple[str, ...]:
-        """Returns the skew that the limits of the operations hold."""
-        held = "6 standard deviations above the mean of ids from one to another"
+        """Returns lines about the skew that the operations' limits tolerate."""
+        held = "6 standard deviations above the mean ids between two SparseCores"
         if self.max_ids is not None:
             held = f"{self.max_ids:,} ids from one SparseCore to another"
         elif hardware.sends_rows_once:
-            held += ", and one more row that every sample asks for"
+            held += ", plus one row that every sample looks up"
         else:
-            held += ", and 4 times as many ids of repeated rows"
-        beyond = "the exchange" if self.has_exchange else "an error"
+            held += ", and 4 times as many ids if rows repeat"
+        beyond = "runs the exchange" if self.has_exchange else "fails"
         return (
             f"a minibatch holds {held}",
-            f"a step has up to {MAX_MINIBATCHES} minibatches, as its buffers allow; "
-            f"beyond: {beyond}",
+            f"a step has up to {MAX_MINIBATCHES} minibatches, if its buffers have "
+            f"room; a larger step {beyond}",
         )
 
     def prepare_ids(
@@ -238,7 +239,7 @@ class SparseCoreBackend(Backend):
         *,
         are_joined: bool = False,
     ) -> SparseCoreIds:
-        """Returns the ids by SparseCore, and whether they fit; see `Backend`."""
+        """Sorts the ids by SparseCore, and checks whether they fit; see `Backend`."""
         return samples.ids_by_core(
             keys,
             poolings,
@@ -256,7 +257,7 @@ class SparseCoreBackend(Backend):
         otherwise: ReadRows,
         stack: StackPlan,
     ) -> Activations:
-        """Looks rows up by one operation, if the ids fit; see `Backend`."""
+        """Looks up rows with one operation if the ids fit; see `Backend`."""
 
         def look_up_rows(table: PackedRows) -> Activations:
             rows = rows_of_lines(table.lines, table.layout)
@@ -280,7 +281,7 @@ class SparseCoreBackend(Backend):
         otherwise: UpdateRows,
         stack: TrainedStackPlan,
     ) -> tuple[PackedRows, Any]:
-        """Updates rows by one operation, if the ids fit; see `Backend`."""
+        """Updates rows with one operation if the ids fit; see `Backend`."""
         if not self.replaces_update:
             return otherwise(table, state)
         opened = gradient.open()
@@ -314,13 +315,13 @@ class SparseCoreBackend(Backend):
         is_finite = rates_are_finite(stack.optimizer, stack.dim, values_of(state))
         if is_finite is not None:
             may_run &= is_finite
-        # No lookup reports that joined ids do not fit, so they may need the exchange.
+        # No lookup has reported whether joined ids fit, so they keep the exchange.
         if self.has_exchange or ids.are_joined:
             return jax.lax.cond(may_run, update_rows, otherwise, table, state)
-        # Without ids, the operation changes no row. Counts of steps advance.
+        # Without ids, the operation changes no row, but step counts still advance.
         return update_rows(table, state, ids.ids.where(may_run))
 
 
 def rows_of_shard(num_rows: int, cores: int) -> int:
-    """Returns the rows of a shard, those that fill up its SparseCores included."""
+    """Returns the number of a shard's rows, padded so that its SparseCores are full."""
     return cores * round_up(-(-num_rows // cores), _ROW_ALIGNMENT)

@@ -1,8 +1,8 @@
 """Chooses how many ids a SparseCore may send to a partition in one minibatch.
 
-The operations have static limits, and are undefined beyond them. A step cuts its ids
-into as many minibatches as the limits need, and takes another path if 64 are too few:
-limits change the speed, never the result.
+The operations have static limits, and their results are undefined beyond them. A step
+cuts its ids into as many minibatches as the limits require, and takes another path if
+64 are too few. Limits change the speed, never the result.
 """
 
 import dataclasses
@@ -12,45 +12,44 @@ from typing import Final, NamedTuple
 from tpu_embedding.rows.packed_rows import round_up
 
 ALIGNMENT: Final = 8
-"""The ids of a group begin at a multiple of this position."""
+"""Each group's ids start at a multiple of this position."""
 
 MAX_PARTITIONS: Final = 4096
-"""SparseCores of one program that libtpu 0.0.50 takes; 8,192 exceed their memory."""
+"""Most SparseCores of a program in libtpu 0.0.50; 8,192 exceed their memory."""
 
 MAX_MINIBATCHES: Final = 64
-"""Minibatches that an operation takes, as in jax-tpu-embedding."""
+"""Most minibatches of an operation, as in jax-tpu-embedding."""
 
 _HEADROOM_STDDEVS: Final = 6
-"""Headroom above the mean count of a partition, in standard deviations.
+"""Headroom above a partition's mean count, in standard deviations.
 
-Rows are dealt round-robin, so the number of distinct rows that a core asks a partition
-for is nearly Poisson, with a standard deviation of sqrt(mean)."""
+Rows are dealt round-robin, so the number of distinct rows that a core requests from a
+partition is nearly Poisson, with a standard deviation of sqrt(mean)."""
 
 _SKEW: Final = 4
-"""Ids per distinct row that fit, where XLA keeps buffers for every id."""
+"""Ids per distinct row that fit, if XLA keeps buffers for every id."""
 
 _BYTES_PER_UNIQUE: Final = 36
-"""Memory of a distinct row: 8 columns of its gradient, and a word.
+"""Memory per distinct row: 8 columns of its gradient, and one word.
 
-XLA takes rows in pieces of as many columns as fit, at least 8. So the width of a row
-does not bound the limits."""
+XLA processes rows in slices of as many columns as fit, at least 8, so the limits don't
+depend on the rows' width."""
 
 _IDS_PER_BYTE: Final = 8
-"""Ids that share one byte: each has 12, and at most 1/128 of the ids are there at once.
-"""
+"""Ids per byte: an id takes 12 bytes, and at most 1/128 of the ids are in memory."""
 
 _RESERVED_BYTES: Final = 32 * 1024
-"""Memory that the operations need besides."""
+"""Memory that the operations need for anything else."""
 
 _BYTES_PER_PARTITION: Final = 64
-"""Memory that the operations need for each partition."""
+"""Memory that the operations need per partition."""
 
 _MIN_SPARE_ROOM: Final = 4096
-"""Positions for further minibatches, if they can use as many: few beside a batch."""
+"""Minimum room for later minibatches, if they can use it; small next to a batch."""
 
 _MIN_BYTES_PER_ID: Final = 12
-"""Memory of an id where a lookup of wide rows reads a whole partition at once: row,
-sample and gain."""
+"""Memory per id (row, sample and gain) if a lookup of wide rows reads a whole partition
+at once."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -60,9 +59,9 @@ class Limits:
     Attributes:
       max_ids: ids that one core may send to one partition in one minibatch, a multiple
         of 8.
-      max_unique: distinct rows among them, a multiple of 8. XLA keeps buffers for so
-        many rows of each core and partition; for `max_ids`, if it sends every id's.
-      room: positions of a device's buffers of ids, a multiple of 8.
+      max_unique: distinct rows among them, a multiple of 8. XLA keeps buffers for this
+        many rows per core and partition, or for `max_ids` if it sends every id's row.
+      room: positions in a device's id buffers, a multiple of 8.
     """
 
     max_ids: int
@@ -71,13 +70,13 @@ class Limits:
 
 
 class OperationSizes(NamedTuple):
-    """Sizes of an operation that are fixed before a step.
+    """An operation's static sizes.
 
     Attributes:
       num_samples: samples of this device, a multiple of `8 * cores`.
-      limits: those that the counts of the ids were compared with.
+      limits: limits that the ids were checked against.
       cores: SparseCores per device.
-      axes: mesh axes whose devices share the table; on TPUs, all of the program.
+      axes: mesh axes that shard the table; on TPUs, all axes of the program.
     """
 
     num_samples: int
@@ -97,27 +96,26 @@ def choose_limits(
     sends_rows_once: bool = True,
     max_ids: int | None = None,
 ) -> Limits:
-    """Returns limits that hold the skew of most batches.
+    """Returns limits that accommodate the skew of most batches.
 
     Distinct rows may exceed their mean per partition by six standard deviations. Ids
-    may exceed it by as many, and by one row per partition that every sample asks for.
-    Where XLA keeps buffers for every id, ids may be four times as many as distinct
-    rows. `limit / mean` is the skew that a limit holds.
+    may exceed it by the same amount plus one row per partition that every sample looks
+    up. If XLA keeps buffers for every id, there may be four times as many ids as
+    distinct rows. `limit / mean` is the skew that a limit tolerates.
 
-    The bounds by memory follow the compiler's error E3001, "No viable logical replica
-    count", whose numbers are 36 bytes for each distinct row and 12 for each id. They
-    stay up to 14 % below what libtpu 0.0.50 compiles, at widths of 8 to 1,024.
+    The memory bounds follow the compiler's error E3001, "No viable logical replica
+    count", which counts 36 bytes per distinct row and 12 per id. They are up to 14 %
+    below what libtpu 0.0.50 compiles, at widths of 8 to 1,024.
 
     Args:
-      num_ids: most ids of one core in one step, padding ids left out.
-      device_ids: most ids of one device in one step.
+      num_ids: maximum ids of one core in one step, without padding ids.
+      device_ids: maximum ids of one device in one step.
       num_samples: samples of one core.
       num_partitions: SparseCores of all devices that share the table.
       cores: SparseCores per device.
       memory_bytes: memory of a SparseCore's vector subcore.
-      sends_rows_once: see `HardwareInfo`. False: XLA keeps buffers for every id.
-      max_ids: limit that the user gives, for ids and for distinct rows; the memory
-        bounds both.
+      sends_rows_once: see `HardwareInfo`. If False, XLA keeps buffers for every id.
+      max_ids: the user's limit for ids and for distinct rows. Memory still bounds both.
 
     Example:
       >>> choose_limits(
@@ -136,9 +134,9 @@ def choose_limits(
     max_ids = min(num_ids, max_ids, most_ids)
     max_unique = (memory - max_ids // _IDS_PER_BYTE) // _BYTES_PER_UNIQUE
     max_ids = round_up(max(1, max_ids), ALIGNMENT)
-    # A group of a minibatch ends with up to 7 unused positions.
+    # Each group of a minibatch ends with up to 7 unused positions.
     unused = (ALIGNMENT - 1) * cores * num_partitions
-    # On average they are half as many: room for 8 more minibatches on large slices.
+    # Half that on average, so large slices have room for 8 more minibatches.
     spare = max(
         device_ids // 8,
         min(4 * unused, device_ids),

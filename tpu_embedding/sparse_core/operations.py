@@ -1,8 +1,8 @@
 """XLA's SparseCore operations, which look up and update embedding rows.
 
-`lookup` and `update` run per shard, inside `shard_map`. On a TPU each is one custom
-call that exchanges ids and rows between all SparseCores of the program. On other
-devices plain JAX computes the same; see `reference`.
+`lookup` and `update` run per shard, inside `shard_map`. On a TPU, each is one custom
+call that exchanges ids and rows between all SparseCores of the program. Other devices
+compute the same in plain JAX; see `reference`.
 """
 
 import functools
@@ -30,29 +30,29 @@ from tpu_embedding.types import PADDING_ROW_ID
 def unavailable_reason(
     hardware: HardwareInfo, num_devices: int, num_slices: int = 1
 ) -> str | None:
-    """Returns why the operations do not run on some devices; None if they do.
+    """Returns why the operations can't run on these devices, or None if they can.
 
-    libtpu rejects 48 SparseCores, of v5p:2x2x3, by error E3001; it takes 8 to 4,096.
+    libtpu rejects 48 SparseCores (v5p:2x2x3) with error E3001, and accepts 8 to 4,096.
 
     Example:
       >>> from tpu_embedding.hardware import hardware_by_name
       >>> unavailable_reason(hardware_by_name("v5e"), 4)
       'v5e has no SparseCores that XLA can use'
       >>> unavailable_reason(hardware_by_name("v5p"), 12)
-      '48 SparseCores must be a power of two'
+      'the number of SparseCores must be a power of two, got 48'
       >>> unavailable_reason(hardware_by_name("cpu"), 3)  # in plain JAX
     """
     if hardware.is_tpu and not hardware.cores_per_device:
         return f"{hardware.name} has no SparseCores that XLA can use"
     if hardware.is_tpu and num_slices > 1:
-        return f"the operations exchange no rows between the {num_slices} slices"
+        return f"the operations can't exchange rows between {num_slices} slices"
     num_cores = hardware.cores_per_device * num_devices
     if num_cores & (num_cores - 1):
-        return f"{num_cores} SparseCores must be a power of two"
+        return f"the number of SparseCores must be a power of two, got {num_cores}"
     if num_cores > MAX_PARTITIONS:
         return f"libtpu takes up to {MAX_PARTITIONS:,} SparseCores, not {num_cores:,}"
     if hardware.is_tpu and jax.__version_info__ < (0, 12):
-        return f"jax is {jax.__version__}, and the sorts of ids need 0.12"
+        return f"sorting the ids needs jax 0.12, got {jax.__version__}"
     return None
 
 
@@ -62,15 +62,15 @@ def lookup(
     table: Float[Array, "rows width"],
     sizes: OperationSizes,
 ) -> Float[Array, "num_samples width"]:
-    """Sums the rows of each sample, times their gains. Per shard; exchanges.
+    """Sums each sample's rows, multiplied by their gains. Per shard; exchanges.
 
     Args:
-      ids: from `partition_ids`; no count of any device may exceed its limit.
-      table: rows of this device, core after core.
-      sizes: number of samples, and the limits that the counts were compared with.
+      ids: from `partition_ids`; they must fit on every device.
+      table: rows of this device, core by core.
+      sizes: number of samples, and the limits that the ids were checked against.
 
     Returns:
-      The sums; zero for a sample without ids.
+      The sums. Samples without ids are zero.
     """
     return jax.lax.platform_dependent(
         ids,
@@ -89,14 +89,14 @@ def update(
     rule: RowRule,
     sizes: OperationSizes,
 ) -> tuple[Float[Array, "rows width"], ...]:
-    """Applies a rule to the rows that were looked up, once per row.
+    """Applies a rule once to each row that was looked up. Per shard; exchanges.
 
-    The gradient of a row is the sum, over all devices, of its samples' gradients times
-    their gains. Other rows keep their bits. Per shard; exchanges.
+    A row's gradient is the sum over all devices of its samples' gradients, multiplied
+    by their gains. Other rows stay bitwise unchanged.
 
     Args:
       ids: see `lookup`.
-      gradients: gradient of each sample's sum.
+      gradients: gradient with respect to each sample's sum.
       arrays: the table and its slot variables, in the order of the optimizer's state.
       hyperparameters: from `rule.values`.
       rule: from `row_rule`.
@@ -124,7 +124,7 @@ def update(
 
 
 def _buffers(ids: PartitionedIds) -> tuple[Array, ...]:
-    """Returns the first operands of both operations."""
+    """Returns the leading operands, which both operations share."""
     num_minibatches = ids.num_minibatches[0]
     return ids.pointers, ids.rows, ids.samples, ids.gains, num_minibatches
 
@@ -145,7 +145,7 @@ def _update_results(*operands: Any, num_arrays: int, **_: Any) -> list[ShapedArr
 
 
 def _lower_lookup(context: Any, *operands: Any, sizes: OperationSizes) -> Any:
-    """Emits the operation, which adds to sums that begin at zero."""
+    """Emits the operation, whose sums start at zero."""
     (result,) = context.avals_out
     zero = stablehlo.constant(ir.DenseElementsAttr.get(np.float32(0)))
     zeros = stablehlo.broadcast(zero, mlir.dense_int_array(result.shape))
@@ -159,7 +159,7 @@ def _lower_lookup(context: Any, *operands: Any, sizes: OperationSizes) -> Any:
 def _lower_update(
     context: Any, *operands: Any, num_arrays: int, rule: str, sizes: OperationSizes
 ) -> Any:
-    """Emits the operation, and the rule as a function that it calls."""
+    """Emits the operation, and the rule as the function it calls."""
     module = context.module_context
     function = mlir.merge_mlir_modules(
         module.module,
@@ -195,7 +195,7 @@ def _custom_call(name: str, types: Sequence[Any], config: str, **more: Any) -> A
 
 
 def _sparse_element(values: Any, index: int) -> Any:
-    """Returns an element of a tuple, marked as data of the SparseCores."""
+    """Returns an element of a tuple, marked as SparseCore data."""
     element = stablehlo.GetTupleElementOp(values, index)
     element.attributes["mhlo.frontend_attributes"] = ir.DictAttr.get(
         {"_xla_compute_type": ir.StringAttr.get("sparse")}

@@ -1,19 +1,18 @@
 """Sorts raw ids into the buffers that the SparseCore operations read.
 
-A SparseCore looks up the samples of its own part of the device's batch. It asks each
-*partition* of the table, the rows of one SparseCore of the slice, for the ids that it
-needs. What one core asks one partition for is a *group*. The operations have room for
-so many ids and distinct rows of a group; a batch with more is cut into *minibatches*,
-which an operation runs one after the other. A minibatch is a range of rows, the same in
-all partitions, so a row is in one minibatch and its gradients are summed in one order.
+Each SparseCore looks up its own part of the device's samples. It requests rows from
+every *partition* of the table, where a partition is the rows of one SparseCore of the
+slice. The ids that one core requests from one partition are a *group*. The operations
+limit the ids and distinct rows of a group. A batch with more is cut into *minibatches*,
+which an operation runs in sequence. A minibatch is a range of rows, the same in all
+partitions, so each row is in one minibatch and its gradients are summed in one order.
 
-One sort by core, partition and row brings the ids of each group together, in the order
-of their samples. The buffers are copied from that order in lines of 8: the ids of the
-first core, then of the second, each by minibatch, partition and row. The ids of a
-group begin at a multiple of 8.
+One sort by core, partition and row makes each group's ids contiguous, in the order of
+their samples. The buffers are copied from that order in lines of 8: core by core, and
+within a core by minibatch, partition and row. Each group starts at a multiple of 8.
 
-TensorFlow and jax-tpu-embedding make such buffers on the host. Like them, ids that are
-equal in row and sample are merged into one, whose gain is the sum of theirs.
+TensorFlow and jax-tpu-embedding build such buffers on the host. As there, ids with the
+same row and sample are merged into one, and their gains are summed.
 """
 
 import dataclasses
@@ -37,7 +36,7 @@ from tpu_embedding.types import PADDING_ROW_ID
 from tpu_embedding.xla import computed_apart, running_sum
 
 MIN_POINTERS: Final = 8
-"""A core has at least as many pointers per minibatch, even with fewer partitions."""
+"""Minimum pointers per core and minibatch, even with fewer partitions."""
 
 _WORD: Final = 2**32
 """Number of values of one sort key."""
@@ -45,17 +44,17 @@ _WORD: Final = 2**32
 _LAST_WORD: Final = np.uint32(_WORD - 1)
 
 _MIN_IDS_ON_SPARSE_CORES: Final = 2**14
-"""Ids from which they are sorted on SparseCores. The TensorCore's sort of fewer
-compiles fast, and libtpu aborts on one of 512 on the SparseCores of tpu7x."""
+"""Minimum ids to sort on SparseCores. Smaller sorts compile fast on the TensorCore, and
+libtpu aborts when it compiles a sort of 512 ids for tpu7x's SparseCores."""
 
 _SORTED_TILE: Final = 4096
-"""Ids that are sorted on SparseCores are padded to a multiple of this."""
+"""Sorts on SparseCores are padded to a multiple of this many ids."""
 
 _MAX_COMPARED_GROUPS: Final = 1024
-"""Groups whose bounds are found by comparing every id with every group."""
+"""Maximum groups for finding bounds by comparing every id with every group."""
 
 SampleAt = Callable[[Int[Array, " n"]], Int[Array, " n"]]
-"""Returns the sample of the ids at some positions of the batch."""
+"""Maps positions of ids in the batch to their samples."""
 
 
 @jax.tree_util.register_dataclass
@@ -65,14 +64,15 @@ class PartitionedIds:
 
     Attributes:
       pointers: int32 `[cores * 64 * max(8, partitions)]`. For each core, minibatch and
-        partition, the position after the last id. There are `num_minibatches` per core,
-        without gaps between the cores. Spare pointers of a minibatch, and those after
-        the last core's, are the end of all positions before, a multiple of 8.
-      rows: int32 `[room]`, row of each id within its partition. Unused positions hold
+        partition, the position after the last id. Each core has `num_minibatches`
+        minibatches, without gaps between cores. A minibatch's spare pointers, and the
+        pointers after the last core, hold the end of all earlier positions, a multiple
+        of 8.
+      rows: int32 `[room]`, each id's row within its partition. Unused positions hold
         `PADDING_ROW_ID`.
-      samples: int32 `[room]`, sample of each id within the samples of its core. Unused
-        positions hold `PADDING_ROW_ID`.
-      gains: float32 `[room]`, factor of the row. Unused positions hold NaN.
+      samples: int32 `[room]`, each id's sample within its core. Unused positions hold
+        `PADDING_ROW_ID`.
+      gains: float32 `[room]`, gain of each id. Unused positions hold NaN.
       num_minibatches: int32 `[1]`, from 1 to 64, the same on all devices.
     """
 
@@ -83,7 +83,7 @@ class PartitionedIds:
     num_minibatches: Int[Array, "_"]
 
     def where(self, is_kept: Bool[Array, ""]) -> "PartitionedIds":
-        """Returns these ids if a condition holds, and otherwise no ids."""
+        """Returns these ids if a condition holds, and empty buffers otherwise."""
         keep = functools.partial(jnp.where, is_kept)
         return PartitionedIds(
             pointers=keep(self.pointers, 0),
@@ -97,13 +97,13 @@ class PartitionedIds:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SparseCoreIds:
-    """The ids of a stack as SparseCores take them, for lookup and update. Per shard.
+    """A stack's ids in SparseCore buffers, for lookup and update. Per shard.
 
     Attributes:
       ids: the ids, by SparseCore.
       fits: bool `[1]`, whether the buffers hold the ids of all devices.
       sizes: sizes of the operations.
-      are_joined: True for the ids of several lookups, whose gradients are summed.
+      are_joined: whether the ids come from several lookups whose gradients are summed.
     """
 
     ids: PartitionedIds
@@ -130,25 +130,25 @@ def partition_ids(
     """Sorts ids into the buffers of the SparseCore operations. Per shard; reduces.
 
     Args:
-      partitions: partition of each id's row, `device * cores + core`. Padding ids have
-        any other number, such as `PADDING_ROW_ID`, and vanish.
+      partitions: partition of each id's row, `device * cores + core`. Ids with any
+        other number, such as `PADDING_ROW_ID`, are padding and are dropped.
       rows: row within the partition.
       sample_at: maps positions of these arrays to samples, 0 to `num_samples - 1`.
-        Sample `s` belongs to the core `s // (num_samples // cores)` of this device. The
-        samples of a core rise with the position, among ids of the same row.
-      gains: factor of each id's row. Defaults to 1 for all ids if None.
+        Sample `s` belongs to core `s // (num_samples // cores)` of this device. Among a
+        core's ids of one row, samples must increase with the position.
+      gains: gain of each id. `None` means 1 for all ids.
       num_samples: samples of this device, a multiple of `8 * cores`.
       rows_per_partition: rows of each partition.
       cores: SparseCores per device.
       devices: devices that share the table.
       limits: sizes that the operations are compiled for.
-      axes: mesh axes whose devices share the table.
+      axes: mesh axes that shard the table.
       may_repeat: whether a sample may have the same row twice.
 
     Returns:
-      The buffers, and whether all ids of all devices are in them. If not, the buffers
-      are empty: a row has more ids than `limits.max_ids` in a group, 64 minibatches or
-      the room do not hold all ids, or a gain is not finite.
+      The buffers, and whether they hold the ids of all devices. Otherwise the buffers
+      are empty: a row has more than `limits.max_ids` ids in a group, 64 minibatches or
+      the room can't hold all ids, or a gain is not finite.
     """
     num_ids, num_partitions = partitions.shape[0], cores * devices
     num_groups, samples_per_core = cores * num_partitions, num_samples // cores
@@ -201,13 +201,13 @@ def partition_ids(
 
 
 class _SortedIds(NamedTuple):
-    """Ids by group, row and sample, then padding.
+    """Ids sorted by group, row and sample, followed by padding.
 
     Attributes:
-      bounds: int32 `[groups + 1]`, where each group begins, and padding.
+      bounds: int32 `[groups + 1]`, start of each group, then start of the padding.
       row: int32 `[ids]`, row within the partition.
-      rows_before: int32 `[ids + 1]`, distinct rows before each position, and all.
-      ids_before: int32 `[ids + 1]`, ids before each position, repeats left out.
+      rows_before: int32 `[ids + 1]`, distinct rows before each position, then in all.
+      ids_before: int32 `[ids + 1]`, ids before each position, without repeats.
     """
 
     bounds: Int[Array, " groups_and_1"]
@@ -217,16 +217,16 @@ class _SortedIds(NamedTuple):
 
 
 class _CutState(NamedTuple):
-    """The minibatches that are cut so far, in the loop that cuts them.
+    """The minibatches cut so far.
 
     Attributes:
-      count: int32, their number.
+      count: int32, number of minibatches.
       next_row: int32, first row of the next minibatch.
-      begin: int32 `[groups]`, where the ids of the next minibatch begin.
-      positions: int32, positions of the buffers that are taken.
+      begin: int32 `[groups]`, position of the next minibatch's first id.
+      positions: int32, used positions of the buffers.
       first: see `_Cut`.
       counts: see `_Cut`.
-      is_stuck: whether the next minibatch holds no row.
+      is_stuck: whether not even one more row fits in a minibatch.
     """
 
     count: Int[Array, ""]
@@ -239,11 +239,11 @@ class _CutState(NamedTuple):
 
 
 class _Cut(NamedTuple):
-    """Minibatches of the ids of all groups.
+    """The minibatches of all groups.
 
     Attributes:
       first: int32 `[64, groups]`, number of ids before each minibatch and group.
-      counts: int32 `[64, groups]`, ids of each minibatch and group.
+      counts: int32 `[64, groups]`, number of ids in each minibatch and group.
       num_minibatches: int32, from 1 to 64, the same on all devices.
       is_complete: whether all ids of all devices are in minibatches.
     """
@@ -257,10 +257,10 @@ class _Cut(NamedTuple):
 def _sort_by_row(
     group: Int[Array, " ids"], row: Int[Array, " ids"], num_groups: int, num_rows: int
 ) -> tuple[Int[Array, " ids"], Int[Array, " ids"], Int[Array, " ids"]]:
-    """Returns group, row and position of each id, sorted by group and row; stable.
+    """Returns each id's group, row and position, stably sorted by group and row.
 
-    One word holds both numbers, where they fit. Others take two sorts of two operands:
-    XLA:TPU takes half a minute to compile a sort of four.
+    One word holds group and row if they fit. Otherwise there are two sorts of two
+    operands, because XLA:TPU takes half a minute to compile a sort of four.
     """
     row = row.astype(jnp.uint32)
     if (num_groups + 1) * num_rows <= _WORD:
@@ -277,13 +277,13 @@ def _sort_by_row(
 def _sort(
     words: UInt32[Array, " ids"], values: Shaped[Array, " ids"] | None = None
 ) -> tuple[UInt32[Array, " ids"], Shaped[Array, " ids"]]:
-    """Returns sorted words, and their values. Defaults to the position of each word.
+    """Returns sorted words and their values, or their positions if values is None.
 
-    The order of equal words is stable for positions, and undefined for values.
+    Equal words keep their order with positions; with values, the order is undefined.
     """
 
     def sort(words: Array, values: Array | None = None) -> tuple[Array, Array]:
-        # SparseCores sort stably where an operand is the positions themselves.
+        # SparseCores sort stably only if one operand is the positions.
         positions = jnp.arange(words.shape[0], dtype=jnp.int32)
         operands = (words, positions if values is None else values)
         words, values = jax.lax.sort(operands, num_keys=1, is_stable=values is None)
@@ -303,10 +303,10 @@ def _sort(
 
 
 def _on_sparse_cores(function: Callable[..., Any]) -> Any:
-    """Returns a function whose operations XLA:TPU places on the SparseCores.
+    """Returns the function, marked so that XLA:TPU runs it on the SparseCores.
 
-    A sort of 82,000 ids compiles in 1.5 s there, and in 12 s on the TensorCore. On
-    other devices, and with a jax before 0.12, this is the function itself.
+    A sort of 82,000 ids compiles in 1.5 s there and in 12 s on the TensorCore. With jax
+    before 0.12, the function is returned unchanged.
     """
     if jax.__version_info__ < (0, 12):
         return function
@@ -320,14 +320,14 @@ def _on_sparse_cores(function: Callable[..., Any]) -> Any:
 def _sum_repeats(
     is_new_id: Bool[Array, " ids"], gain: Float[Array, " ids"] | None
 ) -> Float[Array, " ids"]:
-    """Returns, for each new id, the sum of the gains of it and its repeats.
+    """Adds the gains of an id's repeats to the gain of its first occurrence.
 
-    Each turn of the loop doubles the number of gains that are summed, and the loop ends
-    with the most repeats of an id. Most batches have none.
+    Each iteration doubles the number of summed gains, until the most frequent id is
+    done. Most batches have no repeats.
 
     Args:
       is_new_id: False for an id that repeats the one before it.
-      gain: gain of each id. All are 1 if None.
+      gain: gain of each id. `None` means 1 for all ids.
     """
     num_ids, number = is_new_id.shape[0], running_sum(is_new_id)
 
@@ -352,7 +352,7 @@ def _sum_repeats(
 def _bounds_of_groups(
     group: Int[Array, " ids"], num_groups: int
 ) -> Int[Array, " groups_and_1"]:
-    """Returns where each group begins among sorted ids, and where padding begins."""
+    """Returns the start of each group in the sorted ids, then of the padding."""
     method = "compare_all" if num_groups <= _MAX_COMPARED_GROUPS else "scan"
     numbers = jnp.arange(num_groups + 1, dtype=jnp.int32)
     return jnp.searchsorted(group, numbers, method=method).astype(jnp.int32)
@@ -365,17 +365,17 @@ def _cut_into_minibatches(
     axes: Sequence[str],
     is_finite: Bool[Array, ""] | bool,
 ) -> _Cut:
-    """Cuts the ids of all groups into ranges of rows. Per shard; reduces.
+    """Cuts the ids of all groups into minibatches. Per shard; reduces.
 
-    Each minibatch takes as many rows as the limits allow in every group of every
-    device: the device with the fullest group decides. Usually one takes them all.
+    Each minibatch has as many rows as the limits allow in every group of every device,
+    so the fullest group decides. Usually one minibatch is enough.
 
     Args:
       ids: the sorted ids.
       num_rows: rows of a partition.
       limits: sizes that the operations are compiled for.
-      axes: mesh axes whose devices share the table.
-      is_finite: whether the gains of this device are finite.
+      axes: mesh axes that shard the table.
+      is_finite: whether this device's gains are finite.
     """
     ends, num_groups = ids.bounds[1:], ids.bounds.shape[0] - 1
 
@@ -388,7 +388,7 @@ def _cut_into_minibatches(
         rows_before, ids_before = ids.rows_before[begin], ids.ids_before[begin]
 
         def is_beyond(end: Array) -> Array:
-            """True where the limits do not hold the ids from `begin` to `end`."""
+            """Returns True where the ids from `begin` to `end` exceed the limits."""
             num_unique = ids.rows_before[end] - rows_before
             num_ids = ids.ids_before[end] - ids_before
             return (num_unique > limits.max_unique) | (num_ids > limits.max_ids)
@@ -396,7 +396,7 @@ def _cut_into_minibatches(
         low = jnp.where(is_beyond(ends), begin, ends)
         full = _first_index(lambda i: is_beyond(i + 1), low, ends)
         next_rows = jnp.where(full < ends, ids.row[full], num_rows)
-        # Each group may end with 7 unused positions.
+        # Each group may end with up to 7 unused positions.
         remaining = jnp.sum(ends - begin) + num_groups * (ALIGNMENT - 1)
         has_room = state.positions + remaining <= limits.room
         next_row = jnp.where(has_room & is_finite, jnp.min(next_rows), -1)
@@ -419,8 +419,8 @@ def _cut_into_minibatches(
     zero = jnp.int32(0)
     none = jnp.zeros((MAX_MINIBATCHES, num_groups), jnp.int32)
     state = _CutState(zero, zero, ids.bounds[:-1], zero, none, none, jnp.bool_(False))
-    # XLA:CPU may deadlock if a collective within a loop runs at the same time as
-    # another. So the first minibatch, usually the only one, is cut outside of it.
+    # XLA:CPU may deadlock if a collective in a loop runs at the same time as another,
+    # so the first minibatch, usually the only one, is cut outside of the loop.
     state = jax.lax.while_loop(is_unfinished, cut, cut(state))
     is_complete = state.next_row >= num_rows
     return _Cut(
@@ -438,7 +438,7 @@ def _first_index(
 ) -> Int[Array, " n"]:
     """Returns the first index from `low` where a condition holds, or `high`.
 
-    Once the condition holds, it holds for all later indices.
+    The condition must be monotonic: once True, True at all later indices.
     """
 
     def halve(state: tuple[Array, Array]) -> tuple[Array, Array]:
@@ -457,16 +457,15 @@ def _sources(
     cut: _Cut,
     room: int,
 ) -> tuple[Int[Array, " lines"], Int[Array, " lines"]]:
-    """Returns, for each line of 8 positions, its first id and where ids end.
+    """Returns, for each line of 8 positions, its first id and its group's end.
 
-    A line belongs to one group. Within a group, the number of the id rises with the
-    position. So their difference is a running sum of its steps from group to group,
-    and so is the end.
+    A line belongs to one group. Within a group, an id's number minus its position is
+    constant, so it is a running sum of the steps between groups. So is the end.
 
     Args:
       first: number of ids before each core, minibatch and partition.
-      counts: their number.
-      aligned_end: position after them, a multiple of 8.
+      counts: number of ids in each.
+      aligned_end: position after each, a multiple of 8.
       cut: the minibatches.
       room: number of positions.
     """
@@ -474,7 +473,7 @@ def _sources(
     num_minibatches = cut.num_minibatches
 
     def steps_of(values: Array) -> Array:
-        """Returns steps between groups; none to and from unused minibatches."""
+        """Returns steps between groups; 0 to and from unused minibatches."""
         last = jax.lax.dynamic_index_in_dim(values, num_minibatches - 1, axis=1)
         is_used = jnp.arange(MAX_MINIBATCHES)[None, :, None] < num_minibatches
         values = jnp.where(is_used, values, last[:, :, -1:])
@@ -492,7 +491,7 @@ def _sources(
             for total, step in zip(totals, of_minibatch, strict=True)
         )
 
-    # A step has few minibatches, so the loop is shorter than one scatter of them all.
+    # Batches have few minibatches, so a loop is faster than one scatter of all 64.
     zeros = jnp.zeros((room // ALIGNMENT,), jnp.int32)
     totals = jax.lax.fori_loop(0, num_minibatches, add_steps, (zeros, zeros))
     difference, end = (running_sum(total) for total in totals)
@@ -502,14 +501,14 @@ def _sources(
 def _copy_lines(
     arrays: Sequence[Shaped[Array, " ids"]], source: Int[Array, " lines"]
 ) -> list[Shaped[Array, " positions"]]:
-    """Returns lines of 8 numbers that begin anywhere in arrays, one after the other.
+    """Copies unaligned lines of 8 numbers out of arrays, and concatenates them.
 
-    A TPU gathers single numbers slowly. So one gather fetches, for all arrays, the two
-    aligned lines that each line is in, and shifts move the line to the front.
+    TPUs gather single numbers slowly. Instead, one gather for all arrays fetches the
+    two aligned lines that contain each line, and shifts move the line to the front.
 
     Args:
-      arrays: numbers of 4 bytes.
-      source: where each line begins. What is beyond the arrays is undefined.
+      arrays: arrays of 4-byte numbers.
+      source: start of each line. Numbers past the end of the arrays are undefined.
     """
     padding = ALIGNMENT - arrays[0].size % ALIGNMENT + ALIGNMENT
     lines = jnp.concatenate(
@@ -521,7 +520,7 @@ def _copy_lines(
         ],
         axis=1,
     )
-    # A gather takes no padding into its fusion: libtpu aborts on tpu7x.
+    # Keeps the padding out of the gather's fusion, where libtpu aborts on tpu7x.
     table = computed_apart(jnp.concatenate([lines[:-1], lines[1:]], axis=1))
     found = computed_apart(table.at[source // ALIGNMENT].get(mode="clip").T)
     windows = found.reshape(2, len(arrays), ALIGNMENT, -1)
@@ -540,7 +539,7 @@ def _pointers(
     aligned_ends: Int[Array, "cores 64 partitions"],
     num_minibatches: Int[Array, ""],
 ) -> Int[Array, " pointers"]:
-    """Returns the pointers of the minibatches that are used, core after core."""
+    """Returns the pointers of the used minibatches, core by core."""
     cores, _, num_partitions = ends.shape
     spare = max(0, MIN_POINTERS - num_partitions)
     spare = jnp.repeat(aligned_ends[:, :, -1:], spare, axis=2)
@@ -548,7 +547,7 @@ def _pointers(
     size = by_core.shape[2]
     pointers = jnp.full((by_core.size,), aligned_ends[-1, -1, -1])
     for core in range(cores):
-        # What a core writes after its last minibatch, the next core overwrites.
+        # The next core overwrites what is written after this core's last minibatch.
         at = core * num_minibatches * size
         pointers = jax.lax.dynamic_update_slice(
             pointers, by_core[core].reshape(-1), (at,)
@@ -557,10 +556,10 @@ def _pointers(
 
 
 def _count_before(is_counted: Bool[Array, " n"]) -> Int[Array, " n_and_1"]:
-    """Returns how many are counted before each position, and in all."""
+    """Returns the number of True values before each position, and in total."""
     return jnp.pad(running_sum(is_counted), (1, 0))
 
 
 def _differs(values: Int[Array, " ids"]) -> Bool[Array, " ids"]:
-    """Returns True where a value differs from the one before it, and at the first."""
+    """Returns True where a value differs from its predecessor, and at position 0."""
     return jnp.concatenate([jnp.ones(1, bool), values[1:] != values[:-1]])

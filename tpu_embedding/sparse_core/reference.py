@@ -1,8 +1,7 @@
 """The SparseCore operations in plain JAX, for devices without SparseCores.
 
-They are strict: where a SparseCore's result is undefined, all results are NaN. So a
-test on a CPU sees ids beyond a limit, and buffers that are not as SparseCores read
-them.
+If a SparseCore's result would be undefined, all results are NaN, so tests on CPUs catch
+ids beyond a limit and malformed buffers.
 """
 
 from collections.abc import Sequence
@@ -26,7 +25,7 @@ from tpu_embedding.xla import read_before_write, run_if
 def lookup(
     ids: PartitionedIds, table: Float[Array, "rows width"], sizes: OperationSizes
 ) -> Float[Array, "num_samples width"]:
-    """Computes `operations.lookup`: each owner adds its rows to the samples of all."""
+    """Emulates `operations.lookup`: owners add their rows to all devices' samples."""
     num_rows, width = table.shape
     asked = _asked_rows(ids, num_rows, sizes)
     rows = table.at[asked.rows].get(mode="fill", fill_value=0)
@@ -46,7 +45,7 @@ def update(
     rule: RowRule,
     sizes: OperationSizes,
 ) -> tuple[Float[Array, "rows width"], ...]:
-    """Computes `operations.update`: each owner sums the gradients of its rows."""
+    """Emulates `operations.update`: each owner sums its rows' gradients."""
     num_rows, width = arrays[0].shape
     asked = _asked_rows(ids, num_rows, sizes)
     gradients = jnp.where(asked.is_defined, gradients, jnp.nan)
@@ -74,14 +73,14 @@ def update(
 
 
 class _AskedRows(NamedTuple):
-    """The rows that all devices ask for, as one device sees them.
+    """The rows requested by all devices, from one owner's view.
 
     Attributes:
-      rows: row of this device; the number of its rows, if another device owns the row
-        or the position is unused.
+      rows: row of this device. Rows of other devices and unused positions hold this
+        device's number of rows.
       samples: sample, numbered over all devices.
-      gains: factor of the row; 0 in unused positions.
-      is_defined: False if a SparseCore's result is undefined on some device.
+      gains: gain of each id; 0 in unused positions.
+      is_defined: False if a SparseCore's result would be undefined on any device.
     """
 
     rows: Int[Array, " n"]
@@ -93,7 +92,7 @@ class _AskedRows(NamedTuple):
 def _asked_rows(
     ids: PartitionedIds, num_rows: int, sizes: OperationSizes
 ) -> _AskedRows:
-    """Gathers the ids of all devices, and finds the ids of this device's rows."""
+    """Gathers the ids of all devices, and selects this device's rows."""
     cores, axes = sizes.cores, sizes.axes
     device, rows_per_core = jax.lax.axis_index(axes), num_rows // cores
     core, partitions = _groups_of_positions(ids, sizes)
@@ -101,7 +100,7 @@ def _asked_rows(
     first_sample = core * (sizes.num_samples // cores)
     samples = jnp.where(is_used, first_sample + ids.samples, 0)
     is_defined = _is_defined(ids, partitions, samples, rows_per_core, sizes)
-    # So the collectives below wait for those above: XLA:CPU may deadlock otherwise.
+    # Makes the collectives below wait for earlier ones; XLA:CPU may deadlock otherwise.
     is_used &= is_defined
     partitions = jnp.where(is_defined, partitions, PADDING_ROW_ID)
     samples = jnp.where(is_defined, samples, 0)
@@ -121,9 +120,9 @@ def _asked_rows(
 def _groups_of_positions(
     ids: PartitionedIds, sizes: OperationSizes
 ) -> tuple[Int[Array, " positions"], Int[Array, " positions"]]:
-    """Returns the core that owns each position, and the partition that it asks.
+    """Returns each position's core, and the partition it requests from.
 
-    Unused positions ask `PADDING_ROW_ID`.
+    The partition of unused positions is `PADDING_ROW_ID`.
     """
     cores, room = sizes.cores, ids.rows.size
     num_partitions = cores * jax.lax.psum(1, sizes.axes)
@@ -145,9 +144,9 @@ def _is_defined(
     rows_per_core: int,
     sizes: OperationSizes,
 ) -> Bool[Array, ""]:
-    """Returns True on all devices if SparseCores have a result for all of them.
+    """Returns True on all devices if a SparseCore's result is defined on all of them.
 
-    Buffers are as SparseCores read them if their ids would make the same ones.
+    Buffers are well formed if partitioning their ids again gives the same buffers.
     """
     again, fits = partition_ids(
         partitions,

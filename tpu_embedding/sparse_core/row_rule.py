@@ -1,10 +1,10 @@
-"""Turns an optimizer rule into values of a step and arithmetic of the SparseCores.
+"""Turns an optimizer rule into per-step values and SparseCore arithmetic.
 
-The probe has split the rule: what depends on no row, such as the learning rate of a
-schedule, is computed outside, once per step; the rows get such values as
-hyperparameters. The other half must be elementwise: the SparseCores apply it to each
-row as soon as its gradient is summed. Here it is evaluated on scalars, one element of
-each row and slot.
+The probe has split the rule. Values that don't depend on a row, such as a scheduled
+learning rate, are computed once per step and passed to the rows as hyperparameters. The
+rest must be elementwise: the SparseCores apply it to each row as soon as its gradient
+is summed. This module evaluates it on scalars, one element of each row and slot
+variable.
 """
 
 import dataclasses
@@ -33,36 +33,37 @@ _ELEMENTWISE: Final = frozenset(
     "expm1 floor ge gt integer_pow le log log1p logistic lt max min mul ne neg not or "
     "pow rem round rsqrt select_n sign sin sqrt square sub tan tanh xor".split()
 )
-"""Operations that libtpu compiles for SparseCores, on one element of each operand.
+"""Elementwise operations that libtpu compiles for SparseCores.
 
-It rejects `erf`, `lgamma` and `is_finite`, and converts no float16."""
+It rejects `erf`, `lgamma`, `is_finite` and conversions of float16."""
 
 _SAME_ELEMENTS: Final = frozenset(
     "broadcast_in_dim copy expand_dims optimization_barrier reshape squeeze".split()
 )
-"""Operations that keep each element in its place, unless they change their number."""
+"""Operations that move no element as long as the number of elements stays the same."""
 
 _DTYPES: Final = ("bool", "bfloat16", "float32", "int32")
-"""Element types of the arithmetic on rows."""
+"""Supported dtypes of the arithmetic on rows."""
 
 
 class _NotElementwiseError(Exception):
-    """Says why a rule cannot run on SparseCores."""
+    """Raised with the reason if a rule cannot run on SparseCores."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class RowRule:
-    """An elementwise rule, split into values of a step and arithmetic on rows.
+    """An elementwise rule, split into per-step values and arithmetic on rows.
 
     Attributes:
-      num_slots: slot variables of the rule.
-      num_hyperparameters: values shared by all rows that rows need.
-      values: takes the leaves of the state that all rows share, such as the step
-        count, in the order of the state. Returns the hyperparameters, float32
-        scalars, and the new leaves.
-      rows: takes gradients, rows and slot variables `[n, width]`, then the
+      num_slots: number of slot variables.
+      num_hyperparameters: number of per-step values that the rows need, at least 1.
+      values: function of the state's leaves that all rows share, such as the step
+        count, in state order. Returns the hyperparameters as float32 scalars, and the
+        new leaves.
+      rows: function of gradients, rows and slot variables `[n, width]`, then the
         hyperparameters. Returns the new rows and slot variables.
-      stablehlo: the same function of `[1, width]` arrays, also for hyperparameters.
+      stablehlo: `rows` as StableHLO text; every argument, hyperparameters included, is
+        `[1, width]`.
     """
 
     num_slots: int
@@ -74,13 +75,12 @@ class RowRule:
 
 @functools.lru_cache(maxsize=4096)
 def row_rule(optimizer: RowOptimizer, dim: int, width: int) -> RowRule | str:
-    """Returns the rule for SparseCores; or why it cannot run there, in plain words.
+    """Returns the rule for SparseCores, or a string that says why it can't run there.
 
     Args:
-      optimizer: the rule of rows, which `probe_rule` accepts.
+      optimizer: row optimizer that `probe_rule` accepts.
       dim: columns of the table.
-      width: columns of a stored row, at least `dim`. Those beyond `dim` keep their
-        values.
+      width: columns of a stored row, at least `dim`; those past `dim` don't change.
 
     Example:
       >>> import optax
@@ -100,14 +100,14 @@ def row_rule(optimizer: RowOptimizer, dim: int, width: int) -> RowRule | str:
 
 
 def _check_declared(optimizer: RowOptimizer, dim: int) -> None:
-    """Rejects what SparseCores do not do, whatever the arithmetic of the rule is."""
+    """Rejects rules that SparseCores can't run, whatever their arithmetic is."""
     probed = probe_rule(optimizer, dim)
     problems = {
-        "the rule updates every row, not the touched ones": optimizer.moves_every_row,
+        "the rule updates every row, not only touched ones": optimizer.moves_every_row,
         "the rule needs the gradient of each occurrence": optimizer.sees_occurrences,
         "the rule needs the norm of all gradients": optimizer.takes_model_norm,
         "the rule needs totals over the rows of a table": probed.takes_totals,
-        "the rule sets rows, whatever they were": optimizer.sets_rows,
+        "the rule overwrites rows instead of adding to them": optimizer.sets_rows,
     }
     for reason, is_so in problems.items():
         if is_so:
@@ -121,12 +121,12 @@ def _check_declared(optimizer: RowOptimizer, dim: int) -> None:
 
 
 def _elementwise_rule(optimizer: RowOptimizer, dim: int, width: int) -> RowRule:
-    """Returns the split of a rule, if its rows are elementwise."""
+    """Splits a rule; raises if its arithmetic on rows is not elementwise."""
     probed = probe_rule(optimizer, dim)
     split, num_slots = probed.split, len(probed.slots)
     _check_rows(split.row_program, num_slots, split.num_hyperparameters)
     rows = functools.partial(_compute_rows, split, num_slots, dim)
-    # The operation wants at least one hyperparameter.
+    # The operation needs at least one hyperparameter.
     num_hyperparameters = max(1, split.num_hyperparameters)
     row = jax.ShapeDtypeStruct((1, width), jnp.float32)
     program = jax.jit(rows, keep_unused=True).trace(
@@ -145,11 +145,11 @@ def _check_rows(program: Program, num_slots: int, num_hyperparameters: int) -> N
     """Rejects arithmetic on rows that needs more than one element of an operand.
 
     Args:
-      program: from `SplitRule.row_program`.
-      num_slots: slot variables of the rule.
-      num_hyperparameters: its hyperparameters.
+      program: the rule's `SplitRule.row_program`.
+      num_slots: number of slot variables.
+      num_hyperparameters: number of hyperparameters.
     """
-    # All rows of the operation are touched.
+    # The operation only sees touched rows.
     by_row = [True, True, False, *[True] * num_slots, *[False] * num_hyperparameters]
     depends = rows_dependence(program, by_row)
     for equation in program.equations:
@@ -165,7 +165,7 @@ def _check_rows(program: Program, num_slots: int, num_hyperparameters: int) -> N
         _check_uniform(given.aval, given.aval.size == 1)
         if given.aval.dtype.name not in ("bool", "bfloat16", "float16", "float32"):
             raise _NotElementwiseError(
-                f"rows need a scalar of dtype {given.aval.dtype}"
+                f"the rule passes a scalar of dtype {given.aval.dtype} to the rows"
             )
 
 
@@ -182,20 +182,20 @@ def _check_elementwise(equation: Equation) -> None:
     name, results = equation.name, [x.aval for x in equation.outputs]
     if name in _SAME_ELEMENTS:
         if [x.aval.size for x in equation.inputs] != [x.size for x in results]:
-            raise _NotElementwiseError(f"{name} copies the elements of a row")
+            raise _NotElementwiseError(f"{name} repeats the elements of a row")
     elif name not in _ELEMENTWISE:
         raise _NotElementwiseError(
-            f"{name} mixes the elements of a row, or SparseCores do not have it"
+            f"{name} is not elementwise, or SparseCores do not support it"
         )
     for result in results:
         if result.dtype.name not in _DTYPES:
-            raise _NotElementwiseError(f"SparseCores have no {result.dtype}")
+            raise _NotElementwiseError(f"SparseCores do not support {result.dtype}")
 
 
 def _compute_values(
     split: SplitRule, scalars: Sequence[Any]
 ) -> tuple[tuple[Array, ...], list[Array]]:
-    """Computes what all rows share; see `RowRule.values`."""
+    """Computes the values that all rows share; see `RowRule.values`."""
     hyperparameters, new_scalars = split.values(scalars)
     converted = tuple(jnp.ravel(x)[0].astype(jnp.float32) for x in hyperparameters)
     return converted or (jnp.zeros(()),), new_scalars
@@ -204,13 +204,13 @@ def _compute_values(
 def _compute_rows(
     split: SplitRule, num_slots: int, dim: int, *arguments: Array
 ) -> tuple[Array, ...]:
-    """Computes new rows and slots, element by element; see `RowRule.rows`."""
+    """Computes new rows and slot variables elementwise; see `RowRule.rows`."""
 
     def new_elements(*scalars: Array) -> tuple[Array, ...]:
         gradient, row, *others = scalars
         slots, hyperparameters = others[:num_slots], others[num_slots:]
         types = split.row_program.inputs[3 + num_slots :]
-        # A rule without hyperparameters is passed an unused one, which zip drops.
+        # zip drops the unused hyperparameter of a rule that has none.
         given = [
             x.astype(y.aval.dtype) for x, y in zip(hyperparameters, types, strict=False)
         ]
@@ -231,7 +231,7 @@ def _compute_rows(
 
 
 def _compute_element(equation: Equation, operands: Sequence[Any]) -> Sequence[Any]:
-    """Returns one element of each result of an equation."""
+    """Evaluates an equation on one element of each operand."""
     if equation.name in _SAME_ELEMENTS:
         return operands
     return compute_by_jax(equation, operands)

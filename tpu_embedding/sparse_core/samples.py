@@ -1,11 +1,10 @@
-"""The samples of a stack, dealt to SparseCores and back. Per shard.
+"""Deals a stack's samples to SparseCores, and collects the results. Per shard.
 
-XLA's embedding operations take ids sorted by the SparseCore of the sample and the one
-of the row, and at most some ids of each pair. `SparseCoreIds.fits` says, equally on all
-devices, whether this batch keeps within that limit.
+XLA's embedding operations read ids sorted by the sample's SparseCore and the row's
+SparseCore, with a limit on the ids of each pair. `SparseCoreIds.fits`, equal on all
+devices, is True if the batch stays within the limit.
 
-The samples of each feature are dealt to the SparseCores of their device in equal parts,
-so each looks up its share of every feature.
+Each feature's samples are dealt to the device's SparseCores in equal parts.
 """
 
 import itertools
@@ -35,13 +34,13 @@ from tpu_embedding.types import PADDING_ROW_ID
 from tpu_embedding.xla import computed_apart, value_of_range
 
 _SAMPLE_ALIGNMENT: Final = 8
-"""The samples of a SparseCore are a multiple of it."""
+"""A SparseCore's samples are padded to a multiple of this."""
 
 _RAGGED_HEADROOM: Final = 2
-"""Room for the ids of a ragged feature, in multiples of the mean of a SparseCore."""
+"""Room for a ragged feature's ids, in multiples of the mean per SparseCore."""
 
 _EMULATED_BYTES: Final = 512 * 1024
-"""Memory of a SparseCore's subcore, on devices without."""
+"""Memory of an emulated SparseCore's subcore."""
 
 
 @jax.named_scope("partition")
@@ -58,10 +57,10 @@ def ids_by_core(
 
     Args:
       keys: keys of all features; see `_forward.py`.
-      poolings: the features of the stack.
+      poolings: the stack's features.
       stack: plan of the stack.
       cores: SparseCores per device.
-      max_ids: the user's limit. None takes as many as the batch needs.
+      max_ids: the user's limit. `None` derives it from the batch's sizes.
       are_joined: see `Backend.prepare_ids`.
     """
     layout, keys = stack.layout, _by_sample(keys, poolings)
@@ -97,7 +96,7 @@ def by_feature(
     poolings: Sequence[PoolingSpec],
     dim: int,
 ) -> list[Float[Array, "_ dim"]]:
-    """Returns the activations of each feature, given the sums of all samples."""
+    """Splits the sums of all samples into each feature's activations."""
     sums = sums.reshape(cores, -1, sums.shape[1])[:, :, :dim]
     result, first = [], 0
     for pooling in poolings:
@@ -114,7 +113,7 @@ def by_core(
     poolings: Sequence[PoolingSpec],
     layout: RowLayout,
 ) -> Float[Array, "samples width"]:
-    """Returns the cotangents of features in the order of SparseCores' samples."""
+    """Arranges the features' cotangents in the order of the SparseCores' samples."""
     cores, dealt = sizes.cores, []
     for cotangent in scale_samples(cotangents, poolings):
         missing = -cotangent.shape[0] % cores
@@ -130,7 +129,7 @@ def by_core(
 def _limits_of(
     poolings: Sequence[PoolingSpec], stack: StackPlan, cores: int, max_ids: int | None
 ) -> Limits:
-    """Returns the limits of the operations, or those that the user gives."""
+    """Returns the operations' limits, from the user's limit if there is one."""
     return choose_limits(
         sum(_max_ids_of_core(pooling, cores) for pooling in poolings),
         device_ids=sum(pooling.num_ids for pooling in poolings),
@@ -144,10 +143,9 @@ def _limits_of(
 
 
 def _max_ids_of_core(pooling: PoolingSpec, cores: int) -> int:
-    """Returns the ids of a feature that one SparseCore has room for.
+    """Returns how many of a feature's ids one SparseCore has room for.
 
-    Samples of different lengths may be spread unevenly. A batch that needs more room
-    does not fit.
+    Ragged samples may be spread unevenly. A batch that needs more room doesn't fit.
     """
     if pooling.sample_ids is None:
         return -(-pooling.num_samples // cores) * pooling.valence
@@ -162,7 +160,7 @@ def _samples_per_core(poolings: Sequence[PoolingSpec], cores: int) -> int:
 def _by_sample(
     values: Shaped[Array, " ids"], poolings: Sequence[PoolingSpec]
 ) -> Shaped[Array, " ids"]:
-    """Puts the ids of each sample side by side, feature by feature."""
+    """Makes each sample's ids contiguous, feature by feature."""
     if all(x.sample_ids is not None or x.valence == 1 for x in poolings):
         return values
     by_feature = split_by_feature(values, [pooling.num_ids for pooling in poolings])
@@ -177,10 +175,10 @@ def _by_sample(
 
 
 def _sample_at(poolings: Sequence[PoolingSpec], cores: int) -> SampleAt:
-    """Returns a function that maps positions of ids to the samples of SparseCores.
+    """Returns a function that maps positions of ids to the SparseCores' samples.
 
-    The ids of a sample are side by side. Each core has an equal share of the samples of
-    each feature, one feature after the other.
+    A sample's ids are contiguous. Each core has an equal share of every feature's
+    samples, ordered by feature.
     """
     shares = [-(-pooling.num_samples // cores) for pooling in poolings]
     first_of_share = list(itertools.accumulate(shares, initial=0))[:-1]
@@ -193,13 +191,13 @@ def _sample_at(poolings: Sequence[PoolingSpec], cores: int) -> SampleAt:
         return values[0] if is_same else value_of_range(positions, first_id, values)
 
     def sample_at(positions: Array) -> Array:
-        """Computes samples: a TPU gathers single numbers slowly."""
+        """Computes samples without a gather; TPUs gather single numbers slowly."""
         of_feature = positions - by_feature(positions, first_id)
         of_feature = of_feature // by_feature(
             positions, [pooling.valence for pooling in poolings]
         )
         share = by_feature(positions, shares)
-        # `of_feature // share`, and without a division.
+        # `of_feature // share` without a division.
         core = sum((of_feature >= k * share).astype(jnp.int32) for k in range(1, cores))
         sample = by_feature(positions, first_of_share) + of_feature - core * share
         return core * per_core + sample

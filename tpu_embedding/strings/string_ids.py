@@ -511,7 +511,8 @@ def _check_strings(values: np.ndarray, owner: str) -> np.ndarray:
         return values.astype(object)  # NumPy makes empty lists float64.
     if values.dtype.kind not in "SUTO":
         raise TypeError(
-            f"Strings of {owner} must be strings, got dtype {values.dtype}."
+            f"Strings of {owner} must be strings, got dtype {values.dtype}; convert "
+            "numbers with .astype(str)."
         )
     return values
 

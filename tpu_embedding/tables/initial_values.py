@@ -26,9 +26,9 @@ import numpy as np
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Int, UInt32
 
-from tpu_embedding.argument_checks import describe_value
+from tpu_embedding.argument_checks import ArgumentType, check_type, describe_value
 from tpu_embedding.initializers import RowFunction, key_words, threefry_key
-from tpu_embedding.plan.plan import EmbeddingPlan, StackPlan, TablePlan
+from tpu_embedding.plan.plan import PLAN, EmbeddingPlan, StackPlan, TablePlan
 from tpu_embedding.plan.shard_map import constrain, in_auto_axes, on_shards
 from tpu_embedding.rows.access import merge_block
 from tpu_embedding.rows.packed_rows import (
@@ -45,6 +45,8 @@ _MIN_SLAB_BYTES: Final = 2**16
 _MAX_SLAB_BYTES: Final = 2**22
 _SLABS_PER_TABLE: Final = 400
 """A pass holds about eight slabs of temporaries, at most 2 % of a table."""
+
+_KEY: Final = ArgumentType(jax.Array, "a JAX random key")
 
 
 def init_tables(plan: EmbeddingPlan, key: jax.Array) -> dict[str, Any]:
@@ -65,6 +67,9 @@ def init_tables(plan: EmbeddingPlan, key: jax.Array) -> dict[str, Any]:
       >>> sorted(te.functional.init_tables(plan, jax.random.key(0)))
       ['stack_0']
     """
+    line = "te.functional.init_tables(plan, jax.random.key(0))"
+    check_type("te.functional.init_tables: plan", PLAN, plan, line)
+    check_type("te.functional.init_tables: key", _KEY, key, line)
     tables = _init_on_devices(plan, key)
     for stack in plan.stacks:
         if not stack.storage.holds_all_rows:

@@ -53,10 +53,10 @@ def test_arrays_by_name(tmp_path, write):
 
 
 UNREADABLE = {
-    "nothing": (lambda path: None, "does not exist"),
-    "unknown": (lambda path: path.write_text("x"), "must be a .safetensors file"),
-    "directory": (lambda path: path.mkdir(), "must be a .safetensors file"),
-    ".npz": (lambda path: path.write_bytes(b"PK"), "pass what np.load returns"),
+    "nothing": (lambda path: None, "There is no file or directory"),
+    "unknown": (lambda path: path.write_text("x"), "The format of .* is unknown"),
+    "directory": (lambda path: path.mkdir(), "The format of .* is unknown"),
+    ".npz": (lambda path: path.write_bytes(b"PK"), "arrays of np.load"),
     ".safetensors": (lambda path: path.write_bytes(b"\1" * 9), "as a safetensors file"),
     ".pt": (lambda path: path.touch(), "safetensors.torch.save_file"),
 }

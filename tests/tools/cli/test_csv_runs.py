@@ -88,7 +88,7 @@ def test_a_run_is_evaluated_on_another_file_and_keeps_its_records(
         (["predict", "RUN", "short.csv"], "['tags', 'price', 'day']"),
         (["predict", "RUN", "unlabelled.csv", "--id", "key"], "'key'"),
         (["predict", "RUN", "absent.csv"], "absent.csv"),
-        (["predict", ".", "unlabelled.csv"], "config"),
+        (["predict", ".", "unlabelled.csv"], "holds no run"),
     ],
 )
 def test_errors_name_what_is_missing(directory, tmp_path, arguments, message, capsys):

@@ -448,7 +448,8 @@ def match_tables(
             _check_rows(target, table.values)
             ids_of_rows = _ids(target, table, ids.get(target.name))
         except CheckpointError as error:
-            problems.append(f"table {target.name!r} from {other!r}: {error}")
+            renamed = "" if other == target.name else f" from {other!r}"
+            problems.append(f"table {target.name!r}{renamed}: {error}")
             continue
         matched[target.name] = MatchedTable(
             source_name=other, source=table, slot_names=slot_names, ids=ids_of_rows
@@ -485,14 +486,14 @@ def _names(
             if name in rename or other in source.tables
         }
     problems += [
-        f"table {name!r}: the source has no table {other!r}. Pass its name in the "
-        f"source as rename={{{name!r}: ...}}, or leave the table out of tables=."
+        f"table {name!r}: the source has no table {other!r}. Pass its name there as "
+        f"rename={{{name!r}: ...}}, or leave the table out of tables=."
         for name, other in names.items()
         if other not in source.tables
     ]
     if not problems and not names:
         problems = [
-            f"the source has none of the model's tables {sorted(own)}. Pass "
+            f"no table of the model, {sorted(own)}, is in the source; pass "
             "rename={name in the model: name in the source}."
         ]
     if problems:
@@ -517,9 +518,9 @@ def _check_rows(target: TargetTable, values: RowArray) -> None:
     size = target.config.max_rows if ids_are_rows else num_rows
     if (num_rows, dim) != (size, target.config.dim):
         raise CheckpointError(
-            f"the source has {num_rows} rows of dim {dim}, but the model has {size} of "
-            f"dim {target.config.dim}. Change TableConfig.vocabulary_size or dim, "
-            "import an array of the right shape, or leave the table out of tables=."
+            f"the source has {num_rows} rows of dim {dim}, the model {size} of dim "
+            f"{target.config.dim}; set TableConfig.vocabulary_size and dim, import "
+            "other rows, or leave the table out of tables=."
         )
 
 

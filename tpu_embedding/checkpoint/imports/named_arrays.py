@@ -119,9 +119,8 @@ def arrays_of_path(path: pathlib.Path) -> dict[str, RowArray]:
         arrays |= {key: array_of(tensor) for key, tensor in tensors.items()}
     if not arrays:
         raise CheckpointError(
-            f"{path} must be a .safetensors file, a directory of them, a dynamicemb "
-            "dump, or a TensorFlow or Orbax checkpoint. For NumPy files, pass what "
-            "np.load returns. Convert torch.save files with "
+            f"The format of {path} is unknown. Pass .safetensors files, a TensorFlow "
+            "or Orbax checkpoint, or arrays of np.load; convert torch.save files with "
             "safetensors.torch.save_file, and Keras files with np.savez."
         )
     return arrays

@@ -11,6 +11,7 @@ range of rows takes one read per shard.
 """
 
 import functools
+import os
 import pathlib
 import re
 from collections.abc import Mapping, Sequence
@@ -18,6 +19,7 @@ from typing import Any, Final
 
 import numpy as np
 
+from tpu_embedding.argument_checks import describe_value
 from tpu_embedding.checkpoint.imports import tensorflow
 from tpu_embedding.checkpoint.imports.named_arrays import (
     arrays_of_mapping,
@@ -73,6 +75,11 @@ def open_tables(source: str | pathlib.Path | Mapping[str, Any]) -> TableSource:
     """
     if isinstance(source, Mapping):
         return _named_tables(arrays_of_mapping(source), "arrays")
+    if not isinstance(source, str | os.PathLike):
+        raise TypeError(
+            "A source of tables must be a path or a dict of arrays, got "
+            f"{describe_value(source)}. Write {{'movie': array}}."
+        )
     try:
         return _open(local_path(source))
     except OSError as error:

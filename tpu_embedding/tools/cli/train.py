@@ -92,6 +92,8 @@ class _Run(ConfigCommand):
         # Orbax logs the traceback of a failed save, and also raises the error.
         logging.getLogger("absl").setLevel(logging.CRITICAL)
         if self.devices is not None:
+            if self.devices < 1:
+                raise UsageError(f"--devices must be at least 1, got {self.devices}.")
             keep_freed_memory()
             emulate_devices(self.devices // (self.num_processes or 1))
         distributed.start(self.coordinator, self.num_processes, self.process_id)

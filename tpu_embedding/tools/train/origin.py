@@ -136,6 +136,11 @@ def config_of_run(
         for change in _model_changes(run, loaded):
             print(f"changed since the run: {change}")
         return loaded
+    if not (directory / RECORDS_FILE).exists():
+        raise ConfigError(
+            f"{directory} holds no run of tpu-embedding train; pass the output "
+            "directory of a run."
+        )
     if origin is None:
         raise ConfigError(
             f"The config of {directory} is unknown, because a script started the run. "
